@@ -22,10 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument("source", metavar="FILE.timeline", help="a run, usually a measured one")
     parser.add_argument(
-        "--per-microbatch",
-        action="store_true",
+        "--per-microbatch", action="store_true",
         help="print the time of each microbatch, not the mean",
-    )
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> str:

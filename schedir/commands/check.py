@@ -51,36 +51,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, allows_several=True)
     check_sequence.add_arguments(parser)
     parser.add_argument(
-        "--explain-start",
-        dest="why",
-        metavar="RANK:INDEX",
+        "--explain-start", dest="why", metavar="RANK:INDEX",
         help="print the chain of instructions that decides when this instruction starts",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--blocking-hosts",
-        action="store_true",
+        "--blocking-hosts", action="store_true",
         help="check for hosts that wait for what an instruction needs before they issue it, as CPU "
         "hosts do",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--host-device-sync",
-        action="store_true",
+        "--host-device-sync", action="store_true",
         help="check for hosts that may wait for all that they issued, as the host of a GPU does if "
         "a step allocates memory",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--lazy-communicators",
-        action="store_true",
+        "--lazy-communicators", action="store_true",
         help="check for communicators that are created at their first use, where the hosts of all "
         "their ranks wait for each other",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--eager-limit",
-        type=parse_byte_option,
-        metavar="BYTES",
+        "--eager-limit", type=parse_byte_option, metavar="BYTES",
         help="check for messages of at most BYTES, such as 512KB, that do not wait for their "
         "receive; needs --sizes",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "-o", dest="output", metavar="FILE.svg", help="draw a refused program and its waits"
     )

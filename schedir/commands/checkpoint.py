@@ -49,11 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "AutoModelForCausalLM.from_pretrained loads",
     )  # fmt: skip
     export.add_argument(
-        "--dtype",
-        metavar="TYPE",
+        "--dtype", metavar="TYPE",
         help=f"the type of the weights: {', '.join(_DTYPES)} (as stored); float32 copies of the "
         "weights are used if the checkpoint has them",
-    )
+    )  # fmt: skip
     export.add_argument("--replace", action="store_true", help="overwrite existing files")
 
 

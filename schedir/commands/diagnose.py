@@ -34,12 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.add_argument(
-        "dumps",
-        metavar="DUMPS",
-        nargs="+",
+        "dumps", metavar="DUMPS", nargs="+",
         help="dumps of torch's flight recorder, one for each rank: files, a folder, or a pattern; "
         "or the output folder of a run of schedir train, with its black boxes",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--program", metavar="SCHEDULE", help=f"the program of the job: {SOURCE_HELP}"
     )

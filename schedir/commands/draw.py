@@ -43,11 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_chart_options(parser)
     parser.add_argument(
-        "--idle-map",
-        dest="idle",
-        action="store_true",
+        "--idle-map", dest="idle", action="store_true",
         help="draw why ranks are idle, as a heat map",
-    )
+    )  # fmt: skip
     add_compile_options(parser)
 
 

@@ -27,25 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.add_argument(
-        "sources",
-        metavar="SOURCE",
-        nargs="+",
+        "sources", metavar="SOURCE", nargs="+",
         help="FILE.csv of torch, with or without transfers; or torch.profiler traces of all ranks: "
         "files (.json, .json.gz), a folder or a pattern",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "-o",
-        dest="output",
-        metavar="FILE",
-        required=True,
+        "-o", dest="output", metavar="FILE", required=True,
         help="write the program to FILE.sched, or the run of traces to FILE.timeline",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--ranks",
-        type=parse_count,
-        metavar="N",
+        "--ranks", type=parse_count, metavar="N",
         help="the expected number of ranks; a truncated CSV has fewer rows",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--step", type=parse_count, metavar="N", help="a ProfilerStep (the last complete one)"
     )

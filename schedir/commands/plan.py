@@ -143,10 +143,9 @@ def add_measure_options(group: argparse._ArgumentGroup) -> None:
         group: The group of options.
     """
     group.add_argument(
-        "--measure",
-        action="store_true",
+        "--measure", action="store_true",
         help="measure this machine for about half a minute, and write its cluster file to -o",
-    )
+    )  # fmt: skip
     group.add_argument(
         "--processes", type=parse_count, metavar="N",
         help="with --measure: the number of processes (one per processor or GPU)",
@@ -223,17 +222,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=parse_count, default=10, metavar="N",
                         help="the number of plans to print (10)")  # fmt: skip
     parser.add_argument(
-        "--tokens",
-        type=parse_number,
-        metavar="N",
+        "--tokens", type=parse_number, metavar="N",
         help="the tokens of the training run, such as 300e9: prints its steps and days",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--closed-form-only",
-        dest="no_exact",
-        action="store_true",
+        "--closed-form-only", dest="no_exact", action="store_true",
         help="estimate by formulas only; by default, the best plans are simulated as programs",
-    )
+    )  # fmt: skip
     parser.add_argument("--offload", action="store_true",
                         help="also plans that move activations or the optimizer state to the host; "
                         "these plans are simulated")  # fmt: skip
@@ -278,13 +273,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="write the first plan to FILE.toml for schedir train, or its program to FILE.sched",
     )  # fmt: skip
     group.add_argument(
-        "--select",
-        dest="take",
-        type=parse_count,
-        default=1,
-        metavar="N",
+        "--select", dest="take", type=parse_count, default=1, metavar="N",
         help="write and describe the plan with this number instead of the first",
-    )
+    )  # fmt: skip
     group.add_argument(
         "--picture", metavar="FILE",
         help="draw the parts of the step of each plan; with --gpu-counts, step time over GPUs",
@@ -319,10 +310,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--cluster",
-        metavar="CLUSTER",
+        "--cluster", metavar="CLUSTER",
         help="a name (a100, h100), or FILE.toml with your own cluster",
-    )
+    )  # fmt: skip
     many: Any = group.add_mutually_exclusive_group()
     many.add_argument("--nodes", type=parse_count, metavar="N", help="number of nodes")
     many.add_argument("--gpus", type=parse_count, metavar="N", help="number of GPUs")

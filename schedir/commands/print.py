@@ -32,11 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-repeat", dest="flat", action="store_true", help="print one line per instruction"
     )
     parser.add_argument(
-        "--compute-only",
-        dest="draft",
-        action="store_true",
+        "--compute-only", dest="draft", action="store_true",
         help="print the compute instructions only, before the lowering",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "-o", dest="output", metavar="FILE.sched", help="write the program to this file"
     )

@@ -56,19 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SCHEDULE", nargs="*", help=f"also rank this: {SOURCE_HELP}"
     )
     parser.add_argument(
-        "--max-activations",
-        dest="activations",
-        type=parse_number,
-        metavar="N",
+        "--max-activations", dest="activations", type=parse_number, metavar="N",
         help="the most activations of a rank, each of all its stages for one microbatch; 1F1B "
         "needs one for each rank",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--no-split-backward",
-        dest="whole",
-        action="store_true",
+        "--no-split-backward", dest="whole", action="store_true",
         help="leave out schedules that split backwards into I and W",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_compile_options(parser)
 

@@ -74,11 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "schedules. --costs and --sizes are per stage, as in `schedir simulate`."
     )
     parser.add_argument(
-        "-o",
-        dest="output",
-        metavar="FILE.sched",
+        "-o", dest="output", metavar="FILE.sched",
         help="write the program, with the search as comments",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--frontier", action="store_true",
         help="search at each memory limit, and print a table; -o FILE.svg draws it",
@@ -102,11 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="the time to minimize: span (default), or own, the longest active span "
                      "of a rank")  # fmt: skip
     how.add_argument(
-        "--no-split-backward",
-        dest="whole",
-        action="store_true",
+        "--no-split-backward", dest="whole", action="store_true",
         help="search only schedules that do not split backwards into I and W",
-    )
+    )  # fmt: skip
     how.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
                      help="the longest time of the search, in seconds (10)")  # fmt: skip
     how.add_argument("--max-evaluations", type=parse_count, metavar="N",

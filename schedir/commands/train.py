@@ -21,11 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.add_argument(
-        "config",
-        metavar="CONFIG.toml",
+        "config", metavar="CONFIG.toml",
         help="a file with the settings below; a schedule file.py:function executes file.py, unless "
         "--no-code is given",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--trace", metavar="DIR", help="write the Timeline of the last step to this folder"
     )

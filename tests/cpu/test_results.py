@@ -321,7 +321,7 @@ def test_a_folder_that_is_removed_under_a_run_is_named(config: str, tmp_path: Pa
     schedule.write_text(REMOVES.format(folder=str(folder)))
     words = arguments(config, folder, *TWO, f"pipeline.schedule={schedule}:mine")
     code, _, err = launched(words, folder)
-    assert code and "Traceback" not in err and "before it had begun" not in err, err
+    assert code and "Traceback" not in err and "before it joined the run" not in err, err
     first, last = err.splitlines()
     assert first.startswith("[0] process 0 (pipeline rank 0): ") and str(folder) in first
-    assert last.startswith("process 0 (pipeline rank 0) ended with exit code ")
+    assert last.startswith("process 0 (pipeline rank 0) exited with code ")

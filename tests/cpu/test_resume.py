@@ -302,7 +302,7 @@ def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path
     (last,) = steps(tmp_path)
     assert code == 143
     saved = tmp_path / "saved" / f"step-{last:08}"
-    assert err == f"was told to end (SIGTERM): step {last} of 1000000 is saved in {saved}\n"
+    assert err == f"received SIGTERM: step {last} of 1000000 is saved in {saved}\n"
     assert losses(tmp_path).splitlines()[-1].startswith(f"{last},".encode())
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE}
     sets = [*TWO, *words(tmp_path), f"train.steps={last + 2}"]
@@ -321,7 +321,7 @@ def test_past_the_grace_all_end_without_and_say_so(config: str, tmp_path: Path) 
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 143 and err.count("\n") == 1
-    assert "was told to end (SIGTERM), and has not saved in 1 s, saving step" in err
+    assert "received SIGTERM, and has not saved a checkpoint in 1 s, saving step" in err
     assert steps(tmp_path) == []
 
 

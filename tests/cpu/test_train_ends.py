@@ -79,7 +79,7 @@ def gone(pid: int) -> bool:
     ("to", "what", "code", "said"),
     cases(
         [
-            ("rank 1", signal.SIGKILL, 1, "process 1 (pipeline rank 1) was ended by signal 9"),
+            ("rank 1", signal.SIGKILL, 1, "process 1 (pipeline rank 1) was killed by signal 9"),
             ("rank 1", signal.SIGSTOP, 1, "process 1 (pipeline rank 1) is stopped, "),
             ("launcher", signal.SIGINT, 130, ""),
             ("launcher", signal.SIGKILL, -signal.SIGKILL, ""),
@@ -226,7 +226,7 @@ def test_a_peer_that_never_comes_is_one_error(
     sets = ["train.timeout=1", "pipeline.tp=1"]
     command = [sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
     code, _, err = finish(start(command))
-    assert code == 1 and err.count("the processes did not find each other in 1 s") == 1
+    assert code == 1 and err.count("the processes did not connect in 1 s") == 1
     assert "Traceback" not in err
 
 
@@ -264,7 +264,7 @@ if os.environ.get("RANK") == "1":
         (
             "train.exit_cleanly = lambda: os._exit(9)",
             1,
-            "process 1 (pipeline rank 1) ended with exit code 9, at",
+            "process 1 (pipeline rank 1) exited with code 9, at",
         ),
     ],
 )

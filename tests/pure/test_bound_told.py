@@ -55,7 +55,7 @@ def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], na
     assert row["bound"] == bound.value and row["gap"] == max(run.span / bound.value - 1, 0)
     line = said(capsys, "simulate", name, SAID).splitlines()[-1]
     assert f"is shorter than {bound.value:.6g}: " in line
-    assert ("with whole backwards" in line) == (name in ("one_f_one_b", "gpipe"))
+    assert ("with full backwards" in line) == (name in ("one_f_one_b", "gpipe"))
     gain = 1 - bound.value / run.span
     assert line.endswith(f"at most {gain:.1%} can be gained" if gain > 1e-9 else "proved shortest")
 

@@ -62,7 +62,7 @@ def test_a_table_of_all_and_what_the_newest_has(
     out = said(capsys, "checkpoint", "inspect", "run")
     first = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "(when)", out)
     assert re.findall(r"^ (\d) +(\S+ B) +\(when\) +(.*)$", first, re.M) == [
-        (step, "104 B", "by its sizes") for step in "246"
+        (step, "104 B", "by file sizes") for step in "246"
     ]
     assert "--verify reads them" in out and "\nstep 6\n" in out
     assert "  program: gpipe?[2J\n" in out  # a terminal takes nothing of it for an order

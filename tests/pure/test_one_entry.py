@@ -94,7 +94,7 @@ config = read_config("run.toml")
 assert config.request.program.echo == 1
 with open("x.sched", "w") as file:
     file.write(text)
-for given, says in (("echo=4", "pipeline.echo must be a whole number of at least 0 and below 4"),
+for given, says in (("echo=4", "pipeline.echo must be an integer of at least 0 and below 4"),
                     ("schedule=x.sched", "line 3, column 1: x.sched has echo 2, not 1")):
     try:
         read_config("run.toml", [f"pipeline.{given}"])

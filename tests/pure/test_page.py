@@ -177,7 +177,7 @@ def test_memory_has_a_curve_where_sizes_are_given() -> None:
     lo, hi = run["curves"][1]["offsets"][:2]
     assert column(run, "values1")[lo:hi].max() == pytest.approx(t.peak_memory[0])
     text = html(t)
-    assert text.count("<td>2 GB</td>") == 1 and "No rank holds more than 2 GB." in text
+    assert text.count("<td>2 GB</td>") == 1 and "No rank uses more than 2 GB." in text
     assert "peak memory" in text and "peak memory" not in html(replace(t, sizes=None))
 
 

@@ -126,7 +126,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("draw gpipe --idle-map", "-o"),
         ("draw gpipe -o x.gif", "x.gif"),
         ("draw gpipe -o no/such/x.png", "no/such/x.png"),
-        ("compare gpipe -o x", "x does not"),
+        ("compare gpipe -o x", "must end in .png or .svg or .pdf, not 'x'"),
         ("compare", "SCHEDULE"),
         ("print gpipe -O tp=0", "-O tp"),
         ("print gpipe -O dp=-3", "-O dp"),

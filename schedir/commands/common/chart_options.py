@@ -46,18 +46,13 @@ def add_chart_options(parser: argparse.ArgumentParser) -> None:
         "params, step",
     )  # fmt: skip
     parser.add_argument(
-        "--axis-label",
-        dest="axis",
-        metavar="TEXT",
+        "--axis-label", dest="axis", metavar="TEXT",
         help="the label of the time axis; none removes it",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--time-range",
-        dest="time",
-        metavar="FROM:TO",
-        type=_parse_time_range,
+        "--time-range", dest="time", metavar="FROM:TO", type=_parse_time_range,
         help="the time range to draw, in the unit of the run",
-    )
+    )  # fmt: skip
 
 
 def _parse_width(text: str) -> float | str:

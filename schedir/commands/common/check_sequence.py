@@ -29,14 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of `check`.
     """
     parser.add_argument(
-        "--rank-programs",
-        dest="on",
-        action="append",
-        metavar="RANK:STEPS",
-        default=[],
+        "--rank-programs", dest="on", action="append", metavar="RANK:STEPS", default=[],
         help="with several programs, one step each: the programs that this rank runs instead, such "
         "as 1:train.sched+train.sched",
-    )
+    )  # fmt: skip
 
 
 def has_several_programs(args: argparse.Namespace) -> bool:

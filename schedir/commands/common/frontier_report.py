@@ -58,20 +58,13 @@ def require_frontier_options(args: argparse.Namespace) -> None:
     for name in _SINGLE_LIMIT_OPTIONS:
         if getattr(args, name) is not None:
             raise UsageError(
-                f"--frontier searches all limits, and cannot be combined with "
-                f"{_SINGLE_LIMIT_OPTIONS[name]}",
+                f"--frontier cannot be combined with {_SINGLE_LIMIT_OPTIONS[name]}",
                 fields=[name],
             )
     if args.objective == "own":
-        raise UsageError(
-            "--frontier minimizes the span, and cannot be combined with --objective own",
-            fields=["objective"],
-        )
+        raise UsageError("--frontier cannot be combined with --objective own", fields=["objective"])
     if args.prove == "solver":
-        raise UsageError(
-            "--frontier has closed bounds, and cannot be combined with --bound solver",
-            fields=["prove"],
-        )
+        raise UsageError("--frontier cannot be combined with --bound solver", fields=["prove"])
     if args.output is not None:
         from schedir.viz.figures.figure_files import require_figure_suffix
 

@@ -122,10 +122,9 @@ def _fill_lowering_group(group: argparse._ArgumentGroup, *, has_shape_options: b
 
     add_program_options(group, accept, has_shape_options=has_shape_options)
     group.add_argument(
-        "--relower",
-        action="store_true",
+        "--relower", action="store_true",
         help="keep only the compute of a program in a file, and lower it again",
-    )
+    )  # fmt: skip
     models = [f"{model} (default)" if model == "per_device" else model for model in MODELS]
     group.add_argument(
         "--progress-model", metavar="MODEL",
@@ -146,11 +145,9 @@ def _add_costs_option(group: argparse._ArgumentGroup, help: str) -> None:
 
 def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--sizes",
-        type=parse_sizes,
-        metavar="SIZES",
+        "--sizes", type=parse_sizes, metavar="SIZES",
         help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage; saved=1GB/2GB per microbatch",
-    )
+    )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",
         help="the most bytes that a rank may use, such as 40GB or 40GiB",

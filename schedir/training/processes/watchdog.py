@@ -270,7 +270,7 @@ class Watchdog:
         """
         executor, device, stalled_run = self.executor, self.gpu, self.member.inspect_stall()
         name = "" if executor is None else f"{executor.program.name}: "
-        fact = f"{name}no progress for {self.timeout:g} s"
+        fact = f"{name}nothing has moved for {self.timeout:g} s"
         found = stalled_run.find_cause(fact)
         if is_saving and found is not None:
             stopped = found.kind is StallKind.STOPPED
