@@ -203,9 +203,7 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
     costs, run, notes = args.costs, None, list[str]()
     if args.costs_from is not None:
         if costs is not None:
-            raise UsageError(
-                "--costs cannot be combined with --costs-from", hint="give one of them"
-            )
+            raise UsageError("--costs cannot be combined with --costs-from")
         run, costs, notes = _load_costs(args.costs_from, full_backward_only=args.whole)
         defaults = {f.name: getattr(run.program.shape, f.name) for f in SHAPE_FIELDS}
     shape = PipelineShape(**(defaults | specified)).resolve_defaults()

@@ -180,5 +180,5 @@ def _make_gpt_error(manifest: Manifest, reason: str) -> CheckpointError:
     return CheckpointError(
         f"the model of step {manifest.step} is not a GPT of schedir train: {reason}",
         step=manifest.step,
-        hint="leave out --as transformers, which exports any model",
+        hint="leave out --as transformers to export any model",
     )

@@ -261,9 +261,7 @@ def _check_environment() -> None:
     """Check the environment variables that a launcher sets."""
     names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in os.environ]:
-        raise UsageError(
-            f"RANK is set in the environment, without {' and '.join(missing)}", hint=_LAUNCHER_HINT
-        )
+        raise UsageError(f"RANK is set without {' and '.join(missing)}", hint=_LAUNCHER_HINT)
     world = _read_integer("WORLD_SIZE", 1, 2**31 - 1)
     _read_integer("RANK", 0, world - 1)
     _read_integer("MASTER_PORT", 0, 65535)
@@ -280,7 +278,7 @@ def _read_integer(name: str, minimum: int, maximum: int, default: str = "") -> i
         fits = False
     if not fits:
         raise UsageError(
-            f"{name} in the environment must be from {minimum} to {maximum}, not {value!r}",
+            f"the environment variable {name} must be {minimum} to {maximum}, not {value!r}",
             hint=_LAUNCHER_HINT,
         )
     return number

@@ -116,7 +116,7 @@ def test_a_run_that_has_made_its_steps_says_so(
     assert run(config, [*ALONE, *words(tmp_path)]) == 0
     had = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert run(config, [*ALONE, *words(tmp_path)]) == 0
-    assert f"all of its {STEPS} steps have been made\n" in capsys.readouterr().out
+    assert f"all {STEPS} steps of the run are complete\n" in capsys.readouterr().out
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == had
     (tmp_path / "out" / "summary.json").unlink()  # of one that ended before it had written it
     assert run(config, [*ALONE, *words(tmp_path)]) == 0
@@ -230,7 +230,7 @@ def test_a_folder_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
     with claim_directories(of("a")), pytest.raises(UsageError) as error, claim_directories(of("b")):
         pass
     assert error.value.fields == ("checkpoint_dir",)
-    assert error.value.fact.startswith(f"the folder of checkpoints {tmp_path / 'saved'} is in use")
+    assert error.value.fact.startswith(f"the checkpoint folder {tmp_path / 'saved'} is in use")
 
 
 def test_a_full_disk_ends_a_run_and_the_last_whole_checkpoint_stays(

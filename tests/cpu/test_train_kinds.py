@@ -48,7 +48,7 @@ def test_processes_train_what_one_does(
     export = ["checkpoint", "export", str(tmp_path / "saved"), "--as", "transformers"]
     capsys.readouterr()
     assert main([*export, "--to", str(tmp_path / "out")]) == 2
-    assert "no GPT of schedir train: it is of kind llama\n" in capsys.readouterr().err
+    assert "is not a GPT of schedir train: it is of kind llama\n" in capsys.readouterr().err
 
 
 def test_kinds_are_the_same_in_both_tables() -> None:

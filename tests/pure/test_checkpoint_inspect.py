@@ -64,7 +64,7 @@ def test_a_table_of_all_and_what_the_newest_has(
     assert re.findall(r"^ (\d) +(\S+ B) +\(when\) +(.*)$", first, re.M) == [
         (step, "104 B", "by file sizes") for step in "246"
     ]
-    assert "--verify reads them" in out and "\nstep 6\n" in out
+    assert "--verify reads the files" in out and "\nstep 6\n" in out
     assert "  program: gpipe?[2J\n" in out  # a terminal takes nothing of it for an order
     assert "  [model]: heads 2\n" in out and "  [data]: seed 0\n" in out and "  data: [1]\n" in out
     rows = {line.split("  ")[0].strip(): line.split()[1:] for line in out.splitlines()}

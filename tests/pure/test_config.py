@@ -340,8 +340,8 @@ print('torch' in sys.modules)"""
         ),
         (
             ["train.precision=float16", "pipeline.optimizer_steps=2"],
-            "--set train.precision=float16: the scale of a float16 loss changes between updates, "
-            "and a step has 2 of them",
+            "--set train.precision=float16: precision = 'float16' needs optimizer_steps = 1, not "
+            "2: the loss scale changes after each update",
         ),
         (["data.seed=x"], "--set data.seed=x: data.seed must be an integer of at least 0"),
     ],

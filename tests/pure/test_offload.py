@@ -225,7 +225,9 @@ def test_a_cluster_prices_moves_by_their_bytes() -> None:
 def test_the_command_says_what_is_free(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "gpipe", "--ranks", "2", "--microbatches", "8", "--sizes", "saved=10"]
     assert main([*shape, "-O", "offload=all"]) == 0
-    assert "offload, reload take no time here, because they have no costs" in capsys.readouterr().out
+    assert (
+        "offload, reload take no time here, because they have no costs" in capsys.readouterr().out
+    )
     fits = [
         "-O",
         "offload=fit",

@@ -206,7 +206,7 @@ def test_the_words_say_what_the_picture_shows() -> None:
     parts = Parts(html(timeline(B=2)))
     said = " ".join(parts.all("p"))
     assert "one_f_one_b, predicted: 4 ranks, 4 stages, 8 microbatches" in said
-    assert "idle 27.3% of the time, each of them alike" in said
+    assert "idle 27.3% of the time, the same on each rank" in said
     assert "Rank 0 has the most in flight, 4." in said
     assert len([tag for tag, a in parts.tags if tag == "th" and a.get("scope") == "row"]) == 4
 

@@ -229,7 +229,10 @@ def test_a_search_finds_a_shorter_schedule(
     program = from_text(Path("best.sched").read_text())
     assert program.name == "search" and program.shape.microbatches == found["microbatches"]
     told = refused(capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml")
-    assert "plan 1 has a searched schedule, which is a program" in told and not Path("best.toml").exists()
+    assert (
+        "plan 1 has a searched schedule, which is a program" in told
+        and not Path("best.toml").exists()
+    )
 
 
 def test_layers_are_divided_so_that_a_step_is_shorter(

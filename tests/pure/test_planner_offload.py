@@ -297,8 +297,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     node.write_text("\n".join(lines), encoding="utf-8")
     asked = ("plan", *SHAPE, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
     text = said(capsys, *asked, "--offload", "-o", str(out))
-    for words in ("host copies", " of 60 GB", "optimizer state on the host", "offload: no plan fits without",
-                  " states ", "bound by "):  # fmt: skip
+    for words in ("host copies", " of 60 GB", "optimizer state on the host",
+                  "offload: no plan fits without", " states ", "bound by "):  # fmt: skip
         assert words in text, text
     whole = check(from_text(out.read_text(encoding="utf-8")))
     assert Opcode.ReloadState in whole.used_opcodes

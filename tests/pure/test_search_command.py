@@ -192,7 +192,8 @@ def test_a_run_of_more_than_a_search_knows(
     said(capsys, "simulate", "gpipe", "-O", "tp=2", "-O", "clip_grad_norm", "-o", run)
     told = said(capsys, "search", "--costs-from", run, "--max-evaluations=40", "-o", best)
     assert (
-        "the search ignores -O tp=2 -O clip_grad_norm of that run; schedir print FILE --relower" in told
+        "the search ignores -O tp=2 -O clip_grad_norm of that run; schedir print FILE --relower"
+        in told
     )
     said(capsys, "print", best, "--relower", "-O", "tp=2", "-O", "clip_grad_norm", "-o", best)
     assert from_text(Path(best).read_text()).clip_grad_norm
@@ -293,7 +294,9 @@ def test_what_is_found_is_kept_when_it_is_interrupted(tmp_path: Path) -> None:
             shown += more
     os.close(ours)
     told = out.decode()
-    assert process.returncode == 130 and " s: interrupted, this is the best schedule so far\n" in told
+    assert (
+        process.returncode == 130 and " s: interrupted, this is the best schedule so far\n" in told
+    )
     assert shown.endswith(b"\r\x1b[K")
     text = (tmp_path / "best.sched").read_text()
     assert "interrupted" in text.split("\nschedir 1\n")[0]

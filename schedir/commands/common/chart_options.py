@@ -78,9 +78,7 @@ def _parse_time_range(text: str) -> tuple[float, float]:
     try:
         begin, end = map(parse_decimal, text.split(":"))
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be two numbers, such as 10:25, not {text!r}"
-        ) from None
+        raise argparse.ArgumentTypeError(f"must be two numbers, like 10:25, not {text!r}") from None
     return begin, end
 
 
@@ -97,9 +95,7 @@ def require_no_chart_options(args: argparse.Namespace, subject: str) -> None:
     for name in ("title", *_STYLE_OPTIONS):
         if getattr(args, name) is not None:
             option = {"colours": "colors", "axis": "axis-label", "time": "time-range"}
-            raise UsageError(
-                f"--{option.get(name, name)} applies to Gantt charts, not to {subject}"
-            )
+            raise UsageError(f"--{option.get(name, name)} is for Gantt charts, not for {subject}")
 
 
 def format_text_chart(timeline: Timeline, line_prefix: str = "") -> str:

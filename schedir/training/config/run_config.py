@@ -501,9 +501,7 @@ def make_contradiction_error(
         "tied_weights": "model.tied = {}",
         "clip_grad_norm": "train.clip_grad_norm = {:.1f}",
     }.get(field.name):
-        fact = (
-            f"{source} has {field.name} {program_value}, but the configuration has {config_value}"
-        )
+        fact = f"{source} has {field.name} {program_value}, not {config_value}"
         correct_setting = setting.format(
             json.dumps(program_value != "no")
             if field.name == "tied_weights"
