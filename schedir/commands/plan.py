@@ -151,7 +151,7 @@ def add_measure_options(group: argparse._ArgumentGroup) -> None:
         help="with --measure: the number of processes (one per processor or GPU)",
     )  # fmt: skip
     group.add_argument(
-        "--device", metavar="DEVICE", help="with --measure: their device, cpu (default) or cuda"
+        "--device", metavar="DEVICE", help="with --measure: the device, cpu (default) or cuda"
     )
 
 
@@ -257,7 +257,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     group.add_argument(
         "--sequence-parallel", action=argparse.BooleanOptionalAction,
-        help="whether tensor-parallel ranks share the tokens of norms and dropout",
+        help="share the tokens of norms and dropout among tensor-parallel ranks, or not",
     )  # fmt: skip
     group.add_argument("--attention", metavar="HOW",
                        help="softmax, which saves all scores (default), or flash")  # fmt: skip

@@ -115,8 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="schedules with which the search also begins: names, FILE.sched or "
                      "FILE.timeline")  # fmt: skip
     how.add_argument("--bound", dest="prove", default="closed", metavar="HOW",
-                     help="how to prove the lower bound: closed, by formulas (default), or solver, "
-                     "for small problems, which needs schedir[solver]")  # fmt: skip
+                     help="the proof of the lower bound: closed, by formulas (default), or solver, "
+                     "for small problems; solver needs schedir[solver]")  # fmt: skip
 
 
 def _parse_counts(text: str) -> int | tuple[int, ...]:

@@ -69,7 +69,7 @@ def _list_options() -> Iterator[tuple[str, ProgramOption]]:
         ),
     )
     sharing = FieldType(
-        "is minimal or latency_preserving", _parse_buffer_sharing, str, metavar="HOW"
+        "must be minimal or latency_preserving", _parse_buffer_sharing, str, metavar="HOW"
     )
     yield (
         "buffer_sharing",

@@ -33,8 +33,8 @@ SOURCE_HELP = (
 # The defaults of the shape: small enough to read the output.
 DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2
 _COSTS_HELP = (
-    "F=1,B=2,send=0.1; F=1:1:2 per stage; F=1/2:3/4 per stage and microbatch (F=1/2: the same "
-    "for all stages); @FILE reads them from a file"
+    "times of instructions: F=1,B=2,send=0.1; F=1:1:2 per stage; F=1/2:3/4 per stage and "
+    "microbatch (F=1/2: the same for all stages); @FILE reads them from a file"
 )
 
 
@@ -146,7 +146,8 @@ def _add_costs_option(group: argparse._ArgumentGroup, help: str) -> None:
 def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sizes", type=parse_sizes, metavar="SIZES",
-        help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage; saved=1GB/2GB per microbatch",
+        help="bytes of values: activation=16MB,saved=1.2GB; saved=1GB:2GB per stage; "
+        "saved=1GB/2GB per microbatch",
     )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",
