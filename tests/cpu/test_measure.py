@@ -20,7 +20,7 @@ def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     cluster = found.cluster
     said = capfd.readouterr().err.splitlines()
     assert said[0].startswith(f"2 processes on {count_processors()} processor")
-    assert said[-1] == "sums over groups"
+    assert said[-1] == "measuring all-reduces"
     assert (cluster.nodes, cluster.gpus_per_node, cluster.itemsize) == (1, 2, 4)
     assert cluster.processors == count_processors()
     assert 1e8 < cluster.flops < 1e13

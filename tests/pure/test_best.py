@@ -98,7 +98,7 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
                 )
     assert names
     none = said(capsys, "recommend", *given[::2], "--sizes=saved=1GB", "--memory-limit=1MB")
-    assert none.startswith("none")
+    assert none.startswith("no schedule fits\n")
     assert "wave x 2, wave x 4" in none and "wave x 1" not in none  # a vee has two at least
 
 

@@ -162,8 +162,8 @@ def test_explain_says_the_most_that_an_order_saves(capsys: pytest.CaptureFixture
     line = said(capsys, "explain", "one_f_one_b", SAID).splitlines()[-1]
     assert abs(most[0]) < 1e-9 < most[1]
     assert line == (
-        "another order of these stages that holds no more activations saves nothing with whole "
-        f"backwards, at most {most[1]:.1%} with split ones"
+        "another order of these stages with no more activations saves nothing with full "
+        f"backwards, at most {most[1]:.1%} with split backwards"
     )
     row = facts(capsys, "explain", "one_f_one_b", SAID)
     assert row["bound"] == bounds[0][0] and row["bound_when_split"] == bounds[1][0]  # type: ignore[index]
@@ -183,7 +183,7 @@ def test_explain_of_a_run_bounds_its_simulation(
     spans["end"][run.critical_path[-1]] += 1  # no mean explains that
     schedir.save_timeline(replace(run, spans=spans), tmp_path / "x.timeline")
     told = said(capsys, "explain", str(tmp_path / "x.timeline"))
-    assert "no advice is given" in told and "another order" not in told
+    assert "no advice: a simulation" in told and "another order" not in told
     assert facts(capsys, "explain", str(tmp_path / "x.timeline"))["bound"] is None
 
 

@@ -113,9 +113,9 @@ def test_an_import_says_what_it_reads_over(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ["import", str(GOLDEN / "torch_interleaved_1f1b.csv"), "-o", "x.sched"]
-    assert "read over 8 UNSHARD" in said(capsys, *argv)
+    assert "skipped 8 UNSHARD" in said(capsys, *argv)
     assert "unshard" not in Path("x.sched").read_text()
-    assert "read over" not in said(capsys, *argv, "-O", "zero=3", "-O", "dp=2")
+    assert "skipped" not in said(capsys, *argv, "-O", "zero=3", "-O", "dp=2")
     assert "unshard 4" in Path("x.sched").read_text()
 
 

@@ -84,7 +84,7 @@ def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[
         "-O",
         f"reduce_scatter_at={when}",
     )
-    assert "dualpipe  " in out and "not dualpipe" not in out
+    assert "dualpipe  " in out and "refused dualpipe" not in out
     program = compile(
         schedules.forward_only, PipelineShape(2, 4), dp=2, zero=2, reduce_scatter_at=when
     )
@@ -149,7 +149,9 @@ def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFi
         "-O",
         "unsharded_stages=1",
     )
-    assert "not dualpipe, dualpipe_v: unsharded_stages is 1, and one action uses 2 stages" in out
+    assert (
+        "refused dualpipe, dualpipe_v: unsharded_stages is 1, and one action uses 2 stages" in out
+    )
 
 
 def test_what_a_search_finds_is_lowered_with_zero(

@@ -89,8 +89,8 @@ def _describe_free_moves(requests: Sequence[Request]) -> Iterator[str]:
     if names:
         example = ",".join(f"{name}=0.5" for name in names)
         yield (
-            f"{', '.join(names)} take no time here, because they have no costs; give --costs "
-            f"{example}, or a --cluster with the bandwidths of its host"
+            f"without a cost, and so free: {', '.join(names)}; give --costs {example}, or a "
+            "--cluster with the bandwidths of its host"
         )
 
 
