@@ -50,7 +50,7 @@ def test_the_command_writes_what_it_measured(
     shown = capfd.readouterr()
     assert shown.out.splitlines()[-1] == f"wrote {path}"
     assert load_cluster(path).gpu_count == 2
-    assert path.read_text().startswith("# Measured by schedir plan --measure, of 2 processes")
+    assert path.read_text().startswith("# Measured by schedir plan --measure with 2 processes")
 
 
 @pytest.mark.parametrize("device", EXTENTS)

@@ -138,7 +138,7 @@ def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
     folder = tmp_path / "out"
     first = start([sys.executable, "-m", "schedir", *arguments(config, folder, *TWO, *ENDLESS)])
     try:
-        assert first.stdout is not None and first.stdout.readline().startswith("memory ")
+        assert first.stdout is not None and first.stdout.readline().startswith("predicted memory ")
         assert first.stdout.readline().startswith("step ")
         began = (folder / "loss.csv").stat().st_ino
         again = arguments(config, folder, *ALONE, AGAIN)

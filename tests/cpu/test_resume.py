@@ -290,7 +290,7 @@ def begun(config: str, folder: Path, *more: str) -> subprocess.Popen[str]:
         [sys.executable, "-m", "schedir", "train", config, *(f"--set={s}" for s in sets)]
     )
     assert process.stdout is not None and process.stderr is not None
-    assert process.stdout.readline().startswith("memory "), process.stderr.read()
+    assert process.stdout.readline().startswith("predicted memory "), process.stderr.read()
     assert process.stdout.readline().startswith("step "), process.stderr.read()
     return process
 

@@ -60,7 +60,7 @@ def endless(
             "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]  # fmt: skip
     process = start([sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)])
     assert process.stdout is not None and process.stderr is not None
-    for first in ("memory ", "step "):
+    for first in ("predicted memory ", "step "):
         assert process.stdout.readline().startswith(first), process.stderr.read()
     with process:  # its pipes are closed, whatever a test finds
         yield process, [int((folder / rank).read_text()) for rank in "01"]

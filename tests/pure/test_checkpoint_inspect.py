@@ -70,7 +70,7 @@ def test_a_table_of_all_and_what_the_newest_has(
     rows = {line.split("  ")[0].strip(): line.split()[1:] for line in out.splitlines()}
     assert rows["up"] == ["4x2", "bfloat16", "16", "B", "32", "B", "36", "B"]
     assert rows["frozen"] == ["3", "float32", "12", "B", "-", "-"]
-    assert rows["buffers/count"] == ["one", "int64", "8", "B", "-", "-"]
+    assert rows["buffers/count"] == ["scalar", "int64", "8", "B", "-", "-"]
     assert rows["weights"] == ["2", "11", "28", "B"] and rows["all"] == ["6", "29", "104", "B"]
 
 

@@ -100,6 +100,6 @@ def test_the_commands(
     assert "span of the second run: +" in out and "B 2" in out and "idle: imbalance" in out
     assert "differ" not in said(capsys, "compare", "first.timeline", "gpipe", "--ranks=3",
                                 "--microbatches=4")  # fmt: skip
-    assert "ends in .timeline" in refused(capsys, "calibrate", "one_f_one_b")
-    assert "ends in .timeline" in refused(capsys, "simulate", "gpipe", "-o", "x.json")
+    assert "must end in .timeline" in refused(capsys, "calibrate", "one_f_one_b")
+    assert "must end in .timeline" in refused(capsys, "simulate", "gpipe", "-o", "x.json")
     assert not Path("x.json").exists()
