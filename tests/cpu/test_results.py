@@ -211,7 +211,7 @@ def test_a_file_system_without_locks_is_told(
     monkeypatch.setattr(fcntl, "flock", none)
     with claim_directories(Config(output=OutputConfig(str(tmp_path)))):
         pass
-    assert "nothing keeps another run out of it" in capsys.readouterr().err
+    assert "another run could use it, too" in capsys.readouterr().err
 
 
 # Long writing

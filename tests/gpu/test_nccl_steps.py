@@ -211,7 +211,7 @@ def said(folder: Path, how: str) -> dict[int, str]:
         run(failing, 4, str(folder), how, limit=240, grace=90)
     for rank, text in error.value.tracebacks.items():
         print(f"rank {rank}: {text}", file=sys.stderr)
-        assert "was ended" not in text and "Timeout (" not in text, f"rank {rank} hung"
+        assert "was killed" not in text and "Timeout (" not in text, f"rank {rank} hung"
     return {
         rank: Path(folder, f"said-{rank}").read_text(errors="replace") + text
         for rank, text in error.value.tracebacks.items()

@@ -85,7 +85,7 @@ def test_help_of_train_tells_the_settings(capsys: pytest.CaptureFixture[str]) ->
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith(("  ", "["))}
     assert {"[model]", "[pipeline]", "[data]", "[train]", "[output]"} <= lines.keys()
     assert lines["schedule"].endswith('"one_f_one_b"') and lines["betas"].endswith("[0.9, 0.95]")
-    assert lines["layers_per_stage"].endswith("whole numbers")
+    assert lines["layers_per_stage"].endswith("integers")
     assert max(map(len, out.splitlines())) <= 100
 
 

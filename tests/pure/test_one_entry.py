@@ -187,7 +187,9 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
                 raise AssertionError
     """,
     )
-    assert code == 0 and "below 10" in said and "mark_by applies to schedules and drafts" in said, said
+    assert code == 0 and "below 10" in said and "mark_by applies to schedules and drafts" in said, (
+        said
+    )
 
 
 @pytest.mark.parametrize("file", ["count", "import_as_well", "async_"])

@@ -271,7 +271,7 @@ def _parse_fields(
         except ValueError:
             value_text = f"{value!r}" if equals else "nothing"
             raise UsageError(
-                f"--{subject}s: {name} must be a number, or one number per stage, not {value_text}",
+                f"--{subject}s: {name} must be a number or one per stage, not {value_text}",
                 hint=f"{name}={example} or {name}={example}:{example}:{example}",
             ) from None
     return values
