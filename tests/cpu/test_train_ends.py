@@ -213,7 +213,9 @@ def test_an_odd_environment_is_refused(
         monkeypatch.setenv(variable, usual)
     with pytest.raises(UsageError) as error:
         run(config)
-    assert error.value.fact.startswith(f"{name} is {value!r}") and "torchrun" in error.value.hint
+    fact = error.value.fact
+    assert fact.startswith(f"the environment variable {name} must be ")
+    assert fact.endswith(f", not {value!r}") and "torchrun" in error.value.hint
 
 
 def test_a_peer_that_never_comes_is_one_error(
