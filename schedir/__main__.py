@@ -43,8 +43,8 @@ _START_HELP = f"""\
 schedir --help lists all commands, and schedir COMMAND --help its options.
 """
 _EXIT_CODES_HELP = (
-    "exit code: 0 fine, 2 refused program or bad usage, 1 a bug of schedir or a rank that crashed, "
-    "130 interrupted"
+    "exit code: 0 success, 1 a bug of schedir or a crashed rank, 2 a refused program or wrong "
+    "usage, 130 interrupted"
 )
 
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (broken := broken_package(error)) is not None:
             print(format_error(broken), file=sys.stderr)
             return 2
-        print("this is a bug in schedir", file=sys.stderr)
+        print("this is a bug of schedir", file=sys.stderr)
         print_exc()
         return 1
 
@@ -182,7 +182,7 @@ def _build_parser(argv: Sequence[str]) -> _Parser:
     asked = argv[0] if argv else ""
     if not asked.startswith("-") and asked not in ("", *COMMANDS):
         near = get_close_matches(asked, COMMANDS, 1)
-        hint = f"did you mean schedir {near[0]}?" if near else "schedir --help lists them"
+        hint = f"did you mean schedir {near[0]}?" if near else "schedir --help lists all commands"
         raise UsageError(f"no command {asked!r}", hint=RETIRED_HINTS.get(f"schedir {asked}", hint))
     for name, about in COMMANDS.items():
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)

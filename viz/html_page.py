@@ -81,7 +81,7 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
     require_timelines(runs)
     if len({run.ranks for run in runs}) > 1:
         a, b = (run.ranks for run in runs)
-        raise UsageError(f"a page shows two runs of the same ranks: one has {a}, the other {b}")
+        raise UsageError(f"a page shows runs with equal ranks, but one has {a} and the other {b}")
     labels, shades = _label_runs(runs), _count_shades(runs)
     data = {
         "ops": [_describe_opcode(row) for row in INSTRUCTIONS],
@@ -163,14 +163,14 @@ def describe_run(timeline: Timeline) -> str:
     least, most = float(per_rank[busiest]), float(per_rank[idlest])
     apart = f"from {least:.1%} on rank {busiest} to {most:.1%} on rank {idlest}"
     if most - least < 1e-3:
-        apart = "each of them alike"
+        apart = "the same on each rank"
     peak = timeline.peak_in_flight
     return (
         f"{name}, {timeline.caption}: {shape.ranks} ranks, {shape.stages} stages, "
         f"{shape.microbatches} microbatches, {len(timeline)} instructions in "
         f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {apart}. "
         f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."
-    ) + (f" No rank holds more than {format_bytes(_find_peak_memory(timeline))}"
+    ) + (f" No rank uses more than {format_bytes(_find_peak_memory(timeline))}"
          f"{_describe_lower_tiers(timeline)}."
          if timeline.sizes else "")  # fmt: skip
 

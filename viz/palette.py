@@ -115,7 +115,7 @@ _OUTLINE_LIGHTNESS: Final = 95.0  # CIE L*: a lighter box needs an outline on wh
 # Names in legends.
 OP_NAMES: Final = {
     Opcode.Forward: "F forward",
-    Opcode.Recompute: "R forward again",
+    Opcode.Recompute: "R recompute",
     Opcode.Backward: "B backward",
     Opcode.BackwardInput: "I backward, input",
     Opcode.BackwardWeight: "W backward, weight",
@@ -124,7 +124,7 @@ OP_NAMES: Final = {
 LANE_NAMES: Final = {row.lane: row.label or row.doc for row in LANES[1:]}
 # Lanes with incoming and outgoing transfers. The incoming ones have a lighter colour.
 TWO_WAY_LANES: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)
-UNSHARDED_LABEL: Final = "whole weights"
+UNSHARDED_LABEL: Final = "unsharded weights"
 
 # The name and the colour of each cause of idle time. Warmup and cooldown have cool colours, and
 # waits for other ranks have warm ones.
@@ -138,7 +138,7 @@ IDLE_CAUSES: Final = {
     IdleCause.HOST: ("host", "#7a7a7a"),
     IdleCause.WEIGHTS: ("weights", "#cc79a7"),
     IdleCause.SNAPSHOT: ("snapshot", "#8c6d31"),
-    IdleCause.SUM: ("sum of pieces", "#a05195"),
+    IdleCause.SUM: ("sum of segments", "#a05195"),
     IdleCause.OFFLOAD: ("offload", "#c9a45c"),
     IdleCause.DISK: ("disk", "#4a3728"),
     IdleCause.STEP: ("the host's step", "#6b8e23"),

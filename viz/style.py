@@ -110,7 +110,7 @@ def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
     require_type(show, Collection, '"lanes,arrows"')
     for mark in show:
         if not isinstance(mark, str) or mark not in OVERLAYS:
-            raise UsageError(f"a chart shows {', '.join(OVERLAYS)}, not {describe(mark)}")
+            raise UsageError(f"show must be among {', '.join(OVERLAYS)}, not {describe(mark)}")
     return frozenset(show)
 
 
@@ -120,10 +120,12 @@ def _resolve_memory_limits(value: object) -> Mapping[str, float]:
     assert isinstance(value, Mapping)
     for tier, limit in value.items():
         if tier not in TIERS:
-            raise UsageError(f"limits are of {', '.join(TIERS)}, not {describe(tier)}")
+            raise UsageError(f"the tiers of limits are {', '.join(TIERS)}, not {describe(tier)}")
         size = to_float(limit)
         if size is None or not 0 < size < inf:
-            raise UsageError(f"the limit of the {tier} is a number of bytes, not {describe(limit)}")
+            raise UsageError(
+                f"the limit of the {tier} must be a number of bytes, not {describe(limit)}"
+            )
     return value
 
 
@@ -136,7 +138,7 @@ def _resolve_width(value: object) -> float | None:
     if isinstance(value, Real) and 0 < float(value) < inf:
         return float(value)
     raise UsageError(
-        f"a width is a number of inches, or {' or '.join(PAPER_WIDTHS)}: {describe(value)}"
+        f"width must be a number of inches, {' or '.join(PAPER_WIDTHS)}, not {describe(value)}"
     )
 
 
@@ -144,14 +146,16 @@ def _resolve_palette(style: Style) -> Palette:
     """Return the palette with the colours of the user."""
     name, given, colours = style.get("palette", "plain"), {}, style.get("colours", {})
     if not isinstance(name, str) or name not in PALETTES:
-        raise UsageError(f"a palette is {', '.join(PALETTES)}, not {describe(name)}")
+        raise UsageError(f"palette must be {' or '.join(PALETTES)}, not {describe(name)}")
     require_type(colours, Mapping, '{"F": "skyblue"}')
     for kind, colour in colours.items():
         if kind not in COLORED_KINDS:
             raise UsageError(
-                f"what has a colour is {', '.join(COLORED_KINDS)}, not {describe(kind)}"
+                f"the names of colours are {', '.join(COLORED_KINDS)}, not {describe(kind)}"
             )
         if not is_color_like(colour):
-            raise UsageError(f"{kind} has no colour {describe(colour)}", hint="a name, or #4b3b8f")
+            raise UsageError(
+                f"the colour of {kind} is invalid: {describe(colour)}", hint="skyblue, or #4b3b8f"
+            )
         given[kind] = to_hex(colour)
     return recolor(PALETTES[name], given)

@@ -85,9 +85,9 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
             boxes = _merge_cells(row[begin : begin + cut.columns_per_row])
             lines.append([(f"{f'rank {rank}':<{name}}", ""), *boxes, (figures, "")])
     if every > 1:
-        lines.append([(f"one rank in {every} of {timeline.ranks} is shown", "bright_black")])
+        lines.append([(f"1 of {every} ranks is shown, of {timeline.ranks}", "bright_black")])
     if not cut.has_boxes:
-        lines.append([(f"{shape.microbatches} microbatches, mixed: what most of each column is",
+        lines.append([(f"{shape.microbatches} microbatches; a column shows its main instruction",
                        "bright_black")])  # fmt: skip
     return lines
 

@@ -1,4 +1,4 @@
-"""The command `calibrate`: print the costs that a recorded run implies."""
+"""The command `calibrate`: print the mean times of a run as costs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    parser.add_argument("source", metavar="FILE.timeline", help="a run, most often a measured one")
+    parser.add_argument("source", metavar="FILE.timeline", help="a run, usually a measured one")
     parser.add_argument(
-        "--per-microbatch", action="store_true", help="what each microbatch took, not the mean"
-    )
+        "--per-microbatch", action="store_true",
+        help="print the time of each microbatch, not the mean",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> str:
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> str:
     from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs
 
     if not args.source.endswith(".timeline"):
-        raise UsageError(f"a run's file ends in .timeline: {args.source} does not")
+        raise UsageError(f"{args.source!r} is not a run: its file must end in .timeline")
     timeline = load_timeline(args.source)
     if timeline.causality_warning:  # not on standard output, which another command parses
         print(f"{args.source}: {timeline.causality_warning}", file=sys.stderr)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from schedir.analysis.progress_models import ProgressModel
     from schedir.ir.program import Program
 
-BLOCKING_HOSTS_TEXT = ", on hosts that block, as CPUs do"
-DEVICE_SYNC_TEXT = ", where hosts wait for their whole device"
-LAZY_COMMUNICATORS_TEXT = ", where each communicator is made at its first use"
+BLOCKING_HOSTS_TEXT = ", if hosts block, as CPU hosts do"
+DEVICE_SYNC_TEXT = ", if hosts wait for their devices"
+LAZY_COMMUNICATORS_TEXT = ", if each communicator is created at its first use"
 _PROGRESS_ERRORS = (DeadlockError, GroupError, ChannelMismatchError)
 _MAX_CHAIN_LINKS = 40  # printed links of a chain; it may have one per instruction
 
@@ -51,34 +51,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, allows_several=True)
     check_sequence.add_arguments(parser)
     parser.add_argument(
-        "--explain-start",
-        dest="why",
-        metavar="RANK:INDEX",
-        help="what decides when this one starts",
-    )
+        "--explain-start", dest="why", metavar="RANK:INDEX",
+        help="print the chain of instructions that decides when this instruction starts",
+    )  # fmt: skip
     parser.add_argument(
-        "--blocking-hosts",
-        action="store_true",
-        help="on hosts that wait themselves, as those of CPUs do",
-    )
+        "--blocking-hosts", action="store_true",
+        help="check for hosts that wait for what an instruction needs before they issue it, as CPU "
+        "hosts do",
+    )  # fmt: skip
     parser.add_argument(
-        "--host-device-sync",
-        action="store_true",
-        help="on hosts that wait for all they have issued, as for memory in a step on a GPU",
-    )
+        "--host-device-sync", action="store_true",
+        help="check for hosts that may wait for all that they issued, as the host of a GPU does if "
+        "a step allocates memory",
+    )  # fmt: skip
     parser.add_argument(
-        "--lazy-communicators",
-        action="store_true",
-        help="where each communicator is made at its first use, for which hosts meet",
-    )
+        "--lazy-communicators", action="store_true",
+        help="check for communicators that are created at their first use, where the hosts of all "
+        "their ranks wait for each other",
+    )  # fmt: skip
     parser.add_argument(
-        "--eager-limit",
-        type=parse_byte_option,
-        metavar="BYTES",
-        help="messages of at most so many bytes, by --sizes, wait for nobody, like 512KB",
-    )
+        "--eager-limit", type=parse_byte_option, metavar="BYTES",
+        help="check for messages of at most BYTES, such as 512KB, that do not wait for their "
+        "receive; needs --sizes",
+    )  # fmt: skip
     parser.add_argument(
-        "-o", dest="output", metavar="FILE.svg", help="a picture of where ranks stand, if refused"
+        "-o", dest="output", metavar="FILE.svg", help="draw a refused program and its waits"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_compile_options(parser)
@@ -108,15 +105,13 @@ def run(args: argparse.Namespace) -> str:
         return check_sequence.run(args)
     if args.why is not None:
         if args.host_device_sync:
-            raise UsageError("--explain-start tells of hosts that do not wait for their device")
+            raise UsageError("--explain-start cannot be combined with --host-device-sync")
         if args.lazy_communicators or args.eager_limit is not None:
             option = "--lazy-communicators" if args.lazy_communicators else "--eager-limit"
-            raise UsageError(
-                f"--explain-start tells of predicted runs, for which there is no {option}"
-            )
+            raise UsageError(f"--explain-start cannot be combined with {option}")
         return _explain_start(args)
     if args.output is not None and not args.output.endswith(".svg"):
-        raise UsageError(f"a picture of where ranks stand ends in .svg: {args.output} does not")
+        raise UsageError(f"-o {args.output}: the picture of a refused program must end in .svg")
     request = make_request(args, args.source[0])
     program, first = request.program, request.proven_progress_model
     others = [model for model in MODELS if args.progress_model is None and model != first]
@@ -164,9 +159,8 @@ def run(args: argparse.Namespace) -> str:
     fails = [model for model in others if model not in models]
     exceptions = f", but not under {join_words(fails)}" if fails else ""
     if args.eager_limit is not None:
-        exceptions += (
-            f", where messages of at most {format_bytes(args.eager_limit)} wait for nobody"
-        )
+        limit = format_bytes(args.eager_limit)
+        exceptions += f", if messages of at most {limit} do not wait for their receive"
     if args.lazy_communicators:
         exceptions += LAZY_COMMUNICATORS_TEXT
     elif args.host_device_sync:
@@ -175,7 +169,7 @@ def run(args: argparse.Namespace) -> str:
         exceptions += BLOCKING_HOSTS_TEXT
     elif on_cpus != models:
         only = f"only under {join_words(on_cpus)}" if on_cpus else "under none"
-        exceptions += f"; on hosts that block, as CPUs do, {only} (--blocking-hosts explains why)"
+        exceptions += f"; if hosts block, as CPU hosts do, {only} (--blocking-hosts explains why)"
     shape = program.shape
     ranks = f"{shape.ranks} rank{'s' * (shape.ranks > 1)}"
     ranks += f" ({shape.stages_per_rank_text})" * (shape.stages_per_rank > 1)
@@ -194,15 +188,15 @@ def _explain_start(args: argparse.Namespace) -> str:
     rank, _, index = args.why.partition(":")
     streams = timeline.program.streams
     if not all(part.isascii() and part.isdecimal() for part in (rank, index)):
-        raise UsageError(f"--explain-start takes RANK:INDEX, not {args.why!r}")
+        raise UsageError(f"--explain-start must be RANK:INDEX, such as 0:3, not {args.why!r}")
     if len(rank) > 9 or int(rank) >= len(streams):
         raise UsageError(
-            f"--explain-start: there is no rank {rank}: they are 0 to {len(streams) - 1}"
+            f"--explain-start: there is no rank {rank}, the ranks are 0 to {len(streams) - 1}"
         )
     if len(index) > 9 or int(index) >= len(streams[int(rank)]):
         most = len(streams[int(rank)]) - 1
         raise UsageError(
-            f"--explain-start: rank {rank} has no #{index}: its Stream ends at #{most}"
+            f"--explain-start: rank {rank} has no instruction #{index}, the last one is #{most}"
         )
     offsets = timeline.program.offsets
     chain = timeline.critical_path_to(int(offsets[int(rank)]) + int(index)).tolist()
@@ -219,10 +213,9 @@ def _explain_start(args: argparse.Namespace) -> str:
     left = len(links) - _MAX_CHAIN_LINKS
     return (
         f"{timeline.program.name}: rank {rank} #{index} {last} starts at {begin:.6g} under "
-        f"{timeline.progress_model}{BLOCKING_HOSTS_TEXT * args.blocking_hosts}; what decides it, "
-        "each link from the end of the "
-        "one before\n"
-        + (f"the last {_MAX_CHAIN_LINKS} of {len(links)} links\n" if left > 0 else "")
+        f"{timeline.progress_model}{BLOCKING_HOSTS_TEXT * args.blocking_hosts}; each instruction "
+        "of this chain waits for the one before it\n"
+        + (f"the last {_MAX_CHAIN_LINKS} of {len(links)} instructions\n" if left > 0 else "")
         + format_table(
             ["start", "end", "rank", "index", "instruction"],
             [
@@ -249,7 +242,7 @@ def _describe_eager_limit(
         program, [progress_model], **host_options, eager_limit=1, sizes=Sizes(activation=1)
     ):
         return []
-    return ["it finishes where no message waits for its receiver (--sizes says from which size on)"]
+    return ["it finishes if no message waits for its receive (--sizes computes the eager limit)"]
 
 
 def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
@@ -258,7 +251,7 @@ def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
     from schedir.viz.deadlock_diagram import draw_deadlock
 
     if not error.sites:
-        error.add_note(f"wrote no {output}: what is missing stands nowhere")
+        error.add_note(f"did not write {output}: the error names no instruction to draw")
         return
     with atomic_write(output) as path:
         path.write_text(draw_deadlock(program, error), encoding="utf-8")

@@ -29,36 +29,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     actions = parser.add_subparsers(metavar="inspect|export", required=True, dest="action")
-    about = "what checkpoints there are, and what one has"
+    about = "list the checkpoints of a run, and the contents of one"
     inspect = actions.add_parser("inspect", help=about, description=about, allow_abbrev=False)
-    _add_directory_arguments(inspect)
+    _add_directory_arguments(inspect, "all")
     inspect.add_argument(
         "--verify", action="store_true", help="read all files, and compare their digests"
     )
     inspect.add_argument("--json", action="store_true", help="print JSON")
-    about = "write the weights and buffers of a checkpoint, which is verified before"
+    about = "verify a checkpoint, and write its weights and buffers"
     export = actions.add_parser("export", help=about, description=about, allow_abbrev=False)
-    _add_directory_arguments(export)
+    _add_directory_arguments(export, "the newest complete one")
     export.add_argument(
-        "--to", metavar="PATH", required=True, help="a .safetensors; a folder, as transformers"
-    )
+        "--to", metavar="PATH", required=True,
+        help="a file .safetensors, or a folder with --as transformers",
+    )  # fmt: skip
     export.add_argument(
-        "--as", dest="form", metavar="FORM", default="safetensors",
-        help="safetensors (default), or transformers: of a GPT of schedir train a folder that "
+        "--as", dest="form", metavar="FORMAT", default="safetensors",
+        help="safetensors (default), or transformers, for a GPT of schedir train: a folder that "
         "AutoModelForCausalLM.from_pretrained loads",
     )  # fmt: skip
     export.add_argument(
-        "--dtype",
-        metavar="TYPE",
-        help=f"{join_words(_DTYPES)}: of weights, from their float32 copies if any; else as stored",
-    )
-    export.add_argument("--replace", action="store_true", help="what is there under these names")
+        "--dtype", metavar="TYPE",
+        help=f"the type of the weights: {', '.join(_DTYPES)} (as stored); float32 copies of the "
+        "weights are used if the checkpoint has them",
+    )  # fmt: skip
+    export.add_argument("--replace", action="store_true", help="overwrite existing files")
 
 
-def _add_directory_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="the folder of a run's checkpoints")
+def _add_directory_arguments(parser: argparse.ArgumentParser, default_step: str) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="the checkpoint folder of a run")
     parser.add_argument(
-        "--step", type=parse_count, metavar="N", help="the newest whole one unless told"
+        "--step", type=parse_count, metavar="N", help=f"the step of a checkpoint ({default_step})"
     )
 
 
@@ -95,12 +96,12 @@ def _inspect(args: argparse.Namespace) -> tuple[str, int]:
 def _export(args: argparse.Namespace) -> str:
     require_package("torch", "schedir checkpoint export")
     if args.dtype not in (None, *_DTYPES):
-        raise UsageError(f"no type {args.dtype!r}", hint=" or ".join(_DTYPES), fields=["dtype"])
+        raise UsageError(f"no dtype {args.dtype!r}", hint=" or ".join(_DTYPES), fields=["dtype"])
     if args.form not in (forms := ("safetensors", "transformers")):
-        raise UsageError(f"no form {args.form!r} to export as", hint=" or ".join(forms))
+        raise UsageError(f"no export format {args.form!r}", hint=" or ".join(forms))
     to, transformers = Path(args.to), args.form == "transformers"
     if not transformers and to.suffix != ".safetensors":
-        raise UsageError(f"the file ends in .safetensors: {to} does not", fields=["to"])
+        raise UsageError(f"--to {to}: the file must end in .safetensors", fields=["to"])
     targets = [to / "model.safetensors", to / "config.json"] if transformers else [to]
     _require_absent(targets, args.replace)
     folder = _open_directory(args)
@@ -115,11 +116,11 @@ def _export(args: argparse.Namespace) -> str:
     size = _write_export(targets, folder, manifest, tensors, config, args.replace)
     types = join_words(sorted({one.meta.dtype for one in tensors}))
     copies = any(one.stored_name.startswith("main/") for one in tensors)
-    text = "".join(f"passed over: {why}\n" for why in skipped)
+    text = "".join(f"skipped: {why}\n" for why in skipped)
     text += f"wrote {to}: step {manifest.step}, {len(tensors)} tensors of {types}, "
     text += f"{format_bytes(size)}{', from the float32 copies' * copies}\n"
     if args.dtype is None and any(name.startswith("main/") for name in manifest.tensors):
-        text += "the weights have float32 copies: --dtype float32 takes these\n"
+        text += "the weights have float32 copies; --dtype float32 exports them\n"
     return text
 
 
@@ -176,11 +177,11 @@ def _open_directory(args: argparse.Namespace) -> CheckpointDirectory:
     hint = ""
     if (folder.path / MANIFEST_NAME).exists():
         hint = (
-            f"it is a checkpoint itself: name the folder that it is in, {Path(args.folder).parent}"
+            f"this is a single checkpoint; its folder of checkpoints is {Path(args.folder).parent}"
         )
     elif steps:
-        first = f"{len(steps) - 8} more, " if len(steps) > 8 else ""
-        hint = f"there are {first}{join_words([str(step) for step in steps[-8:]])}"
+        first = f"{len(steps) - 8} older, " if len(steps) > 8 else ""
+        hint = f"the steps are {first}{join_words([str(step) for step in steps[-8:]])}"
     step_text = "" if args.step is None else f" of step {args.step}"
     raise CheckpointError(f"there is no checkpoint{step_text} in {args.folder}", hint=hint)
 
@@ -199,7 +200,7 @@ def _find_complete_checkpoint(
     latest = directory.find_checkpoint()
     if latest.manifest is None:
         raise IncompleteCheckpointError(
-            f"of the checkpoints in {directory.path_text} none is whole",
+            f"no checkpoint in {directory.path_text} is complete",
             hint=join_facts(latest.skip_reasons),
         )
     return latest.manifest, latest.skip_reasons
@@ -210,5 +211,5 @@ def _require_absent(paths: list[Path], replace: bool) -> None:
     for path in paths:
         if path.exists() and not replace:
             raise UsageError(
-                f"{path} is there", hint="--replace writes over it", fields=["to", "replace"]
+                f"{path} exists", hint="--replace overwrites it", fields=["to", "replace"]
             )

@@ -47,13 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.description = (
-        "Compare schedules of one model. Costs are those of a whole rank, or lists for any number "
-        "of stages, and are spread evenly over the stages of each schedule. A schedule without a "
-        "parameter v has one stage per rank."
+        "Compare schedules of one model. --costs are per rank and microbatch, or lists with one "
+        "number for each equal part of the model. They are split evenly over the stages of each "
+        "schedule. A schedule without a parameter v has one stage per rank."
     )
     add_source(parser, allows_several=True)
-    parser.add_argument("-o", dest="output", metavar="FILE", help="draw them under each other")
-    parser.add_argument("--tradeoff", action="store_true", help="draw bubble against memory")
+    parser.add_argument(
+        "-o", dest="output", metavar="FILE", help="draw the runs, one below another"
+    )
+    parser.add_argument(
+        "--tradeoff", action="store_true", help="with -o, draw bubble against memory"
+    )
     add_chart_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_compile_options(parser)
@@ -70,10 +74,10 @@ def run(args: argparse.Namespace) -> str:
     """
     if args.output is None:
         if args.tradeoff:
-            raise UsageError("bubble against memory is a picture", hint="-o FILE.png")
+            raise UsageError("--tradeoff draws a picture, and needs -o", hint="-o FILE.png")
         require_no_chart_options(args, "a table")
     elif args.tradeoff:
-        require_no_chart_options(args, "bubble against memory")
+        require_no_chart_options(args, "a chart of bubble against memory")
     requests = [make_request(args, source, for_comparison=True) for source in args.source]
     require_unsharded_stages(requests)
     timelines = [request.timeline for request in requests]
@@ -132,10 +136,10 @@ def _describe_differences(timelines: Sequence[Timeline]) -> str:
         return ""
     rows = [d for d in compare_timelines(first, second) if d.increase][:MAX_DIFFERENCES]
     if not rows:
-        return "both runs take the same times\n"
-    more = f"{second.span / first.span - 1:+.1%}" if first.span else "more"
-    return f"the second takes {more}; where they differ most\n" + format_table(
-        ["rank", "what", "first", "second", "more"],
+        return "the instructions of both runs take the same times\n"
+    more = f"{second.span / first.span - 1:+.1%}" if first.span else "longer"
+    return f"span of the second run: {more}; the largest differences:\n" + format_table(
+        ["rank", "activity", "first", "second", "change"],
         [
             [str(d.rank), d.activity, *(f"{t:.4g}" for t in d[2:]), f"{d.increase:+.4g}"]
             for d in rows

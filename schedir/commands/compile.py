@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     add_source(parser)
     parser.add_argument(
-        "-o", dest="output", metavar="FILE.sched", required=True, help="write the program there"
-    )
+        "-o", dest="output", metavar="FILE.sched", required=True,
+        help="write the program to this file",
+    )  # fmt: skip
     add_compile_options(parser)
 
 

@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.add_argument(
-        "dumps",
-        metavar="DUMPS",
-        nargs="+",
+        "dumps", metavar="DUMPS", nargs="+",
         help="dumps of torch's flight recorder, one for each rank: files, a folder, or a pattern; "
         "or the output folder of a run of schedir train, with its black boxes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--program", metavar="SCHEDULE", help=f"the program of the job: {SOURCE_HELP}"
     )
-    parser.add_argument("--program", metavar="SCHEDULE", help=f"what the job runs: {SOURCE_HELP}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_compile_options(parser)
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> str:
     if args.json:
         return format_json(_collect_facts(job, verdicts) | {"said": lines})
     if skipped_files:
-        lines.append(f"ignored {len(skipped_files)} files whose names do not end in a rank")
+        lines.append(f"skipped files whose names do not end in a rank: {len(skipped_files)}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -101,7 +101,7 @@ def _diagnose_run(args: argparse.Namespace, post_mortem: PostMortem) -> str:
     """Return the diagnosis of a run with black boxes, which contain the program."""
     if args.program is not None:
         raise UsageError(
-            f"{post_mortem.directory} has the black boxes of a run, which have their program",
+            f"--program is not needed: the black boxes in {post_mortem.directory} have the program",
             hint="leave out --program",
             fields=["program"],
         )

@@ -38,13 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, allows_several=True)
     parser.add_argument(
         "-o", dest="output", metavar="FILE",
-        help="html for a page of one run or two; png, svg or pdf for a picture; "
-        "without it, letters on the terminal",
+        help="FILE.html for an interactive page of one or two runs; FILE.png, .svg or .pdf for a "
+        "picture; without -o, a text chart on the terminal",
     )  # fmt: skip
     add_chart_options(parser)
     parser.add_argument(
-        "--idle-map", dest="idle", action="store_true", help="why which rank is idle, in a map"
-    )
+        "--idle-map", dest="idle", action="store_true",
+        help="draw why ranks are idle, as a heat map",
+    )  # fmt: skip
     add_compile_options(parser)
 
 
@@ -55,23 +56,23 @@ def run(args: argparse.Namespace) -> str:
         args: The parsed options of `draw`.
 
     Returns:
-        The chart of letters, or a line with the file name.
+        The text chart, or a line with the file name.
 
     Raises:
         UsageError: Options do not go together, or the suffix is unknown.
     """
     page = args.output is not None and args.output.lower().endswith(".html")
     if args.idle and (page or args.output is None):
-        raise UsageError("a map of idle time is a picture", hint="-o FILE.png")
+        raise UsageError("--idle-map draws a picture, and needs -o", hint="-o FILE.png")
     if not page and args.output is not None:
         from schedir.viz.figures.figure_files import require_figure_suffix
 
         require_figure_suffix(
-            args.output, "" if args.idle else "FILE.html is a page of one run or two"
+            args.output, "" if args.idle else "FILE.html writes a page of one or two runs"
         )
     if page or args.idle or args.output is None:
         require_no_chart_options(
-            args, "a page" if page else "a map of idle time" if args.idle else "letters"
+            args, "a page" if page else "an idle map" if args.idle else "a text chart"
         )
     requests = [make_request(args, source) for source in args.source]
     timelines = [request.timeline for request in requests]
@@ -81,7 +82,9 @@ def run(args: argparse.Namespace) -> str:
         from schedir.viz import save_html
 
         if len(timelines) > 2:
-            raise UsageError(f"a page shows one run or two, not {len(timelines)}")
+            raise UsageError(
+                f"-o {args.output}: a page shows one or two runs, not {len(timelines)}"
+            )
         if len(timelines) == 1 and timelines[0].kind == "measured":
             timelines.insert(0, _predict_measured_run(timelines[0]))
         save_html(args.output, *timelines)
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace) -> str:
         from schedir.viz import idle_map, save
 
         if len(timelines) > 1:
-            raise UsageError(f"a map of idle time is of one run, not {len(timelines)}")
+            raise UsageError(f"--idle-map draws one run, not {len(timelines)}")
         save(idle_map(timelines[0]), args.output)
     else:
         save_chart(args, requests)
@@ -97,7 +100,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _format_text_chart(request: Request) -> str:
-    """Return a run as a chart of letters, with its lower bound below."""
+    """Return a run as a text chart, with its lower bound below."""
     bound_text = describe_run_bound(request.timeline, find_lower_bound(request))
     return format_text_chart(request.timeline) + (f"{bound_text}\n" if bound_text else "")
 

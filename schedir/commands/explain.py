@@ -135,8 +135,8 @@ def _describe_possible_saving(advice: Advice, lower_bounds: list[LowerBound]) ->
     shares = [compute_saving(advice.baseline.span, bound.value) for bound in lower_bounds]
     most = [describe_saving(share) for share in shares]
     if len({*most}) > 1:
-        most = [f"{most[0]} with whole backwards, {most[1]} with split ones"]
-    which = "another order of these stages that holds no more activations"
+        most = [f"{most[0]} with full backwards, {most[1]} with split backwards"]
+    which = "another order of these stages with no more activations"
     return [f"{which} saves {saving}" for saving in most[:1]]
 
 
@@ -182,7 +182,9 @@ def _describe_recipe(
 
     row, program = change.row, change.run.program
     if row.progress_model is not None:
-        return [f"model {row.progress_model}: {get_model_row(row.progress_model).transports}"]
+        return [
+            f"progress model {row.progress_model}: {get_model_row(row.progress_model).transports}"
+        ]
     if row.kind not in ("transfers", "grouped") or request.compile_options:
         return []
     costs, overlap = row.transfer_costs, row.kind == "grouped"
@@ -219,9 +221,8 @@ def _describe_recipe(
         return lines
     return [
         *lines,
-        f"for torch: schedir export other.sched --to {TORCH_FORMAT} -o other.csv, and there, "
-        "without",
-        'FSDP, schedule._load_csv("other.csv", format="compute_comms")',
+        f"for torch: schedir export other.sched --to {TORCH_FORMAT} -o other.csv",
+        'then, without FSDP: schedule._load_csv("other.csv", format="compute_comms")',
     ]
 
 
@@ -285,18 +286,17 @@ def _describe_advice(advice: Advice, recipes: list[list[str]], timeline: Timelin
     base, unit = advice.baseline, timeline.unit and f" {timeline.unit}"
     if not advice.is_reliable:
         return [
-            f"no advice is given: a simulation at the run's mean times takes {base.span:.6g}{unit} "
-            f"where the run took {timeline.span:.6g}{unit} ({advice.relative_error:+.1%}), so "
-            "it cannot "
-            "tell what a change would save"
+            f"no advice: a simulation at the run's mean times takes {base.span:.6g}{unit}, but the "
+            f"run took {timeline.span:.6g}{unit} ({advice.relative_error:+.1%}), so it cannot "
+            "predict what a change saves"
         ]
     off = (
         f"{abs(advice.relative_error):.1%} {'more' if advice.relative_error > 0 else 'less'} "
-        "than it took"
+        "than the run"
     )
-    of = f" at the run's mean times, of {base.span:.6g}{unit}, {off}"
+    of = f" at the run's mean times, which takes {base.span:.6g}{unit}, {off}"
     if (lost := compute_unexplained_share(base, timeline)) >= MIN_REPORTED_SHARE:
-        of += f", in which {lost:.1%} of the ranks' time is unexplained and counts as work"
+        of += f"; {lost:.1%} of the ranks' time is unexplained and counts as work"
     if timeline.kind == "predicted":
         of = ""
     # A saving below the error of the simulation may be noise.
@@ -305,8 +305,8 @@ def _describe_advice(advice: Advice, recipes: list[list[str]], timeline: Timelin
     if len(base.program) > MAX_COMPILED_INSTRUCTIONS:
         of += f"; other orders of {len(base.program):,} instructions are not tried"
     if not best:
-        return [f"nothing that was tried saves {least:.1%} of the time, by simulation{of}"]
-    head = f"what would save most of the time of a microbatch, by simulation{of}:"
+        return [f"no tried change saves {least:.1%} of the time, by simulation{of}"]
+    head = f"changes that save most of the time per microbatch, by simulation{of}:"
     lines = [head]
     for k, (at, change) in enumerate(best):
         if k < MAX_CHANGES or recipes[at]:  # changes with commands are always printed
@@ -321,12 +321,12 @@ def _describe_memory_changes(advice: Advice, memory_limit: float | None) -> list
     """Return a line for each change of the memory of ranks."""
     now = advice.current
     if not advice.fits_memory and memory_limit is not None:
-        head = f"what is held does not fit into {format_bytes(memory_limit)}: {now.describe()}; "
+        head = f"the program does not fit into {format_bytes(memory_limit)}: {now.describe()}; "
         head += (
-            "what does, by simulation:" if advice.memory_changes else "nothing that was tried does"
+            "changes that fit, by simulation:" if advice.memory_changes else "no tried change fits"
         )
     elif advice.memory_changes:
-        head = f"held now: {now.describe()}; what would take less time or memory, by simulation:"
+        head = f"now: {now.describe()}; changes that take less time or memory, by simulation:"
     else:
         return []
     return [head] + [

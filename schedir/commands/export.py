@@ -47,13 +47,13 @@ def _export_perfetto(args: argparse.Namespace) -> str:
 
 EXPORT_FORMATS = {
     "torch": ExportFormat(
-        _export_torch_csv, ".csv", "for torch.distributed.pipelining of any version: compute only"
+        _export_torch_csv, ".csv", "compute only, for torch.distributed.pipelining of any version"
     ),
     "torch-2.13": ExportFormat(
-        _export_torch_csv, ".csv", "as this version reads transfers and reductions, too"
+        _export_torch_csv, ".csv", "with transfers and reductions, as torch 2.13 reads them"
     ),
     "perfetto": ExportFormat(
-        _export_perfetto, ".json", "the run, for ui.perfetto.dev; .json or .json.gz"
+        _export_perfetto, ".json", "the run for ui.perfetto.dev, as .json or .json.gz"
     ),
 }
 
@@ -73,8 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     add_source(parser)
     about = "; ".join(f"{name}: {form.description}" for name, form in EXPORT_FORMATS.items())
-    parser.add_argument("--to", metavar="FORM", required=True, help=about)
-    parser.add_argument("-o", dest="output", metavar="FILE", required=True)
+    parser.add_argument("--to", metavar="FORMAT", required=True, help=about)
+    parser.add_argument(
+        "-o", dest="output", metavar="FILE", required=True, help="write to this file"
+    )
     add_compile_options(parser)
 
 
@@ -91,12 +93,12 @@ def run(args: argparse.Namespace) -> str:
     """
     if args.to not in EXPORT_FORMATS:
         raise UsageError(
-            f"no form {args.to!r} to export to", hint=f"there are {', '.join(EXPORT_FORMATS)}"
+            f"no export format {args.to!r}", hint=f"the formats are {', '.join(EXPORT_FORMATS)}"
         )
     form, output = EXPORT_FORMATS[args.to], args.output
     is_compressed = form.suffix == ".json" and output.endswith(".json.gz")
     if not (output.endswith(form.suffix) or is_compressed):
-        raise UsageError(f"the file ends in {form.suffix}: {output} does not")
+        raise UsageError(f"-o {output}: a file of the format {args.to} must end in {form.suffix}")
     content = form.to_text(args).encode()
     if form.suffix == ".json" and not is_compressed and len(content) > COMPRESS_ABOVE_BYTES:
         output, is_compressed = f"{output}.gz", True

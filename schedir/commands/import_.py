@@ -27,27 +27,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.add_argument(
-        "sources",
-        metavar="SOURCE",
-        nargs="+",
-        help="FILE.csv, with transfers or compute only; or traces of torch.profiler, of all ranks: "
+        "sources", metavar="SOURCE", nargs="+",
+        help="FILE.csv of torch, with or without transfers; or torch.profiler traces of all ranks: "
         "files (.json, .json.gz), a folder or a pattern",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "-o",
-        dest="output",
-        metavar="FILE",
-        required=True,
-        help="a program FILE.sched; of traces also the run, FILE.timeline",
-    )
+        "-o", dest="output", metavar="FILE", required=True,
+        help="write the program to FILE.sched, or the run of traces to FILE.timeline",
+    )  # fmt: skip
     parser.add_argument(
-        "--ranks",
-        type=parse_count,
-        metavar="N",
-        help="how many there must be; a cut CSV has fewer rows",
-    )
+        "--ranks", type=parse_count, metavar="N",
+        help="the expected number of ranks; a truncated CSV has fewer rows",
+    )  # fmt: skip
     parser.add_argument(
-        "--step", type=parse_count, metavar="N", help="ProfilerStep of traces; the last whole one"
+        "--step", type=parse_count, metavar="N", help="a ProfilerStep (the last complete one)"
     )
     add_lowering_options(parser)
 
@@ -68,9 +61,9 @@ def run(args: argparse.Namespace) -> str:
     if not any(is_csv):
         return _import_traces(args)
     if len(is_csv) > 1:
-        raise UsageError("one CSV is a whole program: name one")
+        raise UsageError("a CSV contains a complete program, so it must be the only SOURCE")
     if args.step is not None:
-        raise UsageError(f"{args.sources[0]} is a program: --step is for traces of a run")
+        raise UsageError(f"{args.sources[0]} is a program: --step applies to traces")
     return _import_csv(args, args.sources[0])
 
 
@@ -83,7 +76,7 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
     from schedir.ir.text_format import to_text
 
     if not args.output.endswith(".sched"):
-        raise UsageError(f"a program's file ends in .sched: {args.output} does not")
+        raise UsageError(f"-o {args.output}: the file of a program must end in .sched")
     text = read_text(source)
     try:
         program = torch_csv.from_csv(text, _derive_program_name(source), args.ranks, args.zero)
@@ -94,7 +87,7 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
     program = replace(program, **request.traits)
     if not program.is_draft:
         if args.overlap and not args.relower:
-            raise UsageError(f"{source} has its transfers: -O overlap is for what has none")
+            raise UsageError(f"{source} has transfers: -O overlap applies to a CSV without them")
         program = finish_lowering(program)
     program = replace(request, source=Source.from_loaded(program, source)).program
     with atomic_write(args.output) as path:
@@ -116,7 +109,7 @@ def _describe_skipped_unshards(text: str, zero: int) -> str:
 
     if not (number := text.count(UNSHARD)) or zero:
         return ""
-    return f"read over {number} {UNSHARD}, as stages need not be sharded: -O zero=3 keeps them\n"
+    return f"skipped {number} {UNSHARD}, because stages are not sharded; -O zero=3 keeps them\n"
 
 
 def _import_traces(args: argparse.Namespace) -> str:
@@ -127,7 +120,8 @@ def _import_traces(args: argparse.Namespace) -> str:
 
     if not args.output.endswith((TIMELINE_SUFFIX, ".sched")):
         raise UsageError(
-            f"a run's file ends in {TIMELINE_SUFFIX}, a program's in .sched: {args.output}"
+            f"-o {args.output}: the file must end in {TIMELINE_SUFFIX} for a run, or in .sched for "
+            "a program"
         )
     request = make_request(args, args.sources[0])
     option_names = {"costs": "--costs", "sizes": "--sizes", "memory_limit": "--memory-limit",
@@ -136,11 +130,13 @@ def _import_traces(args: argparse.Namespace) -> str:
         if getattr(args, name):
             option = option_names.get(name) or option_name(name)
             raise UsageError(
-                f"traces say what was run, and when: {option} is not for them", fields=[name]
+                f"{option} does not apply to traces, which contain the program and its times",
+                fields=[name],
             )
     for name in request.compile_options:
         raise UsageError(
-            f"traces say what was run: {option_name(name)} is not for them", fields=[name]
+            f"{option_name(name)} does not apply to traces, which contain the program",
+            fields=[name],
         )
     files = find_trace_files(args.sources)
     result = read_run(
@@ -155,7 +151,7 @@ def _import_traces(args: argparse.Namespace) -> str:
     program, shape = timeline.program, timeline.program.shape
     if args.ranks is not None and shape.ranks != args.ranks:
         raise UsageError(
-            f"there are {shape.ranks} pipeline ranks in these traces, not {args.ranks}"
+            f"--ranks is {args.ranks}, but these traces have {shape.ranks} pipeline ranks"
         )
     if args.output.endswith(TIMELINE_SUFFIX):
         save_timeline(timeline, args.output)

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------- plans for several numbers of GPUs
 
 # "strong" scaling has the same batch for each number of GPUs.  With "weak" scaling it grows.
-
-
 _SCALING_DESCRIPTIONS = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"}
 
 
@@ -54,7 +52,7 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
     )  # fmt: skip
     for option, name in excluded:
         if option:
-            raise UsageError(f"{name} needs one number of GPUs, and --gpu-counts has several")
+            raise UsageError(f"{name} cannot be combined with --gpu-counts")
     request, refusals = parse_plan_request(args), list[str]()
     plans_by_scaling = {
         way: _find_plan_per_gpu_count(request, args.scale, way, refusals)
@@ -73,7 +71,7 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
         for way, plans in plans_by_scaling.items()
         if plans
     ]
-    lines += [f"not {line}\n" for line in refusals]
+    lines += [f"no plan for {line}\n" for line in refusals]
     return "".join(lines) + (f"wrote {args.picture}\n" if args.picture is not None else "")
 
 
@@ -90,7 +88,7 @@ def _find_plan_per_gpu_count(
     for gpus in sorted({*gpu_counts}):
         batch = request.batch if scaling == "strong" else request.batch * gpus / max_gpus
         if batch != int(batch):
-            refusals.append(f"{gpus:,} GPUs, {scaling}: {batch:.2f} sequences are no batch")
+            refusals.append(f"{gpus:,} GPUs, {scaling}: {batch:.2f} is not a number of sequences")
             continue
         scaled_request = replace(
             request, cluster=resize_cluster(request.cluster, gpus), batch=int(batch)
@@ -145,15 +143,16 @@ def add_measure_options(group: argparse._ArgumentGroup) -> None:
         group: The group of options.
     """
     group.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure this machine, in about half a minute: -o here.toml is its cluster file",
-    )
+        "--measure", action="store_true",
+        help="measure this machine for about half a minute, and write its cluster file to -o",
+    )  # fmt: skip
     group.add_argument(
         "--processes", type=parse_count, metavar="N",
-        help="how many train on it (one for each processor, or GPU)",
+        help="with --measure: the number of processes (one per processor or GPU)",
     )  # fmt: skip
-    group.add_argument("--device", metavar="DEVICE", help="their device: cpu (default) or cuda")
+    group.add_argument(
+        "--device", metavar="DEVICE", help="with --measure: the device, cpu (default) or cuda"
+    )
 
 
 def measure_cluster(args: argparse.Namespace) -> str | None:
@@ -172,16 +171,17 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
     """
     if not args.measure:
         if given := [name for name in _MEASURING_OPTIONS if getattr(args, name) is not None]:
-            raise UsageError(f"--{given[0]} is of --measure", hint="--measure -o here.toml",
+            raise UsageError(f"--{given[0]} needs --measure", hint="--measure -o here.toml",
                              fields=given)  # fmt: skip
         return None
     if given := [name for name in _PLANNING_OPTIONS if getattr(args, name) is not None]:
+        option = "gpu-counts" if given[0] == "scale" else given[0]
         raise UsageError(
-            f"--measure plans nothing, and takes no --{given[0]}",
+            f"--measure does not plan, and cannot be combined with --{option}",
             hint="plan with the file that it writes: --cluster here.toml", fields=given,
         )  # fmt: skip
     if args.output is None or Path(args.output).suffix != ".toml":
-        raise UsageError("--measure writes a cluster file, FILE.toml, and nobody says where",
+        raise UsageError("--measure writes a cluster file, and needs -o FILE.toml",
                          hint="-o here.toml", fields=["output"])  # fmt: skip
     require_package("torch", "--measure")
     from schedir.io.cluster_file import save_cluster
@@ -193,7 +193,7 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
         processes = (
             f"{measurement.cluster.gpu_count} process{'es' * (measurement.cluster.gpu_count > 1)}"
         )
-        comment = f"Measured by schedir plan --measure, of {processes} at the same time."
+        comment = f"Measured by schedir plan --measure with {processes} at the same time."
         save_cluster(measurement.cluster, temporary, comment=comment, notes=measurement.notes)
     warnings = [f"warning: {one}" for one in measurement.warnings]
     return "".join(f"{line}\n" for line in (*measurement.table, *warnings, f"wrote {args.output}"))
@@ -218,40 +218,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Plan a training run. Find the parallel degrees, schedule, recomputation and ZeRO level "
         "with the shortest step on these machines, and print its time, memory and bottleneck."
     )
-    parser.add_argument("--batch", type=parse_count, metavar="N", help="sequences of a step")
+    parser.add_argument("--batch", type=parse_count, metavar="N", help="sequences per step")
     parser.add_argument("--top", type=parse_count, default=10, metavar="N",
-                        help="how many plans are told (10)")  # fmt: skip
+                        help="the number of plans to print (10)")  # fmt: skip
     parser.add_argument(
-        "--tokens",
-        type=parse_number,
-        metavar="N",
-        help="how many are to be trained on, as 300e9: says how many days",
-    )
+        "--tokens", type=parse_number, metavar="N",
+        help="the tokens of the training run, such as 300e9: prints its steps and days",
+    )  # fmt: skip
     parser.add_argument(
-        "--closed-form-only",
-        dest="no_exact",
-        action="store_true",
-        help="by closed forms alone; else the best are simulated as programs",
-    )
+        "--closed-form-only", dest="no_exact", action="store_true",
+        help="estimate by formulas only; by default, the best plans are simulated as programs",
+    )  # fmt: skip
     parser.add_argument("--offload", action="store_true",
-                        help="plans, too, that move activations, or the optimizer's states, to the "
-                        "host: these are simulated")  # fmt: skip
+                        help="also plans that move activations or the optimizer state to the host; "
+                        "these plans are simulated")  # fmt: skip
     parser.add_argument("--optimize-division", dest="cut", action="store_true",
-                        help="divide the layers of the best three as is shortest")  # fmt: skip
+                        help="search for shorter divisions of layers into stages for the best "
+                        "three plans")  # fmt: skip
     parser.add_argument("--improve-schedules", dest="search", action="store_true",
-                        help="search shorter schedules for the best three")  # fmt: skip
-    parser.add_argument("--time-limit", type=parse_number, default=10.0,
-        metavar="S",
-                        help="how long for each (10)")  # fmt: skip
+                        help="search for shorter schedules of the best three plans")  # fmt: skip
+    parser.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
+                        help="with --improve-schedules: the seconds per plan (10)")  # fmt: skip
     parser.add_argument("--gpu-counts", dest="scale", type=_parse_counts, metavar="GPUS",
-                        help="plan for each of these numbers of GPUs, as 256,512,1024: the same "
-                        "batch (strong scaling), and one that grows with them (weak)")  # fmt: skip
+                        help="plan for each of these numbers of GPUs, such as 256,512,1024: with "
+                        "one batch (strong scaling), and with a batch that grows with the GPUs "
+                        "(weak scaling)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
-    _add_output(parser.add_argument_group("what is written"))
+    _add_output(parser.add_argument_group("output"))
     _add_model(parser.add_argument_group("the model"))
     _add_cluster(parser.add_argument_group("the machines"))
-    add_measure_options(parser.add_argument_group("measuring, instead of planning"))
-    group = parser.add_argument_group("what is fixed; 4,8 leaves both open")
+    add_measure_options(parser.add_argument_group("measuring this machine instead of planning"))
+    group = parser.add_argument_group("plans to consider; 4,8 allows both values")
     for option, field, about in FIXED_OPTIONS:
         group.add_argument(f"--{option}", dest=field, type=_parse_counts, metavar="N", help=about)
     for option, field, about in NAME_OPTIONS:
@@ -260,70 +257,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     group.add_argument(
         "--sequence-parallel", action=argparse.BooleanOptionalAction,
-        help="whether norms and dropout are cut over the slices of tensor parallelism",
+        help="share the tokens of norms and dropout among tensor-parallel ranks, or not",
     )  # fmt: skip
     group.add_argument("--attention", metavar="HOW",
-                       help="softmax, which keeps all scores (default), or flash")  # fmt: skip
+                       help="softmax, which saves all scores (default), or flash")  # fmt: skip
     group.add_argument(
         "--rank-order", metavar="ORDER",
-        help="how GPUs are numbered, the nearest first: tp-pp-dp (default) or tp-dp-pp",
+        help="the order of the GPU numbers, the nearest first: tp-pp-dp (default) or tp-dp-pp",
     )  # fmt: skip
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-o", dest="output", metavar="FILE",
-        help="write the first plan: FILE.toml for schedir train, or its program, FILE.sched",
+        help="write the first plan to FILE.toml for schedir train, or its program to FILE.sched",
     )  # fmt: skip
     group.add_argument(
-        "--select",
-        dest="take",
-        type=parse_count,
-        default=1,
-        metavar="N",
-        help="the plan with this number instead of the first, also below the table",
-    )
+        "--select", dest="take", type=parse_count, default=1, metavar="N",
+        help="write and describe the plan with this number instead of the first",
+    )  # fmt: skip
     group.add_argument(
         "--picture", metavar="FILE",
-        help="draw where the time of each plan goes; with --gpu-counts, steps over numbers of GPUs",
+        help="draw the parts of the step of each plan; with --gpu-counts, step time over GPUs",
     )  # fmt: skip
     group.add_argument("--tradeoff", action="store_true",
-                       help="draw memory against time of all plans instead")  # fmt: skip
+                       help="with --picture: draw memory against step time")  # fmt: skip
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model", metavar="MODEL",
-        help="a name (gpt-175b), or FILE.toml with these numbers, or with a table [model]; what is "
-        "said here is said instead",
+        help="a name (gpt-175b), or FILE.toml with these numbers or with a table [model]; the "
+        "options below replace its numbers",
     )  # fmt: skip
     for name, about in (
-        ("layers", "layers"),
-        ("hidden", "their width"),
-        ("heads", "heads of attention"),
-        ("vocab", "kinds of tokens"),
-        ("sequence", "tokens of a sequence"),
-        ("ffn", "width of the feed-forward network (4 hidden)"),
-        ("kv-heads", "heads of keys and values (heads)"),
-        ("experts", "feed-forward networks of a layer (1)"),
-        ("active", "those that a token goes through (1)"),
+        ("layers", "number of layers"),
+        ("hidden", "hidden width"),
+        ("heads", "attention heads"),
+        ("vocab", "vocabulary size"),
+        ("sequence", "tokens per sequence"),
+        ("ffn", "width of the feed-forward network (4 x hidden)"),
+        ("kv-heads", "heads of keys and values (as heads)"),
+        ("experts", "experts per layer (1)"),
+        ("active", "experts per token (1)"),
     ):
         group.add_argument(f"--{name}", type=parse_count, metavar="N", help=about)
     group.add_argument("--gated", action="store_true", default=None,
-                       help="a third matrix in the feed-forward network")  # fmt: skip
+                       help="the feed-forward network has a third matrix, a gate")  # fmt: skip
     group.add_argument("--untied", dest="tied", action="store_false", default=None,
-                       help="the head has a matrix of its own")  # fmt: skip
+                       help="the head and the embedding do not share a matrix")  # fmt: skip
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--cluster",
-        metavar="CLUSTER",
-        help="a name (a100, h100), or FILE.toml of a cluster of your own",
-    )
+        "--cluster", metavar="CLUSTER",
+        help="a name (a100, h100), or FILE.toml with your own cluster",
+    )  # fmt: skip
     many: Any = group.add_mutually_exclusive_group()
-    many.add_argument("--nodes", type=parse_count, metavar="N", help="how many of its nodes")
-    many.add_argument("--gpus", type=parse_count, metavar="N", help="the same in GPUs")
+    many.add_argument("--nodes", type=parse_count, metavar="N", help="number of nodes")
+    many.add_argument("--gpus", type=parse_count, metavar="N", help="number of GPUs")
 
 
 def format_epilog() -> str:
@@ -331,7 +323,7 @@ def format_epilog() -> str:
     from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
     rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODEL_PRESETS.items())
-    return f"\nmodels that have a name, and where their shape is printed\n{rows}"
+    return f"\nnames for --model, and the sources of their sizes\n{rows}"
 
 
 def _parse_counts(text: str) -> tuple[int, ...]:
@@ -362,27 +354,28 @@ def run(args: argparse.Namespace) -> str:
     from schedir.commands.common.plan_report import format_plans, format_plans_json
 
     if args.tradeoff and args.picture is None:
-        raise UsageError("memory against time is a picture", hint="--picture FILE.svg")
+        raise UsageError(
+            "--tradeoff draws a picture, and needs --picture", hint="--picture FILE.svg"
+        )
     if args.output is not None and Path(args.output).suffix not in (".toml", ".sched"):
-        raise UsageError(f"a plan is written to FILE.toml or FILE.sched: {args.output} is neither")
+        raise UsageError(f"-o {args.output}: the file of a plan must end in .toml or .sched")
     if args.picture is not None:
         from schedir.viz.figures.figure_files import require_figure_suffix
 
         require_figure_suffix(args.picture)  # fails before the search for plans
     if args.top < 1:
-        raise UsageError(f"--top says how many plans are told, from 1 on, not {args.top}")
+        raise UsageError(f"--top must be 1 or more, not {args.top}")
     if args.tokens is not None and not 0 < args.tokens < inf:
-        raise UsageError(f"--tokens are those that are trained on, not {args.tokens:g}")
+        raise UsageError(f"--tokens must be above 0 and finite, not {args.tokens:g}")
     if not 0 < args.time_limit < inf:
-        raise UsageError(f"a search takes seconds, more than 0, not {args.time_limit:g}")
+        raise UsageError(f"--time-limit must be above 0 s and finite, not {args.time_limit:g}")
     others = (
         ("--tradeoff", args.tradeoff),
         ("--optimize-division", args.cut),
         ("--improve-schedules", args.search),
     )
     if args.offload and (option := next((name for name, there in others if there), None)):
-        raise UsageError(f"{option} knows nothing of copies to the host: it goes without --offload",
-                         fields=["offload"])  # fmt: skip
+        raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
     if args.scale is not None:
         return _plan_for_gpu_counts(args)
     request = parse_plan_request(args)
@@ -393,8 +386,10 @@ def run(args: argparse.Namespace) -> str:
         best = optimize_plan_divisions(request, best) if args.cut else best
         plans, programs, note = improve_plan_schedules(request, best, args.time_limit * args.search)
         if not 1 <= args.take <= len(plans):
-            raise UsageError(f"there is no plan {args.take}: they are 1 to {len(plans)}",
-                             fields=["take"])  # fmt: skip
+            raise UsageError(
+                f"--select: there is no plan {args.take}, the plans are 1 to {len(plans)}",
+                fields=["take"],
+            )
         selected_plan = plans[args.take - 1]
         if path is not None:
             path.write_text(
@@ -443,15 +438,16 @@ def _format_plan_file(
 
     lines = [
         f"schedir {shlex.join(args.typed)}",
-        f"{describe_plan(plan)}: a step takes {format_seconds(plan.step_time)} and holds "
-        f"{format_bytes(plan.memory.total)}, as planned",
+        f"{describe_plan(plan)}: predicted are {format_seconds(plan.step_time)} per step and "
+        f"{format_bytes(plan.memory.total)} on the fullest GPU",
     ]
     comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
     if str(args.output).endswith(".toml"):
         if searched_program is not None:
             raise UsageError(
-                "a schedule that was searched is a program, and no name in a configuration",
-                hint="-o best.sched, which is a pipeline.schedule then", fields=["output"],
+                f"-o {args.output}: plan {args.take} has a searched schedule, which is a program",
+                hint="-o best.sched, then schedule = \"best.sched\" in [pipeline]",
+                fields=["output"],
             )  # fmt: skip
         moves = (
             simulated_program(request.model, request.cluster, plan)
@@ -484,7 +480,7 @@ def _format_simulate_command(
         model, cluster, plan, shape, times, trainer.constants, trainer.state_bytes
     )
     return (
-        "# in seconds: schedir simulate FILE --progress-model per_edge "
+        "# predicted by: schedir simulate FILE --progress-model per_edge "
         f"--costs {format_costs(costs)}\n"
     )
 

@@ -29,15 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     add_source(parser)
     parser.add_argument(
-        "--no-repeat", dest="flat", action="store_true", help="one line per instruction"
+        "--no-repeat", dest="flat", action="store_true", help="print one line per instruction"
     )
     parser.add_argument(
-        "--compute-only",
-        dest="draft",
-        action="store_true",
-        help="compute only, before the lowering",
+        "--compute-only", dest="draft", action="store_true",
+        help="print the compute instructions only, before the lowering",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", dest="output", metavar="FILE.sched", help="write the program to this file"
     )
-    parser.add_argument("-o", dest="output", metavar="FILE.sched", help="write it there")
     add_compile_options(parser)
 
 
@@ -76,14 +76,14 @@ def write_program(program: Program, output: str, *, folded: bool = True) -> str:
     from schedir.ir.text_format import to_text
 
     if not output.endswith(".sched"):
-        raise UsageError(f"a program's file ends in .sched: {output} does not")
+        raise UsageError(f"-o {output}: the file of a program must end in .sched")
     with atomic_write(output) as path:
         path.write_text(to_text(program, folded=folded), encoding="utf-8")
     return f"wrote {output}\n"
 
 
 def _draw_preview(request: Request) -> str:
-    """Return the predicted run as a chart of letters for a terminal, or "".
+    """Return the predicted run as a text chart for a terminal, or "".
 
     The lines are comments, so that the output can still be parsed.
     """

@@ -49,23 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.description = (
-        "Rank all built-in schedules, and yours, for one model and shape, the shortest first. "
-        "Costs are per rank, as in `schedir compare`."
-    )
-    parser.add_argument("source", metavar="SCHEDULE", nargs="*", help=f"ranked, too: {SOURCE_HELP}")
-    parser.add_argument(
-        "--max-activations",
-        dest="activations",
-        type=parse_number,
-        metavar="N",
-        help="what a rank may hold, in activations of a whole rank: 1F1B holds one per rank",
+        "Rank all built-in schedules, and your own, for one model and shape, the shortest first. "
+        "--costs are per rank and microbatch, as in `schedir compare`."
     )
     parser.add_argument(
-        "--no-split-backward",
-        dest="whole",
-        action="store_true",
-        help="none that splits backwards in I and W",
+        "source", metavar="SCHEDULE", nargs="*", help=f"also rank this: {SOURCE_HELP}"
     )
+    parser.add_argument(
+        "--max-activations", dest="activations", type=parse_number, metavar="N",
+        help="the most activations of a rank, each of all its stages for one microbatch; 1F1B "
+        "needs one for each rank",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-split-backward", dest="whole", action="store_true",
+        help="leave out schedules that split backwards into I and W",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_compile_options(parser)
 
@@ -85,16 +83,16 @@ def run(args: argparse.Namespace) -> str:
     ranking = _rank_candidates(args)
     if args.json:
         return format_json([_collect_row(request) for request in ranking.fitting])
-    text = _format_ranking(ranking.fitting) if ranking.fitting else "none fits\n"
+    text = _format_ranking(ranking.fitting) if ranking.fitting else "no schedule fits\n"
     if ranking.over_limit:
         text += f"over the limit: {', '.join(ranking.over_limit)}\n"
     if ranking.with_split_backward:
         text += f"with split backwards: {', '.join(ranking.with_split_backward)}\n"
     for name, other in ranking.duplicates.items():
-        text += f"the same program as {other}: {name}\n"
+        text += f"{name} is the same program as {other}\n"
     for fact in dict.fromkeys(error.fact for error in ranking.refusals.values()):
         names = [name for name, error in ranking.refusals.items() if error.fact == fact]
-        text += f"not {', '.join(names)}: {fact}\n"
+        text += f"refused {', '.join(names)}: {fact}\n"
     # Costs of other schedules differ, because they have other stages.
     return text + describe_costs(ranking.fitting[:1])
 

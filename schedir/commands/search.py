@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 INTERRUPTED_EXIT_CODE = 130
 _STOP_REASONS = {
-    "proved": "proved",
-    "time": "the budget was used up",
-    "no better": "nothing better to try",
-    "interrupted": "interrupted, this is the best so far",
+    "proved": "the schedule is proved shortest",
+    "time": "the search reached its limit",
+    "no better": "no change shortens the schedule",
+    "interrupted": "interrupted, this is the best schedule so far",
 }
 MAX_COMPARED_SCHEDULES = 3  # printed built-in schedules; the rest is longer
 
@@ -70,54 +70,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.description = (
-        "Search for the shortest schedule within a memory limit, and prove a lower bound of all "
-        "schedules. Costs and sizes are per stage, as in `schedir simulate`."
+        "Search for the shortest schedule within a memory limit, and prove a lower bound for all "
+        "schedules. --costs and --sizes are per stage, as in `schedir simulate`."
     )
     parser.add_argument(
-        "-o", dest="output", metavar="FILE.sched", help="write the program there, and of what it is"
-    )
+        "-o", dest="output", metavar="FILE.sched",
+        help="write the program, with the search as comments",
+    )  # fmt: skip
     parser.add_argument(
         "--frontier", action="store_true",
-        help="search at every limit, for a table, and with -o FILE.svg a picture of it",
+        help="search at each memory limit, and print a table; -o FILE.svg draws it",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     what = add_search_options(
         parser,
-        costs_help="of a stage, as simulate takes them: F=1,I=1,W=1,send=0.1; F=1:1:2 per "
-        "stage, or "
-        "@FILE that says so",
+        costs_help="costs of a stage, as in simulate: F=1,I=1,W=1,send=0.1; F=1:1:2 has one number "
+        "per stage; @FILE reads them from a file",
     )
     what.add_argument("--costs-from", metavar="FILE.timeline",
-                      help="instead of --costs the mean times of this run, and its shape unless "
-                      "another is said")  # fmt: skip
+                      help="use the mean times of this run instead of --costs, and its shape "
+                      "unless an option sets another")  # fmt: skip
     what.add_argument(
         "--max-in-flight", type=_parse_counts, metavar="N",
-        help="instead of --memory-limit: how many (stage, microbatch) a rank may hold, from F to "
-        "W, or B; 8:8:7 per rank",
+        help="instead of --memory-limit: the most (stage, microbatch) pairs in flight on a rank, "
+        "from F to W or B; 8:8:7 has one number per rank",
     )  # fmt: skip
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("the search")
     how.add_argument("--objective", default="span", metavar="WHAT",
-                     help="what is to be short: span, that of the whole run (default), or own, the "
-                     "longest from a rank's first work to its last")  # fmt: skip
+                     help="the time to minimize: span (default), or own, the longest active span "
+                     "of a rank")  # fmt: skip
     how.add_argument(
-        "--no-split-backward",
-        dest="whole",
-        action="store_true",
-        help="none that splits backwards in I and W",
-    )
+        "--no-split-backward", dest="whole", action="store_true",
+        help="search only schedules that do not split backwards into I and W",
+    )  # fmt: skip
     how.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
-                     help="how long at most (10)")  # fmt: skip
+                     help="the longest time of the search, in seconds (10)")  # fmt: skip
     how.add_argument("--max-evaluations", type=parse_count, metavar="N",
-                     help="how many schedules at most, after those it begins with: the same ones, "
-                     "and so the same file, on any machine")  # fmt: skip
+                     help="the most schedules to evaluate after the initial ones; if it is reached "
+                     "first, the result is the same on any machine")  # fmt: skip
     how.add_argument(
-        "--seed", type=parse_count, default=0, metavar="N", help="of what is random in it"
+        "--seed", type=parse_count, default=0, metavar="N", help="the seed of the search (0)"
     )
     how.add_argument("--initial-schedules", dest="start", nargs="+", default=[], metavar="SCHEDULE",
-                     help="begin with these, too: names, FILE.sched or FILE.timeline")  # fmt: skip
+                     help="schedules with which the search also begins: names, FILE.sched or "
+                     "FILE.timeline")  # fmt: skip
     how.add_argument("--bound", dest="prove", default="closed", metavar="HOW",
-                     help="how a bound is proven: closed, by formulas (default), or solver, which "
-                     "needs schedir[solver], for small ones")  # fmt: skip
+                     help="the proof of the lower bound: closed, by formulas (default), or solver, "
+                     "for small problems; solver needs schedir[solver]")  # fmt: skip
 
 
 def _parse_counts(text: str) -> int | tuple[int, ...]:
@@ -161,7 +160,7 @@ class _SearchRequest:
     @property
     def objective_text(self) -> str:
         """The minimized time, in words."""
-        return "longest own span" if self.minimizes_active_span else "span"
+        return "longest active span" if self.minimizes_active_span else "span"
 
     @property
     def memory_limit_text(self) -> str:
@@ -179,7 +178,7 @@ class _SearchRequest:
         """Return a sentence with the lower bound of the result."""
         within = " within this memory" * (self.memory_limit_text != "none")
         unit = result.timeline.unit and f" {result.timeline.unit}"
-        kind = " with whole backwards" * self.full_backward_only
+        kind = " with full backwards" * self.full_backward_only
         if not self.full_backward_only and is_full_backward_cheaper(
             self.request.costs or Costs(), self.shape
         ):
@@ -204,7 +203,7 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
     costs, run, notes = args.costs, None, list[str]()
     if args.costs_from is not None:
         if costs is not None:
-            raise UsageError("--costs and --costs-from both say the costs: say one of the two")
+            raise UsageError("--costs cannot be combined with --costs-from")
         run, costs, notes = _load_costs(args.costs_from, full_backward_only=args.whole)
         defaults = {f.name: getattr(run.program.shape, f.name) for f in SHAPE_FIELDS}
     shape = PipelineShape(**(defaults | specified)).resolve_defaults()
@@ -241,7 +240,7 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
     from schedir.schedule_search.heuristics.initial_orders import describe_unsearchable
 
     if not source.endswith(TIMELINE_SUFFIX):
-        raise UsageError(f"a run's file ends in {TIMELINE_SUFFIX}: {source} does not")
+        raise UsageError(f"{source!r} is not a run: its file must end in {TIMELINE_SUFFIX}")
     run = load_timeline(source)
     program, unit = run.program, run.unit and f" {run.unit}"
     if reason := describe_unsearchable(program):
@@ -252,18 +251,18 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
     )
     relative_error = compute_prediction_error(prediction, run)
     note = (
-        f"costs: mean times of {source}, which holds {int(run.peak_in_flight.max())} in flight; at "
-        f"these it takes {prediction.span:.6g}{unit} by simulation under {run.progress_model}, "
-        f"{abs(relative_error):.1%} {'more' if relative_error > 0 else 'less'} than it took"
+        f"costs: mean times of {source}, which has {int(run.peak_in_flight.max())} in flight; its "
+        f"simulation at these costs takes {prediction.span:.6g}{unit} under {run.progress_model}, "
+        f"{abs(relative_error):.1%} {'more' if relative_error > 0 else 'less'} than the run"
     )
     if (unexplained := compute_unexplained_share(prediction, run)) >= MIN_REPORTED_SHARE:
         note += f"; {unexplained:.1%} of the ranks' time is unexplained and counts as work"
     if BACKWARD_INPUT not in program.used_opcodes and not full_backward_only:
-        note += "; its backwards are whole, and I and W are taken for half of one each"
+        note += "; it has full backwards, so I and W cost half of one each"
     notes = [note, *filter(None, [run.causality_warning])]
     if words := " ".join(format_shape_options(program, listed_fields=ATTRIBUTE_FIELDS)):
         notes.append(
-            f"without {words} of that run, which schedir print FILE --relower {words} adds"
+            f"the search ignores {words} of that run; schedir print FILE --relower {words} adds it"
         )
     return run, costs, notes
 
@@ -286,7 +285,7 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
     if args.frontier:
         return _search_frontier(args)
     if args.output is not None and not args.output.endswith(".sched"):
-        raise UsageError(f"a program's file ends in .sched: {args.output} does not")
+        raise UsageError(f"-o {args.output}: the file of a program must end in .sched")
     problem = _parse_search_request(args)
     with nullcontext() if args.output is None else atomic_write(args.output) as path:
         if path is not None:
@@ -335,7 +334,7 @@ def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchR
     def report(step: SearchStep, bound: float) -> None:
         gain = compute_saving(step.span, bound)
         progress.show(
-            f"{step.span:.6g} since {step.seconds:.1f} s ({step.method}); none is shorter than "
+            f"span {step.span:.6g}, found after {step.seconds:.1f} s ({step.method}); lower bound "
             f"{bound:.6g}: {describe_saving(gain)} to gain"
         )
 
@@ -415,10 +414,10 @@ def _format_text(
         f"{timeline.bubble:.1%}; "
         f"{search_request.describe_result_bound(result)}",
         f"why: {result.explanation}",
-        f"it holds {_describe_memory(timeline)}",
+        f"peak: {_describe_memory(timeline)}",
         *_describe_comparison(search_request, result, ranking),
         *search_request.notes,
-        f"{result.num_evaluated:,} schedules tried in {elapsed_seconds:.1f} s: "
+        f"{result.num_evaluated:,} schedules evaluated in {elapsed_seconds:.1f} s: "
         f"{_STOP_REASONS[result.stop_reason]}",
         f"searched {describe_numba(result.numba)}",
     ]
@@ -452,11 +451,11 @@ def _describe_comparison(
             "blocking_hosts": ran.blocking_hosts,
         }
         prediction = simulate(result.program, search_request.request.costs, **options)
-        model_text = f" under {ran.progress_model}, as it ran"
+        model_text = f" under {ran.progress_model}, as in the run"
         compared.insert(0, f"search {search_request.compute_objective(prediction):.6g}{unit}")
-    lines = [f"beside{model_text}: {', '.join(compared) or 'none that is built in fits'}"]
+    lines = [f"compared{model_text}: {', '.join(compared) or 'no built-in schedule fits'}"]
     over = ", ".join(f"{name} ({held})" for name, held in ranking.over_limit.items())
-    return [*lines, f"do not fit: {over}"] if over else lines
+    return [*lines, f"over the limit: {over}"] if over else lines
 
 
 def _format_json(

@@ -137,7 +137,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     add_source(parser)
-    parser.add_argument("-o", dest="output", metavar="FILE.timeline", help="write the run there")
+    parser.add_argument(
+        "-o", dest="output", metavar="FILE.timeline", help="write the run to this file"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_compile_options(parser)
 
@@ -159,7 +161,7 @@ def run(args: argparse.Namespace) -> str:
     from schedir.predict.recompute_summary import describe_forwards
 
     if args.output is not None and not args.output.endswith(TIMELINE_SUFFIX):
-        raise UsageError(f"a run's file ends in {TIMELINE_SUFFIX}: {args.output} does not")
+        raise UsageError(f"-o {args.output}: the file of a run must end in {TIMELINE_SUFFIX}")
     request = make_request(args, args.source)
     timeline = request.timeline
     if args.output is not None:
@@ -237,7 +239,7 @@ def _describe_sent_bytes(timeline: Timeline, bytes_by_lane: dict[str, NDArray[np
     each = ", ".join(
         f"{name} {format_bytes(float(size.max()))}" for name, size in bytes_by_lane.items()
     )
-    return f"a process sends, at most: {each}{tied}\n"
+    return f"bytes that a process sends, at most: {each}{tied}\n"
 
 
 def _list_static_memory(timeline: Timeline) -> dict[str, list[float]]:
@@ -299,9 +301,8 @@ def _suggest_buffer_sharing(request: Request) -> str:
     if peak >= timeline.peak_memory.max():
         return ""
     return (
-        "each value has a slot of its own; with -O "
-        "buffer_sharing=latency_preserving no rank holds more than "
-        f"{format_bytes(peak)}\n"
+        "each value has its own slot; with -O buffer_sharing=latency_preserving, no rank uses more "
+        f"than {format_bytes(peak)}\n"
     )
 
 
@@ -315,6 +316,6 @@ def _describe_slots(timeline: Timeline, slot_facts: dict[str, Any]) -> str:
     own = slot_facts.get("span_with_own_slots")
     if own:
         less = 1 - own / timeline.span
-        text += f"; with one for each value the span would be {own:.6g}"
+        text += f"; with its own slot for each value, the span would be {own:.6g}"
         text += f", {less:.1%} less" if less > 1e-9 else ", the same"
     return f"{text}\n"

@@ -21,21 +21,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     parser.add_argument(
-        "config",
-        metavar="CONFIG.toml",
-        help="any of the settings below; a schedule in it that is file.py:function runs that file, "
-        "which --no-code refuses",
+        "config", metavar="CONFIG.toml",
+        help="a file with the settings below; a schedule file.py:function executes file.py, unless "
+        "--no-code is given",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trace", metavar="DIR", help="write the Timeline of the last step to this folder"
     )
-    parser.add_argument("--trace", metavar="DIR", help="write the last step's Timeline there")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
-                        help="a setting, over what the file says: pipeline.ranks=2")  # fmt: skip
+                        help="replace a setting of the file: pipeline.ranks=2")  # fmt: skip
 
 
 def format_epilog() -> str:
     """Return the settings by section, for `--help`."""
     from schedir.training.config.settings_table import format_heading, list_settings
 
-    lines = ["\nsettings, what they take, and their defaults:\n"]
+    lines = ["\nsettings, their values and their defaults:\n"]
     for section, (_, own) in list_settings().items():
         lines.append(f"\n{format_heading(section)}\n")
         lines += [f"  {name:<16}  {takes:<52}  {default}".rstrip() + "\n"

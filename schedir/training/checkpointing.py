@@ -239,7 +239,7 @@ class TrainingCheckpoints:
         """Return a text with the newest saved step and its directory."""
         folder, steps = self.train.checkpoint_dir, self.train.steps
         if folder is None or not self.saved_step:
-            return "no step has been made"
+            return "no step is saved"
         return (
             f"step {self.saved_step} of {steps} is saved in "
             f"{CheckpointDirectory(folder).locate_step(self.saved_step)}"

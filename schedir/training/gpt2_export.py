@@ -73,19 +73,20 @@ def convert_to_gpt2(
     if tied:
         del expected["head.weight"]
     if odd := [*expected.keys() - kinds.keys()]:
-        raise _make_gpt_error(manifest, f"it has no {min(odd)}")
+        raise _make_gpt_error(manifest, f"it has no tensor {min(odd)}")
     if odd := [*kinds.keys() - expected.keys()]:
-        raise _make_gpt_error(manifest, f"it has {min(odd)}, too")
+        raise _make_gpt_error(manifest, f"it has an unknown tensor {min(odd)}")
     if odd := [name for name in kinds if kinds[name] != expected[name]]:
         name = odd[0]
-        raise _make_gpt_error(manifest, f"{name} is {[*kinds[name]]}, and not {[*expected[name]]}")
+        shapes = f"the shape {[*kinds[name]]}, not {[*expected[name]]}"
+        raise _make_gpt_error(manifest, f"tensor {name} has {shapes}")
     if heads < 1 or hidden % heads:
         raise _make_gpt_error(manifest, f"{heads} heads do not divide a hidden width of {hidden}")
     if windows := [
         one for one in _read_setting(manifest, "window", _parse_integers, "0") if 0 < one < context
     ]:
         raise _make_gpt_error(
-            manifest, f"GPT-2 has no windows, such as its layers' of {max(windows)}"
+            manifest, f"a layer has an attention window of {max(windows)}, but GPT-2 has none"
         )
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -171,13 +172,13 @@ def _read_setting(
     try:
         return read(str(text))
     except ValueError:
-        why = "does not say" if text is None else f"has {str(text)!r:.40} for"
-        raise _make_gpt_error(manifest, f"its manifest {why} model.{name}") from None
+        why = "no" if text is None else f"an invalid value {str(text)!r:.40} of"
+        raise _make_gpt_error(manifest, f"its manifest has {why} model.{name}") from None
 
 
 def _make_gpt_error(manifest: Manifest, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the model of step {manifest.step} is no GPT of schedir train: {reason}",
+        f"the model of step {manifest.step} is not a GPT of schedir train: {reason}",
         step=manifest.step,
-        hint="without --as transformers any model is exported",
+        hint="leave out --as transformers to export any model",
     )

@@ -149,7 +149,7 @@ def measure(
         raise UsageError(f"device {device!r} is not known", hint=" or ".join(DEVICES))
     number = max(_count_devices(device), 1) if processes is None else processes
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise UsageError(f"processes are 1 or more, not {processes!r}", fields=["processes"])
+        raise UsageError(f"processes must be 1 or more, not {processes!r}", fields=["processes"])
     load_object(DEVICES[device].require_path)(number)
     shared = count_processors() if device == "cpu" else None
     extent = QUICK if quick else EXTENTS[device]
@@ -220,7 +220,7 @@ def _measure_process(
 ) -> MeasuredSamples:
     """Measure as one of several processes."""
     say = _print_progress if progress and rank == 0 else lambda line: None
-    say(f"{len(extent.gemms)} products, and a copy")
+    say(f"measuring {len(extent.gemms)} matrix products and a copy")
     watch = _Stopwatch(device, seconds)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -229,12 +229,12 @@ def _measure_process(
     products = [watch.time_rounds(_make_gemm(*shape, where)) for shape in extent.gemms]
     share = (time.process_time() - began[1]) / (time.perf_counter() - began[0])
     copied = watch.time_rounds(partial(torch.ones(extent.copy_bytes // 4, device=device).add_, 1.0))
-    say(f"{len(extent.smallest_layers) + len(extent.layers)} layers")
+    say(f"measuring {len(extent.smallest_layers) + len(extent.layers)} layers")
     smallest, layers = (
         [watch.time_rounds(_make_layer_step(*shape, where)) for shape in shapes]
         for shapes in (extent.smallest_layers, extent.layers)
     )
-    say("sums over groups")
+    say("measuring all-reduces")
     slower = _compute_slowdown(
         dist.get_world_size(), count_processors() if device == "cpu" else None
     )
@@ -437,19 +437,19 @@ def _combine_samples(
     rates = sorted(one.flops_per_second for one in measured.gemms)
     notes = {
         "flops": f"the median of {len(rates)} products, from {rates[0] / 1e9:.4g} to "
-        f"{rates[-1] / 1e9:.4g} GFLOP/s; what each process reaches while all compute",
-        "memory": "of the machine, a process's part" if processor_count else "of the device",
-        "hbm_bandwidth": f"as {len(measured.layers)} layers show; a copy reaches "
+        f"{rates[-1] / 1e9:.4g} GFLOP/s; per process, while all processes compute",
+        "memory": "a process's share of the machine" if processor_count else "of the device",
+        "hbm_bandwidth": f"fitted to {len(measured.layers)} layers; a copy reaches "
         f"{format_bytes(measured.copy_bandwidth)}/s",
         "nvlink_bandwidth": f"{len(sums)} all-reduces"
         if sums
-        else "not measured: nobody to send to",
-        "network_bandwidth": "not measured: one machine",
-        "latency": "the same",
-        "kernel_us": "of layers that are too small to take more",
+        else "not measured: there is one process",
+        "network_bandwidth": "not measured: there is one machine",
+        "latency": "not measured: there is one machine",
+        "kernel_us": "from layers so small that only kernel launches take time",
         "itemsize": "float32" if device == "cpu" else "bfloat16",
     }
-    table = [f"{'measured':>10}  {'told':>10}  {'off':>6}"]
+    table = [f"{'measured':>10}  {'predicted':>10}  {'error':>6}"]
     for row in compare_measurements(cluster, measured):
         table.append(
             f"{_format_milliseconds(row.measured)}  {_format_milliseconds(row.predicted)}  "
@@ -472,12 +472,12 @@ def _find_warnings(
         had, could = sum(one.processor_share for one in samples), min(processes, processor_count)
         if had < (1 - BUSY_THRESHOLD) * could:
             yield (
-                f"the machine is busy: of {could} processors other programs took "
-                f"{1 - had / could:.0%}; sums, which wait, are too slow by about as much"
+                f"the machine is busy: other programs used {1 - had / could:.0%} of {could} "
+                "processors; measured all-reduces are too slow by about as much"
             )
     spreads = [
         max(rounds) / min(rounds) - 1
         for one in samples for rounds in (*one.gemms, *one.layers)
     ]  # fmt: skip
     if (spread := median(spreads)) > BUSY_THRESHOLD:
-        yield f"rounds of the same differ by {spread:.0%}, in the median"
+        yield f"repeated measurements differ by {spread:.0%} (median)"

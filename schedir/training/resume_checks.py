@@ -164,14 +164,14 @@ def require_resumable(config: Config) -> None:
     steps = CheckpointDirectory(folder).list_steps()
     if resume == "must" and not steps:
         raise UsageError(
-            f"there is no checkpoint in {folder} from which to resume",
-            hint="--set train.resume=auto begins at step 1 then",
+            f"resume = 'must' needs a checkpoint, and {folder} has none",
+            hint="--set train.resume=auto begins at step 1 if there is no checkpoint",
             fields=["resume", "checkpoint_dir"],
         )
     if resume == "no" and steps and not config.output.overwrite:
         raise UsageError(
             f"{folder} has checkpoints of an earlier run, the newest of step {steps[-1]}",
-            hint="--set train.resume=auto goes on from it, --set train.checkpoint_dir=... writes "
+            hint="--set train.resume=auto resumes from it, --set train.checkpoint_dir=... writes "
             "elsewhere, --set output.overwrite=true removes them at the first step",
             fields=["checkpoint_dir", "resume", "overwrite"],
         )
@@ -200,7 +200,7 @@ def _require_same_settings(
             continue  # The file has moved. Its tokens are the same.
         what = f"the checkpoint of step {previous_run.step}" if previous_run.step else "the run"
         raise UsageError(
-            f"{what} in {config.train.checkpoint_dir} has {name} {had}, and not {value}",
+            f"{what} in {config.train.checkpoint_dir} has {name} {had}, not {value}",
             hint="--set train.checkpoint_dir=... writes elsewhere",
             fields=[name.rpartition(".")[2], "checkpoint_dir"]
             if name != DATA_FACT

@@ -193,7 +193,7 @@ def read_loss_lines(path: Path, step: int) -> list[str]:
     kept = _read_lines_until(path, step)
     if kept and (had := kept[-1].partition(",")[0]) != str(step):
         raise UsageError(
-            f"{path} ends at step {had}, and the run goes on after step {step}",
+            f"{path} ends at step {had}, but the run resumes after step {step}",
             hint="--set output.dir=... writes elsewhere",
             fields=["dir"],
         )
@@ -239,7 +239,7 @@ def claim_directories(config: Config) -> Iterator[None]:
         before = find_resumed_run(config)
         for path in _list_result_files(output):
             if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-                raise UsageError(f"cannot write {path}: it is no file that can be replaced")
+                raise UsageError(f"cannot write {path}: it is not a writable file")
         found = [p for p in _list_result_files(output) if _has_content(p)]
         if before is not None and before.owns_directory(output.dir):
             read_loss_lines(Path(output.dir, LOSSES_FILE), before.step)
@@ -281,7 +281,7 @@ def make_directory(directory: str, setting: str = "output.dir") -> None:
 _DIRECTORY_KINDS: Final = {
     "output.dir": "output folder",
     "output.trace": "output folder",
-    "train.checkpoint_dir": "folder of checkpoints",
+    "train.checkpoint_dir": "checkpoint folder",
 }
 
 
@@ -310,7 +310,7 @@ def _lock_directory(directory: str, setting: str) -> Iterator[None]:
     try:
         if why := lock.acquire():
             print(
-                f"{directory} has no locks ({why}): nothing keeps another run out of it",
+                f"{directory} has no file locks ({why}): another run could use it, too",
                 file=sys.stderr,
                 flush=True,
             )

@@ -47,7 +47,7 @@ _TRAINER_MODULES = (
     "torch._dynamo",
     "schedir.training.trainer",
 )
-_LAUNCHER_HINT = "use torchrun, or unset RANK"
+_LAUNCHER_HINT = "start it with torchrun, or unset RANK"
 
 
 def run(path: str, overrides: Sequence[str] = ()) -> int:
@@ -127,7 +127,7 @@ def build_program(config: Config) -> Program:
     program = config.request.program
     if not program.has_backward:
         raise UsageError(
-            f"schedule {config.pipeline.schedule} has no backward: it trains nothing",
+            f"schedule {config.pipeline.schedule} has no backward, so it cannot train",
             fields=["schedule"],
         )
     return program
@@ -167,8 +167,8 @@ def check_memory(config: Config, processes: int) -> None:
             f"{name} {processes * size / 2**30:,.1f}" for name, size in needs.items()
         )
         raise UsageError(
-            f"{processes} processes need more than the {total / 2**30:,.1f} GiB that this machine "
-            f"has: {sizes_text}"
+            f"{processes} processes need more memory than the {total / 2**30:,.1f} GiB of this "
+            f"machine; their needs in GiB: {sizes_text}"
         )
 
 
@@ -254,14 +254,14 @@ def _describe_os_error(error: OSError) -> str:
     if isinstance(error, BrokenPipeError):
         return "standard output was closed"
     where = f" ({error.filename})" if error.filename else ""
-    return f"cannot go on: {describe_os_error(error)}{where}"
+    return f"cannot continue: {describe_os_error(error)}{where}"
 
 
 def _check_environment() -> None:
     """Check the environment variables that a launcher sets."""
     names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in os.environ]:
-        raise UsageError(f"RANK is set, but {' and '.join(missing)} not", hint=_LAUNCHER_HINT)
+        raise UsageError(f"RANK is set without {' and '.join(missing)}", hint=_LAUNCHER_HINT)
     world = _read_integer("WORLD_SIZE", 1, 2**31 - 1)
     _read_integer("RANK", 0, world - 1)
     _read_integer("MASTER_PORT", 0, 65535)
@@ -278,7 +278,7 @@ def _read_integer(name: str, minimum: int, maximum: int, default: str = "") -> i
         fits = False
     if not fits:
         raise UsageError(
-            f"{name} is {value!r} in the environment, and not a number from {minimum} to {maximum}",
+            f"the environment variable {name} must be {minimum} to {maximum}, not {value!r}",
             hint=_LAUNCHER_HINT,
         )
     return number

@@ -253,11 +253,11 @@ class _Trainer:
         if self.losses is None:
             return None
         steps = self.config.train.steps
-        text = f"all of its {steps} steps have been made"
+        text = f"all {steps} steps of the run are complete"
         if start_step > steps:
             text = (
-                f"{start_step} steps have been made, and train.steps is {steps}: nothing is to "
-                "be done"
+                f"{start_step} steps of the run are complete, and train.steps is {steps}: there is "
+                "nothing to do"
             )
         print(text, flush=True)
         if self.losses.is_finished:
@@ -322,7 +322,7 @@ class _Trainer:
         if self.config.memory.is_fitted and not dist.get_rank():
             what = describe_recompute(program) or "nothing"
             print(
-                f"to hold at most {self.config.memory.memory_limit}, recomputed: {what}", flush=True
+                f"recomputed, to use at most {self.config.memory.memory_limit}: {what}", flush=True
             )
         return program
 
@@ -344,14 +344,14 @@ class _Trainer:
                     for rank in compute_footprints(self.program, self.sizes, tier)
                 )
                 peaks_text += f"; on the {tier}: {', '.join(map(format_bytes, tier_peaks))}"
-            print(f"memory held, predicted for each rank: {peaks_text}", flush=True)
+            print(f"predicted memory of each rank: {peaks_text}", flush=True)
         return peaks
 
     def _gather_counted_memory(self, max_bytes: int) -> tuple[int, ...]:
         """Return the counted peak of each rank, in bytes. Process 0 prints it."""
         peaks = tuple(np.array(gather(max_bytes))[self.transport.mesh].max((0, 2)).tolist())
         if not dist.get_rank():
-            print(f"memory held, counted for each rank: {', '.join(map(format_bytes, peaks))}")
+            print(f"counted memory of each rank: {', '.join(map(format_bytes, peaks))}")
         return peaks
 
     def _take_batch(self, prefetch: Prefetch, step: int) -> TrainingBatch:

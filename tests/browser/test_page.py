@@ -84,7 +84,7 @@ def test_hovering_tells_of_an_instruction_and_what_it_waited_for(page: Page) -> 
     said = text(browser, "tip")
     assert "B 0.0" in said and "length\n2\n" in said
     assert f"start\n{first['start']:g}\n" in said
-    assert f"waited\n{first['start'] - 4:g}, at last for recv_grad 0.0" in said
+    assert f"waited\n{first['start'] - 4:g}, last for recv_grad 0.0" in said
     assert "warmup: B 1.0 on rank 1" in said and "message in flight: recv_grad 0.0" in said
     browser.mouse("mouseMoved", *place(browser, 6, PREDICTED.span))
     said = text(browser, "tip")
@@ -151,7 +151,7 @@ def test_a_click_shows_the_critical_path_and_the_messages(page: Page) -> None:
     first = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)][0]
     browser.click(*place(browser, float(first["start"]) + 1, PREDICTED.span))
     said = text(browser, "selected")
-    assert said.startswith("B 0.0") and "got from\nB 1.0, rank 1" in said
+    assert said.startswith("B 0.0") and "receives from\nB 1.0, rank 1" in said
     links = len(PREDICTED.critical_path_to(int(np.flatnonzero(PREDICTED.spans == first)[0])))
     assert f"{links} links" in said and "on 4 ranks" in said
     assert pixels(browser, ACCENT) > 500

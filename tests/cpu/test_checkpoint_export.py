@@ -213,7 +213,7 @@ def test_what_is_there_is_replaced_whole_and_only_when_told(
     assert not Path("model").exists()
     capsys.readouterr()
     out = said(capsys, *words)
-    assert out.startswith("passed over: step-00000002 is not complete: ")
+    assert out.startswith("skipped: step-00000002 is not complete: ")
     assert load_file("a.safetensors")["w"].equal(value)
     assert sorted(p.name for p in Path().iterdir()) == ["a.safetensors", "gpt", "run"]
 

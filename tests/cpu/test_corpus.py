@@ -79,10 +79,14 @@ def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_p
     for data, fact, field in (
         ({"tokenizer": "bep"}, "cannot read tokenizer bep", "tokenizer"),
         ({"validation": source}, "is in data.validation and in data.source", "validation"),
-        ({"source": str(tmp_path / "a.bin"), "packing": "best_fit"}, "nothing says", "packing"),
+        (
+            {"source": str(tmp_path / "a.bin"), "packing": "best_fit"},
+            "needs the ends of documents",
+            "packing",
+        ),
         ({"source": str(tmp_path / "a.bin"), "tokenizer": tokenizer}, "already", "tokenizer"),
         ({"packing": "cut"}, "'cut' is not known", "packing"),
-        ({"end_of_document": "<s>"}, "bytes has its own", "end_of_document"),
+        ({"end_of_document": "<s>"}, 'tokenizer = "bytes" has its own', "end_of_document"),
     ):
         with pytest.raises(UsageError) as caught:
             _ = Corpus(told(**{"source": source} | data, vocab=300)).batches

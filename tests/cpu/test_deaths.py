@@ -52,15 +52,15 @@ def dying(config: str, tmp_path: Path, how: str, transport: str, ranks: int = 3)
     ("how", "transport", "said"),
     cases(
         [
-            (KILL, "shared_memory", " was ended by signal 9 (Killed), "),
-            ("os._exit(0)", "shared_memory", " ended with exit code 0, "),
-            ("os._exit(2)", "gloo", " ended with exit code 2, "),
+            (KILL, "shared_memory", " was killed by signal 9 (Killed), "),
+            ("os._exit(0)", "shared_memory", " exited with code 0, "),
+            ("os._exit(2)", "gloo", " exited with code 2, "),
             ("raise KeyboardInterrupt", "shared_memory", ": interrupted, "),
             ("sys.exit(3)", "gloo", ": sys.exit(3) was called, "),
         ],
         [
-            (KILL, "gloo", " was ended by signal 9 (Killed), "),
-            ("os._exit(7)", "gloo", " ended with exit code 7, "),
+            (KILL, "gloo", " was killed by signal 9 (Killed), "),
+            ("os._exit(7)", "gloo", " exited with code 7, "),
         ],
     ),
 )
@@ -78,8 +78,8 @@ def test_the_launcher_says_who_died_and_how(
 @pytest.mark.parametrize(
     ("how", "said"),
     cases(
-        [("os._exit(1)", "process 1 (pipeline rank 1) ended with exit code 1, ")],
-        [("os._exit(0)", "process 1 (pipeline rank 1) ended with exit code 0, ")],
+        [("os._exit(1)", "process 1 (pipeline rank 1) exited with code 1, ")],
+        [("os._exit(0)", "process 1 (pipeline rank 1) exited with code 0, ")],
     ),
 )
 def test_a_warning_says_nothing_of_a_death(

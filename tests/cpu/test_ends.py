@@ -139,10 +139,10 @@ if os.environ.get("RANK") == "1":
     ("launcher", "what", "said"),
     [
         ("schedir", "os._exit(3)",
-         "process 1 (pipeline rank 1) ended with exit code 3, before it started"),
+         "process 1 (pipeline rank 1) exited with code 3, before it joined the run"),
         ("torchrun", "os._exit(3)",
          "process 1 (pipeline rank 1) has not started: it has no black box; "
-         "process 0 (pipeline rank 0) was told to end (SIGTERM), in set-up"),
+         "process 0 (pipeline rank 0) received SIGTERM, in set-up"),
         ("schedir", "import sys; sys.modules['torch.distributed'] = None",
          "process 1 (pipeline rank 1): Traceback"),
     ],

@@ -202,7 +202,9 @@ def test_all_processes_stop_with_one_message(
 
 
 def test_skipping_needs_the_norm() -> None:
-    with pytest.raises(UsageError, match="clip_grad_norm = 0 does not compute it"):
+    with pytest.raises(
+        UsageError, match="needs the gradient norm, which clip_grad_norm = 0 does not compute"
+    ):
         TrainConfig(on_nonfinite="skip", clip_grad_norm=0.0)
     with pytest.raises(UsageError, match="nonfinite 'go' is not known"):
         TrainConfig(on_nonfinite="go")

@@ -20,7 +20,7 @@ def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     cluster = found.cluster
     said = capfd.readouterr().err.splitlines()
     assert said[0].startswith(f"2 processes on {count_processors()} processor")
-    assert said[-1] == "sums over groups"
+    assert said[-1] == "measuring all-reduces"
     assert (cluster.nodes, cluster.gpus_per_node, cluster.itemsize) == (1, 2, 4)
     assert cluster.processors == count_processors()
     assert 1e8 < cluster.flops < 1e13
@@ -50,7 +50,7 @@ def test_the_command_writes_what_it_measured(
     shown = capfd.readouterr()
     assert shown.out.splitlines()[-1] == f"wrote {path}"
     assert load_cluster(path).gpu_count == 2
-    assert path.read_text().startswith("# Measured by schedir plan --measure, of 2 processes")
+    assert path.read_text().startswith("# Measured by schedir plan --measure with 2 processes")
 
 
 @pytest.mark.parametrize("device", EXTENTS)

@@ -61,9 +61,9 @@ def test_all_are_told_in_what_they_differ(each: Any, fact: str) -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not come"
+    assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not connect"
     # Who judges has not come: that others differ, too, nobody says.
-    assert said([(1, 3, {}), (2, 2, {})], timeout=0.5) == ["process 0 did not come"] * 2
+    assert said([(1, 3, {}), (2, 2, {})], timeout=0.5) == ["process 0 did not connect"] * 2
 
 
 def test_what_comes_from_a_peer_is_no_code() -> None:
@@ -79,9 +79,9 @@ def test_what_comes_from_a_peer_is_no_code() -> None:
 def test_what_no_process_tells_is_one_sentence(told: object) -> None:
     store: Any = HashStore()
     store.set("facts 1", encode_value(told))
-    with pytest.raises(ModelError, match="process 1 tells what no process of a run does"):
+    with pytest.raises(ModelError, match="process 1 sent invalid facts"):
         compare_facts(store, 0, 2, {"a": "1"}, 5)
-    assert store.get("verdict").startswith(b"process 1 tells what ")
+    assert store.get("verdict").startswith(b"process 1 sent invalid facts")
 
 
 def test_the_whole_configuration_is_compared() -> None:
@@ -127,7 +127,7 @@ def test_where_no_store_answers_patience_ends(
             silent.close()
         with pytest.raises(ExecutionError) as error:
             connect_store(0.5)
-    assert error.value.fact == f"nobody answers as their store at 127.0.0.1:{port}"
+    assert error.value.fact == f"the rendezvous store at 127.0.0.1:{port} does not answer"
 
 
 # ---------------------------------------------------------------- runs

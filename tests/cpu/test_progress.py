@@ -227,7 +227,7 @@ def test_the_watchdog_asks_and_says_it(
             "one_f_one_b: no process has made progress for 0.2 s: process 0 (pipeline"
         )
         assert lines == [
-            "  on its own GPU:",
+            "  on its GPU:",
             "  rank 0 #7   send_act 0.2   in step 1, waits for rank 1 to receive",
             "  rank 0 #8   recv_grad 0.1  in step 1, waits for rank 1 to send",
         ]

@@ -138,7 +138,7 @@ def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
     folder = tmp_path / "out"
     first = start([sys.executable, "-m", "schedir", *arguments(config, folder, *TWO, *ENDLESS)])
     try:
-        assert first.stdout is not None and first.stdout.readline().startswith("memory ")
+        assert first.stdout is not None and first.stdout.readline().startswith("predicted memory ")
         assert first.stdout.readline().startswith("step ")
         began = (folder / "loss.csv").stat().st_ino
         again = arguments(config, folder, *ALONE, AGAIN)
@@ -211,7 +211,7 @@ def test_a_file_system_without_locks_is_told(
     monkeypatch.setattr(fcntl, "flock", none)
     with claim_directories(Config(output=OutputConfig(str(tmp_path)))):
         pass
-    assert "nothing keeps another run out of it" in capsys.readouterr().err
+    assert "another run could use it, too" in capsys.readouterr().err
 
 
 # Long writing
@@ -252,7 +252,7 @@ def test_writing_may_take_longer_than_the_timeout(config: str, tmp_path: Path) -
 
 
 def test_a_first_process_that_gives_no_sign_is_not_waited_for() -> None:
-    with pytest.raises(ExecutionError, match="process 0 has given no sign"):
+    with pytest.raises(ExecutionError, match="process 0 has sent no heartbeat"):
         wait_for_results(HashStore(), 0.3)
 
 
@@ -321,7 +321,7 @@ def test_a_folder_that_is_removed_under_a_run_is_named(config: str, tmp_path: Pa
     schedule.write_text(REMOVES.format(folder=str(folder)))
     words = arguments(config, folder, *TWO, f"pipeline.schedule={schedule}:mine")
     code, _, err = launched(words, folder)
-    assert code and "Traceback" not in err and "before it started" not in err, err
+    assert code and "Traceback" not in err and "before it joined the run" not in err, err
     first, last = err.splitlines()
     assert first.startswith("[0] process 0 (pipeline rank 0): ") and str(folder) in first
-    assert last.startswith("process 0 (pipeline rank 0) ended with exit code ")
+    assert last.startswith("process 0 (pipeline rank 0) exited with code ")

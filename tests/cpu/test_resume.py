@@ -116,7 +116,7 @@ def test_a_run_that_has_made_its_steps_says_so(
     assert run(config, [*ALONE, *words(tmp_path)]) == 0
     had = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert run(config, [*ALONE, *words(tmp_path)]) == 0
-    assert f"all of its {STEPS} steps have been made\n" in capsys.readouterr().out
+    assert f"all {STEPS} steps of the run are complete\n" in capsys.readouterr().out
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == had
     (tmp_path / "out" / "summary.json").unlink()  # of one that ended before it had written it
     assert run(config, [*ALONE, *words(tmp_path)]) == 0
@@ -230,7 +230,7 @@ def test_a_folder_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
     with claim_directories(of("a")), pytest.raises(UsageError) as error, claim_directories(of("b")):
         pass
     assert error.value.fields == ("checkpoint_dir",)
-    assert error.value.fact.startswith(f"the folder of checkpoints {tmp_path / 'saved'} is in use")
+    assert error.value.fact.startswith(f"the checkpoint folder {tmp_path / 'saved'} is in use")
 
 
 def test_a_full_disk_ends_a_run_and_the_last_whole_checkpoint_stays(
@@ -290,7 +290,7 @@ def begun(config: str, folder: Path, *more: str) -> subprocess.Popen[str]:
         [sys.executable, "-m", "schedir", "train", config, *(f"--set={s}" for s in sets)]
     )
     assert process.stdout is not None and process.stderr is not None
-    assert process.stdout.readline().startswith("memory "), process.stderr.read()
+    assert process.stdout.readline().startswith("predicted memory "), process.stderr.read()
     assert process.stdout.readline().startswith("step "), process.stderr.read()
     return process
 
@@ -302,7 +302,7 @@ def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path
     (last,) = steps(tmp_path)
     assert code == 143
     saved = tmp_path / "saved" / f"step-{last:08}"
-    assert err == f"was told to end (SIGTERM): step {last} of 1000000 is saved in {saved}\n"
+    assert err == f"received SIGTERM: step {last} of 1000000 is saved in {saved}\n"
     assert losses(tmp_path).splitlines()[-1].startswith(f"{last},".encode())
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE}
     sets = [*TWO, *words(tmp_path), f"train.steps={last + 2}"]
@@ -321,7 +321,7 @@ def test_past_the_grace_all_end_without_and_say_so(config: str, tmp_path: Path) 
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 143 and err.count("\n") == 1
-    assert "was told to end (SIGTERM), and has not saved in 1 s, saving step" in err
+    assert "received SIGTERM, and has not saved a checkpoint in 1 s, saving step" in err
     assert steps(tmp_path) == []
 
 

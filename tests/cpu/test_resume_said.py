@@ -63,7 +63,9 @@ def test_fewer_steps_than_have_been_made(
     assert run(config, words(tmp_path, 4)) == 0
     assert run(config, words(tmp_path, 3)) == 0
     said = capsys.readouterr().out
-    assert "\n4 steps have been made, and train.steps is 3: nothing is to be done\n" in said
+    assert (
+        "\n4 steps of the run are complete, and train.steps is 3: there is nothing to do\n" in said
+    )
 
 
 def test_a_tokenizer_that_has_moved_and_another_one(

@@ -60,7 +60,7 @@ def endless(
             "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]  # fmt: skip
     process = start([sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)])
     assert process.stdout is not None and process.stderr is not None
-    for first in ("memory ", "step "):
+    for first in ("predicted memory ", "step "):
         assert process.stdout.readline().startswith(first), process.stderr.read()
     with process:  # its pipes are closed, whatever a test finds
         yield process, [int((folder / rank).read_text()) for rank in "01"]
@@ -79,7 +79,7 @@ def gone(pid: int) -> bool:
     ("to", "what", "code", "said"),
     cases(
         [
-            ("rank 1", signal.SIGKILL, 1, "process 1 (pipeline rank 1) was ended by signal 9"),
+            ("rank 1", signal.SIGKILL, 1, "process 1 (pipeline rank 1) was killed by signal 9"),
             ("rank 1", signal.SIGSTOP, 1, "process 1 (pipeline rank 1) is stopped, "),
             ("launcher", signal.SIGINT, 130, ""),
             ("launcher", signal.SIGKILL, -signal.SIGKILL, ""),
@@ -218,7 +218,9 @@ def test_an_odd_environment_is_refused(
         monkeypatch.setenv(variable, usual)
     with pytest.raises(UsageError) as error:
         run(config)
-    assert error.value.fact.startswith(f"{name} is {value!r}") and "torchrun" in error.value.hint
+    fact = error.value.fact
+    assert fact.startswith(f"the environment variable {name} must be ")
+    assert fact.endswith(f", not {value!r}") and "torchrun" in error.value.hint
 
 
 def test_a_peer_that_never_comes_is_one_error(
@@ -231,7 +233,7 @@ def test_a_peer_that_never_comes_is_one_error(
     sets = ["train.timeout=1", "pipeline.tp=1"]
     command = [sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
     code, _, err = finish(start(command))
-    assert code == 1 and err.count("the processes did not find each other in 1 s") == 1
+    assert code == 1 and err.count("the processes did not connect in 1 s") == 1
     assert "Traceback" not in err
 
 
@@ -269,7 +271,7 @@ if os.environ.get("RANK") == "1":
         (
             "train.exit_cleanly = lambda: os._exit(9)",
             1,
-            "process 1 (pipeline rank 1) ended with exit code 9, at",
+            "process 1 (pipeline rank 1) exited with code 9, at",
         ),
     ],
 )

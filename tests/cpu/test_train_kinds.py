@@ -48,7 +48,7 @@ def test_processes_train_what_one_does(
     export = ["checkpoint", "export", str(tmp_path / "saved"), "--as", "transformers"]
     capsys.readouterr()
     assert main([*export, "--to", str(tmp_path / "out")]) == 2
-    assert "no GPT of schedir train: it is of kind llama\n" in capsys.readouterr().err
+    assert "is not a GPT of schedir train: it is of kind llama\n" in capsys.readouterr().err
 
 
 def test_kinds_are_the_same_in_both_tables() -> None:
@@ -62,7 +62,7 @@ def test_kinds_are_the_same_in_both_tables() -> None:
         (["model.kind=rnn"], "rnn"),
         (["model.kind=[1]"], "1"),
         (["model.kind=llama", "model.dropout=0.1"], "dropout"),
-        (["model.kv_heads=2"], "it is for kind = llama"),
+        (["model.kv_heads=2"], "it is a setting of kind = llama"),
         (["model.kind=llama", "model.heads=4", "model.kv_heads=1"], "keys and values"),
         (["model.context=17", "pipeline.sequence_parallel=true"], "context of 17 tokens"),
     ],

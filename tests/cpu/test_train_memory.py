@@ -48,7 +48,7 @@ def test_what_lives_is_counted_beside_what_was_predicted(
     """Less by what is handed over within an instruction, which is one activation at most."""
     own = [*ALONE, "pipeline.stages_per_rank=4", *more, f"output.dir={tmp_path / 'o'}"]
     assert run(str(config), [*own, "output.record=false", "output.memory=true"]) == 0
-    assert "memory held, counted for each rank: 1." in capsys.readouterr().out
+    assert "counted memory of each rank: 1." in capsys.readouterr().out
     memory = json.loads((tmp_path / "o" / "summary.json").read_text())["memory"]
     (predicted,), (counted,) = memory["predicted"], memory["counted"]
     assert 0 <= predicted - counted <= 4 * 2 * 16 * 32

@@ -204,7 +204,7 @@ def train(config: str, folder: Path, *sets: str) -> list[float]:
     """The losses of a run of as many processes as it asks for."""
     code, out, err = forked(config, folder, *sets)
     assert code == 0, err
-    assert err == "" and out.startswith("memory ") and "\nstep " in out
+    assert err == "" and out.startswith("predicted memory ") and "\nstep " in out
     return losses(folder)
 
 

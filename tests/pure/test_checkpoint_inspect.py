@@ -62,15 +62,15 @@ def test_a_table_of_all_and_what_the_newest_has(
     out = said(capsys, "checkpoint", "inspect", "run")
     first = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "(when)", out)
     assert re.findall(r"^ (\d) +(\S+ B) +\(when\) +(.*)$", first, re.M) == [
-        (step, "104 B", "by its sizes") for step in "246"
+        (step, "104 B", "by file sizes") for step in "246"
     ]
-    assert "--verify reads them" in out and "\nstep 6\n" in out
+    assert "--verify reads the files" in out and "\nstep 6\n" in out
     assert "  program: gpipe?[2J\n" in out  # a terminal takes nothing of it for an order
     assert "  [model]: heads 2\n" in out and "  [data]: seed 0\n" in out and "  data: [1]\n" in out
     rows = {line.split("  ")[0].strip(): line.split()[1:] for line in out.splitlines()}
     assert rows["up"] == ["4x2", "bfloat16", "16", "B", "32", "B", "36", "B"]
     assert rows["frozen"] == ["3", "float32", "12", "B", "-", "-"]
-    assert rows["buffers/count"] == ["one", "int64", "8", "B", "-", "-"]
+    assert rows["buffers/count"] == ["scalar", "int64", "8", "B", "-", "-"]
     assert rows["weights"] == ["2", "11", "28", "B"] and rows["all"] == ["6", "29", "104", "B"]
 
 

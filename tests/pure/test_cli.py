@@ -85,7 +85,7 @@ def test_help_of_train_tells_the_settings(capsys: pytest.CaptureFixture[str]) ->
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith(("  ", "["))}
     assert {"[model]", "[pipeline]", "[data]", "[train]", "[output]"} <= lines.keys()
     assert lines["schedule"].endswith('"one_f_one_b"') and lines["betas"].endswith("[0.9, 0.95]")
-    assert lines["layers_per_stage"].endswith("whole numbers")
+    assert lines["layers_per_stage"].endswith("integers")
     assert max(map(len, out.splitlines())) <= 100
 
 
@@ -154,7 +154,7 @@ def test_a_bug_of_ours_says_so(
     monkeypatch.setattr(check, "make_request", None)
     assert main(["check", "gpipe"]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("this is a bug in schedir\nTraceback")
+    assert err.startswith("this is a bug of schedir\nTraceback")
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])
@@ -306,18 +306,18 @@ def test_check_says_what_cpus_finish(capsys: pytest.CaptureFixture[str]) -> None
     Path("late.sched").write_text(LATE)
     Path("narrow.sched").write_text(NARROW)
     argv = ["check", "late.sched", "--progress-model", "per_edge"]
-    assert "under per_edge; on hosts that block, as CPUs do, under none" in said(capsys, *argv)
+    assert "under per_edge; if hosts block, as CPU hosts do, under none" in said(capsys, *argv)
     assert json.loads(said(capsys, *argv, "--json"))["models_where_hosts_block"] == []
     assert "issues nothing meanwhile" in refused(capsys, *argv, "--blocking-hosts")
     out = said(capsys, "check", "narrow.sched", "--progress-model", "per_edge", "--blocking-hosts")
-    assert out.endswith("under per_edge, on hosts that block, as CPUs do\n")
+    assert out.endswith("under per_edge, if hosts block, as CPU hosts do\n")
 
 
 def test_check_says_what_lives_through_a_wait_for_the_device(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     argv = ["check", "gpipe", "--ranks", "3", "--progress-model", "per_edge", "--host-device-sync"]
-    assert said(capsys, *argv).endswith("under per_edge, where hosts wait for their whole device\n")
+    assert said(capsys, *argv).endswith("under per_edge, if hosts wait for their devices\n")
     assert "whole device" in refused(capsys, *argv, "-O", "overlap")
     facts = json.loads(said(capsys, *argv, "--json"))
     assert facts["models_where_hosts_wait_for_their_device"] == ["per_edge"]

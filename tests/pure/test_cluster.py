@@ -305,7 +305,7 @@ def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture
     of = load_cluster(ROOT / "examples" / "selene.toml")
     costs = of.fill_costs(PipelineShape(4, 4), SIZES, Costs(F=0.01, B=0.02, send=1e-3), tp=2, dp=2)
     told = "--costs=F=0.01,B=0.02,send=1e-3"
-    line = said(capsys, *_shape(command), told).partition("the cluster fills, in seconds: ")[2]
+    line = said(capsys, *_shape(command), told).partition("costs from the cluster, in seconds: ")[2]
     assert "I=" in line and "reduce_grads=" in line and "send" not in line
     if command in ("simulate", "explain", "compare"):
         found = json.loads(said(capsys, *_shape(command), told, "--json"))

@@ -165,22 +165,22 @@ def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
     [
         ("[model]\nlayer = 4", 2, 1, "'layers'"),
         ("[modell]\nlayers = 4", 1, 2, "'model'"),
-        ("[model]\n\n  layers = 'x'", 3, 3, "whole number"),
-        ("[model]\nlayers = true", 2, 1, "whole number"),
-        ("model.layers = 4.0", 1, 1, "whole number"),
+        ("[model]\n\n  layers = 'x'", 3, 3, "integer"),
+        ("[model]\nlayers = true", 2, 1, "integer"),
+        ("model.layers = 4.0", 1, 1, "integer"),
         ("model = { heads = 4, layer = 4 }", 1, 22, "'layers'"),
         ("model = 4", 1, 1, "section"),
         ("[[model]]\nlayers = 4", 1, 3, "section"),
         ("[model.size]\nlayers = 4", 1, 2, "size"),
         ("[pipeline]\nmicrobatches = 0", 2, 1, "microbatches"),
         ("[pipeline]\nmicrobatches = -1", 2, 1, "microbatches"),
-        ("[pipeline]\nmicrobatches = 4.5", 2, 1, "whole number"),
+        ("[pipeline]\nmicrobatches = 4.5", 2, 1, "integer"),
         ("[pipeline]\nmicrobatches = 1048577", 2, 1, "1048576"),
         ("[pipeline]\nranks = 0", 2, 1, "ranks"),
         ("[pipeline]\ntp = 0", 2, 1, "at least 1"),
         ("[pipeline]\ndp = 70000", 2, 1, "65535"),
         ("[pipeline]\nplacement = 'zigzag'", 2, 1, "'loop'"),
-        ("[pipeline]\nplacement = [0, 'x']", 2, 1, "whole numbers"),
+        ("[pipeline]\nplacement = [0, 'x']", 2, 1, "integers"),
         ("[pipeline]\nlayers_per_stage = [1, 2]", 2, 1, "1 stages"),
         ("[train]\nlr = nan", 2, 1, "number"),
         ("[train]\nlr = -1", 2, 1, "at least 0"),
@@ -192,7 +192,7 @@ def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
         ("[train]\nsteps = 1\ntimeout = 0", 3, 1, "at least 1"),
         ("[train]\ntimeout = 1e300", 2, 1, "below 10000000"),
         ("[train]\nthreads = 1_000_000_000", 2, 1, "below 1025"),
-        (f"[train]\nwarmup = 1{'0' * 400}", 2, 1, "whole number"),
+        (f"[train]\nwarmup = 1{'0' * 400}", 2, 1, "integer"),
         ("[model]\nhidden = 10\nheads = 4", 2, 1, "heads 4"),
         ("[model]\nvocab = 0", 2, 1, "vocab"),
         ("[data]\nsource = 1", 2, 1, "string"),
@@ -200,7 +200,7 @@ def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
         ("[model]\nlayers 4", 2, 8, "TOML"),
         ("[model]\nlayers = 4\nlayers = 5", 3, 11, "TOML"),
         ("[model", 1, 7, "TOML"),
-        ("[pipeline]\n'ranks' = 'two'", 2, 1, "whole number"),
+        ("[pipeline]\n'ranks' = 'two'", 2, 1, "integer"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_with_its_place(
@@ -223,7 +223,7 @@ def test_what_is_wrong_is_refused_with_its_place(
         ("pipeline.rank=2", "'ranks'"),
         ("pipeline.ranks.x=2", "'ranks'"),
         ("pipeline.ranks=two", "'two'"),
-        ("pipeline.ranks=", "whole number"),
+        ("pipeline.ranks=", "integer"),
         ("pipeline.placement=[0,", "placement"),
         ("pipeline.microbatches=0", "microbatches"),
         ("model.heads=3", "hidden 128"),
@@ -336,14 +336,14 @@ print('torch' in sys.modules)"""
         (["train.clipp=1"], "--set train.clipp=1: no setting train.clipp"),
         (
             ["train.zero=3"],
-            "--set train.zero=3: no setting train.zero\n  hint: it is pipeline.zero",
+            "--set train.zero=3: no setting train.zero\n  hint: did you mean pipeline.zero?",
         ),
         (
             ["train.precision=float16", "pipeline.optimizer_steps=2"],
-            "--set train.precision=float16: the scale of a float16 loss changes between updates, "
-            "and a step has 2 of them",
+            "--set train.precision=float16: precision = 'float16' needs optimizer_steps = 1, not "
+            "2: the loss scale changes after each update",
         ),
-        (["data.seed=x"], "--set data.seed=x: data.seed must be a whole number of at least 0"),
+        (["data.seed=x"], "--set data.seed=x: data.seed must be an integer of at least 0"),
     ],
 )
 def test_messages(tmp_path: Path, sets: list[str], message: str) -> None:
@@ -363,7 +363,7 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
-        ('memory_limit = "2X"', "is not a number of bytes"),
+        ('memory_limit = "2X"', "memory_limit must be a number of bytes, not '2X'"),
         ('recompute = "fit"', "needs memory_limit"),
         ("recompute = 7", "must be a string"),
         ('recompute = "all"\nrecompute_at = 3', "must be a string"),

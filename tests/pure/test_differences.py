@@ -94,12 +94,12 @@ def test_the_commands(
     again = said(capsys, "simulate", "first.timeline", "--costs", found, "-o", "again.timeline")
     assert again == first
     out = said(capsys, "compare", "first.timeline", "again.timeline")
-    assert "both runs take the same times" in out
+    assert "the instructions of both runs take the same times" in out
     said(capsys, "simulate", "first.timeline", "--costs=F=1,B=2,step=1", "-o", "even.timeline")
     out = said(capsys, "compare", "even.timeline", "first.timeline")
-    assert "the second takes +" in out and "B 2" in out and "idle: imbalance" in out
+    assert "span of the second run: +" in out and "B 2" in out and "idle: imbalance" in out
     assert "differ" not in said(capsys, "compare", "first.timeline", "gpipe", "--ranks=3",
                                 "--microbatches=4")  # fmt: skip
-    assert "ends in .timeline" in refused(capsys, "calibrate", "one_f_one_b")
-    assert "ends in .timeline" in refused(capsys, "simulate", "gpipe", "-o", "x.json")
+    assert "must end in .timeline" in refused(capsys, "calibrate", "one_f_one_b")
+    assert "must end in .timeline" in refused(capsys, "simulate", "gpipe", "-o", "x.json")
     assert not Path("x.json").exists()

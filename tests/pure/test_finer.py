@@ -83,19 +83,23 @@ def test_a_file_says_its_pieces(path: str) -> None:
         and build_program(config).frozen_stages == 9
     )
     for sets, word, hint in (
-        (["model.layers=6"], "stage 0 has 3 layers, 13 pieces", "layers = 4"),
+        (
+            ["model.layers=6"],
+            "stage 0 has 3 layers, and needs the segment boundaries 'fgfgfgfgfgfg'",
+            "layers = 4",
+        ),
         (
             ["pipeline.layers_per_stage=1,3"],
-            "stage 0 has 1 layer, 5 pieces",
+            "stage 0 has 1 layer, and needs the segment boundaries 'fgfg'",
             "layers_per_stage = [...]",
         ),
-        (["pipeline.stage_segments=9"], "stage_segments is for what is compiled", ""),
-        (["model.kind=llama"], "kind llama have no pieces", "kind gpt"),
+        (["pipeline.stage_segments=9"], "stage_segments applies to schedules and drafts", ""),
+        (["model.kind=llama"], "kind 'llama' has no segments", 'kind = "gpt"'),
     ):
         with pytest.raises(ConfigError, match=word) as error:
             read_config(path, [sched(path, None), *sets])
         assert hint in error.value.hint
-    with pytest.raises(ConfigError, match="the first 3 pieces are frozen"):
+    with pytest.raises(ConfigError, match="the first 3 segments are frozen"):
         read_config(path, [sched(path, 3), "model.tied=false"])
 
 
@@ -110,7 +114,7 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
     file = Path(path).with_name("x.sched")
     file.write_text(to_text(extract_compute(build_program(config))))
     assert build_program(read_config(path, [alone, "pipeline.tp=1"])).tp == 1
-    with pytest.raises(ConfigError, match=r"with 'fgfgfgfg' between them, and not '\.{8}'"):
+    with pytest.raises(ConfigError, match=r"the segment boundaries 'fgfgfgfg', not '\.{8}'"):
         read_config(path, [alone, "pipeline.tp=2"])
 
 
@@ -119,21 +123,27 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
     [
         (
             ["pipeline.stage_segments=5"],
-            "stage 0 has 2 layers, 9 pieces with 'fgfgfgfg' between them, and",
+            "stage 0 has 2 layers, and needs the segment boundaries 'fgfgfgfg', not",
         ),
-        (["pipeline.stage_segments=9,5"], "stage 1 has 2 layers, 9 pieces"),
+        (
+            ["pipeline.stage_segments=9,5"],
+            "stage 1 has 2 layers, and needs the segment boundaries 'fgfgfgfg'",
+        ),
         (["pipeline.stage_segments=9,9,9"], "3 entries for 2 stages"),
         (["pipeline.stage_segments=lines"], "not 'lines'"),
         (
             ["pipeline.stage_segments=9", "pipeline.layers_per_stage=1,3"],
-            "stage 0 has 1 layer, 5 pieces",
+            "stage 0 has 1 layer, and needs the segment boundaries 'fgfg'",
         ),
         (
             ["pipeline.stage_segments=layers", "pipeline.ranks=1"],
-            "the first and the last of the pieces",
+            "they cannot be in two segments of one stage",
         ),
-        (["pipeline.stage_segments=layers", "model.kind=llama"], "kind llama have no pieces"),
-        (["pipeline.microbatch_chunks=3"], "4 samples cannot be cut in 3 chunks"),
+        (["pipeline.stage_segments=layers", "model.kind=llama"], "kind 'llama' has no segments"),
+        (
+            ["pipeline.microbatch_chunks=3"],
+            "microbatch_chunks = 3 does not divide microbatch_size = 4",
+        ),
         (["pipeline.microbatch_chunks=0"], "at least 1"),
         (
             ["pipeline.fill_collective_waits=W", "pipeline.stage_segments=layers"],

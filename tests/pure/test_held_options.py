@@ -36,7 +36,7 @@ def run(zero: int, sizes: Sizes | None = SIZES, dp: int = 4, **more: Any) -> Tim
 
 
 SAID = """\
-held now: span 70, bubble 20.0%, 11.3 GB on the fullest device; what would take less time or \
+now: span 70, bubble 20.0%, 11.3 GB on the fullest device; changes that take less time or \
 memory, by simulation:
    -14.3%  zero=1, reduce_scatter_at="update_end": span 60, bubble 6.7%, \
 11.8 GB on the fullest device

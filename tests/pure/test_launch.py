@@ -37,7 +37,7 @@ def test_more_than_a_bound_is_left_out_and_that_is_said() -> None:
     run = passed_on("for _ in range(50000): print(99 * 'x')")
     lines = run.stdout.splitlines()
     assert lines[0] == "[3] " + 99 * "x" and len(lines) == MAX_OUTPUT_BYTES // 100 + 1
-    assert lines[-1] == f"[3] ... more than {MAX_OUTPUT_BYTES} bytes: the rest is left out"
+    assert lines[-1] == f"[3] ... more than {MAX_OUTPUT_BYTES} bytes: the rest is not shown"
 
 
 def test_it_comes_as_it_is_printed() -> None:

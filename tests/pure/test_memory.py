@@ -315,7 +315,7 @@ def test_slots_cost_what_the_command_says(capsys: pytest.CaptureFixture[str]) ->
 
 def test_what_sharing_slots_would_save_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("simulate", "gpipe", "--microbatches", "16", "--sizes", "activation=32MB")
-    hint = "with -O buffer_sharing=latency_preserving no rank holds more than "
+    hint = "with -O buffer_sharing=latency_preserving, no rank uses more than "
     assert f"{hint}192 MB" in said(capsys, *argv)
     assert (
         "192 MB" in (shared := said(capsys, *argv, "-O", "buffer_sharing=latency_preserving"))

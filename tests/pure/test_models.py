@@ -394,22 +394,22 @@ def test_check_says_from_which_size_on_a_program_hangs(
 ) -> None:
     path = str(tmp_path / "x.sched")
     Path(path).write_text(to_text(CROSSED))
-    assert "no message waits for its receiver" in refuses(capsys, "check", path)
+    assert "no message waits for its receive" in refuses(capsys, "check", path)
     argv = ["check", path, "--sizes", "activation=16MB"]
     assert "where messages of 16 MB wait for nobody" in refuses(capsys, *argv)
     assert "16 MB wait" in refuses(capsys, *argv, "--eager-limit", "15MB")
     assert said(capsys, *argv, "--eager-limit", "16000KB").endswith(
-        "at most 16 MB wait for nobody\n"
+        ", if messages of at most 16 MB do not wait for their receive\n"
     )
     assert "--sizes activation=16MB" in refuses(capsys, "check", path, "--eager-limit", "1")
-    assert "no --eager-limit" in refuses(
+    assert "--explain-start cannot be combined with --eager-limit" in refuses(
         capsys, *argv, "--eager-limit", "1", "--explain-start", "0:1"
     )
 
 
 def test_check_says_where_communicators_are_made(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
-    assert out.endswith("and blocking_serial, where each communicator is made at its first use\n")
+    assert out.endswith("and blocking_serial, if each communicator is created at its first use\n")
     assert "hosts do not block" in refuses(
         capsys, "check", "gpipe", "--lazy-communicators", "--blocking-hosts"
     )

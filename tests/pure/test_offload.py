@@ -225,7 +225,7 @@ def test_a_cluster_prices_moves_by_their_bytes() -> None:
 def test_the_command_says_what_is_free(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "gpipe", "--ranks", "2", "--microbatches", "8", "--sizes", "saved=10"]
     assert main([*shape, "-O", "offload=all"]) == 0
-    assert "nobody tells what offload, reload cost" in capsys.readouterr().out
+    assert "without a cost, and so free: offload, reload; give --costs " in capsys.readouterr().out
     fits = [
         "-O",
         "offload=fit",
@@ -238,7 +238,7 @@ def test_the_command_says_what_is_free(capsys: pytest.CaptureFixture[str]) -> No
     ]
     costs = "F=1,B=2,offload=1,reload=1,offload_to_disk=0.5,reload_from_disk=0.5"
     assert main([*shape, *fits, "--costs", costs]) == 0
-    assert "nobody tells" not in capsys.readouterr().out
+    assert "without a cost" not in capsys.readouterr().out
     assert main([*shape, "-O", "offload=all", "-O", "host_memory_limit=30"]) == 2
     assert "rank 0 would hold 80 B on the host" in capsys.readouterr().err
     assert main([*shape, "-O", "offload=all", "-O", "host_memory_limit=none"]) == 2

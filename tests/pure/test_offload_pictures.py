@@ -78,7 +78,7 @@ def test_limits_are_lines_on_the_tiers_that_they_are_of() -> None:
     low, peak, above = (np.array(dashed(host=size)) for size in (5e6, 1e7, 2e7))
     assert low - peak == pytest.approx(CURVE_HEIGHT / 2) and above == pytest.approx(peak)
     (legend,) = viz.gantt(run(), show="memory", limits={"device": 1e8}).legends
-    assert "limit of memory" in [t.get_text() for t in legend.get_texts()]
+    assert "memory limit" in [t.get_text() for t in legend.get_texts()]
     for wrong in ({"gpu": 1}, {"host": -1}, {"device": "5GB"}, 5):
         with pytest.raises(UsageError):
             viz.gantt(run(), show="memory", limits=wrong)  # type: ignore[arg-type]

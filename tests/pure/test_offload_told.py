@@ -145,11 +145,11 @@ def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> 
     head = "explain gpipe --ranks 2 --microbatches 8 --sizes saved=10MB --costs F=1,B=2"
     assert main(f"{head},offload=4,reload=4 -O offload=0,1".split()) == 0
     told = capsys.readouterr().out
-    assert "what would take less time or memory, by simulation:\n" in told and "all kept" in told
+    assert "changes that take less time or memory, by simulation:\n" in told and "all kept" in told
     assert main(f"{head},offload=1,reload=1 --memory-limit 40MB".split()) == 0
-    assert "what is held does not fit into 40 MB: span " in capsys.readouterr().out
+    assert "the program does not fit into 40 MB: span " in capsys.readouterr().out
     assert main(f"{head},offload=1,reload=1 --memory-limit 5MB".split()) == 0
-    assert capsys.readouterr().out.endswith("nothing that was tried does\n")
+    assert capsys.readouterr().out.endswith("; no tried change fits\n")
     assert main(f"{head},offload=1,reload=1 --memory-limit 40MB --json".split()) == 0
     facts = json.loads(capsys.readouterr().out)
     assert not facts["fits"] and facts["held"]["memory"]["device"] > 40e6
@@ -236,8 +236,8 @@ def test_what_the_host_does_for_nothing_is_told(capsys: pytest.CaptureFixture[st
             "optimizer_placement=cpu_step",
         ]
         assert not main([*at, "--costs=F=1,B=2,offload_grads=1"])
-        (line,) = [one for one in capsys.readouterr().out.splitlines() if "nobody tells" in one]
-        assert "what host_step, reload_weights cost" in line
+        (line,) = [one for one in capsys.readouterr().out.splitlines() if "without a cost" in one]
+        assert "without a cost, and so free: host_step, reload_weights; " in line
         assert "--costs host_step=0.5,reload_weights=0.5" in line
         assert not main([*at, "--costs=F=1,B=2,offload_grads=1,reload_weights=1,host_step=1"])
-        assert "nobody tells" not in capsys.readouterr().out
+        assert "without a cost" not in capsys.readouterr().out

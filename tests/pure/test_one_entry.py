@@ -94,7 +94,7 @@ config = read_config("run.toml")
 assert config.request.program.echo == 1
 with open("x.sched", "w") as file:
     file.write(text)
-for given, says in (("echo=4", "pipeline.echo must be a whole number of at least 0 and below 4"),
+for given, says in (("echo=4", "pipeline.echo must be an integer of at least 0 and below 4"),
                     ("schedule=x.sched", "line 3, column 1: x.sched has echo 2, not 1")):
     try:
         read_config("run.toml", [f"pipeline.{given}"])
@@ -187,7 +187,9 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
                 raise AssertionError
     """,
     )
-    assert code == 0 and "below 10" in said and "mark_by is for what is compiled" in said, said
+    assert code == 0 and "below 10" in said and "mark_by applies to schedules and drafts" in said, (
+        said
+    )
 
 
 @pytest.mark.parametrize("file", ["count", "import_as_well", "async_"])

@@ -107,7 +107,7 @@ def test_why_on_hosts_that_block(
         chain = json.loads(said(capsys, *asked, "--json"))
         run = schedir.simulate(program, costs, blocking_hosts=blocks)
         assert chain[-1]["start"] == run.spans["start"][-1]
-        assert ("under per_device, on hosts that block" in said(capsys, *asked)) == blocks
+        assert ("under per_device, if hosts block" in said(capsys, *asked)) == blocks
         starts.append(chain[-1]["start"])
     assert starts[0] < starts[1]
     schedir.save_timeline(schedir.simulate(program), "x.timeline")

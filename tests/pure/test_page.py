@@ -177,7 +177,7 @@ def test_memory_has_a_curve_where_sizes_are_given() -> None:
     lo, hi = run["curves"][1]["offsets"][:2]
     assert column(run, "values1")[lo:hi].max() == pytest.approx(t.peak_memory[0])
     text = html(t)
-    assert text.count("<td>2 GB</td>") == 1 and "No rank holds more than 2 GB." in text
+    assert text.count("<td>2 GB</td>") == 1 and "No rank uses more than 2 GB." in text
     assert "peak memory" in text and "peak memory" not in html(replace(t, sizes=None))
 
 
@@ -198,7 +198,7 @@ def test_two_runs_share_an_axis_and_are_told_apart() -> None:
     labels = [run["label"] for run in data_of(html(predicted, other))["runs"]]
     assert labels == ["one_f_one_b", "gpipe"]
     assert [r["label"] for r in data_of(html(other, other))["runs"]] == ["first", "second"]
-    with pytest.raises(UsageError, match="4, the other 2"):
+    with pytest.raises(UsageError, match="one has 4 and the other 2"):
         html(predicted, timeline(2, 2))
 
 
@@ -206,7 +206,7 @@ def test_the_words_say_what_the_picture_shows() -> None:
     parts = Parts(html(timeline(B=2)))
     said = " ".join(parts.all("p"))
     assert "one_f_one_b, predicted: 4 ranks, 4 stages, 8 microbatches" in said
-    assert "idle 27.3% of the time, each of them alike" in said
+    assert "idle 27.3% of the time, the same on each rank" in said
     assert "Rank 0 has the most in flight, 4." in said
     assert len([tag for tag, a in parts.tags if tag == "th" and a.get("scope") == "row"]) == 4
 

@@ -71,32 +71,34 @@ def test_one_of_a_kind_is_told_as_one() -> None:
 
 
 REFUSED = {
-    ("--measure",): "--measure writes a cluster file, FILE.toml, and nobody says where",
-    ("--measure", "--batch=8"): "--measure plans nothing, and takes no --batch",
+    ("--measure",): "--measure writes a cluster file, and needs -o FILE.toml",
+    ("--measure", "--batch=8"): "--measure does not plan, and cannot be combined with --batch",
+    ("--measure", "--gpu-counts=8"): "--measure does not plan, and cannot be combined with "
+    "--gpu-counts",
     ("--measure", "-o=none/here.toml"): "cannot write none/here.toml",
-    (*TINY, "--processes=4"): "--processes is of --measure",
-    (): "nobody says which model\n  hint: --model gpt-175b, or --layers 96 --hidden 12288",
+    (*TINY, "--processes=4"): "--processes needs --measure",
+    (): "--model is missing\n  hint: --model gpt-175b, or --layers 96 --hidden 12288",
     ("--model=gpt-17b",): "there is no model preset 'gpt-17b'\n  hint: did you mean gpt-175b",
     (
         "--layers=8",
         "--hidden=256",
     ): "the model has no value for its required fields: heads, vocab, sequence",
     (*TINY, "--heads=7"): "model: hidden 256 is not a multiple of heads 7",
-    TINY: "nobody says how many sequences a step has\n  hint: --batch 1536",
-    (*TINY, "--batch=8"): "nobody says on which machines\n  hint: --cluster a100 --nodes 4",
-    (*TINY, "--batch=8", "--cluster=a100"): "nobody says how many nodes of a100",
+    TINY: "--batch, the sequences per step, is missing\n  hint: --batch 1536",
+    (*TINY, "--batch=8"): "--cluster is missing\n  hint: --cluster a100 --nodes 4",
+    (*TINY, "--batch=8", "--cluster=a100"): "--nodes, the number of nodes of a100, is missing",
     (*TINY, "--batch=8", "--cluster=a10", "--nodes=1"): "there is no cluster preset 'a10'\n"
     "  hint: did you mean 'a100'?",
     (*TINY, "--batch=8", "--cluster=none.toml"): "cannot read none.toml: No such file",
-    (*TINY, "--batch=8", "--cluster=a100", "--gpus=12"): "12 GPUs are no whole number of nodes of "
-    "8\n  hint: 8 or 16",
+    (*TINY, "--batch=8", "--cluster=a100", "--gpus=12"): "12 GPUs are not a multiple of the 8 "
+    "GPUs of a node\n  hint: 8 or 16 GPUs",
     (*TINY, "--batch=8", "--cluster=a100", "--gpus=8", "--tp=3"): "tp 3 does not divide heads 8"
     "\n  hint: tp = 1 or 2 or 4 or 8",
     (*TINY, "--batch=7", "--cluster=a100", "--gpus=8", "--dp=8"): "batch 7 cannot be divided "
     "among dp 8 replicas\n  hint: the nearest batches that work: 8",
     ("--model=gpt-175b", "--batch=8", "--cluster=a100", "--gpus=8"): "plans fits into the 80 GB "
     "of a GPU: the smallest plan needs",
-    (*AT[1:], "--select=99"): "there is no plan 99: they are 1 to 10",
+    (*AT[1:], "--select=99"): "--select: there is no plan 99, the plans are 1 to 10",
     (
         "--model=llama-7b",
         "--batch=16",
@@ -107,21 +109,21 @@ REFUSED = {
         "x.toml",
     ): "schedir train does not support ffn 11008: the feed-forward network of its GPT has width "
     '4 x 4096\n  hint: a [model] with kind = "llama" supports ffn',
-    ("-o", "best.txt"): "a plan is written to FILE.toml or FILE.sched: best.txt is neither",
-    ("--picture", "x.gif"): "a picture ends in .png, .svg, .pdf: x.gif does not",
-    ("--tradeoff",): "memory against time is a picture\n  hint: --picture FILE.svg",
-    ("--top=0",): "--top says how many plans are told, from 1 on, not 0",
-    ("--tokens=-1",): "--tokens are those that are trained on, not -1",
-    ("--improve-schedules", "--time-limit=0"): "a search takes seconds, more than 0, not 0",
+    ("-o", "best.txt"): "-o best.txt: the file of a plan must end in .toml or .sched",
+    ("--picture", "x.gif"): "a picture must end in .png or .svg or .pdf, not 'x.gif'",
+    ("--tradeoff",): "--tradeoff draws a picture, and needs --picture\n  hint: --picture FILE.svg",
+    ("--top=0",): "--top must be 1 or more, not 0",
+    ("--tokens=-1",): "--tokens must be above 0 and finite, not -1",
+    ("--improve-schedules", "--time-limit=0"): "--time-limit must be above 0 s and finite, not 0",
     (
         "--gpu-counts=4,8",
         "-o",
         "x.toml",
-    ): "-o needs one number of GPUs, and --gpu-counts has several",
+    ): "-o cannot be combined with --gpu-counts",
     (
         "--gpu-counts=1,2",
         "--gpus=1",
-    ): "--gpus needs one number of GPUs, and --gpu-counts has several",
+    ): "--gpus cannot be combined with --gpu-counts",
 }
 
 
@@ -231,7 +233,10 @@ def test_a_search_finds_a_shorter_schedule(
     program = from_text(Path("best.sched").read_text())
     assert program.name == "search" and program.shape.microbatches == found["microbatches"]
     told = refused(capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml")
-    assert "a schedule that was searched is a program" in told and not Path("best.toml").exists()
+    assert (
+        "plan 1 has a searched schedule, which is a program" in told
+        and not Path("best.toml").exists()
+    )
 
 
 def test_layers_are_divided_so_that_a_step_is_shorter(
@@ -294,6 +299,6 @@ def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert told["refused"] == [] and picture.exists()
     table = said(capsys, *at, "--gpu-counts=8,2,3")
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
-    assert table.endswith("not 3 GPUs, weak: 4.50 sequences are no batch\n")
+    assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")
     one = refused(capsys, *at, "--tp=8", "--gpu-counts=2,4")
     assert "8" in one

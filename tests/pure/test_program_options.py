@@ -94,7 +94,7 @@ def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str])
         ("check gpipe --cost F=1", "did you mean --costs?"),
         ("check gpipe --xyz", "see schedir check --help"),
         ("check gpipe --stages_per_rank 2", "did you mean --stages-per-rank?"),
-        ("search --zero 3", "search finds the order of computes"),
+        ("search --zero 3", "-O zero is an option of the lowering, and search orders compute only"),
         ("import x.csv -o x.sched --updates 2", "a CSV or a trace has its own shape"),
         ("print gpipe --in-flight 3", "see schedir print --help"),
         ("check gpipe -O limit=3GB", "--memory-limit BYTES"),
@@ -136,7 +136,7 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
     for text, hint in (
         ("[pipeline]\nzreo = 3\n", "did you mean zero?"),
         ("[pipelin]\nzero = 3\n", "did you mean pipeline?"),
-        ("zero = 3\n", "there are "),
+        ("zero = 3\n", "the names are "),
         ("[pipeline]\nzero = '3'\n", "must be a whole number, not '3'"),
         ("[pipeline]\nzero = true\n", "must be a whole number, not True"),
         ("[pipeline]\noverlap = 'yes'\n", "is yes or no, not 'yes'"),

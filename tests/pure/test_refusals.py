@@ -126,7 +126,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("draw gpipe --idle-map", "-o"),
         ("draw gpipe -o x.gif", "x.gif"),
         ("draw gpipe -o no/such/x.png", "no/such/x.png"),
-        ("compare gpipe -o x", "x does not"),
+        ("compare gpipe -o x", "must end in .png or .svg or .pdf, not 'x'"),
         ("compare", "SCHEDULE"),
         ("print gpipe -O tp=0", "-O tp"),
         ("print gpipe -O dp=-3", "-O dp"),
@@ -169,7 +169,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("check gpipe --explain-start ٢:٣", "'٢:٣'"),
         ("draw gpipe -o x.png --width ٣", "'٣'"),
         ("train c.toml", "c.toml, line 2, column 9"),
-        ("train d.toml --set pipeline.ranks=٢", "pipeline.ranks must be a whole number"),
+        ("train d.toml --set pipeline.ranks=٢", "pipeline.ranks must be an integer"),
         # What a person writes in brackets, and above a schedule.
         ("print mine.py:named(file=x)", """"mine.py:named(file='x')\""""),
         ("print mine.py:named(file=a.txt)", """file='a.txt'"""),

@@ -178,7 +178,7 @@ def test_the_shell_asks_for_the_model_of_runs(
         capsys, "check", "late.sched", "late.sched"
     )
     steps = ("late.timeline", "late.timeline")
-    assert "finish them under per_edge, but not under per_pair" in said(capsys, "check", *steps)
+    assert "finish under per_edge, but not under per_pair" in said(capsys, "check", *steps)
     assert "DeadlockError" in refused(capsys, "check", *steps, "--progress-model", "per_device")
 
 

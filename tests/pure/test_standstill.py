@@ -123,4 +123,8 @@ def test_the_shell_writes_it(
     less = to_text(case.made(), folded=False).replace("  F 3.1\n", "")
     Path("less.sched").write_text(less)
     text = refused(capsys, "check", "less.sched", "-o", "z.svg")
-    assert "F 3.1 is missing" in text and "wrote no z.svg" in text and not Path("z.svg").exists()
+    assert (
+        "F 3.1 is missing" in text
+        and "did not write z.svg: the error names no instruction" in text
+        and not Path("z.svg").exists()
+    )

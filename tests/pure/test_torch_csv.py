@@ -113,9 +113,9 @@ def test_an_import_says_what_it_reads_over(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ["import", str(GOLDEN / "torch_interleaved_1f1b.csv"), "-o", "x.sched"]
-    assert "read over 8 UNSHARD" in said(capsys, *argv)
+    assert "skipped 8 UNSHARD" in said(capsys, *argv)
     assert "unshard" not in Path("x.sched").read_text()
-    assert "read over" not in said(capsys, *argv, "-O", "zero=3", "-O", "dp=2")
+    assert "skipped" not in said(capsys, *argv, "-O", "zero=3", "-O", "dp=2")
     assert "unshard 4" in Path("x.sched").read_text()
 
 
@@ -324,7 +324,7 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         ("import good.csv -o x.sched --costs F=1:2:3", "2 stages"),
         ("import good.csv -o x.sched -O buffer_sharing=few", "minimal"),
         ("import good.csv -o x.sched --memory-limit 1GB", "sizes"),
-        ("import sends.csv -o x.sched -O overlap", "has its transfers"),
+        ("import sends.csv -o x.sched -O overlap", "sends.csv has transfers: -O overlap applies"),
         ("export gpipe -o x.csv", "--to"),
         ("export gpipe --to tourch -o x.csv", "torch-2.13"),
         ("export gpipe --to torch -o x.txt", "x.txt"),

@@ -277,11 +277,11 @@ def test_options_and_names(traces: Path, capsys: pytest.CaptureFixture[str]) -> 
     files = [str(path) for path in sorted(traces.iterdir())]
     out = str(traces / "x.timeline")
     assert "cannot read nowhere: no such file" in refused(capsys, "import", "nowhere", "-o", out)
-    assert "ends in .timeline" in refused(capsys, "import", *files, "-o", "x.csv")
+    assert "must end in .timeline" in refused(capsys, "import", *files, "-o", "x.csv")
     text = refused(capsys, "import", *files, "-o", out, "--costs", "F=1")
-    assert "--costs is not for them" in text
+    assert "--costs does not apply to traces" in text
     text = refused(capsys, "import", *files, "-o", out, "--ranks", "3")
-    assert "2 pipeline ranks in these traces, not 3" in text
+    assert "--ranks is 3, but these traces have 2 pipeline ranks" in text
     empty = traces / "empty"
     empty.mkdir()
     text = refused(capsys, "import", str(empty), "-o", out)

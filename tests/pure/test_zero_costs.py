@@ -114,7 +114,7 @@ def test_reducing_each_turn_sends_as_often_as_there_are_turns() -> None:
 def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "looped_bfs", "--ranks=1", "--microbatches=4", "--stages-per-rank=4",
              "-O", "dp=2", "-O", "zero=3", "--sizes=params=2GB,grads=4GB"]  # fmt: skip
-    assert "a process sends, at most: dp 8 GB, params 6 GB\n" in said(capsys, *shape)
+    assert "bytes that a process sends, at most: dp 8 GB, params 6 GB\n" in said(capsys, *shape)
     found = json.loads(said(capsys, *shape, "--json"))
     assert found["sent"] == {"dp": [8e9], "params": [6e9]}
     assert "sends" not in said(capsys, *shape[:-1])

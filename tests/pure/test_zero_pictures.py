@@ -57,18 +57,18 @@ def test_weights_that_are_whole_all_the_time_have_no_band(zero: int) -> None:
     found = run("looped_bfs", zero, unshard=1)
     assert find_unsharded_intervals(found).row_count == 0
     texts = {t.get_text() for t in viz.gantt(found).axes[0].texts}
-    assert "whole" not in texts and ("params" in texts) == (zero > 0)
+    assert "unsharded" not in texts and ("params" in texts) == (zero > 0)
 
 
 @pytest.mark.parametrize("palette", ["plain", "grey", "bright"])
 def test_a_chart_names_both_and_its_legend_does(palette: str) -> None:
     figure = viz.gantt(run("looped_bfs", active=2, unshard=1), palette=palette)
     texts = [t.get_text() for t in figure.axes[0].texts]
-    assert texts.count("params") == texts.count("whole") == 1
+    assert texts.count("params") == texts.count("unsharded") == 1
     assert [t for t in texts if t in {"s0", "s1", "s2", "s3"}][-6:] != []
     (legend,) = figure.legends
     names = [t.get_text() for t in legend.get_texts()]
-    assert names[-2:] == ["gathers of weights", "whole weights"]
+    assert names[-2:] == ["gathers of weights", "unsharded weights"]
 
 
 def test_lanes_that_are_left_out_leave_out_bands() -> None:
@@ -76,7 +76,7 @@ def test_lanes_that_are_left_out_leave_out_bands() -> None:
     found = run("looped_bfs", active=2, unshard=1)
     low, high = (viz.gantt(found, show=s).axes[0].get_ylim()[0] for s in ("", "lanes"))
     assert low < high
-    assert not any(t.get_text() == "whole" for t in viz.gantt(found, show="").axes[0].texts)
+    assert not any(t.get_text() == "unsharded" for t in viz.gantt(found, show="").axes[0].texts)
 
 
 def test_a_page_has_the_bands() -> None:
@@ -86,7 +86,7 @@ def test_a_page_has_the_bands() -> None:
     (one,) = data["runs"]
     assert one["bandRows"] == 2 and len(data["whole"]["light"]) == 3
     assert one["columns"]["bandRank"][2] == len(find_unsharded_intervals(found).rank)
-    assert data["whole"]["name"] == "whole weights" and data["lanes"][Lane.PARAMS] == "params"
+    assert data["whole"]["name"] == "unsharded weights" and data["lanes"][Lane.PARAMS] == "params"
 
 
 def test_a_trace_has_the_lane_and_counts_stages() -> None:

@@ -173,9 +173,7 @@ def lay_out(
     extra |= PHASE_COLORS if "phases" in style.overlays else {}
     extra |= {"no order is shorter": BOUND_COLOR} if any(bounds) else {}
     extra |= (
-        {"limit of memory": LIMIT_COLOR}
-        if style.memory_limits and "memory" in style.overlays
-        else {}
+        {"memory limit": LIMIT_COLOR} if style.memory_limits and "memory" in style.overlays else {}
     )
     return FigureLayout(charts, width, row, notes, extra)
 
@@ -189,7 +187,7 @@ def _find_time_ranges(
     if style.time_range is None:
         return [(0.0, longest * s) for s in scale]
     if not has_shared_unit:
-        raise UsageError("a part of the time is drawn of runs in one unit")
+        raise UsageError("a time range needs runs in one unit")
     return [_require_time_range(style.time_range, longest)] * len(timelines)
 
 
@@ -201,7 +199,7 @@ def _require_time_range(value: object, longest: float) -> tuple[float, float]:
         begin = end = nan
     if not 0 <= begin < min(end, longest) or end == inf:
         raise UsageError(
-            f"the time that is drawn is like (0, {longest:.6g}), all of it, not {describe(value)}"
+            f"a time range must be like (0, {longest:.6g}), the complete run, not {describe(value)}"
         )
     return begin, end
 

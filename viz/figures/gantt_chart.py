@@ -130,7 +130,7 @@ def _require_titles(value: object, chart_count: int) -> Sequence[str | None]:
         return [None] * chart_count
     titles = [value] if isinstance(value, str) else value
     if not isinstance(titles, Sequence) or not all(isinstance(title, str) for title in titles):
-        raise UsageError(f"titles are texts, one for each chart, not {describe(value)}")
+        raise UsageError(f"titles must be strings, one per chart, not {describe(value)}")
     if len(titles) != chart_count:
         raise UsageError(f"there are {len(titles)} titles for {chart_count} charts")
     return titles
@@ -154,7 +154,7 @@ def _require_bound(value: object) -> float | None:
     """Return a bound as a float, or None."""
     if value is None or (isinstance(value, Real) and 0 < float(value) < inf):
         return None if value is None else float(value)
-    raise UsageError(f"a bound is a positive number, the least span, not {describe(value)}")
+    raise UsageError(f"a bound must be a positive number, the least span, not {describe(value)}")
 
 
 def _draw_figure(layout: FigureLayout, style: ResolvedStyle) -> Figure:
@@ -239,7 +239,7 @@ def _format_axes(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_heigh
                 + sheet.unsharded_top
                 + BAND_HEIGHT * sheet.unsharded.row_count / 2
             )
-            _draw_lane_names(axes, "whole", middle)
+            _draw_lane_names(axes, "unsharded", middle)
     one, unit = _choose_time_unit(timeline, chart.duration)
     bare = style.axis_label == "none"
     axes.spines["bottom"].set_visible(not bare)

@@ -34,9 +34,9 @@ OVERLAYS: Final = {
     "lanes": "a thin lane for each kind of communication that takes time",
     "arrows": "messages, from sender to receiver",
     "path": "the critical path, outlined",
-    "in_flight": "how many (stage, mb) each rank holds, under its row",
-    "memory": "the bytes that each rank holds (activations, without sizes), under its row; below "
-    "it those on the host and on its disk",
+    "in_flight": "the (stage, mb) pairs in flight on each rank, below its row",
+    "memory": "the bytes on each rank (activations, without sizes), below its row; then those on "
+    "the host and on its disk",
     "phases": "warmup and cooldown, shaded",
 }
 PHASE_COLORS: Final = {"warmup": "#d6e8f5", "cooldown": "#fde3cf"}

@@ -31,11 +31,11 @@ _FORWARD_COLOR: Final = TONES[FORWARD].hue
 # The parts of a step: the name in the legend, the colour and the hatching.
 STEP_PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
     "compute": ("compute", _FORWARD_COLOR, ""),
-    "recompute": ("what runs again", mix_to_lightness(_FORWARD_COLOR, 62), "////"),
+    "recompute": ("recompute", mix_to_lightness(_FORWARD_COLOR, 62), "////"),
     "tensor_parallel": ("tensor parallel", LANE_COLORS[Lane.TP], ""),
     "transfers": ("messages", LANE_COLORS[Lane.ACT], ""),
     "bubble": ("bubble", "white", "xxxx"),
-    "data_parallel": ("sums and gathers of replicas", LANE_COLORS[Lane.DP], ""),
+    "data_parallel": ("collectives of replicas", LANE_COLORS[Lane.DP], ""),
     "optimizer": ("optimizer", LIGHT_PALETTE.step_color, ""),
     "host_copies": ("copies to the host", LANE_COLORS[Lane.D2H], ""),
 }
@@ -121,7 +121,7 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
 def _require_plans(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
     """Return the plans. Raise UsageError if there are none, or if one is no PlanEstimate."""
     if not plans or not all(isinstance(plan, PlanEstimate) for plan in plans):
-        raise UsageError(f"this draws plans, one at least, not {describe(plans)}",
+        raise UsageError(f"plans must be at least one PlanEstimate, not {describe(plans)}",
                          hint="schedir.planner.plan(model, cluster, batch)")  # fmt: skip
     return plans
 
@@ -429,7 +429,7 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
         if marker == "o":
             ideal = [plans[0].step_time / one * gpus[0] / n for n in gpus]
             left.plot(gpus, ideal, color=IDLE_COLOR, linewidth=0.8, zorder=2,
-                      label="if all GPUs gave what the first do")  # fmt: skip
+                      label="ideal: the speed of the first for all GPUs")  # fmt: skip
         for plan in plans:
             left.annotate(
                 f"{plan.pp} x {plan.tp} x {plan.dp}", (plan.gpus, plan.step_time / one),

@@ -130,7 +130,7 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
     axes.plot(
         search_curve[:, 0], search_curve[:, 1],
         color=ACCENT_COLOR, linewidth=1.4, drawstyle="steps-post", zorder=1,
-        label="the shortest that a search found",
+        label="the shortest schedule of the search",
     )  # fmt: skip
     _draw_points(axes, points[:, 0], points[:, 1])
     top = 1.6 * points[:, 1].max() if len(points) else search_curve[0, 1] * 1.15
@@ -153,9 +153,9 @@ def _format_axes(axes: Axes, *, in_bytes: bool) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.6g}%"))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
-    x_label = "most in flight on a rank, in activations of a whole rank"
+    x_label = "peak in flight on a rank, in activations of all its stages"
     if in_bytes:
-        x_label = "memory of a rank at most, in GB"
+        x_label = "peak memory of a rank, in GB"
     axes.set_xlabel(x_label, fontsize=8)
     axes.set_ylabel("bubble", fontsize=8)
     axes.tick_params(labelsize=7.5)

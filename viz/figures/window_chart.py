@@ -49,9 +49,7 @@ def window_tiles(*tile_sets: Tiles) -> Figure:
         58 of 136 tiles: 2.34 x
     """
     if not tile_sets:
-        raise UsageError(
-            "nothing to draw: no tiles are given", hint="schedir.predict.window_tiles.compute_tiles"
-        )
+        raise UsageError("tile_sets is empty", hint="schedir.predict.window_tiles.compute_tiles")
     figure = Figure(
         figsize=(_PANEL_SIZE * len(tile_sets) + 0.4, _PANEL_SIZE + 1.0), layout="constrained"
     )
@@ -62,7 +60,8 @@ def window_tiles(*tile_sets: Tiles) -> Figure:
         rows, columns = _measure_grid(one)
         if rows * columns > _MAX_TILES:
             raise UsageError(
-                f"{rows} x {columns} tiles are too many for a picture", fields=["tile_sets"]
+                f"{rows} x {columns} tiles are more than {_MAX_TILES}, the most for a picture",
+                fields=["tile_sets"],
             )
         dense = replace(one, axes=tuple(axis.dense_tiles for axis in one.axes)).grid > 0
         kinds = one.grid + dense

@@ -1,4 +1,4 @@
-// What is said of instructions and of idle time: in the panel, and beside the pointer.
+// The texts about instructions and idle time, in the panel and next to the pointer.
 
 function facts(run, k) {
   const op = OPS[run.op[k]], { length, blamed, since } = wait(run, k);
@@ -8,7 +8,7 @@ function facts(run, k) {
   list.push(["start", time(run, run.start[k], run.start[k], (run.end[k] - run.start[k]) / 10)], ["length", time(run, run.end[k] - run.start[k])]);
   if (length > run.total * 1e-6) {
     let text = time(run, length);
-    if (blamed >= 0) text += `, at last for ${nameOf(run, blamed)}` + (run.rank[blamed] === run.rank[k] ? "" : ` on rank ${run.rank[blamed]}`);
+    if (blamed >= 0) text += `, last for ${nameOf(run, blamed)}` + (run.rank[blamed] === run.rank[k] ? "" : ` on rank ${run.rank[blamed]}`);
     list.push(["waited", text]);
     if (op.lane === 0) list.push(...because(run, run.rank[k], since, run.start[k]));
   }
@@ -64,7 +64,7 @@ function describe() {
   const panel = $("selected"), { chosen } = state;
   panel.replaceChildren();
   if (!chosen) {
-    panel.append(make("h2", "Selected"), make("p", "Click an instruction, or step through them with the arrow keys: its critical path and its messages light up.", "soft"));
+    panel.append(make("h2", "Selected"), make("p", "Click an instruction, or select one with the arrow keys. The page then highlights its critical path and its messages.", "soft"));
     return;
   }
   const { run, k } = chosen, list = facts(run, k), { chain: links, exchanged: { ends } } = state;
@@ -73,7 +73,7 @@ function describe() {
   panel.append(title(run, k), table(list));
   const rows = [];
   if (run.latest[k] >= 0) rows.push(["after", link(run, run.latest[k])]);
-  for (const end of ends) rows.push([end.back ? "got from" : "gives to", link(run, end.k)]);
+  for (const end of ends) rows.push([end.back ? "receives from" : "sends to", link(run, end.k)]);
   if (rows.length) panel.append(table(rows.slice(0, 8)));
 }
 

@@ -67,7 +67,7 @@ def describe_run_bound(timeline: Timeline, bound: LowerBound | None) -> str:
     """
     if bound is None:
         return ""
-    full_backward = " with whole backwards" * (BACKWARD_INPUT not in timeline.program.used_opcodes)
+    full_backward = " with full backwards" * (BACKWARD_INPUT not in timeline.program.used_opcodes)
     unit = timeline.unit and f" {timeline.unit}"
     return describe_bound(timeline.span, bound.value, unit, full_backward + WITHIN_MEMORY)
 

@@ -27,33 +27,32 @@ def add_chart_options(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "--show", metavar="MARKS",
-        help="of lanes,arrows,path,in_flight,memory,phases, or none (lanes)",
+        help="the overlays: some of lanes,arrows,path,in_flight,memory,phases, or none (lanes)",
     )  # fmt: skip
     parser.add_argument(
-        "--width", metavar="WIDTH", type=_parse_width, help="column or page of a paper, or inches"
+        "--width", metavar="WIDTH", type=_parse_width, help="column or page (of a paper), or inches"
     )
     parser.add_argument(
         "--title", metavar="TEXT", action="append",
-        help="instead of a name, one for each chart; '' for no line above it",
+        help="a title instead of the name, once for each chart; '' removes the title",
     )  # fmt: skip
     parser.add_argument(
         "--palette", metavar="NAME",
-        help="plain (holds for colour-blind readers and in grey), grey, or bright",
+        help="plain (for colour-blind readers and grey prints; default), grey, or bright",
     )  # fmt: skip
     parser.add_argument(
         "--colors", dest="colours", metavar="COLOURS", type=_parse_colors,
-        help="F=skyblue,B=#4b3b8f: of F, B, I, W, R, act, grad, tp, dp, params, step",
+        help="other colours: F=skyblue,B=#4b3b8f; names are F, B, I, W, R, act, grad, tp, dp, "
+        "params, step",
     )  # fmt: skip
     parser.add_argument(
-        "--axis-label", dest="axis", metavar="TEXT", help="under the time axis; none for no axis"
-    )
+        "--axis-label", dest="axis", metavar="TEXT",
+        help="the label of the time axis; none removes it",
+    )  # fmt: skip
     parser.add_argument(
-        "--time-range",
-        dest="time",
-        metavar="FROM:TO",
-        type=_parse_time_range,
-        help="the part that is drawn, in the run's unit",
-    )
+        "--time-range", dest="time", metavar="FROM:TO", type=_parse_time_range,
+        help="the time range to draw, in the unit of the run",
+    )  # fmt: skip
 
 
 def _parse_width(text: str) -> float | str:
@@ -69,7 +68,9 @@ def _parse_width(text: str) -> float | str:
 def _parse_colors(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(equals for _, equals, _ in pairs):
-        raise argparse.ArgumentTypeError(f"is like F=skyblue,B=#4b3b8f, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be NAME=COLOUR, such as F=skyblue,B=#4b3b8f, not {text!r}"
+        )
     return {kind.strip(): colour.strip() for kind, _, colour in pairs}
 
 
@@ -77,7 +78,7 @@ def _parse_time_range(text: str) -> tuple[float, float]:
     try:
         begin, end = map(parse_decimal, text.split(":"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"is two numbers, like 10:25, not {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be two numbers, like 10:25, not {text!r}") from None
     return begin, end
 
 
@@ -98,7 +99,7 @@ def require_no_chart_options(args: argparse.Namespace, subject: str) -> None:
 
 
 def format_text_chart(timeline: Timeline, line_prefix: str = "") -> str:
-    """Return a run as a chart of letters, as wide as the terminal.
+    """Return a run as a text chart, as wide as the terminal.
 
     Args:
         timeline: The run.

@@ -29,14 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of `check`.
     """
     parser.add_argument(
-        "--rank-programs",
-        dest="on",
-        action="append",
-        metavar="RANK:STEPS",
-        default=[],
-        help="where several programs are one step each: what a rank runs instead of all of them, "
+        "--rank-programs", dest="on", action="append", metavar="RANK:STEPS", default=[],
+        help="with several programs, one step each: the programs that this rank runs instead, such "
         "as 1:train.sched+train.sched",
-    )
+    )  # fmt: skip
 
 
 def has_several_programs(args: argparse.Namespace) -> bool:
@@ -73,7 +69,7 @@ def run(args: argparse.Namespace) -> str:
         ("output", "-o"),
     ):
         if (value := getattr(args, option)) is not None and value is not False:
-            raise UsageError(f"{name} goes with one program, not with steps")
+            raise UsageError(f"{name} cannot be combined with several programs")
     runs, proven_models = _load_rank_programs(args)
     first = proven_models.pop() if len(proven_models) == 1 else "per_device"
     others = [model for model in MODELS if args.progress_model is None and model != first]
@@ -96,8 +92,8 @@ def run(args: argparse.Namespace) -> str:
     fails = [model for model in others if model not in models]
     exceptions = f", but not under {join_words(fails)}" if fails else ""
     return (
-        f"{steps}\neach is complete and in order, and one after the other {len(runs)} ranks "
-        f"finish them under {join_words(models)}{exceptions}\n"
+        f"{steps}\neach program is complete and in order, and {len(runs)} ranks that run them one "
+        f"after another finish under {join_words(models)}{exceptions}\n"
     )
 
 
@@ -119,16 +115,17 @@ def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], 
         rank, colon, sources = entry.partition(":")
         if not colon or not (rank.isascii() and rank.isdecimal()) or len(rank) > 9:
             raise UsageError(
-                f"--rank-programs takes RANK:STEPS, as 1:{args.source[0]}, not {entry!r}"
+                f"--rank-programs must be RANK:STEPS, such as 1:{args.source[0]}, not {entry!r}"
             )
         if int(rank) >= len(rank_programs):
             raise UsageError(
-                f"--rank-programs: there is no rank {rank}: they are 0 to {len(rank_programs) - 1}"
+                f"--rank-programs: there is no rank {rank}, the ranks are 0 to "
+                f"{len(rank_programs) - 1}"
             )
         if rank_programs[int(rank)] is not steps:
             raise UsageError(
-                f"--rank-programs has rank {int(rank)} twice",
-                hint=f"--rank-programs {int(rank)}:{'+'.join(args.source)} for one after the other",
+                f"--rank-programs is given twice for rank {int(rank)}",
+                hint=f"--rank-programs {int(rank)}:{'+'.join(args.source)} joins programs with +",
             )
         rank_programs[int(rank)] = [program(source) for source in sources.split("+") if source]
     return rank_programs, proven_models

@@ -107,16 +107,16 @@ def format_report(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
             str(one.step),
             format_bytes(one.manifest.total_bytes) if one.manifest else "-",
             _format_write_time(one.manifest),
-            "no" if one.problem else "yes" if is_verified else "by its sizes",
+            "no" if one.problem else "yes" if is_verified else "by file sizes",
         ]
         for one in checkpoints
     ]
-    text = format_table(["step", "bytes", "written", "whole"], rows)
+    text = format_table(["step", "bytes", "written", "complete"], rows)
     text += "".join(
         f"step {one.step}: {sanitize_text(one.problem)}\n" for one in checkpoints if one.problem
     )
     if not is_verified:
-        text += "sizes of files were compared; --verify reads them, and compares their digests\n"
+        text += "only file sizes were compared; --verify reads the files, and compares digests\n"
     manifest = _find_newest_complete(checkpoints)
     return text if manifest is None else f"{text}\n{_format_manifest(manifest)}"
 
@@ -126,7 +126,7 @@ def _format_manifest(manifest: Manifest) -> str:
     text = f"step {manifest.step}\n"
     text += "".join(f"  {name}: {value}\n" for name, value in _list_facts(manifest))
     text += "\n" + format_table(["tensor", "shape", "type", "bytes", "float32 copy", "optimizer"], [
-        [sanitize_text(name), "x".join(map(str, kind.shape)) or "one", kind.dtype,
+        [sanitize_text(name), "x".join(map(str, kind.shape)) or "scalar", kind.dtype,
             format_bytes(kind.nbytes),
          *(format_bytes(size) if size else "-" for size in sizes)]
         for name, kind, sizes in _list_tensor_rows(manifest)
@@ -135,7 +135,7 @@ def _format_manifest(manifest: Manifest) -> str:
         [name, f"{total.tensors:,}", f"{total.numbers:,}", format_bytes(total.bytes)]
         for name, total in _compute_totals(manifest).items()
     ]
-    return f"{text}\n{format_table(['in all', 'tensors', 'numbers', 'bytes'], totals)}"
+    return f"{text}\n{format_table(['total', 'tensors', 'numbers', 'bytes'], totals)}"
 
 
 def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:

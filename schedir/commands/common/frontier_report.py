@@ -58,13 +58,13 @@ def require_frontier_options(args: argparse.Namespace) -> None:
     for name in _SINGLE_LIMIT_OPTIONS:
         if getattr(args, name) is not None:
             raise UsageError(
-                f"--frontier is of all limits, and {_SINGLE_LIMIT_OPTIONS[name]} says one",
+                f"--frontier cannot be combined with {_SINGLE_LIMIT_OPTIONS[name]}",
                 fields=[name],
             )
     if args.objective == "own":
-        raise UsageError("a frontier is of spans, not of own ones", fields=["objective"])
+        raise UsageError("--frontier cannot be combined with --objective own", fields=["objective"])
     if args.prove == "solver":
-        raise UsageError("the bounds of a frontier are closed ones", fields=["prove"])
+        raise UsageError("--frontier cannot be combined with --bound solver", fields=["prove"])
     if args.output is not None:
         from schedir.viz.figures.figure_files import require_figure_suffix
 
@@ -102,8 +102,8 @@ def _search_frontier(args: argparse.Namespace, request: FrontierRequest) -> Memo
 
     def report(limit: float, step: SearchStep, bound: float) -> None:
         progress.show(
-            f"{fmt(limit)}: {step.span:.6g} since {step.seconds:.1f} s ({step.method}); none is "
-            f"shorter than {bound:.6g}"
+            f"{fmt(limit)}: span {step.span:.6g}, found after {step.seconds:.1f} s "
+            f"({step.method}); lower bound {bound:.6g}"
         )
 
     try:
@@ -127,7 +127,7 @@ def _format_count(limit: float) -> str:
 def _format_text(args: argparse.Namespace, frontier: MemoryFrontier, unit: str) -> str:
     fmt, unit = format_bytes if frontier.is_in_bytes else _format_count, unit and f" {unit}"
     lines = format_table(
-        ["a rank may hold", "span", "bubble", "none is shorter than", "to gain"],
+        ["limit of a rank", "span", "bubble", "lower bound", "to gain"],
         [
             [fmt(limit), f"{run.span:.6g}{unit}", f"{run.bubble:.1%}", f"{bound:.6g}{unit}",
              format_percent(compute_saving(run.span, bound))]
@@ -138,10 +138,10 @@ def _format_text(args: argparse.Namespace, frontier: MemoryFrontier, unit: str) 
     compared_runs = (
         f"{t.program.name} {t.span:.6g}{unit} ({fmt(frontier.measure_memory(t))})" for t in runs
     )
-    lines += f"beside: {', '.join(compared_runs) or 'none that is built in'}\n"
+    lines += f"compared: {', '.join(compared_runs) or 'no built-in schedule'}\n"
     lines += f"searched {describe_numba(frontier.numba)}\n"
     if not frontier.is_complete:
-        lines += "interrupted, larger limits have not been searched\n"
+        lines += "interrupted, larger limits are not searched\n"
     return lines + (f"wrote {args.output}\n" if args.output is not None else "")
 
 

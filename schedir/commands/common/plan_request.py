@@ -21,18 +21,18 @@ _MAX_SEARCHED_PLANS: Final = 3  # plans that are improved; each takes seconds
 _PICTURE_RESOLUTION: Final = 60  # points of a picture per factor e of time or memory
 # Dimensions that can be fixed: the option, the field of a plan, and the help.
 FIXED_OPTIONS: Final = (
-    ("pp", "pp", "ranks of a pipeline"),
-    ("tp", "tp", "tensor-parallel slices"),
-    ("dp", "dp", "replicas"),
-    ("cp", "cp", "parts of a sequence (context parallelism)"),
-    ("ep", "ep", "replicas that share a layer's experts"),
-    ("stages-per-rank", "stages_per_rank", "stages of a rank"),
-    ("microbatch-size", "microbatch_size", "sequences of a microbatch"),
-    ("zero", "zero", "stages of ZeRO"),
+    ("pp", "pp", "pipeline ranks"),
+    ("tp", "tp", "tensor-parallel ranks"),
+    ("dp", "dp", "data-parallel replicas"),
+    ("cp", "cp", "parts of each sequence (context parallelism)"),
+    ("ep", "ep", "replicas that share the experts of a layer (expert parallelism)"),
+    ("stages-per-rank", "stages_per_rank", "stages per rank"),
+    ("microbatch-size", "microbatch_size", "sequences per microbatch"),
+    ("zero", "zero", "ZeRO level, 0 to 3"),
 )
 NAME_OPTIONS: Final = (
     ("schedules", "schedules", "schedules, by name"),
-    ("recompute", "recompute", "what a layer runs again: none, selective, full"),
+    ("recompute", "recompute", "recomputation of a layer: none, selective, full"),
 )
 
 
@@ -75,7 +75,7 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
     }
     if args.model is None and not model_options:
         raise UsageError(
-            "nobody says which model",
+            "--model is missing",
             hint="--model gpt-175b, or --layers 96 --hidden 12288 --heads 96 --vocab 51200 "
             "--sequence 2048",
             fields=["model"],
@@ -83,7 +83,7 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
     preset_fields = {} if args.model is None else load_model_fields(args.model)
     model = build_model({**preset_fields, **model_options}, args.model or "")
     if args.batch is None:
-        raise UsageError("nobody says how many sequences a step has", hint="--batch 1536",
+        raise UsageError("--batch, the sequences per step, is missing", hint="--batch 1536",
                          fields=["batch"])  # fmt: skip
     fixed = {field: value for _, field, _ in (*FIXED_OPTIONS, *NAME_OPTIONS)
              if (value := getattr(args, field)) is not None}  # fmt: skip
@@ -103,7 +103,7 @@ def _resolve_cluster(args: argparse.Namespace) -> Cluster:
 
     if args.cluster is None:
         raise UsageError(
-            "nobody says on which machines",
+            "--cluster is missing",
             fields=["cluster"],
             hint=f"--cluster {cluster_presets()[0]} --nodes 4, or a FILE.toml of your own",
         )
@@ -113,8 +113,8 @@ def _resolve_cluster(args: argparse.Namespace) -> Cluster:
     )
     result = load_cluster(args.cluster) if result is None else result
     if is_preset and args.nodes is None and args.gpus is None and args.scale is None:
-        raise UsageError(f"nobody says how many nodes of {args.cluster}", hint="--nodes 128",
-                         fields=["nodes"])  # fmt: skip
+        raise UsageError(f"--nodes, the number of nodes of {args.cluster}, is missing",
+                         hint="--nodes 128", fields=["nodes"])  # fmt: skip
     if args.nodes is not None:
         return replace(result, nodes=args.nodes)
     gpus = args.gpus if args.gpus is not None or not args.scale else max(args.scale)
@@ -136,8 +136,8 @@ def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
         return replace(cluster, nodes=1, gpus_per_node=gpus)
     if gpus % each:
         raise UsageError(
-            f"{gpus} GPUs are no whole number of nodes of {each}",
-            hint=f"{gpus // each * each} or {(gpus // each + 1) * each}",
+            f"{gpus} GPUs are not a multiple of the {each} GPUs of a node",
+            hint=f"{gpus // each * each} or {(gpus // each + 1) * each} GPUs",
             fields=["gpus"],
         )
     return replace(cluster, nodes=gpus // each)
@@ -174,7 +174,7 @@ def find_plans(request: PlanRequest, max_plans: int) -> list[PlanEstimate]:
 def improve_plan_schedules(
     request: PlanRequest, plans: list[PlanEstimate], seconds: float
 ) -> tuple[list[PlanEstimate], dict[PlanEstimate, Program], str]:
-    """Search shorter schedules for the first plans.
+    """Search for shorter schedules of the first plans.
 
     Args:
         request: The planning request.
@@ -191,7 +191,7 @@ def improve_plan_schedules(
     result, programs, progress = [*plans], dict[Any, Any](), ProgressLine()
     uses = []
     for k, plan in enumerate(plans[: _MAX_SEARCHED_PLANS if seconds else 0]):
-        progress.show(f"searching a shorter schedule for plan {k + 1}")
+        progress.show(f"searching for a shorter schedule of plan {k + 1}")
         with suppress(SchedirError):  # the search does not support all plans
             new = improve_schedule(request.model, request.cluster, plan, time_limit=seconds)
             uses.append(new.numba)
@@ -202,7 +202,9 @@ def improve_plan_schedules(
                 programs[result[k]] = new.program
     progress.clear()
     note = (
-        f"searched {describe_numba(combine_numba(uses))}; a plan has two searches\n" if uses else ""
+        f"searched {describe_numba(combine_numba(uses))}; each plan has two searches\n"
+        if uses
+        else ""
     )
     return sorted(result, key=lambda plan: plan.step_time), programs, note
 

@@ -64,18 +64,18 @@ def _list_options() -> Iterator[tuple[str, ProgramOption]]:
         "overlap",
         ProgramOption(
             YES_OR_NO_TYPE,
-            "group opposite transfers, begin gathers and post receives early",
+            "group opposite transfers, and begin gathers and receives early",
             "pipeline.overlap",
         ),
     )
     sharing = FieldType(
-        "is minimal or latency_preserving", _parse_buffer_sharing, str, metavar="HOW"
+        "must be minimal or latency_preserving", _parse_buffer_sharing, str, metavar="HOW"
     )
     yield (
         "buffer_sharing",
         ProgramOption(
             sharing,
-            "share static buffers: minimal, or latency_preserving, which loses no time",
+            "share static buffers: minimal, or latency_preserving, which keeps the step time",
             "pipeline.buffer_sharing",
         ),
     )
@@ -95,7 +95,7 @@ def unknown_option_error(name: str) -> UsageError:
         name: The name.
     """
     near = get_close_matches(name, PROGRAM_OPTIONS, 1)
-    hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists them"
+    hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists all options"
     hint = _OTHER_OPTIONS.get(name, RETIRED_HINTS.get(name, hint))
     return UsageError(f"-O: no option {name!r}", hint=hint)
 
@@ -119,7 +119,7 @@ def parse_option(text: str) -> tuple[str, Any]:
         raise unknown_option_error(name)
     if name in FIELDS_WITH_FLAGS:
         raise UsageError(
-            f"{name} has an option of its own",
+            f"-O {name} does not exist: {name} has its own option",
             hint=f"{option_name(name)} {value or PROGRAM_OPTIONS[name].kind.metavar}",
         )
     kind = PROGRAM_OPTIONS[name].kind
@@ -136,7 +136,7 @@ def _parse_value(location: str, name: str, text: str) -> Any:
     except ValueError as error:
         hint = get_rename_hint(name, text) or f"schedir options {name}"
         if name == "buffer_sharing" and text in ("none", "own"):  # values of a configuration
-            hint = "that is the default: leave buffer_sharing out"
+            hint = "leave out buffer_sharing: this is its default"
         raise UsageError(f"{location}: {error}", hint=hint, fields=[name]) from None
 
 
@@ -250,7 +250,7 @@ def suggest_names(name: str, known_names: Iterable[str]) -> str:
     """
     names = sorted(known_names)
     near = get_close_matches(name, names, 1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    return f"did you mean {near[0]}?" if near else f"the names are {', '.join(names)}"
 
 
 def add_program_options(
@@ -277,15 +277,16 @@ def add_program_options(
     group.add_argument(
         "-O", dest="program_options", metavar="NAME=VALUE", const=validate_option,
         action=_ProgramOptionAction,
-        help="how the schedule is compiled: -O zero=3, -O overlap, -O recompute=fit; "
-        "`schedir options` lists all"
+        help="an option for compiling: -O zero=3, -O overlap, -O recompute=fit; `schedir options` "
+        "lists all"
         if has_lowering_options
-        else "more of the shape: -O optimizer_steps=2, -O weight_delay=1, -O sequence_chunks=4",
+        else "another option of the shape: -O optimizer_steps=2, -O weight_delay=1, "
+        "-O sequence_chunks=4",
     )  # fmt: skip
     group.add_argument(
         "--config", metavar="FILE.toml", action=_ConfigAction, const=validate_option,
-        help="take what is not given here from [pipeline] and [memory] of a configuration, but "
-        "the schedule",
+        help="take options that are not given here from [pipeline] and [memory] of a "
+        "configuration, but not its schedule",
     )  # fmt: skip
     defaults = {name: None for name in names if name not in FIELDS_WITH_FLAGS}
     group.set_defaults(**{**defaults, "overlap": False})

@@ -27,14 +27,14 @@ from schedir.passes.pass_registry import PASS_OPTIONS
 from schedir.retired_names import RENAMED_COSTS, RENAMED_SIZES
 
 SOURCE_HELP = (
-    "a built-in schedule or file.py:function, with options in brackets if it has any "
-    "(interleaved(group=4)), or a program FILE.sched, or a run FILE.timeline"
+    "a built-in schedule or file.py:function, with its options in brackets "
+    "(interleaved(group=4)); a program FILE.sched; or a run FILE.timeline"
 )
 # The defaults of the shape: small enough to read the output.
 DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2
 _COSTS_HELP = (
-    "F=1,B=2,send=0.1; F=1:1:2 per stage, "
-    "F=1/2:3/4 per stage and microbatch (F=1/2: all stages alike), or @FILE that says so"
+    "times of instructions: F=1,B=2,send=0.1; F=1:1:2 per stage; F=1/2:3/4 per stage and "
+    "microbatch (F=1/2: the same for all stages); @FILE reads them from a file"
 )
 
 
@@ -58,7 +58,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
+    group = parser.add_argument_group("compiling a schedule; a FILE.sched has its own shape")
     _add_shape_flags(group)
     _fill_lowering_group(group, has_shape_options=True)
 
@@ -72,7 +72,7 @@ def add_search_options(
         parser: The parser of the command.
         costs_help: The help of `--costs`.
     """
-    group = parser.add_argument_group("for what")
+    group = parser.add_argument_group("the problem")
     _add_shape_flags(group)
     _add_costs_option(group, costs_help)
     _add_memory_options(group)
@@ -88,7 +88,7 @@ def add_lowering_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    _fill_lowering_group(parser.add_argument_group("how it is lowered"), has_shape_options=False)
+    _fill_lowering_group(parser.add_argument_group("lowering"), has_shape_options=False)
 
 
 def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
@@ -106,9 +106,9 @@ def _require_shape_option(name: str, text: str) -> None:
     """Raise an error for an option of the lowering, because `search` orders computes only."""
     if not PROGRAM_OPTIONS[name].is_shape_option:
         raise UsageError(
-            f"search finds the order of computes, and -O {name} is an option of their lowering",
-            hint="search ... -o found.sched, and then: simulate found.sched --relower -O "
-            + shlex.quote(text),
+            f"-O {name} is an option of the lowering, and search orders compute only",
+            hint="schedir search ... -o found.sched, then schedir simulate found.sched --relower "
+            f"-O {shlex.quote(text)}",
             fields=[name],
         )
 
@@ -117,25 +117,24 @@ def _fill_lowering_group(group: argparse._ArgumentGroup, *, has_shape_options: b
     def accept(name: str, text: str) -> None:
         if PROGRAM_OPTIONS[name].is_shape_option and not has_shape_options:
             raise UsageError(
-                f"a CSV or a trace has its own shape: -O {name} does not apply", fields=[name]
+                f"-O {name} does not apply: a CSV or a trace has its own shape", fields=[name]
             )
 
     add_program_options(group, accept, has_shape_options=has_shape_options)
     group.add_argument(
-        "--relower",
-        action="store_true",
-        help="of a program in a file keep the compute alone, and lower it anew",
-    )
+        "--relower", action="store_true",
+        help="keep only the compute of a program in a file, and lower it again",
+    )  # fmt: skip
     models = [f"{model} (default)" if model == "per_device" else model for model in MODELS]
     group.add_argument(
         "--progress-model", metavar="MODEL",
-        help=f"what the transport promises: {', '.join(models[:-1])} or {models[-1]}",
+        help=f"the progress model of the transport: {', '.join(models[:-1])} or {models[-1]}",
     )  # fmt: skip
     _add_costs_option(group, _COSTS_HELP)
     group.add_argument(
         "--cluster", metavar="FILE.toml",
-        help="fill costs of messages, reductions and steps that are not given, by --sizes and what "
-        "these machines do in a second; costs are in seconds, then",
+        help="compute the costs of messages, reductions and optimizer steps that --costs does not "
+        "give, from --sizes and the speeds of this cluster; all costs are then in seconds",
     )  # fmt: skip
     _add_memory_options(group)
 
@@ -146,14 +145,13 @@ def _add_costs_option(group: argparse._ArgumentGroup, help: str) -> None:
 
 def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--sizes",
-        type=parse_sizes,
-        metavar="SIZES",
-        help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage, saved=1GB/2GB per microbatch",
-    )
+        "--sizes", type=parse_sizes, metavar="SIZES",
+        help="bytes of values: activation=16MB,saved=1.2GB; saved=1GB:2GB per stage; "
+        "saved=1GB/2GB per microbatch",
+    )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",
-        help="what a rank may hold, like 40GB or 40GiB",
+        help="the most bytes that a rank may use, such as 40GB or 40GiB",
     )  # fmt: skip
 
 
@@ -211,7 +209,9 @@ def parse_byte_option(text: str) -> float:
     try:
         return parse_bytes(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be bytes, like 40GB, not {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bytes, such as 40GB, not {text!r}"
+        ) from None
 
 
 def parse_costs(text: str) -> Costs:
@@ -258,7 +258,9 @@ def _parse_fields(
         name = name.strip()
         if name not in names:
             near = get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"the {subject}s are {', '.join(names)}"
+            )
             if new := (RENAMED_COSTS if subject == "cost" else RENAMED_SIZES).get(name):
                 hint = f"it is now {new}"
             raise UsageError(f"--{subject}s: no {subject} {name!r}", hint=hint)
@@ -368,8 +370,8 @@ def require_unsharded_stages(requests: Iterable[Request]) -> None:
             unsharded = request.compile_options.get("unsharded_stages", 0)
     if unsharded > most > 0:
         raise ShapeError(
-            f"unsharded_stages is {unsharded}, and no schedule has more than {most} "
-            f"stage{'s' * (most > 1)} on a rank to make whole",
-            hint=f"unsharded_stages={most}",
+            f"-O unsharded_stages is {unsharded}, but no schedule has more than {most} "
+            f"stage{'s' * (most > 1)} on a rank",
+            hint=f"-O unsharded_stages={most}",
             fields=["unsharded_stages"],
         )

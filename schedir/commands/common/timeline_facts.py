@@ -89,8 +89,8 @@ def _describe_free_moves(requests: Sequence[Request]) -> Iterator[str]:
     if names:
         example = ",".join(f"{name}=0.5" for name in names)
         yield (
-            f"nobody tells what {', '.join(names)} cost: here they are free, which nothing of the "
-            f"host is; --costs {example} says it, or a --cluster with the bandwidths of its host"
+            f"without a cost, and so free: {', '.join(names)}; give --costs {example}, or a "
+            "--cluster with the bandwidths of its host"
         )
 
 
@@ -105,9 +105,9 @@ def _uses_boundary_sizes(request: Request) -> bool:
 def _describe_segment_sizes(requests: Sequence[Request]) -> Iterator[str]:
     if any(map(_uses_boundary_sizes, requests)):
         yield (
-            "memory counts of what pieces hand over as much as passes between stages; a residual "
-            "stream beside it, or all tokens of a sequence that ranks share, are more: simulate "
-            "--sizes takes each piece's own"
+            "boundaries between segments count with the size of those between stages; a residual "
+            "stream, or all tokens of a sequence that ranks share, need more memory: simulate "
+            "--sizes accepts a size for each segment"
         )
 
 
@@ -141,8 +141,8 @@ def _describe_unused_costs(requests: Sequence[Request]) -> Iterator[str]:
         }
         used_names = " and ".join(name for name in REPLICA_COSTS if name in used_costs)
         yield (
-            f"nobody reads the cost of {' and '.join(names)}: with zero "
-            f"{' and '.join(map(str, levels))} there is {used_names}"
+            f"the cost of {' and '.join(names)} is not used: with zero "
+            f"{' and '.join(map(str, levels))}, programs use {used_names}"
         )
 
 
@@ -162,8 +162,8 @@ def _describe_cluster_costs(requests: Iterable[Request]) -> str:
             row.cost for row in INSTRUCTIONS if row.op in ops and row.lane is not Lane.COMPUTE
         }
         if missing := sorted(priced - request.stage_costs.specified.keys() - {""}):
-            text += f"; nobody tells {', '.join(missing)}: free"
-        lines[f"the cluster fills, in seconds: {text}\n"] = None
+            text += f"; without a cost, and so free: {', '.join(missing)}"
+        lines[f"costs from the cluster, in seconds: {text}\n"] = None
     return "".join(lines)
 
 

@@ -14,15 +14,15 @@ def add_input_limits(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    group = parser.add_argument_group("how far what is read is trusted")
+    group = parser.add_argument_group("limits for untrusted files")
     group.add_argument(
         "--max-instructions", dest="most_instructions", type=_parse_positive_count, metavar="N",
-        help=f"that a program may have ({DEFAULT_MAX_INSTRUCTIONS}); each takes some 30 to 100 "
-        "bytes of memory",
+        help=f"the most instructions of a program ({DEFAULT_MAX_INSTRUCTIONS}); each takes about "
+        "30 to 100 bytes of memory",
     )  # fmt: skip
     group.add_argument(
         "--no-code", action="store_true",
-        help="refuse file.py:function, which runs the file that it names, wherever that is said",
+        help="refuse file.py:function, which executes file.py, also in configurations",
     )  # fmt: skip
 
 

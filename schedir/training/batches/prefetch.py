@@ -116,7 +116,7 @@ class Prefetch:
         Raises:
             Exception: Any error of the read, such as UsageError for an invalid token.
         """
-        assert self.next_batch is not None, "there are so many steps"
+        assert self.next_batch is not None, "the step is after the last one"
         tokens, data_crc = self.next_batch.result()
         self._request_batch(step + 1)
         slot = self.slots[step % BATCH_SLOTS]

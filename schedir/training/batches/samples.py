@@ -101,7 +101,7 @@ class Batches:
             UsageError: A token is negative or not below `vocab`, or there are no such samples.
         """
         if first_sample < 0 or sample_count < 1:
-            raise UsageError(f"there are no {sample_count} samples from sample {first_sample} on")
+            raise UsageError(f"there are no {sample_count} samples from sample {first_sample}")
         at, counts = self.windows.locate(self._order_windows(first_sample, sample_count))
         tokens = self.tokens[at].astype(np.int64)
         if tokens.max() >= self.vocab or tokens.min() < 0:
@@ -109,7 +109,7 @@ class Batches:
             raise UsageError(
                 f"{self.source}: token {tokens[row, column]} at position {at[row, column]} is not "
                 f"below the vocabulary size {self.vocab}",
-                hint="model.vocab is at least one more than the largest token",
+                hint="set model.vocab to more than the largest token",
                 fields=["vocab"],
             )
         inputs, targets = tokens[:, :-1], np.where(counts, tokens[:, 1:], IGNORE_INDEX)
@@ -154,10 +154,10 @@ class Batches:
                 what = "data" if name == "of" else "data.seed"
                 raise ModelError(
                     f"the checkpoint was trained on other samples: {what} was "
-                    f"{cursor.get(name)}, and is {ours}",
+                    f"{cursor.get(name)}, and is now {ours}",
                     fields=["source" if name == "of" else "seed"],
                 )
         samples = cursor.get("samples")
         if type(samples) is not int or samples < 0:
-            raise ModelError(f"the checkpoint says that {samples!r} samples were taken")
+            raise ModelError(f"the checkpoint has an invalid number of samples: {samples!r}")
         return samples

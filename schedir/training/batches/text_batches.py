@@ -50,7 +50,7 @@ class Corpus:
             return None
         is_share = isinstance(validation, float)
         source = (
-            f"what validation {validation} leaves for evaluation"
+            f"the share {validation} of data.source for evaluation"
             if is_share
             else _describe_source(validation)
         )
@@ -100,10 +100,8 @@ class Corpus:
         if self.config.data.packing == "best_fit":
             if ends is None:
                 raise UsageError(
-                    f"nothing says where documents end in {source}, and packed windows have whole "
-                    "ones",
-                    hint='an .idx of Megatron-LM beside the .bin does; packing = "concatenate" '
-                    "needs none",
+                    f'packing = "best_fit" needs the ends of documents, and {source} has none',
+                    hint='add the .idx of Megatron-LM next to the .bin, or packing = "concatenate"',
                     fields=["packing", "source"],
                 )
             windows = PackedWindows(ends, model.context, source)

@@ -111,7 +111,9 @@ def _read_file_settings(path: str) -> Iterator[tuple[tuple[str, str], _SettingVa
         at = _SettingValue(table, path, *_find_position(text, section))
         _require_known_name(section, SECTION_CLASSES, "section", at)
         if not isinstance(table, dict):
-            raise at.make_error(f"{section} is a section, not {describe(table)}", f"[{section}]")
+            raise at.make_error(
+                f"{section} must be a section, not {describe(table)}", f"[{section}]"
+            )
         for name, value in table.items():
             setting = _SettingValue(value, path, *_find_position(text, section, name))
             yield (section, name), setting
@@ -127,7 +129,7 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
             break
     setting = _SettingValue(value, f"--set {override}")
     if not equals or not dot:
-        raise setting.make_error("is not SECTION.NAME=VALUE", "pipeline.ranks=2")
+        raise setting.make_error("must be SECTION.NAME=VALUE", "--set pipeline.ranks=2")
     _require_known_name(section, SECTION_CLASSES, "section", setting)
     return (section, name), setting
 
@@ -149,16 +151,15 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     decided = {f.name: getattr(request.shape, f.name) for f in SHAPE_FIELDS if f.in_config}
     if request.shape.sequence_chunks > 1:
         raise ShapeError(
-            f"{source} splits each sequence into {request.shape.sequence_chunks} chunks, and "
-            "the GPT of a "
-            "training run takes whole ones",
+            f"{source} splits each sequence into {request.shape.sequence_chunks} chunks, which "
+            "schedir train does not support",
             fields=["schedule"],
         )
     if isinstance(source.schedule_or_program, Program) and not source.schedule_or_program.is_draft:
         for name in ("overlap", *PASS_OPTIONS):
             if setting := settings.get((OPTION_SECTIONS.get(name, "pipeline"), name)):
                 raise setting.make_error(
-                    f"{source} has its transfers: {name} is for what is compiled"
+                    f"{source} is a lowered program: {name} applies to schedules and drafts"
                 )
         decided |= {
             f.name: f.get_value(source.schedule_or_program) for f in ATTRIBUTE_FIELDS if f.in_config
@@ -188,7 +189,7 @@ def _require_known_name(
     if name in known_names:
         return
     near = get_close_matches(name, known_names, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known_names)}"
+    hint = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(known_names)}"
     setting_name = f"{subject} {name!r}"
     if "setting" in subject:
         setting_name = f"{subject}.{name}"
@@ -197,9 +198,9 @@ def _require_known_name(
             kind for kind, one in MODEL_KINDS.items() if name in get_setting_types(one.config_class)
         ]
         if homes:
-            hint = f"it is {' or '.join(homes)}"
+            hint = f"did you mean {' or '.join(homes)}?"
         elif subject == "setting model" and kinds:
-            hint = f"it is for kind = {' or '.join(kinds)}"
+            hint = f"it is a setting of kind = {' or '.join(kinds)}"
         hint = RETIRED_HINTS.get(setting_name.removeprefix("setting "), hint)
     raise setting.make_error(f"no {setting_name}", hint)
 

@@ -208,10 +208,10 @@ class MemoryConfig:
         for f in ATTRIBUTE_FIELDS:
             if f.in_config and f.section == "memory":
                 f.field_type.resolve(f.name, getattr(self, f.name), PipelineShape(1, 1))
-        for name, does in (("recompute", "recomputes"), ("offload", "offloads")):
+        for name in ("recompute", "offload"):
             if self.limit_bytes is None and getattr(self, name) == "fit":
                 raise UsageError(
-                    f'{name} = "fit" {does} what does not fit: it needs memory_limit',
+                    f'{name} = "fit" needs memory_limit, which is not set',
                     hint='memory_limit = "1.5GB"',
                     fields=[name],
                 )
@@ -221,8 +221,7 @@ class MemoryConfig:
         ):
             if asked is not None and self.spill_dir is None:
                 raise UsageError(
-                    f"{name} = {getattr(self, name)!r} writes to the disk, and spill_dir names no "
-                    "directory",
+                    f"{name} = {getattr(self, name)!r} needs spill_dir, which is not set",
                     hint='spill_dir = "/nvme"',
                     fields=["spill_dir", name],
                 )
@@ -238,8 +237,8 @@ class MemoryConfig:
             return None if self.memory_limit is None else parse_bytes(self.memory_limit)
         except ValueError:
             raise UsageError(
-                f"memory_limit {self.memory_limit!r} is not a number of bytes",
-                hint='"1.5GB"',
+                f"memory_limit must be a number of bytes, not {self.memory_limit!r}",
+                hint='memory_limit = "1.5GB"',
                 fields=["memory_limit"],
             ) from None
 
@@ -290,7 +289,7 @@ class DataConfig:
         require_known("packing", self.packing, ("concatenate", "best_fit"))
         if self.end_of_document is not None and self.tokenizer == "bytes":
             raise UsageError(
-                "end_of_document is for a tokenizer of a file: bytes has its own",
+                'end_of_document needs a tokenizer from a file: tokenizer = "bytes" has its own',
                 fields=["end_of_document", "tokenizer"],
             )
 
@@ -318,7 +317,7 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         if self.trace is not None and not self.record:
-            raise UsageError("trace needs record to be true", fields=["trace", "record"])
+            raise UsageError("trace needs record = true", fields=["trace", "record"])
 
 
 @dataclass(frozen=True)
@@ -352,15 +351,15 @@ class Config:
         )
         if getattr(self.pipeline, "fill_collective_waits", None) is not None:
             raise UsageError(
-                "fill_collective_waits needs costs, and a training run has none before it begins",
+                "fill_collective_waits needs costs, and a training run has none at its start",
                 hint="schedir compile ... -O fill_collective_waits=W --costs ... -o x.sched, "
                 "then schedule = x.sched",
                 fields=["fill_collective_waits"],
             )
         if self.train.precision == "float16" and self.pipeline.optimizer_steps > 1:
             raise UsageError(
-                "the scale of a float16 loss changes between updates, and a step has "
-                f"{self.pipeline.optimizer_steps} of them",
+                f"precision = 'float16' needs optimizer_steps = 1, not "
+                f"{self.pipeline.optimizer_steps}: the loss scale changes after each update",
                 hint='precision = "bfloat16", or optimizer_steps = 1',
                 fields=["precision", "optimizer_steps"],
             )
@@ -369,7 +368,8 @@ class Config:
             split_tokens(self.model.context, self.pipeline.tp)
         if self.train.evaluate_every and not self.data.validation:
             raise UsageError(
-                f"evaluate_every is {self.train.evaluate_every}, and data.validation names no data",
+                f"evaluate_every = {self.train.evaluate_every} needs data.validation, which is not "
+                "set",
                 hint="data.validation = 0.01 keeps the last hundredth of the source",
                 fields=["evaluate_every", "validation"],
             )
@@ -493,15 +493,15 @@ def make_contradiction_error(
     )
     if field.name == "norm_check":
         fact = (
-            f"{source} checks the norm {program_value}; a training run reports the norm of "
-            "each step"
+            f"{source} has norm_check {program_value}, but a training run needs the norm of each "
+            "step before the step"
         )
         hint = "compile it without -O norm_check=after_step"
     if setting := {
         "tied_weights": "model.tied = {}",
         "clip_grad_norm": "train.clip_grad_norm = {:.1f}",
     }.get(field.name):
-        fact = f"{source} has {field.name} {program_value}, the configuration {config_value}"
+        fact = f"{source} has {field.name} {program_value}, not {config_value}"
         correct_setting = setting.format(
             json.dumps(program_value != "no")
             if field.name == "tied_weights"

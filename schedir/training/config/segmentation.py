@@ -97,8 +97,8 @@ def make_segmentation(
     )
     if microbatch_size % microbatch_chunks:
         raise UsageError(
-            f"microbatches of {microbatch_size} samples cannot be cut in {microbatch_chunks} "
-            "chunks",
+            f"microbatch_chunks = {microbatch_chunks} does not divide microbatch_size = "
+            f"{microbatch_size}",
             hint="microbatch_size = "
             f"{microbatch_chunks * -(-microbatch_size // microbatch_chunks)}",
             fields=["microbatch_chunks", "microbatch_size"],
@@ -112,24 +112,28 @@ def make_segmentation(
         )
     where = "schedule" if segment_boundaries else "stage_segments"
     if segment_boundaries and stage_segments is not None:
-        raise UsageError("the program is of pieces already", fields=["stage_segments", "schedule"])
+        raise UsageError(
+            "stage_segments does not apply to a program that has segments already",
+            hint="leave out stage_segments",
+            fields=["stage_segments", "schedule"],
+        )
     if not layer_boundaries:
         raise UsageError(
-            f"stages of a model of kind {model_kind} have no pieces",
-            hint="whole stages, or kind gpt",
+            f"a model of kind {model_kind!r} has no segments",
+            hint='kind = "gpt", or stages without segments',
             fields=[where, "kind"],
         )
     letters = split_letters_by_stage(segment_boundaries, shape.stages)
     hint = (
         f'stage_segments = "{LAYER_SEGMENTATION}"'
         if stage_segments is not None
-        else "layers_per_stage = [...], as it was split"
+        else "layers_per_stage = [...], as in the program"
     )
     if segment_boundaries and layers_per_stage is None:
         layers_of_program = tuple(len(own) // len(layer_boundaries) for own in letters)
         layers_per_stage = layers_of_program if sum(layers_of_program) == layers else None
         if all(layers_of_program) and layers_per_stage is None:
-            hint = f"layers = {sum(layers_of_program)}, as it was cut"
+            hint = f"layers = {sum(layers_of_program)}, as in the program"
     each = split_layers(layers, len(letters), layers_per_stage)
     if stage_segments == LAYER_SEGMENTATION:
         letters = tuple(layer_boundaries * number for number in each)
@@ -141,24 +145,22 @@ def make_segmentation(
     for stage, (own, number) in enumerate(zip(letters, each, strict=True)):
         if own not in ("", layer_boundaries * number):
             raise UsageError(
-                f"stage {stage} has {number} layer{'s' * (number != 1)}, "
-                f"{len(layer_boundaries) * number + 1} "
-                f"pieces with {describe(layer_boundaries * number)} between them, and not "
-                f"{describe(own)}",
+                f"stage {stage} has {number} layer{'s' * (number != 1)}, and needs the segment "
+                f"boundaries {describe(layer_boundaries * number)}, not {describe(own)}",
                 hint=hint,
                 fields=[where, "layers_per_stage"],
             )
     found = StageSegmentation(each, tuple(len(own) + 1 for own in letters), microbatch_size)
     if tied_weights and found.segments_per_stage != (1,) and len(letters) == 1:
         raise UsageError(
-            "the embedding is the head's weight, and they are in the first and the last of the "
-            "pieces of one stage",
+            "the embedding and the head share a weight, so they cannot be in two segments of one "
+            "stage",
             hint="two stages, or tied = false",
             fields=[where, "tied_weights"],
         )
     if segment_boundaries and frozen_stages not in found.first_segments:
         raise UsageError(
-            f"the first {frozen_stages} pieces are frozen, which are no whole stages",
+            f"the first {frozen_stages} segments are frozen, which are not complete stages",
             hint=f"frozen_stages = {' or '.join(map(str, found.first_segments[1:-1])) or 0}",
             fields=["frozen_stages", "schedule"],
         )

@@ -51,7 +51,7 @@ class NumberRange(NamedTuple):
 
 _TYPE_NAMES = {
     bool: ("true or false", "booleans"),
-    int: ("a whole number", "whole numbers"),
+    int: ("an integer", "integers"),
     float: ("a number", "numbers"),
     str: ("a string", "strings"),
 }
@@ -109,7 +109,7 @@ def describe_type(type_hint: Any, *, is_plural: bool = False) -> str:
 
     Example:
         >>> describe_type(str | tuple[int, ...])
-        'a string or a list of whole numbers'
+        'a string or a list of integers'
         >>> describe_type(tuple[float, float])
         'a list of 2 numbers'
     """

@@ -99,7 +99,7 @@ class TrainConfig:
             require_known(name, getattr(self, name), known)
         if self.checkpoint_dir == "" or (self.checkpoint_dir is None and self.resume == "must"):
             raise UsageError(
-                "resume is 'must', and checkpoint_dir names no directory"
+                "resume = 'must' needs checkpoint_dir, which is not set"
                 if self.checkpoint_dir is None
                 else "checkpoint_dir is empty",
                 hint='checkpoint_dir = "checkpoints"',
@@ -107,18 +107,16 @@ class TrainConfig:
             )
         if not list_transports(self.device, self.transport):
             raise UsageError(
-                f"transport {self.transport} is none of device {self.device}",
+                f"transport {self.transport!r} does not support device {self.device!r}",
                 hint=" or ".join(r.name for r in TRANSPORTS.values() if r.device == self.device),
                 fields=["transport", "device"],
             )
         if not self.clip_grad_norm:
-            for name, value, why in (
-                ("precision", "float16", "precision = 'float16' scales the loss by"),
-                ("on_nonfinite", "skip", "on_nonfinite = 'skip' chooses updates by"),
-            ):
+            for name, value in (("precision", "float16"), ("on_nonfinite", "skip")):
                 if getattr(self, name) == value:
                     raise UsageError(
-                        f"{why} the gradient norm, and clip_grad_norm = 0 does not compute it",
+                        f"{name} = {value!r} needs the gradient norm, which clip_grad_norm = 0 "
+                        "does not compute",
                         hint="clip_grad_norm = 1e9 computes it and clips nothing",
                         fields=["clip_grad_norm", name],
                     )

@@ -84,13 +84,13 @@ class GracefulStop:
         # If the process with the store has exited, there is no request. Then the other processes
         # exit late.
         with suppress(Exception):
-            connect_store(STORE_TIMEOUT).set(make_store_key("told to end"), b"")
+            connect_store(STORE_TIMEOUT).set(make_store_key("stop request"), b"")
 
     def _listen(self) -> None:
         with suppress(Exception):
             # A connection of its own, because any other call on it would wait for `wait`.
             store = connect_store(STORE_TIMEOUT)
-            store.wait([make_store_key("told to end")], _FOREVER)
+            store.wait([make_store_key("stop request")], _FOREVER)
             with self.condition:
                 self.notice_time, begun = monotonic(), self.last_begun_step
             store.set(make_store_key(f"begun by {self.process}"), str(begun))

@@ -86,7 +86,7 @@ def launch(
     world = layout.ranks * layout.tp * layout.dp
     if world > MAX_PROCESSES:
         raise UsageError(
-            f"{world} processes are more than the {MAX_PROCESSES} that are started on one machine",
+            f"{world} processes are more than {MAX_PROCESSES}, the most that schedir train starts",
             hint="start them with torchrun",
         )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -265,10 +265,10 @@ def _describe_failure(
     for one in candidates:
         if one.has_failed and one.reason:
             return one.reason, one[BlackBoxField.EXIT_CODE] or 1
-    exit_text = f"ended with exit code {failure.code}"
+    exit_text = f"exited with code {failure.code}"
     if failure.code < 0:
-        exit_text = f"was ended by signal {-failure.code} ({signal.strsignal(-failure.code)})"
-    location = "before it started" if directory.exists() else "and its black box is missing"
+        exit_text = f"was killed by signal {-failure.code} ({signal.strsignal(-failure.code)})"
+    location = "before it joined the run" if directory.exists() else "and its black box is missing"
     if failure.process in failure.black_boxes:
         location = StalledRun(
             failure.black_boxes, layout, load_program(directory)
@@ -279,7 +279,8 @@ def _describe_failure(
         else 1
     )
     return (
-        f"{layout.name_process(failure.process)} {exit_text}, {location}; the others were stopped",
+        f"{layout.name_process(failure.process)} {exit_text}, {location}; the other processes were "
+        "stopped",
         code,
     )
 
@@ -304,7 +305,7 @@ def _start_forwarding(number: int, process: subprocess.Popen[bytes]) -> list[Thr
             bytes_left[0] -= len(line)
             if bytes_left[0] < 0:
                 if bytes_left[0] + len(line) >= 0:
-                    line = f"... more than {MAX_OUTPUT_BYTES} bytes: the rest is left out".encode()
+                    line = f"... more than {MAX_OUTPUT_BYTES} bytes: the rest is not shown".encode()
                 else:
                     continue
             with _PRINT_LOCK:

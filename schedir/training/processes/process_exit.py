@@ -150,7 +150,7 @@ class TerminationNotice(Exception):
     """
 
     def __init__(self, saved: str) -> None:
-        super().__init__(f"was told to end (SIGTERM): {saved}")
+        super().__init__(f"received SIGTERM: {saved}")
 
 
 _CURRENT_MEMBER: list[RunMember] = []  # One element if this process is one of several.

@@ -73,7 +73,7 @@ def join_process_group(
         ExecutionError,
     ) as error:
         raise ExecutionError(
-            f"the processes did not find each other in {timeout:g} s: "
+            f"the processes did not connect in {timeout:g} s: "
             f"{str(error).strip().partition(chr(10))[0]}"
         ) from error
     done = False
@@ -141,7 +141,7 @@ def wait_for_results(store: Any, timeout: float) -> None:
             beats, deadline = now, monotonic() + timeout
         if monotonic() > deadline:
             raise ExecutionError(
-                f"outside of a step, process 0 has given no sign for {timeout:g} s while it writes "
-                "results"
+                f"outside of a step, process 0 has sent no heartbeat for {timeout:g} s while it "
+                "writes results"
             )
         sleep(HEARTBEAT_INTERVAL / 5)

@@ -47,7 +47,7 @@ def connect_store(timeout: float, *, is_master: bool = False) -> Any:
     thread.start()
     thread.join(timeout)
     if not found or (isinstance(found[0], Exception) and not is_master):
-        raise ExecutionError(f"nobody answers as their store at {host}:{port}")
+        raise ExecutionError(f"the rendezvous store at {host}:{port} does not answer")
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]

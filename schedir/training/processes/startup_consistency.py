@@ -82,7 +82,7 @@ def require_same_data(crcs: Sequence[int], step: int) -> None:
     fact = f"the data read up to step {step}"
     if found := find_difference([{fact: f"crc32 {one:08x}"} for one in crcs]):
         raise ModelError(
-            found, hint="data.source gives every process the same bytes", fields=["source"]
+            found, hint="data.source must give every process the same bytes", fields=["source"]
         )
 
 
@@ -130,7 +130,7 @@ def compare_facts(
     if store.add(f"came {rank}", 1) > 1:
         duplicate = f"two processes have RANK {rank}"
         store.set("twice", duplicate)
-        raise ModelError(duplicate, hint="each process of a run has another RANK")
+        raise ModelError(duplicate, hint="set a different RANK for each process")
     store.set(f"facts {rank}", encode_value((dict(facts), _describe_machine())))
     deadline = monotonic() + timeout
     if rank == 0:
@@ -174,7 +174,7 @@ def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, 
         case (dict() as facts, (tuple() | None) as place):
             if all(isinstance(one, str) for one in (*facts, *facts.values(), *(place or ()))):
                 return facts, place
-    raise ModelError(f"{sender} tells what no process of a run does: {data[:40]!r}")
+    raise ModelError(f"{sender} sent invalid facts: {data[:40]!r}")
 
 
 def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
@@ -183,7 +183,7 @@ def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
         if store.check(["twice"]):
             raise ModelError(store.get("twice").decode(errors="replace"))
         if monotonic() > deadline:
-            raise ExecutionError(f"process {process} did not come")
+            raise ExecutionError(f"process {process} did not connect")
         sleep(0.01)
     return bytes(store.get(key))
 

@@ -152,7 +152,7 @@ class Watchdog:
             self.box_values[BlackBoxField.HEARTBEAT] = now
             if self.graceful_stop is not None and self.graceful_stop.is_grace_over(self.grace):
                 exit_with_error(
-                    f"was told to end (SIGTERM), and has not saved in {self.grace:g} s, "
+                    f"received SIGTERM, and has not saved a checkpoint in {self.grace:g} s, "
                     f"{self.member.describe_position()}",
                     128 + signal.SIGTERM,
                 )
@@ -255,7 +255,7 @@ class Watchdog:
         stop_waiting()
         if self._is_exiting():  # The thread that exits has waited for this.
             return
-        why = f"was told to end (SIGTERM), {standstill.describe_location(self.member.process)}"
+        why = f"received SIGTERM, {standstill.describe_location(self.member.process)}"
         if found is not None and found.kind is StallKind.DIED:
             exit_with_cause(self.member, found)
         if found is not None and found.kind is StallKind.MISSING:
@@ -294,7 +294,7 @@ class Watchdog:
                 exit_with_error(str(stall_error))
             if gpu_step is not None:  # Add the instructions that run on this GPU.
                 found = found._replace(
-                    lines=(*found.lines, "on its own GPU:", *stall_error.format_lines())
+                    lines=(*found.lines, "on its GPU:", *stall_error.format_lines())
                 )
         if found is not None:
             self._start_exit(found)
