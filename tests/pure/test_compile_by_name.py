@@ -119,7 +119,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     error = refused(schedule="gpipe", ranks=4)
     assert "compile needs microbatches; given: ranks" in str(error)
     error = refused(schedule="gpipe", shape=PipelineShape(2, 2), ranks=3)
-    assert "shape and ranks are both given" in str(error)
+    assert "shape and ranks cannot both be given" in str(error)
     assert "takes a PipelineShape, not None" in str(refused(schedule="gpipe"))
     assert refused(schedule="gpipe", plan=PipelineShape(2, 2)).hint == "it is now shape"
     assert refused(schedule="gpipe", ranks=2, microbatches=2, zreo=2).hint == "did you mean 'zero'?"

@@ -178,7 +178,10 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"offload": [3, 0]}, "offload names 3, of which nothing moves: nothing is computed"),
+        (
+            {"offload": [3, 0]},
+            "offload has 3, but no activation of it is moved: nothing is computed",
+        ),
         ({"offload": [(3, 1), (0, 0)]}, "offload names 3.1, of which"),
         (
             {"offload": [0], "offload_to_disk": [1, (2, 3)]},
@@ -208,7 +211,7 @@ def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
             main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "-O", "offload=3"]) == 0
         )
     (own,) = told
-    assert own.startswith("warning: offload names 3, of which nothing moves: ")
+    assert own.startswith("warning: offload has 3, but no activation of it is moved: ")
     assert own.endswith("its use\n")
 
 

@@ -91,7 +91,7 @@ def test_others_are_text() -> None:
     ("said", "told"),
     [
         ("0=6", "stages 0=6 are tied, but there are 6 stages"),
-        ("0=0", "tied_weights are of two stages or more, not [0]"),
+        ("0=0", "each set of tied_weights needs two stages or more, not [0]"),
         ("0=", "tied_weights is yes or no, or stages like 0=3,1=2, not '0='"),
         ("0=\u0663", "tied_weights is yes or no, or stages like 0=3,1=2, not '0=\u0663'"),
     ],
