@@ -54,7 +54,8 @@ def _describe_op_forwards(program: Program, op: Opcode) -> str:
         return ""
     microbatches = program.shape.microbatches
     each = [
-        f"{'all' if len(mbs) == microbatches else f'mb {_format_ranges(sorted(mbs))}'} of stage {stage}"
+        ("all" if len(mbs) == microbatches else f"mb {_format_ranges(sorted(mbs))}")
+        + f" of stage {stage}"
         for stage, mbs in sorted(found.items())
     ]
     number = sum(map(len, found.values()))

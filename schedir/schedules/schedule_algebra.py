@@ -311,7 +311,7 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
         Traceback (most recent call last):
             ...
         schedir.errors.ScheduleError: valley: valley needs placement 'vee', not 'loop' with 2 stages per rank
-    """
+    """  # noqa: E501
     if not isinstance(placement, str | tuple):
         raise TypeError(
             "@with_placement takes a placement, as in @with_placement('loop'), not "

@@ -138,7 +138,7 @@ def test_words_are_made_of_words(value: Any) -> None:
         with pytest.raises(TypeError, match=r"takes words, as 3 \* F and F \+ B, not"):
             call()
     if not isinstance(value, int):
-        with pytest.raises(TypeError, match="warmup of weave takes a whole number, not"):
+        with pytest.raises(TypeError, match="warmup of weave takes an integer, not"):
             weave(4 * F, 4 * B, value)
 
 
