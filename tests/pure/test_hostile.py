@@ -183,7 +183,7 @@ def test_a_run_without_times_is_refused_before_its_program_unfolds(tmp_path: Pat
     commands = [["explain", "a.timeline"], ["explain", "a.timeline", "--max-instructions=1000"]]
     small, many = confined(commands, tmp_path)
     assert refused(small) and "start.npy cannot have 0 bytes" in small.text
-    assert refused(many) and "8388608 instructions, and a program may have 1000" in many.text
+    assert refused(many) and "8388608 instructions, and the limit is 1000" in many.text
 
 
 def test_a_box_is_an_ordinary_file(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ gpipe: rank 0 needs 28.22 GB, but the limit is 27.5 GB
         compile(
             gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27e9
         )
-    assert caught.value.hint.startswith("19.2 GB of it is what forwards saved: offload='fit'")
+    assert caught.value.hint.startswith("19.2 GB are saved activations: offload='fit'")
 
 
 def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:

@@ -83,7 +83,7 @@ def test_products_do_what_the_model_asks_for(model: TransformerSpec, choice: Par
         (ParallelPlan(cp=3), "sequence 2048 cannot be divided among cp 3"),
         (ParallelPlan(tp=64, cp=64, sequence_parallel=True), "sequence 2048 cannot be divided"),
         (ParallelPlan(dp=2, ep=2), "experts 1 cannot be divided among ep 2"),
-        (ParallelPlan(tp=16), "a group has different processes of 0 to 7"),
+        (ParallelPlan(tp=16), "processes must be different numbers from 0 to 7"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(choice: ParallelPlan, words: str) -> None:
@@ -269,7 +269,7 @@ def test_peak_is_not_below_what_is_reached() -> None:
     assert Cluster(1, 1, flops=10, **usual).peak_flops == 10
     said: dict[str, Any] = dict(peak="2GFLOP/s")
     assert Cluster(1, 1, flops=10, **usual, **said).peak_flops == 2e9
-    with pytest.raises(UsageError, match="more than the peak"):
+    with pytest.raises(UsageError, match="flops must be at most peak"):
         Cluster(1, 1, flops=10, peak=9, **usual)
-    with pytest.raises(UsageError, match="num_sms is a whole number"):
+    with pytest.raises(UsageError, match="num_sms must be an integer"):
         Cluster(1, 1, flops=10, **usual, **dict(said, num_sms=1.5))

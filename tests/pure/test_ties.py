@@ -161,5 +161,7 @@ def test_commands_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "has tied_weights 1=2, not 0=1" in refused(
         capsys, "check", path, "-O", "tied_weights=0=1"
     )
-    assert "must be yes, no, or stages like 0=2,1=3, not '0'" in refused(capsys, "print", "gpipe", "-O", "tied_weights=0")
+    assert "must be yes, no, or stages like 0=2,1=3, not '0'" in refused(
+        capsys, "print", "gpipe", "-O", "tied_weights=0"
+    )
     assert "stages 0=9 are tied" in refused(capsys, "print", "gpipe", "-O", "tied_weights=0=9")

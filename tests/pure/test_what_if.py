@@ -64,7 +64,7 @@ def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
         schedir.compile(zb_h1, shape, tp=2, stage_segments=3, costs=costs), costs
     )
     advice = advise(timeline, costs)
-    assert saves(advice, "sums of pieces") == pytest.approx(
+    assert saves(advice, "sums of segments") == pytest.approx(
         1 - of(replace(costs, tp_reduce=0)) / base
     )
     best = min(of(costs, fill_collective_waits=which) for which in ("W", "F", "all"))
@@ -108,7 +108,7 @@ def test_other_schedules_hold_no_more() -> None:
         c.description
         for c in advise(run_of(one_f_one_b, plain, PipelineShape(2, 4)), plain).changes
     ]
-    assert any("holds no more activations; I and W each half of B" in what for what in whats)
+    assert any("with no more activations; I and W each half of B" in what for what in whats)
     timeline = run_of(zb_h1, Costs())
     whats = [c.description for c in advise(timeline, Costs()).changes]
     assert not any("half of B" in what for what in whats)
