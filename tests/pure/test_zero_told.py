@@ -150,7 +150,7 @@ def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFi
         "unsharded_stages=1",
     )
     assert (
-        "not dualpipe, dualpipe_v: unsharded_stages is 1, but one group of instructions uses 2 stages"
+        "not dualpipe, dualpipe_v: unsharded_stages is 1, but one group of instructions uses 2"
         in out
     )
 
