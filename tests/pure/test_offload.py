@@ -214,7 +214,7 @@ def test_a_cluster_prices_moves_by_their_bytes() -> None:
     assert own.offload == 3.0 and own.reload == (0.101, 0.201)
     with pytest.raises(UsageError, match="from sizes that are missing: saved"):
         NODE.fill_costs(PipelineShape(2, 4), replace(sizes, saved=0.0), told, offload=True)
-    with pytest.raises(UsageError, match="nobody tells disk"):
+    with pytest.raises(UsageError, match="disk_bandwidth is missing"):
         replace(NODE, disk_bandwidth=None).fill_costs(
             PipelineShape(2, 4), sizes, told, offload=True, offload_to_disk=True
         )
@@ -293,11 +293,15 @@ def peaks(program: Program, tier: str) -> list[float]:
 @pytest.mark.parametrize(
     ("how", "error", "says"),
     [
-        ({"offload": 4}, UsageError, "offload is"),
-        ({"offload": "some"}, UsageError, "offload is"),
-        ({"offload": [4]}, UsageError, "no stage 4 to offload"),
-        ({"offload": [(0, 8)]}, UsageError, "no microbatch 8 to offload"),
-        ({"offload": [0], "frozen_stages": 1}, UsageError, "stage 0 is frozen"),
+        ({"offload": 4}, UsageError, "offload must be"),
+        ({"offload": "some"}, UsageError, "offload must be"),
+        ({"offload": [4]}, UsageError, "offload has stage 4, but the last stage is 3"),
+        (
+            {"offload": [(0, 8)]},
+            UsageError,
+            "offload has microbatch 8, but the last microbatch is 7",
+        ),
+        ({"offload": [0], "frozen_stages": 1}, UsageError, "offload has stage 0, which is frozen"),
     ],
 )
 def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: str) -> None:
@@ -314,7 +318,7 @@ def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: st
             {"offload": "all", "offload_to_disk": "fit", "sizes": SIZES},
             "needs sizes and host_memory_limit",
         ),
-        ({"offload": "all", "host_memory_limit": 20}, "needs the sizes"),
+        ({"offload": "all", "host_memory_limit": 20}, "host_memory_limit needs sizes"),
         ({"offload_to_disk": "all"}, "but offload is not set"),
         ({"offload": "all", "host_memory_limit": "much", "sizes": SIZES}, "number of bytes"),
         ({"offload": "all", "host_memory_limit": -1, "sizes": SIZES}, "number of bytes"),
@@ -390,7 +394,7 @@ def test_what_is_said_in_other_forms_is_the_same() -> None:
     )
     assert len(moved(once, Opcode.OffloadToDisk)[0]) == 8
     for which in ([1.5], [True], [(0, 1.5)], b"all"):
-        with pytest.raises(UsageError, match="offload is"):
+        with pytest.raises(UsageError, match="offload must be"):
             compile(one_f_one_b, PipelineShape(4, 8), offload=which)
 
 

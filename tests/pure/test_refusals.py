@@ -169,7 +169,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("check gpipe --explain-start ٢:٣", "'٢:٣'"),
         ("draw gpipe -o x.png --width ٣", "'٣'"),
         ("train c.toml", "c.toml, line 2, column 9"),
-        ("train d.toml --set pipeline.ranks=٢", "pipeline.ranks must be an integer"),
+        ("train d.toml --set pipeline.ranks=٢", "pipeline.ranks must be a whole number"),
         # What a person writes in brackets, and above a schedule.
         ("print mine.py:named(file=x)", """"mine.py:named(file='x')\""""),
         ("print mine.py:named(file=a.txt)", """file='a.txt'"""),

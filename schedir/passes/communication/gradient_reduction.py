@@ -298,7 +298,8 @@ def _list_sequence_reductions(
         Opcode.ReduceSequenceParallelGrads,
         once,
         "the program has 'sequence_parallel no': each rank has the gradient of all tokens",
-        "place it after the instruction that sums the stage's gradient",
+        "with 'sequence_parallel yes', place it after the instruction that sums the stage's "
+        "gradient",
     )
 
 
