@@ -491,11 +491,8 @@ class DeadlockError(SchedirError):
             f"{'>' if s.index == head else ' '} #{s.index:<3} {s.instr!s:<{width}}  {s.note}"
             for s in self.sites
         ]
-        return [
-            *chain,
-            f"around the position of rank {self.sites[0].rank}:",
-            *map(str.rstrip, around),
-        ]
+        title = f"around the position of rank {self.sites[0].rank}:"
+        return [*chain, title, *map(str.rstrip, around)]
 
 
 class ChannelMismatchError(SchedirError):

@@ -176,10 +176,7 @@ class Lowering:
                 format_tied_weights(reference.tied_weights, reference.shape) == "yes", draft.shape
             )
             traits |= {"tied_weights": tied}
-            change = (
-                f"of {reference.shape.stages} stages cannot be converted to "
-                f"{draft.shape.stages} stages"
-            )
+            change = f"cannot be converted to {draft.shape.stages} stages"
             if reference.tied_weights and not tied:
                 raise ShapeError(f"tied_weights {change}")
             if reference.frozen_stages:

@@ -87,9 +87,7 @@ def compute_layer_terms(
     }
     for name, size in (sizes | {"tp": tp}).items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(
-                f"{name} must be an integer of at least 1, not {describe(size)}", fields=[name]
-            )
+            raise UsageError(f"{name} must be an int >= 1, not {describe(size)}", fields=[name])
     if recompute not in get_args(Recompute):
         raise UsageError(
             f"recompute must be one of {', '.join(get_args(Recompute))}, not {describe(recompute)}",

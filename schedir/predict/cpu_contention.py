@@ -68,14 +68,10 @@ def simulate_on_cpus(
     bad = isinstance(processors, NON_NUMBER_TYPES) or not isinstance(processors, int | float)
     if bad or not 0 < processors < inf:
         raise UsageError(
-            f"processors must be a number above 0, not {describe(processors)}",
-            fields=["processors"],
+            f"processors must be a number > 0, not {describe(processors)}", fields=["processors"]
         )
     if program.is_draft:
-        raise UsageError(
-            "simulate_on_cpus needs a lowered program, not a draft",
-            hint="schedir.compile(schedule, shape)",
-        )
+        raise UsageError("a draft has no messages yet", hint="schedir.compile(schedule, shape)")
     graph = build_complete_graph(program, progress_model, blocking_hosts=blocking_hosts)
     prove(graph)
     start, end = _share_processors(graph, costs, float(processors))

@@ -341,8 +341,7 @@ class _Table:
     def _iter_other_programs(self) -> Iterator[ChangeRow]:
         """Yield changes that need another program."""
         for which in ("W", "F", "all") if self.program.segment_boundaries else ():
-            what = f"fill_collective_waits={which}, which computes during the collectives between "
-            f"segments"
+            what = f"fill_collective_waits={which}, in collectives between segments"
             yield self._make_draft_row("fill", what, self.compute, fill_collective_waits=which)
         what = "the same compute with other transfers"
         orders = None, round_costs(self.costs)

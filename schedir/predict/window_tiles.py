@@ -379,6 +379,4 @@ def _to_dimensions(name: str, value: Any, dimensions: int | None) -> tuple[Any, 
 
 def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise UsageError(
-            f"{name} must be an integer of at least 1, not {describe(value)}", fields=[name]
-        )
+        raise UsageError(f"{name} must be an int >= 1, not {describe(value)}", fields=[name])

@@ -269,9 +269,7 @@ def _require_integers(**numbers: object) -> list[int]:
     """Return the numbers; refuse those that are not integers of at least 1."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(
-                f"{name} must be an integer of at least 1, not {describe(value)}", fields=[name]
-            )
+            raise UsageError(f"{name} must be an int >= 1, not {describe(value)}", fields=[name])
     return [value for value in numbers.values() if isinstance(value, int)]
 
 
@@ -281,8 +279,6 @@ def _require_rates(**numbers: object) -> list[float]:
     for name, value in numbers.items():
         rate = to_float(value)
         if rate is None or not 0 < rate < inf:
-            raise UsageError(
-                f"{name} must be a finite number above 0, not {describe(value)}", fields=[name]
-            )
+            raise UsageError(f"{name} must be a number > 0, not {describe(value)}", fields=[name])
         found.append(rate)
     return found

@@ -55,9 +55,7 @@ def dualpipe(r: int, P: int, m: int) -> RankSchedule:
     if m % 2:
         raise ScheduleError(f"microbatches must be even, not {m}: each direction has half of them")
     if m < 2 * P:
-        raise ScheduleError(
-            f"microbatches must be at least {2 * P} to fill both directions, not {m}"
-        )
+        raise ScheduleError(f"dualpipe needs at least {2 * P} microbatches, not {m}")
     return dualpipe_v(min(r, P - 1 - r), P // 2, m // 2)
 
 

@@ -83,9 +83,7 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
             hint=hints.get(type(schedule), ""),
         ) from None
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
-        raise ScheduleError(
-            "a schedule must be a plain function, not an async function", program=name
-        )
+        raise ScheduleError("a schedule must be a plain function, not an async one", program=name)
     shape = apply_schedule_defaults(schedule, shape).resolve_defaults()
     arguments = {"v": shape.stages_per_rank, "sequence_chunks": shape.sequence_chunks}
     arguments = {

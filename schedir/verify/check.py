@@ -185,8 +185,7 @@ def check(
         sizes.validate(program.shape)
     if lazy_communicators and blocking_hosts:
         raise UsageError(
-            "lazy_communicators does not work with blocking_hosts: lazy communicators are those "
-            "of GPUs, whose hosts do not block",
+            "lazy_communicators needs hosts that do not block, such as those of GPUs",
             fields=["lazy_communicators"],
         )
     wanted = Proof(
@@ -472,9 +471,7 @@ def _require_update_order(graph: Graph) -> None:
     k = int((step > at).argmax())
     late = at[(at > at[k]) & (at < step[k]) & (update < update[k])][:1]
     adds, *others = (index.locate(int(p)) for p in (at[k], *late, step[k]))
-    notes = [f"is in update {update[k] - 1}, and comes too late"] * len(late) + [
-        f"uses the gradients of update {update[k] - 1}, and must come first"
-    ]
+    notes = ["is in the earlier update"] * len(late) + ["ends the earlier update, too late"]
     splits = adds[2].op in BACKWARD_INPUT_OPS
     raise OrderError(
         f"{adds[2]} is in update {update[k]}, but would add its gradients to update "
@@ -483,9 +480,7 @@ def _require_update_order(graph: Graph) -> None:
         sites=[
             InstructionSite(
                 *adds,
-                "adds gradients of weights that are not split (biases, norms)"
-                if splits
-                else "adds gradients",
+                "adds gradients of biases and norms" if splits else "adds gradients",
             ),
             *(InstructionSite(*other, note) for other, note in zip(others, notes, strict=True)),
         ],

@@ -203,9 +203,7 @@ def require_form_pairs(inspector: Inspector) -> None:
         moved[inspector.find_peer_keys(hop)[given & sent]] = True
         if (given & ~sent).any():
             site = inspector.make_key_site(gives, int((given & ~sent).argmax()))
-            inspector.refuse(
-                f"the value of {site.instr} is never sent", site, kind=UnmatchedTransferError
-            )
+            inspector.refuse(f"{site.instr} is never sent", site, kind=UnmatchedTransferError)
         for lost, op, gone, back in (
             (moved & ~taken, takes, gives, inspector.find_peer_keys(hop.opposite)),
             (taken & ~moved, gives, takes, None),
@@ -217,8 +215,7 @@ def require_form_pairs(inspector: Inspector) -> None:
                     f"{site.instr} has no {INSTRUCTIONS[op].text} at the other end",
                     site,
                     kind=UnmatchedTransferError,
-                    hint="set 'sequence_parallel yes' if it gathers tokens between segments of a "
-                    "stage"
+                    hint="set 'sequence_parallel yes' to gather tokens between segments"
                     if back is None and inspector.program.segment_boundaries
                     else "",
                 )

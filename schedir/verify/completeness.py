@@ -104,8 +104,7 @@ def _require_plausible_size(program: Program) -> None:
     shape, n = program.shape, len(program)
     if len(program.streams) != shape.ranks:
         raise CompletenessError(
-            f"the program has {len(program.streams)} Streams, but {shape.ranks} ranks",
-            program=program.name,
+            f"{len(program.streams)} Streams for {shape.ranks} ranks", program=program.name
         )
     least = shape.stages * shape.microbatches
     if least > max(4 * n, _SMALL_PROGRAM_SIZE) or n > max(
@@ -160,15 +159,11 @@ def _require_valid_ranges(inspector: Inspector) -> None:
     turns = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.OCCURRENCE)
     inspector.refuse_first(
         (ix.mb >= shape.optimizer_steps) & late & ~turns,
-        lambda at: (
-            f"there is no update {ix.mb[at]}: the updates are 0 to {shape.optimizer_steps - 1}"
-        ),
+        lambda at: f"there is no update {ix.mb[at]}: the last one is {shape.optimizer_steps - 1}",
     )
     inspector.refuse_first(
         (ix.mb >= ix.occurrences) & turns,
-        lambda at: (
-            f"there is no occurrence {ix.mb[at]}: the occurrences of a stage are numbered from 0"
-        ),
+        lambda at: f"there is no occurrence {ix.mb[at]}: occurrences of a stage begin at 0",
     )
 
 
@@ -238,9 +233,7 @@ def _require_valid_groups(inspector: Inspector) -> None:
     if lone.any():
         at = int(lone.argmax())
         inspector.refuse(
-            "the first instruction of a rank cannot be joined to another",
-            inspector.make_site(at),
-            kind=GroupError,
+            "it is joined, but nothing precedes it", inspector.make_site(at), kind=GroupError
         )
     begins = np.flatnonzero(~ix.joined)
     sizes = np.diff([*begins.tolist(), len(ix.op)])
@@ -275,9 +268,7 @@ def _require_compute(inspector: Inspector) -> None:
     if inspector.program.frozen_stages:
         inspector.refuse_first(
             ix.is_op(TRAINED_STAGE_OPS) & (ix.stage < inspector.program.frozen_stages),
-            lambda at: (
-                f"stage {ix.stage[at]} is frozen, and must not have {INSTRUCTIONS[ix.op[at]].text}"
-            ),
+            lambda at: f"stage {ix.stage[at]} is frozen, and has no {INSTRUCTIONS[ix.op[at]].text}",
         )
     for split, name in ((i, BACKWARD_INPUT), (w, BACKWARD_WEIGHT)):
         if (b & split).any():
@@ -310,10 +301,7 @@ def _require_occurrences(inspector: Inspector) -> None:
         if row.scope is not Scope.OCCURRENCE:
             continue
         if inspector.shape.optimizer_steps > 1:
-            inspector.refuse(
-                f"{row.text} needs optimizer_steps 1, not {inspector.shape.optimizer_steps}",
-                inspector.make_site(int(at[0])),
-            )
+            inspector.refuse(f"{row.text} needs optimizer_steps 1", inspector.make_site(int(at[0])))
         place = ix.compute_keys(row.scope, at, np.zeros(len(at), np.int64))
         order = np.argsort(place, kind="stable")
         first = np.searchsorted(place[order], place[order])

@@ -222,9 +222,7 @@ def test_a_backward_of_a_frozen_stage_is_refused() -> None:
     with pytest.raises(UnmatchedTransferError, match="stage 1 is frozen") as lost:
         check(edited(program, "B 2.3\n", "B 2.3\n  send_grad 2.3\n"))
     assert lost.value.sites[0].rank == 2
-    with pytest.raises(
-        CompletenessError, match="stage 0 is frozen, and must not have reduce_grads"
-    ):
+    with pytest.raises(CompletenessError, match="stage 0 is frozen, and has no reduce_grads"):
         check(edited(program, "  step\n", "  reduce_grads 0\n  step\n"))
     with pytest.raises(CompletenessError, match="no backward in stage 1"):
         check(replace(program, frozen_stages=1))

@@ -188,7 +188,7 @@ def test_a_program_with_a_stream_too_many_is_shown() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
     more = replace(program, streams=(*program.streams, program.streams[1]))
     assert "rank 2\n" in to_text(more) and "rank 2  act_in" not in to_text(more)
-    with pytest.raises(CompletenessError, match="the program has 3 Streams, but 2 ranks"):
+    with pytest.raises(CompletenessError, match="3 Streams for 2 ranks"):
         check(more)
 
 

@@ -124,10 +124,7 @@ def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
     if value.initial_tier:
         yield from _find_initial_tier_faults(value, rows)
     if value.producer_rule in _LATEST_RULES and value.scope is Scope.OCCURRENCE:
-        yield (
-            f"{name}: a value that is made repeatedly must have one instance per stage, not one "
-            "per occurrence"
-        )
+        yield f"{name}: a value that is made repeatedly must be one per stage"
     if value.producer_rule is ProducerRule.LATEST_OR_START and any(
         token in row.frees for row in rows
     ):
@@ -153,10 +150,7 @@ def _find_initial_tier_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[
     """Yield broken rules of a value that exists from the start."""
     token, name = value.value, value.value.name
     if value.initial_tier not in TIERS:
-        yield (
-            f"{name}: its initial tier must be one of {', '.join(TIERS)}, not "
-            f"{value.initial_tier!r}"
-        )
+        yield f"{name}: its tier must be {' or '.join(TIERS)}, not {value.initial_tier!r}"
     if value.producer_rule is not ProducerRule.LATEST:
         yield f"{name}: it exists at the start, so its producer rule must be LATEST"
     for row in rows:

@@ -262,9 +262,7 @@ def _list_replica_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
     once = _mask_required(program, Scope.STAGE) & (program.shape.placement_rows > 1)
-    yield ExpectedInstructions(
-        Opcode.ReduceReplicatedStages, once, "each stage has one replica only"
-    )
+    yield ExpectedInstructions(Opcode.ReduceReplicatedStages, once, "each stage has one replica")
 
 
 def _list_tied_reductions(
@@ -278,11 +276,7 @@ def _list_tied_reductions(
     once = np.zeros(len(holders), bool)
     once[[*first.values()]] = program.has_backward
     why = "each rank has one only, at its first stage with a copy of a tied weight"
-    why = (
-        why
-        if program.trained_ties or not program.tied_weights
-        else "all stages with tied weights are frozen"
-    )
+    why = why if program.trained_ties or not program.tied_weights else "all tied stages are frozen"
     yield ExpectedInstructions(
         Opcode.ReduceTied,
         once,

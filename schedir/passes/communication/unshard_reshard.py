@@ -134,11 +134,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
     each = np.arange(program.shape.stages) >= program.frozen_stages
     once[: program.shape.replica_ranks.size] = np.tile(each, program.shape.placement_rows)
     once &= program.zero > 0
-    why = (
-        "the program has 'zero 0'"
-        if not program.zero
-        else "the weights of its stage are not sharded"
-    )
+    why = "the program has 'zero 0'" if not program.zero else "its weights are not sharded"
     for op, other, hint in (
         (Opcode.Unshard, Opcode.Reshard, "place unshard before the first use of the weights"),
         (Opcode.Reshard, Opcode.Unshard, "place reshard after the last use of the weights"),
