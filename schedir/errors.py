@@ -172,7 +172,7 @@ def describe(value: object) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} {list(value.shape)} of {value.dtype}"
     if isinstance(value, int) and abs(value) >= 10**30:
-        return "a whole number of more than 30 digits"
+        return "an integer of more than 30 digits"
     try:
         words = repr(value)
     except (RecursionError, ValueError):  # deep nesting, or an int of thousands of digits
@@ -194,7 +194,8 @@ def require_type(value: object, kind: type, example: str) -> None:
     """
     if not isinstance(value, kind):
         raise UsageError(
-            f"this takes a {kind.__name__}, not {describe(value)}", hint=f"such as {example}"
+            f"the argument must be a {kind.__name__}, not {describe(value)}",
+            hint=f"for example {example}",
         )
 
 
@@ -229,7 +230,7 @@ def require_bool(value: object, name: str) -> bool:
     """
     if type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    raise UsageError(f"{name} is True or False, not {describe(value)}", fields=[name])
+    raise UsageError(f"{name} must be True or False, not {describe(value)}", fields=[name])
 
 
 class ConfigError(UsageError):
@@ -411,7 +412,7 @@ class MemoryLimitError(SchedirError):
         tier: str = "device",
     ) -> None:
         more = format_bytes(required_bytes) + f" on the {tier}" * (tier != "device")
-        fact = f"rank {site.rank} would hold {more}, and may hold {format_bytes(limit_bytes)}"
+        fact = f"rank {site.rank} needs {more}, but the limit is {format_bytes(limit_bytes)}"
         super().__init__(fact, program=program, sites=[site], hint=hint)
         self.limit_bytes, self.required_bytes, self.tier, self.live_values = (
             limit_bytes,
@@ -477,9 +478,9 @@ class DeadlockError(SchedirError):
         """Return a line for each wait of the cycle, and the lines of the window."""
         width = max(len(str(w.instr)) for w in self.cycle)
         chain = [
-            f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needed_instr} from rank "
-            f"{w.needed_rank}, which is #{w.needed_index} there, and rank {w.needed_rank} stands "
-            f"at #{w.current_index}"
+            f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needed_instr}, "
+            f"#{w.needed_index} on rank {w.needed_rank}; rank {w.needed_rank} is at "
+            f"#{w.current_index}"
             for w in self.cycle
         ]
         if not self.sites:
@@ -490,7 +491,8 @@ class DeadlockError(SchedirError):
             f"{'>' if s.index == head else ' '} #{s.index:<3} {s.instr!s:<{width}}  {s.note}"
             for s in self.sites
         ]
-        return [*chain, f"around rank {self.sites[0].rank}:", *map(str.rstrip, around)]
+        title = f"around the position of rank {self.sites[0].rank}:"
+        return [*chain, title, *map(str.rstrip, around)]
 
 
 class ChannelMismatchError(SchedirError):

@@ -80,7 +80,7 @@ def require_package(package: str, feature: str, *, field: str = "", min_version:
     min_version = min_version or EXTRAS[package].min_version
     installed = _get_version(package)
     if min_version and installed and _parse_version(installed) < _parse_version(min_version):
-        reason = f"{feature} needs {package} {min_version} or later, and {installed} is installed"
+        reason = f"{feature} needs {package} {min_version} or later, but {installed} is installed"
         raise _make_missing_error(package, reason, field)
 
 
@@ -100,7 +100,7 @@ def broken_package(error: BaseException) -> MissingPackageError | None:
                 package, f"{package} cannot be imported: {describe_exception(error)}"
             )
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
-        return _make_missing_error(error.name, f"this needs {error.name}, which is not installed")
+        return _make_missing_error(error.name, f"the package {error.name} is not installed")
     return None
 
 

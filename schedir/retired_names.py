@@ -141,9 +141,10 @@ RETIRED_HINTS: Final = MappingProxyType(
         "kind = bert": "examples/bert.py trains it with schedir.runtime.Executor",
         "kind = encoder_decoder": "examples/encoder_decoder.py trains it with "
         "schedir.runtime.Executor",
-        "tokenizer = bpe": "name the path of a tokenizer.json: the library tokenizers trains one, "
+        "tokenizer = bpe": "give the path of a tokenizer.json: the library tokenizers trains one, "
         "and ~/.cache/schedir has those of earlier runs",
-        "source = .jsonl": "Megatron-LM's tools/preprocess_data.py writes a .bin and an .idx of it",
+        "source = .jsonl": "convert the file with Megatron-LM's tools/preprocess_data.py, which "
+        "writes a .bin and an .idx",
     }
 )
 

@@ -31,13 +31,13 @@ from schedir.ir.isa.instructions import (
 )
 
 _BLOCKING_HINT = (
-    "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile, and over "
-    "NCCL a message waits for what was issued before it: what others need must stand before"
+    "issue the instructions that other ranks need earlier: a host that waits for the inputs of a "
+    "compute issues nothing meanwhile, and over NCCL a message also waits for what was issued "
+    "before it"
 )
 _DEVICE_SYNC_HINT = (
-    "a host that waits for its whole device, as an allocation or the first use of a kernel may, "
-    "waits for messages that were posted early: post them later (overlap=False), or let nothing be "
-    "allocated in a step"
+    "post messages later (overlap=False), or allocate no memory in a step: a host that waits for "
+    "its device also waits for messages that were posted early"
 )
 
 
@@ -84,7 +84,7 @@ def find_order_error(graph: Graph) -> OrderError | None:
     if giver > first:
         fact = f"{instr} needs {value}, which {given} gives only later"
     else:
-        fact = f"{instr} needs {value}, which {given} gives, but they run as one"
+        fact = f"{instr} needs {value}, which {given} gives, but both are in one group"
     return OrderError(
         fact,
         program=graph.program.name,
@@ -99,9 +99,9 @@ def _make_stale_error(graph: Graph, stale: StaleRead) -> OrderError:
     instr, last = needer[2], culprit[2]
     words, gone = VALUES[stale.value].phrase, stale.value in INSTRUCTIONS[last.op].frees
     change = find_change(last.op, stale.value)
-    how = "has used up" if gone else "has left unfit"
+    how = "has freed" if gone else "has changed"
     if change is not None and not gone:
-        way = "moved to the" if change.after in TIERS else "made a"
+        way = "moved to the" if change.after in TIERS else "changed to"
         how = f"has {way} {change.after}"
     makers = [
         INSTRUCTIONS[op].text for op in find_producers(stale.value) or find_modifiers(stale.value)
@@ -112,10 +112,10 @@ def _make_stale_error(graph: Graph, stale: StaleRead) -> OrderError:
         f"{instr} needs {words}, which {last} {how}",
         program=graph.program.name,
         sites=[
-            InstructionSite(*culprit, "touches it last"),
+            InstructionSite(*culprit, "is the last to use it"),
             InstructionSite(*needer, "needs it here"),
         ],
-        hint=f"{names} of its stage between the two would give it" * (gone and again),
+        hint=f"insert {names} of this stage between these two instructions" * (gone and again),
     )
 
 
@@ -128,9 +128,8 @@ def _suggest_weight_delay(graph: Graph) -> str:
     at = np.flatnonzero(index.is_op(COMPUTE_OPS))
     least = int((index.find_updates(at) - stepped[at]).max(initial=0))
     return (
-        f"weights that are older by {least} would be there: "
-        f"-O weight_delay={least}, pipeline.weight_delay = {least} or "
-        f"PipelineShape(weight_delay={least})"
+        f"use weights that are {least} updates older: -O weight_delay={least}, "
+        f"pipeline.weight_delay = {least} or PipelineShape(weight_delay={least})"
     )
 
 
@@ -216,19 +215,20 @@ def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
     """Return the error for the first message whose ends use different communicators."""
     one, other = int(graph.mismatched_sends[0]), int(graph.partner[graph.mismatched_sends[0]])
     sends, takes = graph.index.locate(one), graph.index.locate(other)
-    of_group = "goes with both sends and receives, so by the communicator of all ranks"
-    of_pair = "goes alone, so by the communicator of the two"
+    of_group = "is in a group with sends and receives: communicator of all ranks"
+    of_pair = "is in no such group: communicator of the two ranks"
     if grouped := graph.entry_exit_nodes[0][one] != graph.node[one]:
         notes = [of_group, of_pair]
     else:
         notes = [of_pair, of_group]
     return ChannelMismatchError(
-        f"{sends[2]} and {takes[2]} never meet: the {'send' if grouped else 'receive'} is in a "
-        "group with both sends and receives, and its other side is not",
+        f"{sends[2]} and {takes[2]} use different communicators: the "
+        f"{'send' if grouped else 'receive'} is in a group with sends and receives, and its "
+        "other end is not",
         program=graph.program.name,
         sites=[InstructionSite(*sends, notes[0]), InstructionSite(*takes, notes[1])],
-        hint="group both ends of a message or neither, or let NCCL be initialised eagerly, "
-        "init_process_group(device_id=...), which gives the model device",
+        hint="group both ends of a message or neither, or initialise NCCL eagerly with "
+        "init_process_group(device_id=...), and use the progress model per_device",
     )
 
 

@@ -62,4 +62,4 @@ def describe_eager_limit(limit: float) -> str:
     text = format_bytes(limit)
     if parse_bytes(text) != limit:
         text = f"{math.ceil(limit)} B"
-    return f"it finishes where messages of {text} wait for nobody"
+    return f"the program finishes if messages of at most {text} do not wait for their receives"

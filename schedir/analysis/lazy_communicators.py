@@ -18,8 +18,8 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.errors import ChannelMismatchError, DeadlockError, InstructionSite, SchedirError
 
 _HINT = (
-    "who makes communicators before the step, as a warm-up in one order on all ranks, has none to "
-    "wait for in it"
+    "create all communicators before the step, in the same order on all ranks, for example in a "
+    "warm-up step"
 )
 
 
@@ -50,17 +50,17 @@ def find_first_use_error(graph: Graph) -> SchedirError | None:
             return _make_absence_error(graph, members)
     passed, moved = [0] * ranks, True
 
-    def stands(rank: int) -> int:
+    def get_next_use(rank: int) -> int:
         return uses[rank][passed[rank]] if passed[rank] < len(uses[rank]) else len(index)
 
     while moved:
         moved = False
         for members in parties.values():
-            if all(stands(rank) == position for rank, position in members.items()):
+            if all(get_next_use(rank) == position for rank, position in members.items()):
                 for rank in members:
                     passed[rank] += 1
                 moved = True
-    stuck = {rank: stands(rank) for rank in range(ranks) if stands(rank) < len(index)}
+    stuck = {rank: get_next_use(rank) for rank in range(ranks) if get_next_use(rank) < len(index)}
     return (
         _make_cycle_error(graph, stuck, {at: parties[name[at]] for at in stuck.values()})
         if stuck
@@ -73,8 +73,8 @@ def _make_absence_error(graph: Graph, members: dict[int, int]) -> ChannelMismatc
     away = next(r for r in range(graph.program.shape.ranks) if r not in members)
     first = graph.index.locate(min(members.values()))
     return ChannelMismatchError(
-        f"{first[2]} uses the communicator of all ranks, which is made when all have come, and "
-        f"rank {away} never uses it",
+        f"{first[2]} uses the communicator of all ranks, which waits for all ranks, but rank "
+        f"{away} never uses it",
         program=graph.program.name,
         sites=[InstructionSite(*first, "waits for all ranks")],
         hint=_HINT,
@@ -100,8 +100,8 @@ def _make_cycle_error(
     )
     return make_deadlock_error(
         graph,
-        f"{len(steps)} hosts wait for each other, each to make a communicator at its first use; "
-        f"{ran} of {len(graph.program)} instructions were issued",
+        f"{len(steps)} hosts wait for each other, each to create a communicator at its first "
+        f"use; {ran} of {len(graph.program)} instructions were issued",
         steps,
         ran,
         _HINT,

@@ -211,10 +211,10 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
             others = (
                 f"did you mean {close_names[0]!r}?"
                 if close_names
-                else f"there are {', '.join(known)}"
+                else f"the options are {', '.join(known)}"
             )
             raise UsageError(
-                f"no option {option!r} of compile",
+                f"compile has no option {option!r}",
                 hint=RETIRED_HINTS.get(option, others),
                 fields=[option],
             )
@@ -242,7 +242,7 @@ def resolve_shape(
         return shape
     if shape is not None:
         raise UsageError(
-            f"shape and {', '.join(fields)} are both given",
+            f"shape and {', '.join(fields)} cannot both be given",
             hint="give a PipelineShape, or its fields as keywords",
             fields=[*fields],
         )
@@ -273,14 +273,14 @@ def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -
         return expand_schedule(schedule, shape)
     if not schedule.is_draft:
         raise LoweringLevelError(
-            "this is lowered already: it says more than F, B, I, W and R",
+            "the program is lowered already: it has other instructions than F, B, I, W and R",
             program=schedule.name,
-            hint="schedir.check(program) proves it",
+            hint="schedir.check(program) verifies it",
         )
     if shape is not None:
         given = (f.name for f in SHAPE_FIELDS if f.name not in shape.default_fields)
         if any(getattr(shape, name) != getattr(schedule.shape, name) for name in given):
-            raise UsageError(f"a draft has its own shape, {schedule.shape}, and is not for {shape}")
+            raise UsageError(f"the draft has the shape {schedule.shape}, not {shape}")
     return schedule
 
 
@@ -295,8 +295,8 @@ def _require_complete_draft(program: Program) -> Program:
         }
         if program.shape.stages_per_rank > 1 and used_stages <= {*first_stages}:
             error.hint = (
-                "it says F, which is F[0], and nothing of F[1], a rank's second stage; "
-                "with a parameter v, it is told how many there are"
+                "F is F[0], the first stage of a rank: add F[1] and B[1] for its second stage; a "
+                "parameter v receives the number of stages of a rank"
             )
         raise
 
@@ -321,25 +321,22 @@ def check_memory(
             that helps.
         UsageError: `sizes` is None, or `limit` is not a number of bytes.
     """
+    name = "memory_limit" if tier == "device" else f"{tier}_memory_limit"
     if sizes is None:
         raise UsageError(
-            "a limit in bytes needs the sizes of what is held",
+            f"{name} needs sizes: the bytes of the values",
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
     require_type(sizes, Sizes, SIZES_EXAMPLE)
-    bytes_ = _parse_byte_limit(
-        limit, "memory_limit" if tier == "device" else f"{tier}_memory_limit"
-    )
+    bytes_ = _parse_byte_limit(limit, name)
     try:
         return require_memory_limit(program, sizes, bytes_, tier)
     except MemoryLimitError as error:
         if tier == "host":
             if program.used_opcodes.isdisjoint(HOST_TRIP):
-                error.hint = (
-                    "optimizer_placement='device' leaves the optimizer's states on the device"
-                )
+                error.hint = "optimizer_placement='device' keeps the optimizer state on the device"
             elif program.used_opcodes.isdisjoint(DISK_TRIP):
-                error.hint = 'offload_to_disk="fit" moves on to the disk what does not fit'
+                error.hint = 'offload_to_disk="fit" moves activations that do not fit to the disk'
             raise
         with_minimal_slots = share_slots(program, "minimal")
         peak = max(
@@ -348,7 +345,7 @@ def check_memory(
         )
         if peak <= add_tolerance(bytes_):
             error.hint = (
-                f'with buffer_sharing="minimal" no rank holds more than {format_bytes(peak)}'
+                f'with buffer_sharing="minimal" no rank needs more than {format_bytes(peak)}'
             )
         elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
             # One saved value of the list must stay on the device: an instruction uses it then.
@@ -359,9 +356,8 @@ def check_memory(
             rest = size * (number - 1) / max(number, 1)
             if rest and error.required_bytes - rest <= add_tolerance(bytes_):
                 error.hint = (
-                    f"{format_bytes(size)} of it is what forwards saved: offload='fit' moves "
-                    "that to "
-                    "the host, recompute='fit' runs it again"
+                    f"{format_bytes(size)} are saved activations: offload='fit' moves them to "
+                    "the host, recompute='fit' computes them again"
                 )
         raise
 
@@ -374,7 +370,9 @@ def _parse_byte_limit(limit: object, name: str) -> float:
         size = None
     if size is None or size < 0:
         raise UsageError(
-            f"a {name} is a number of bytes, not {describe(limit)}", hint="40e9", fields=[name]
+            f"{name} must be a number of bytes, not {describe(limit)}",
+            hint=f"{name}=40e9",
+            fields=[name],
         )
     return size
 
@@ -424,8 +422,8 @@ def lower(
         memory_limit = _parse_byte_limit(memory_limit, "memory_limit")
     if boundary == "replicated" and program.sequence_parallel:
         raise UsageError(
-            "boundary is 'replicated', and tensor-parallel ranks share the sequence: what passes "
-            "between stages is each one's part of it",
+            "boundary='replicated' does not work with sequence_parallel: each tensor-parallel "
+            "rank has only its own tokens",
             hint="boundary='sharded', or sequence_parallel=False",
             fields=["boundary", "sequence_parallel"],
         )

@@ -176,12 +176,13 @@ class Lowering:
                 format_tied_weights(reference.tied_weights, reference.shape) == "yes", draft.shape
             )
             traits |= {"tied_weights": tied}
+            change = f"cannot be converted to {draft.shape.stages} stages"
             if reference.tied_weights and not tied:
-                raise ShapeError("of a model that is cut otherwise it is not known what is tied")
+                raise ShapeError(f"tied_weights {change}")
             if reference.frozen_stages:
-                raise ShapeError("of a model that is cut otherwise it is not known what is frozen")
+                raise ShapeError(f"frozen_stages {change}")
             if reference.skips:
-                raise ShapeError("of a model that is cut otherwise it is not known what skips what")
+                raise ShapeError(f"skips {change}")
         return compile(
             draft,
             progress_model=self.progress_model,

@@ -20,7 +20,7 @@ from schedir.errors import ShapeError, UsageError
 # 1 GB of memory and a few seconds.
 DEFAULT_MAX_INSTRUCTIONS: Final = 10**7
 RAISE_LIMIT_HINT: Final = (
-    "--max-instructions N, or `with schedir.input_limits(max_instructions=N)`, allows more"
+    "raise the limit with --max-instructions N, or `with schedir.input_limits(max_instructions=N)`"
 )
 
 
@@ -76,11 +76,11 @@ def input_limits(
         ...         PipelineShape(ranks=8, microbatches=8)
         ...     except ShapeError as error:
         ...         print(error.fact)
-        8 stages x 8 microbatches are at least 64 instructions, and a program may have 50
+        8 stages x 8 microbatches are at least 64 instructions, and the limit is 50
     """
     global _current_trust
     if max_instructions is not None and max_instructions < 1:
-        raise UsageError(f"a program has 1 instruction or more, not at most {max_instructions}")
+        raise UsageError(f"max_instructions must be at least 1, not {max_instructions}")
     before = _current_trust
     _current_trust = InputTrust(
         before.max_instructions if max_instructions is None else max_instructions,
@@ -129,8 +129,7 @@ def require_instruction_limit(
     )
     if max_instructions is not None and count > max_instructions:
         raise ShapeError(
-            f"{subject} are at least {count} instructions, and a program may have "
-            f"{max_instructions}",
+            f"{subject} are at least {count} instructions, and the limit is {max_instructions}",
             hint=RAISE_LIMIT_HINT,
             fields=fields,
         )
@@ -147,6 +146,6 @@ def require_code_allowed(source: str) -> None:
     """
     if not _current_trust.allow_code:
         raise UsageError(
-            f"{source} is code, which reading it would run, and code is not to be run",
-            hint="a FILE.sched says a program without code; without --no-code it would run",
+            f"{source} is Python code, which --no-code or input_limits(allow_code=False) forbids",
+            hint="use a FILE.sched, which contains no code, or allow code",
         )

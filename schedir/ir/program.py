@@ -191,12 +191,10 @@ class Program:
         name = self.name
         if not isinstance(name, str) or not name.isprintable() or "#" in name or not name.strip():
             raise ShapeError(
-                f"a program's name is one printable line without '#', not {name!r}", fields=["name"]
+                f"name must be one printable line without '#', not {name!r}", fields=["name"]
             )
         if name != name.strip():
-            raise ShapeError(
-                f"a program's name has no space around it: {name!r} has", fields=["name"]
-            )
+            raise ShapeError(f"name must not begin or end with a space: {name!r}", fields=["name"])
         # Default values of the shape become explicit, so that a schedule cannot replace them later.
         object.__setattr__(self, "shape", self.shape.resolve_defaults())
         for f in ATTRIBUTE_FIELDS:
@@ -208,16 +206,19 @@ class Program:
             slots = tuple(SlotCounts(*map(index, counts)) for counts in self.slots)
         except TypeError:
             raise ShapeError(
-                f"slots are four whole numbers for each rank, not {describe(self.slots)}",
+                f"slots must be four integers for each rank, not {describe(self.slots)}",
                 hint="SlotCounts(act_in=2, act_out=1, grad_in=1, grad_out=1)",
                 fields=["slots"],
             ) from None
         if slots and len(slots) != self.shape.ranks:
             raise ShapeError(
-                f"slots are given for {len(slots)} of {self.shape.ranks} ranks", fields=["slots"]
+                f"slots has entries for {len(slots)} ranks, but the program has {self.shape.ranks}",
+                fields=["slots"],
             )
         if any(not 0 <= count < 2**31 for counts in slots for count in counts.specified().values()):
-            raise ShapeError("the number of slots is a whole number from 0 on", fields=["slots"])
+            raise ShapeError(
+                f"each number of slots must be from 0 to {2**31 - 1}", fields=["slots"]
+            )
         object.__setattr__(self, "slots", slots)
         streams = StreamSlices.from_streams(self.streams)
         object.__setattr__(self, "streams", streams)

@@ -115,9 +115,9 @@ def _format_header(program: Program) -> Iterator[str]:
         line = "  ".join(f.to_text(program) for f in shown)
         if "optimizer_steps" in [f.name for f in shown]:
             line += (
-                f"  # microbatch k is of update k // {program.shape.microbatches_per_update} = "
-                "u, on weights "
-                "after max(u - weight_delay, 0)"
+                "  # microbatch k is in update u = k // "
+                f"{program.shape.microbatches_per_update}, and uses the weights after max(u - "
+                "weight_delay, 0) updates"
             )
         if line:
             yield line
@@ -258,7 +258,7 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
         >>> from_text(to_text(program).replace("send_act", "sendact"))
         Traceback (most recent call last):
             ...
-        schedir.errors.ParseError: line 7, column 16: no instruction 'sendact 0.0+'
+        schedir.errors.ParseError: line 7, column 16: there is no instruction 'sendact 0.0+'
             4 x  F 0.0+; sendact 0.0+
                          ^
           hint: did you mean 'send_act'?
@@ -271,10 +271,10 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
     ]
     if not lines or lines[0].text.split()[:1] != ["schedir"]:
         first = lines[0] if lines else _Line(1, "")
-        raise first.make_error(f"a program begins with 'schedir {FORMAT_VERSION}'")
+        raise first.make_error(f"a program must begin with 'schedir {FORMAT_VERSION}'")
     if lines[0].text.split()[1:] != [str(FORMAT_VERSION)]:
         raise lines[0].make_error(
-            f"this reads format {FORMAT_VERSION}, not {lines[0].text[8:]!r}", 8
+            f"the format must be {FORMAT_VERSION}, not {lines[0].text[8:]!r}", 8
         )
     begin = next((k for k, line in enumerate(lines) if line.text.startswith("rank ")), len(lines))
     found = _parse_header(lines[1:begin], lines[0])
@@ -325,13 +325,13 @@ def _parse_header(lines: list[_Line], first_line: _Line) -> _HeaderValues:
             if key not in (*_FIELD_BY_NAME, "program"):
                 near = get_close_matches(key, [*_FIELD_BY_NAME, "program", "rank"], 1)
                 hint = RETIRED_HINTS.get(key, f"did you mean {near[0]!r}?" if near else "")
-                raise line.make_error(f"no key {key!r}", pair.start(1), hint)
+                raise line.make_error(f"there is no field {key!r}", pair.start(1), hint)
             if key in found:
                 raise line.make_error(f"{key} is given twice", pair.start(1))
             if not value:
                 raise line.make_error(f"{key} has no value", pair.start(1))
             if key == "program" and not name:  # its value is the rest of the line
-                raise line.make_error("program begins a line of its own", pair.start(1))
+                raise line.make_error("program must be the first field of its line", pair.start(1))
             at = pair.start(2)
             found[key] = (
                 value if name else _parse_value(line, at, _FIELD_BY_NAME[key], value),
@@ -340,7 +340,7 @@ def _parse_header(lines: list[_Line], first_line: _Line) -> _HeaderValues:
             )
     for key in ("program", *(f.name for f in HEADER_FIELDS if f.is_required)):
         if key not in found:
-            raise (lines[-1] if lines else first_line).make_error(f"the header gives no {key!r}")
+            raise (lines[-1] if lines else first_line).make_error(f"the header has no {key!r}")
     return found
 
 
@@ -377,12 +377,12 @@ def _parse_streams(
                     f"expected rank {len(streams)}, not {found[1]}", found.start(1)
                 )
             if len(streams) == ranks:
-                raise line.make_error(f"the header says {ranks} ranks", found.start(1))
+                raise line.make_error(f"the header has ranks {ranks}", found.start(1))
             counts = SlotCounts(
                 *(UNSHARED_SLOTS if n is None else int(n) for n in found.groups()[1:])
             )
             if streams and (counts == SlotCounts.unspecified()) is (len(slots) > 0):
-                raise line.make_error("slots are said of all ranks or of none", found.end(1))
+                raise line.make_error("either all ranks or no ranks must have slots", found.end(1))
             if counts != SlotCounts.unspecified():
                 slots.append(counts)
             streams.append([])
@@ -390,7 +390,7 @@ def _parse_streams(
             streams[-1].append(_parse_line(line, left, max_instructions, hint))
             left -= len(streams[-1][-1])
     if len(streams) != ranks:
-        raise last_line.make_error(f"the header says {ranks} ranks, but there are {len(streams)}")
+        raise last_line.make_error(f"the header has ranks {ranks}, but the text has {len(streams)}")
     empty = np.empty(0, np.int64)
     return tuple(Stream(np.concatenate([empty, *parts])) for parts in streams), tuple(slots)
 
@@ -399,7 +399,9 @@ def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -
     found = _REPEAT_PATTERN.match(line.text)
     times, at = (int(found[1]), found.end()) if found else (1, 0)
     if times < 1:
-        raise line.make_error("a line is repeated at least once", found.start(1) if found else 0)
+        raise line.make_error(
+            "the number of repetitions must be at least 1", found.start(1) if found else 0
+        )
     body, steps = list[int](), list[int]()
     for part in re.finditer(r"([;&]?)([^;&]*)", line.text[at:]):
         if not part[0]:
@@ -413,14 +415,12 @@ def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -
         body.append(word)
         steps.append(step)
     if times * len(body) > remaining:
-        fact = (
-            f"the program unfolds to more than the {max_instructions} instructions that it may have"
-        )
+        fact = f"the program has more than {max_instructions} instructions, which is the limit"
         raise line.make_error(fact, hint=hint)
     for word, step in zip(body, steps, strict=True):
         end = (word & 0xFFFFFFFF) + step * (times - 1)
         if not 0 <= end < 2**32:
-            raise line.make_error(f"microbatches run to {end}")
+            raise line.make_error(f"microbatch {end} is out of range")
     words = np.array(body, np.int64) + np.arange(times)[:, None] * np.array(steps, np.int64)
     return words.reshape(-1)
 
@@ -434,7 +434,9 @@ def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
     if not found or name not in OPCODE_BY_TEXT:
         near = get_close_matches(name, list(OPCODE_BY_TEXT), 1)
         raise line.make_error(
-            f"no instruction {part.strip()!r}", column, f"did you mean {near[0]!r}?" if near else ""
+            f"there is no instruction {part.strip()!r}",
+            column,
+            f"did you mean {near[0]!r}?" if near else "",
         )
     op = OPCODE_BY_TEXT[name]
     per = INSTRUCTIONS[op].scope
@@ -443,10 +445,10 @@ def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
     least = full - (per is not Scope.MICROBATCH and not found[4])  # update 0 need not be written
     if not least <= len(numbers) <= full:
         want = f"{name} {per.value}".strip()
-        raise line.make_error(f"{name} is written {want!r}, not {part.strip()!r}", column)
+        raise line.make_error(f"{name} must be written {want!r}, not {part.strip()!r}", column)
     stage, mb = [0] * (per is Scope.RANK) + numbers + [0] * (full - len(numbers))
     if stage > 0xFFFF or mb > 0xFFFFFFFF:
-        raise line.make_error(f"{part.strip()!r} is out of every range", column)
+        raise line.make_error(f"a number of {part.strip()!r} is too large", column)
     sign = found[4] or ""
     step = 0 if not sign else int(sign[1:] or 1) * (1 if sign[0] == "+" else -1)
     return int(op) << OP_SHIFT | stage << STAGE_SHIFT | mb, step

@@ -23,7 +23,7 @@ Selection = str | Iterable[int] | Iterable[tuple[int, int]] | Callable[[int, int
 
 SELECTION_KEYWORDS: Final = ("all", "half", "fit")
 _ALLOWED_SELECTIONS: Final = (
-    '"all", "half", "fit", stages as [0, 1], pairs as [(0, 3)], or what says it of (stage, mb)'
+    '"all", "half", "fit", stages like [0, 1], pairs like [(0, 3)], or a function of (stage, mb)'
 )
 
 
@@ -113,7 +113,7 @@ def find_named_pairs(
         for number, (what, most) in zip(one, there, strict=False):
             if not 0 <= number < most:
                 raise UsageError(
-                    f"there is no {what} {number} to {option}: they are 0 to {most - 1}",
+                    f"{option} has {what} {number}, but the last {what} is {most - 1}",
                     fields=[option],
                 )
     return named
@@ -137,7 +137,7 @@ def split_addresses(addresses: Words) -> tuple[Words, Words]:
 
 def _make_selection_error(selection: object, option: str) -> UsageError:
     return UsageError(
-        f"{option} is {_ALLOWED_SELECTIONS}, not {describe(selection)}", fields=[option]
+        f"{option} must be {_ALLOWED_SELECTIONS}, not {describe(selection)}", fields=[option]
     )
 
 

@@ -43,12 +43,12 @@ ACTIVATION_TERMS: Final = (
     Term("mask of its dropout", 1, True, True),
     Term("output of its dropout", 2, True, True),
     Term("input of the projection", 2, True),
-    Term("mask of the dropout behind attention", 1, False),
+    Term("mask of the dropout after attention", 1, False),
     Term("input of the second norm", 2, False),
     Term("input of the first linear layer", 2, False),
     Term("input of GELU", 8, True),
     Term("input of the second linear layer", 8, True),
-    Term("mask of the dropout behind the MLP", 1, False),
+    Term("mask of the dropout after the MLP", 1, False),
 )
 
 
@@ -87,10 +87,10 @@ def compute_layer_terms(
     }
     for name, size in (sizes | {"tp": tp}).items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(f"{name} is a number from 1 on, not {describe(size)}", fields=[name])
+            raise UsageError(f"{name} must be an int >= 1, not {describe(size)}", fields=[name])
     if recompute not in get_args(Recompute):
         raise UsageError(
-            f"recompute is {', '.join(get_args(Recompute))}, not {describe(recompute)}",
+            f"recompute must be one of {', '.join(get_args(Recompute))}, not {describe(recompute)}",
             fields=["recompute"],
         )
     num_elements = {

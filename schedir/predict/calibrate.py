@@ -179,7 +179,7 @@ def format_bubbles(run: Timeline, predicted: Timeline) -> str:
     more = compute_prediction_error(predicted, run)
     if abs(more) > MAX_PREDICTION_ERROR:
         than = f"{abs(more):.0%} {'more' if more > 0 else 'less'}"
-        return f"bubble {run.bubble:.1%}, not predicted: at its mean times it takes {than}"
+        return f"bubble {run.bubble:.1%}, not predicted: the simulation takes {than}"
     lost = compute_unexplained_share(predicted, run)
     also = f" and {lost:.1%} unexplained" if lost >= MIN_REPORTED_SHARE else ""
     return f"bubble {run.bubble:.1%}, predicted {predicted.bubble:.1%}{also}"

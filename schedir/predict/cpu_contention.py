@@ -68,7 +68,7 @@ def simulate_on_cpus(
     bad = isinstance(processors, NON_NUMBER_TYPES) or not isinstance(processors, int | float)
     if bad or not 0 < processors < inf:
         raise UsageError(
-            f"processors are a number above 0, not {describe(processors)}", fields=["processors"]
+            f"processors must be a number > 0, not {describe(processors)}", fields=["processors"]
         )
     if program.is_draft:
         raise UsageError("a draft has no messages yet", hint="schedir.compile(schedule, shape)")

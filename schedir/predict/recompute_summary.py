@@ -20,7 +20,7 @@ def describe_recompute(program: Program) -> str:
         >>> from schedir import PipelineShape, compile, schedules
         >>> describe_recompute(compile(schedules.one_f_one_b, PipelineShape(4, 8),
         ...     recompute="0,1.0,1.1,1.2,1.5"))
-        '12 of 32 forwards: of stage 0 all, of stage 1 0-2 and 5'
+        '12 of 32 forwards: all of stage 0, mb 0-2 and 5 of stage 1'
     """
     return _describe_op_forwards(program, RECOMPUTE)
 
@@ -54,7 +54,8 @@ def _describe_op_forwards(program: Program, op: Opcode) -> str:
         return ""
     microbatches = program.shape.microbatches
     each = [
-        f"of stage {stage} {'all' if len(mbs) == microbatches else _format_ranges(sorted(mbs))}"
+        ("all" if len(mbs) == microbatches else f"mb {_format_ranges(sorted(mbs))}")
+        + f" of stage {stage}"
         for stage, mbs in sorted(found.items())
     ]
     number = sum(map(len, found.values()))

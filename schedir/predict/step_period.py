@@ -76,7 +76,7 @@ def compute_step_period(
     """
     check(program, progress_model, blocking_hosts=blocking_hosts)
     if steps < 2:
-        raise UsageError(f"a period is told of 2 steps or more, not of {steps}")
+        raise UsageError(f"steps must be at least 2, not {steps}")
     graph = Graph.from_program(program, progress_model, blocking_hosts=blocking_hosts)
     one = build_problem(graph, costs or Costs())
     nodes, within, across = graph.node_id_limit, [*one.edges], [*_iter_step_edges(graph)]

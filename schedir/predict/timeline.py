@@ -83,7 +83,7 @@ def require_timelines(timelines: object) -> None:
     require_type(timelines, Sequence, f"[{run}]")
     assert isinstance(timelines, Sequence)
     if not timelines:
-        raise UsageError("this takes a Timeline or more, not none")
+        raise UsageError("at least one Timeline is needed")
     for each in timelines:
         require_type(each, Timeline, run)
 
@@ -163,9 +163,7 @@ class Timeline:
     def __post_init__(self) -> None:
         if self.unit not in TIME_UNITS:
             known = " or ".join(map(repr, TIME_UNITS))
-            raise UsageError(
-                f"the unit of a Timeline is {known} (units of cost), not {self.unit!r:.60}"
-            )
+            raise UsageError(f"unit must be {known}, not {self.unit!r:.60}; '' is units of cost")
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -310,10 +308,10 @@ class Timeline:
             UsageError: There is no such tier, or the Timeline has no sizes.
         """
         if tier not in TIERS:
-            raise UsageError(f"there is no tier {tier!r:.60}: they are {', '.join(TIERS)}")
+            raise UsageError(f"tier must be one of {', '.join(TIERS)}, not {tier!r:.60}")
         if self.sizes is None:
             raise UsageError(
-                "memory in bytes needs the sizes of what is held",
+                "memory in bytes needs the sizes of values",
                 hint="simulate(program, sizes=Sizes(...))",
             )
         return tuple(

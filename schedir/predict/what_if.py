@@ -69,7 +69,7 @@ MIN_SAVING: Final = 0.005  # Share of a time or of bytes. Smaller differences ar
 MAX_COMPILED_INSTRUCTIONS: Final = 100_000
 _I: Final = BACKWARD_INPUT
 _COMPUTE_COSTS: Final = (*(COST_BY_OPCODE[op] for op in COMPUTE_OPS), "FB")
-_SEGMENT_SUMS: Final = "sums of pieces"
+_SEGMENT_SUMS: Final = "sums of segments"
 # The row of `_FREE_COSTS` that also makes `tp_gather` free, by `program.sequence_parallel`. With
 # sequence parallelism a gather is a part of the sums, and without it a part of a message.
 _FREE_GATHER_ROW: Final = {False: "messages", True: _SEGMENT_SUMS}
@@ -211,7 +211,7 @@ class Advice(NamedTuple):
     @property
     def current(self) -> SimulatedChange:
         """The run without a change, as a `SimulatedChange`."""
-        return SimulatedChange(ChangeRow("now", "held now", Costs()), self.baseline, 0.0)
+        return SimulatedChange(ChangeRow("now", "as now", Costs()), self.baseline, 0.0)
 
 
 def advise(
@@ -341,7 +341,7 @@ class _Table:
     def _iter_other_programs(self) -> Iterator[ChangeRow]:
         """Yield changes that need another program."""
         for which in ("W", "F", "all") if self.program.segment_boundaries else ():
-            what = f"fill_collective_waits={which}, which computes while pieces are summed"
+            what = f"fill_collective_waits={which}, in collectives between segments"
             yield self._make_draft_row("fill", what, self.compute, fill_collective_waits=which)
         what = "the same compute with other transfers"
         orders = None, round_costs(self.costs)
@@ -372,7 +372,9 @@ class _Table:
             what = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
             is_of_saved = options.keys() <= _SAVED_OPTIONS.keys()
             if is_of_saved and has_saved and (has_copies or "offload" not in options):
-                yield self._make_memory_row(what or "all kept", kept, _SAVED_OPTIONS | options)
+                yield self._make_memory_row(
+                    what or "all saved activations kept", kept, _SAVED_OPTIONS | options
+                )
             if not is_of_saved and has_parts:
                 others = _ZERO_3_OPTIONS if "zero" in options else {}
                 yield self._make_memory_row(what, self.compute, others | options)
@@ -446,9 +448,9 @@ class _Table:
             if name in _COMPUTE_COSTS
         }
         first, last = sum(segments[:worst]), sum(segments[: worst + 1]) - 1
-        holders = " and ".join(map(str, self.shape.replica_ranks[:, first].tolist()))
-        which = f"stage {first}" if first == last else f"stage of pieces {first} to {last}"
-        longer = f"({which} on rank {holders} takes {each[worst] / mean:.2f}x)"
+        replicas = " and ".join(map(str, self.shape.replica_ranks[:, first].tolist()))
+        which = f"stage {first}" if first == last else f"stage of segments {first} to {last}"
+        longer = f"({which} on rank {replicas} takes {each[worst] / mean:.2f}x)"
         yield self._make_cost_row("even", f"stages that all take the mean {longer}", **even)
 
     def _iter_more_microbatches(self) -> Iterator[ChangeRow]:
@@ -489,7 +491,7 @@ class _Table:
                         continue
                     costs = self._split_costs_into(drafted.shape.stages)
                     what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
-                    what += ", which holds no more activations"
+                    what += ", with no more activations"
                     if _I in drafted.used_opcodes and _I not in self.program.used_opcodes:
                         what += "; I and W each half of B"
                     yield ChangeRow(
@@ -512,7 +514,7 @@ class _Table:
         peak = self.baseline.peak_in_flight
         most = [np.count_nonzero(s.op == FORWARD) for s in self.program.streams]
         for more, what in (
-            (0, "a greedy order, which holds no more activations"),
+            (0, "a greedy order, with no more activations"),
             (1, "one more activation in flight on each rank, in greedy order"),
         ):
             if more and (peak == most).all():

@@ -69,12 +69,12 @@ class Axis:
             _require_number(name, getattr(self, name))
         if not isinstance(self.causal, bool):
             raise UsageError(
-                f"causal is True or False, not {describe(self.causal)}", fields=["causal"]
+                f"causal must be True or False, not {describe(self.causal)}", fields=["causal"]
             )
         if self.stride > self.window:
             raise UsageError(
-                f"stride {self.stride} is longer than window {self.window}: keys between two "
-                "windows would be seen by nobody",
+                f"stride must be at most window ({self.window}), not {self.stride}: no query "
+                "would see the keys between two windows",
                 fields=["stride", "window"],
             )
 
@@ -371,7 +371,7 @@ def _to_dimensions(name: str, value: Any, dimensions: int | None) -> tuple[Any, 
         return (value,) * (dimensions or 1)
     if not value or dimensions not in (None, len(value)):
         raise UsageError(
-            f"{name} has {len(value)} numbers; there is one for each dimension of length",
+            f"{name} has {len(value)} numbers, but needs one for each dimension of length",
             fields=[name],
         )
     return (*value,)
@@ -379,4 +379,4 @@ def _to_dimensions(name: str, value: Any, dimensions: int | None) -> tuple[Any, 
 
 def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise UsageError(f"{name} is a number from 1 on, not {describe(value)}", fields=[name])
+        raise UsageError(f"{name} must be an int >= 1, not {describe(value)}", fields=[name])

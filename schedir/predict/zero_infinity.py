@@ -188,7 +188,7 @@ def required_bandwidth(
     """
     (share,) = _require_rates(share=share)
     if share > 1 or (share == 1 and not overlapped):
-        raise UsageError(f"share is less than 1, not {describe(share)}", fields=["share"])
+        raise UsageError(f"share must be less than 1, not {describe(share)}", fields=["share"])
     ait, peak = _require_rates(intensity=intensity, peak=peak)
     return peak / ait * (share if overlapped else share / (1 - share))
 
@@ -269,7 +269,7 @@ def _require_integers(**numbers: object) -> list[int]:
     """Return the numbers; refuse those that are not integers of at least 1."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} is a number from 1 on, not {describe(value)}", fields=[name])
+            raise UsageError(f"{name} must be an int >= 1, not {describe(value)}", fields=[name])
     return [value for value in numbers.values() if isinstance(value, int)]
 
 
@@ -279,6 +279,6 @@ def _require_rates(**numbers: object) -> list[float]:
     for name, value in numbers.items():
         rate = to_float(value)
         if rate is None or not 0 < rate < inf:
-            raise UsageError(f"{name} is a number above 0, not {describe(value)}", fields=[name])
+            raise UsageError(f"{name} must be a number > 0, not {describe(value)}", fields=[name])
         found.append(rate)
     return found

@@ -93,7 +93,8 @@ def find_schedule(name: str) -> Schedule:
     known = get_built_in_schedules()
     if name not in known:
         raise UsageError(
-            f"no built-in schedule {describe(name)}", hint=suggest_schedules(name, [*known])
+            f"there is no built-in schedule {describe(name)}",
+            hint=suggest_schedules(name, [*known]),
         )
     return known[name]
 
@@ -114,4 +115,4 @@ def suggest_schedules(name: str, known: Sequence[str]) -> str:
     names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}
     others = [spelled, *(spelled.replace(one, ours) for one, ours in names.items())]
     near = [near for each in others for near in get_close_matches(each, known, 1)]
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else f"the schedules are {', '.join(known)}"

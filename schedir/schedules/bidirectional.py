@@ -53,9 +53,9 @@ def dualpipe(r: int, P: int, m: int) -> RankSchedule:
       rank 3  F4  F5  F6  F0' I0' W0' F1' F7  B1' ..  F2' B4  B2' --  F3' B5  B3' --  I6  W6  I7  W7
     """
     if m % 2:
-        raise ScheduleError(f"each direction has half of the microbatches: {m} is not even")
+        raise ScheduleError(f"microbatches must be even, not {m}: each direction has half of them")
     if m < 2 * P:
-        raise ScheduleError(f"{m} microbatches are too few: it takes {2 * P} to fill both ways")
+        raise ScheduleError(f"dualpipe needs at least {2 * P} microbatches, not {m}")
     return dualpipe_v(min(r, P - 1 - r), P // 2, m // 2)
 
 

@@ -57,7 +57,7 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
         rank 1  ..  F0  F0' F1  F1' ..  B0' --  B0  --  B1' --  B1  --  ..  ..
     """
     if v % 2:
-        raise ScheduleError(f"a wave goes down and back: v must be even, not {v}")
+        raise ScheduleError(f"a wave needs an even stages_per_rank (v), not {v}")
     local_stages = [j * P + (P - 1 - r if j % 2 else r) for j in range(v)]
     block = [(s, F[j]) for j, s in enumerate(local_stages)]
     block += [(2 * v * P - 1 - s, B[j]) for j, s in enumerate(local_stages)]

@@ -71,7 +71,9 @@ def greedy_schedule(
     costs = Costs() if costs is None else costs
     require_type(costs, Costs, "Costs(F=1, B=2)")
     if not isinstance(priority, str) or sorted(priority) not in (["B", "F"], ["F", "I", "W"]):
-        raise ScheduleError(f"priority orders the letters BF or FIW, not {describe(priority)}")
+        raise ScheduleError(
+            f"priority must be the letters BF or FIW in any order, not {describe(priority)}"
+        )
     drafted = Program(
         name, shape, (Stream.from_instructions([]),) * shape.ranks, frozen_stages=frozen_stages
     )
@@ -88,7 +90,7 @@ def _require_integer(value: object) -> int:
         return index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ScheduleError(
-            f"max_in_flight is a whole number, or a function of the rank that gives one, not "
+            "max_in_flight must be an integer, or a function of the rank that returns one, not "
             f"{describe(value)}"
         ) from None
 
@@ -118,9 +120,8 @@ class _GreedyState:
             trained = [stage for stage in own if stage >= self.frozen_stages]
             if limit < len(trained):
                 raise ScheduleError(
-                    f"{limit} activations in flight are too few for rank {rank}, which "
-                    f"{'trains' if self.frozen_stages else 'has'} {len(trained)} "
-                    f"stage{'s' * (len(trained) > 1)}"
+                    f"max_in_flight must be at least {len(trained)} on rank {rank}, the number "
+                    f"of its {'trained ' if self.frozen_stages else ''}stages, not {limit}"
                 )
             for after, stage in enumerate(reversed(trained)):
                 self.capacity[rank][stage] = limit - after

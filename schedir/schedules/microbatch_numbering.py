@@ -94,10 +94,9 @@ def _number_recomputes(
     if (lone := free & ~there).any():
         one = int(r[lone.argmax()])
         raise ScheduleError(
-            f"rank {rank[one]} says R[{local[one]}] as its letter "
-            f"#{one - int((rank == rank[one]).argmax())}, and no backward of that stage behind it "
-            "is without one",
-            hint="R makes ready for the B or I that comes next: F + R + B",
+            f"letter #{one - int((rank == rank[one]).argmax())} of rank {rank[one]} is "
+            f"R[{local[one]}], but no later backward of that stage is without an R",
+            hint="each R belongs to the next B or I of its stage: F + R + B",
         )
     mb[r[free]] = mb[b[at[free]]]
 
@@ -120,11 +119,11 @@ def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: Pipeline
         own, text = shape.stages_on_rank[wrong], INSTRUCTIONS[fields["op"][at]].text
         has = "1 stage" if len(own) == 1 else f"{len(own)} stages"
         raise ScheduleError(
-            f"rank {wrong} says {text}[{local[at]}] as its letter "
-            f"#{at - int((rank == wrong).argmax())}, but has {has}: "
-            f"{text}[0] is stage {own[0]} of the model",
-            hint="F[j] is the rank's own stage j, from 0; microbatches number themselves, or are "
-            "said as F.at(mb)",
+            f"letter #{at - int((rank == wrong).argmax())} of rank {wrong} is "
+            f"{text}[{local[at]}], but the rank has {has}: {text}[0] is stage {own[0]} of the "
+            "model",
+            hint="F[j] is local stage j of the rank, from 0; microbatches are numbered "
+            "automatically, or with F.at(mb)",
         )
     return local
 
@@ -148,12 +147,12 @@ def _match_weight_grads(
         number = np.bincount(rank[w][bare], minlength=int(rank[-1]) + 1)
         if (mixed := ~bare & (number[rank[w]] > 0)).any():
             raise ScheduleError(
-                f"rank {rank[w][mixed.argmax()]} says both W and W[j]: say W[j] everywhere"
+                f"rank {rank[w][mixed.argmax()]} has both W and W[j]: use W[j] everywhere"
             )
         inputs = np.bincount(rank[i], minlength=len(number))
         if (more := number > inputs).any():
             one = int(more.argmax())
-            raise ScheduleError(f"rank {one} has {number[one]} W for {inputs[one]} I")
+            raise ScheduleError(f"rank {one} has {number[one]} W, but only {inputs[one]} I")
         stage_of_i = np.where(number[rank[i]] > 0, OLDEST_STAGE, stage_of_i)
     w_cells, of = rank[w] << 16 | local[w], rank[i] << 16 | stage_of_i
     w, i = w[np.argsort(w_cells, kind="stable")], i[np.argsort(of, kind="stable")]

@@ -97,12 +97,10 @@ class RankSchedule:
             int(times) if isinstance(times, (bool, np.bool_)) else _require_integer("n * F", times)
         )
         if count < 0:
-            raise ValueError(f"n * F takes n from 0 on, not {count}: max(n, 0) is never less")
+            raise ValueError(f"n * F needs an n of at least 0, not {count}: use max(n, 0)")
         most = get_input_trust().max_instructions
         if most is not None and count * max(len(self), 1) > most:
-            raise ValueError(
-                f"n * {self!r} is longer than the {most} instructions that a program may have"
-            )
+            raise ValueError(f"n * {self!r} has more than {most} instructions, which is the limit")
         try:
             letters = np.empty((count, len(self)), np.int64)
         except (MemoryError, ValueError):  # ValueError means that the size exceeds numpy's limit.
@@ -114,9 +112,9 @@ class RankSchedule:
 
     def __getitem__(self, local: SupportsIndex) -> RankSchedule:
         """Return the same letters on another local stage of the rank, counted from 0."""
-        local = _require_integer("F[own stage]", local)
+        local = _require_integer("F[local stage]", local)
         if not 0 <= local < OLDEST_STAGE:
-            raise IndexError(f"a rank's own stages count from 0, not {local}")
+            raise IndexError(f"local stages are numbered from 0, not {local}")
         return RankSchedule(self.letters & ~(0xFFFF << STAGE_SHIFT) | local << STAGE_SHIFT)
 
     def at(self, mb: SupportsIndex) -> RankSchedule:
@@ -134,7 +132,7 @@ class RankSchedule:
         """
         mb = _require_integer("F.at(microbatch)", mb)
         if not 0 <= mb < AUTO_MICROBATCH:
-            raise IndexError(f"microbatches count from 0, not {mb}")
+            raise IndexError(f"microbatches are numbered from 0, not {mb}")
         return RankSchedule(self.letters & ~AUTO_MICROBATCH | mb)
 
     __iter__ = None  # Otherwise Python would iterate with __getitem__, and never stop.
@@ -153,8 +151,8 @@ def _require_integer(subject: str, value: SupportsIndex) -> int:
             raise TypeError
         return index(value)
     except TypeError:
-        hint = ": divide by //" if isinstance(value, float) else ""
-        raise TypeError(f"{subject} takes a whole number, not {value!r:.60}{hint}") from None
+        hint = ": divide with //" if isinstance(value, float) else ""
+        raise TypeError(f"{subject} takes an integer, not {value!r:.60}{hint}") from None
 
 
 #: The forward of the next microbatch.
@@ -191,13 +189,15 @@ def concat(schedules: Iterable[RankSchedule]) -> RankSchedule:
         <RankSchedule F F F>
     """
     return RankSchedule(
-        np.concatenate([EMPTY.letters, *(_require_letters("join", word) for word in schedules)])
+        np.concatenate([EMPTY.letters, *(_require_letters("concat", word) for word in schedules)])
     )
 
 
 def _require_letters(subject: str, schedule: object) -> Words:
     if not isinstance(schedule, RankSchedule):
-        raise TypeError(f"{subject} takes words, as 3 * F and F + B, not {describe(schedule)}")
+        raise TypeError(
+            f"{subject} takes rank schedules such as 3 * F and F + B, not {describe(schedule)}"
+        )
     return schedule.letters
 
 
@@ -271,7 +271,10 @@ def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
         _require_letters("overlapped_pair", second),
     )
     if len(one) != len(other):
-        raise ValueError(f"overlapped_pair pairs letters: {len(one)} do not go with {len(other)}")
+        raise ValueError(
+            f"overlapped_pair needs two schedules of equal length, not of {len(one)} and "
+            f"{len(other)} letters"
+        )
     return RankSchedule(np.stack([one, other | JOINED_BIT], 1).reshape(-1))
 
 
@@ -307,8 +310,8 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
         >>> expand_schedule(valley, PipelineShape(2, 3, stages_per_rank=2, placement="loop"))
         Traceback (most recent call last):
             ...
-        schedir.errors.ScheduleError: valley: valley is for placement 'vee', not for 'loop' with 2
-    """
+        schedir.errors.ScheduleError: valley: valley needs placement 'vee', not 'loop' with 2 stages per rank
+    """  # noqa: E501
     if not isinstance(placement, str | tuple):
         raise TypeError(
             "@with_placement takes a placement, as in @with_placement('loop'), not "
@@ -346,12 +349,10 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
         >>> expand_schedule(late, PipelineShape(1, 4, optimizer_steps=2, weight_delay=0))
         Traceback (most recent call last):
             ...
-        schedir.errors.ScheduleError: late: late is for updates with a delay of 1, not of 0
+        schedir.errors.ScheduleError: late: late needs weight_delay 1, not 0
     """
     if isinstance(delay, NON_NUMBER_TYPES):
-        raise TypeError(
-            f"@with_weight_delay takes a whole number or one per stage, not {delay!r:.60}"
-        )
+        raise TypeError(f"@with_weight_delay takes an integer or one per stage, not {delay!r:.60}")
     if isinstance(delay, Iterable):
         delay = tuple(_require_integer("@with_weight_delay", each) for each in delay)
     else:

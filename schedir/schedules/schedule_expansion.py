@@ -29,7 +29,7 @@ from schedir.schedules.schedule_algebra import (
 
 # Number of letters that are numbered in one call.  Most shapes need one call for all ranks.
 _BATCH_LETTERS = 2**17
-_ALGEBRA_HINT = "words are F + B, n * F, F[own stage] and F.at(microbatch)"
+_ALGEBRA_HINT = "a rank schedule is made of F + B, n * F, F[local stage] and F.at(microbatch)"
 
 
 def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
@@ -75,14 +75,15 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         signature = inspect.signature(schedule)
     except (TypeError, ValueError):
         hints = {
-            str: "the built-in ones are in schedir.schedules",
-            RankSchedule: "do not call it yourself",
+            str: "the built-in schedules are in schedir.schedules",
+            RankSchedule: "give the function, not its result",
         }
         raise ScheduleError(
-            f"a schedule is a function, not {schedule!r:.60}", hint=hints.get(type(schedule), "")
+            f"a schedule must be a function, not {schedule!r:.60}",
+            hint=hints.get(type(schedule), ""),
         ) from None
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
-        raise ScheduleError("a schedule is a plain function, not an async one", program=name)
+        raise ScheduleError("a schedule must be a plain function, not an async one", program=name)
     shape = apply_schedule_defaults(schedule, shape).resolve_defaults()
     arguments = {"v": shape.stages_per_rank, "sequence_chunks": shape.sequence_chunks}
     arguments = {
@@ -95,7 +96,7 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
     except TypeError:
         several = len(signature.parameters) > 3
         raise ScheduleError(
-            f"a schedule takes (rank, ranks, microbatches), but this one takes {signature}",
+            f"a schedule must take (rank, ranks, microbatches), but this one takes {signature}",
             program=name,
             hint="bind other options with functools.partial" if several else "",
         ) from None
@@ -111,8 +112,8 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         max_instructions = get_input_trust().max_instructions
         if max_instructions is not None and offsets[rank + 1] > max_instructions:
             raise ShapeError(
-                f"the schedule of {shape.stages} stages x {shape.microbatches} microbatches says "
-                f"more than the {max_instructions} instructions that a program may have",
+                f"the schedule of {shape.stages} stages x {shape.microbatches} microbatches has "
+                f"more than {max_instructions} instructions, which is the limit",
                 program=name,
                 hint=RAISE_LIMIT_HINT,
                 fields=["microbatches", "ranks", "stages_per_rank"],
@@ -137,7 +138,7 @@ def _require_placement(schedule: Schedule, shape: PipelineShape, name: str) -> N
         and replace(shape, weight_delay=delay) != shape
     ):
         raise ScheduleError(
-            f"{name} is for updates with a delay of {delay}, not of {shape.weight_delay}",
+            f"{name} needs weight_delay {delay}, not {shape.weight_delay}",
             program=name,
         )
     v = fixed or shape.stages_per_rank
@@ -150,8 +151,8 @@ def _require_placement(schedule: Schedule, shape: PipelineShape, name: str) -> N
         right = PipelineShape(shape.ranks, shape.microbatches, placement=placement)
     if not np.array_equal(shape.replica_ranks, right.replica_ranks):
         raise ScheduleError(
-            f"{name} is for placement {placement!r}{f' with {v} stages per rank' * bool(fixed)}, "
-            f"not for {shape.placement!r} with {shape.stages_per_rank}",
+            f"{name} needs placement {placement!r}{f' with {v} stages per rank' * bool(fixed)}, "
+            f"not {shape.placement!r} with {shape.stages_per_rank_text}",
             program=name,
         )
 
@@ -170,15 +171,15 @@ def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -
         for word in _iterate_yielded(result, subject) if yields else [result]:
             if not isinstance(word, RankSchedule):
                 raise ScheduleError(
-                    f"{subject} must {'yield' if yields else 'return'} words, not {word!r:.60}",
-                    hint="return a sum like 2 * F + 2 * B, or yield its parts one by one",
+                    f"{subject} must {'yield' if yields else 'return'} rank schedules, not "
+                    f"{word!r:.60}",
+                    hint="return a sum like 2 * F + 2 * B, or yield its terms one by one",
                 )
             words.append(word.letters)
             count += max(len(word), 1)
             if count > limit:
                 raise ScheduleError(
-                    f"{subject} says more than {limit} times F, B, I, W or R, where {enough} are "
-                    "enough",
+                    f"{subject} has more than {limit} instructions, but {enough} are enough",
                     hint="does its loop end?" if yields else "",
                 )
     except SchedirError as error:
@@ -201,6 +202,6 @@ def _iterate_yielded(generator: Any, subject: str) -> Iterator[RankSchedule]:
     """Yield the rank schedules of a generator. Raises ScheduleError if it also returns a value."""
     if (returned := (yield from generator)) is not None:
         raise ScheduleError(
-            f"{subject} yields words and also returns {returned!r:.60}, which is lost",
-            hint="yield that too, and then return",
+            f"{subject} yields rank schedules, but also returns {returned!r:.60}",
+            hint="yield this value too, and return nothing",
         )

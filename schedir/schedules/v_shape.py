@@ -129,5 +129,5 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
 def _require_microbatches(m: int, min_microbatches: int) -> None:
     if m < min_microbatches:
         raise ScheduleError(
-            f"{m} microbatches are too few: it takes {min_microbatches} to fill the vee"
+            f"microbatches must be at least {min_microbatches} to fill the vee, not {m}"
         )

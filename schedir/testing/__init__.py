@@ -24,8 +24,8 @@ Example:
         ...
     AssertionError: impatient is refused on PipelineShape(...) under progress model 'per_edge'
     DeadlockError: impatient: 2 ranks wait for each other; stopped after 2 of 8 instructions
-      rank 0 #1   B 0.0  needs B 1.0 from rank 1, which is #2 there, and rank 1 stands at #1
-      rank 1 #1   F 1.1  needs F 0.1 from rank 0, which is #2 there, and rank 0 stands at #1
+      rank 0 #1   B 0.0  needs B 1.0, #2 on rank 1; rank 1 is at #1
+      rank 1 #1   F 1.1  needs F 0.1, #2 on rank 0; rank 0 is at #1
       ...
 """
 

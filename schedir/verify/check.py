@@ -90,8 +90,8 @@ def require_segment_order(index: InstructionIndex) -> None:
     late_at, early_at, turn = min(found)
     early, later = index.locate(early_at), index.locate(late_at)
     if turn > 0:
-        fact = f"{early[2]} runs before {later[2]}, whose keys and values it sees"
-        needs = "needs what the other leaves"
+        fact = f"{early[2]} runs before {later[2]}, whose keys and values it needs"
+        needs = "needs the keys and values of the other"
     else:
         fact = f"{early[2]} runs before {later[2]}, which gives gradients to its keys and values"
         needs = "needs the gradients that the other gives"
@@ -99,8 +99,8 @@ def require_segment_order(index: InstructionIndex) -> None:
         f"{fact}: both are of sequence {later[2].mb // shape.sequence_chunks}",
         program=index.program.name,
         sites=[InstructionSite(*early, needs), InstructionSite(*later, "comes too late")],
-        hint=f"the {shape.sequence_chunks} segments of a sequence go forward from the first on, "
-        "and backward from the last on",
+        hint=f"run the {shape.sequence_chunks} chunks of a sequence forward from first to last, "
+        "and backward from last to first",
     )
 
 
@@ -185,7 +185,7 @@ def check(
         sizes.validate(program.shape)
     if lazy_communicators and blocking_hosts:
         raise UsageError(
-            "communicators that are made lazily are those of GPUs, whose hosts do not block",
+            "lazy_communicators needs hosts that do not block, such as those of GPUs",
             fields=["lazy_communicators"],
         )
     wanted = Proof(
@@ -243,13 +243,13 @@ def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> E
         return None
     if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 <= float(limit) < math.inf:
         raise UsageError(
-            f"eager_limit is a number of bytes, such as 512e3, not {describe(limit)}",
+            f"eager_limit must be a number of bytes, such as 512e3, not {describe(limit)}",
             fields=["eager_limit"],
         )
     if sizes is None or not _has_message_sizes(program, sizes):
         named = ["activation", *["skip"] * bool(program.skips)]
         raise UsageError(
-            "who says from which size on messages wait, says how large they are, too",
+            "eager_limit needs the sizes of messages",
             hint=f"sizes=Sizes({', '.join(f'{name}=16e6' for name in named)}), or --sizes "
             + ",".join(f"{name}=16MB" for name in named),
             fields=["sizes"],
@@ -382,10 +382,10 @@ def _require_free_slots(graph: Graph) -> None:
         f"rank {rank} has {count} {name} slot{'s' * (count != 1)}, and {instr} needs one more",
         program=program.name,
         sites=[
-            InstructionSite(rank, at, instr, "fills it"),
-            InstructionSite(rank, freed_at, frees, "frees the next"),
+            InstructionSite(rank, at, instr, "needs a slot"),
+            InstructionSite(rank, freed_at, frees, "frees the next slot"),
         ],
-        hint=f"its Stream needs {least}",
+        hint=f"the Stream needs {least} {name} slot{'s' * (least != 1)}",
     )
 
 
@@ -401,8 +401,8 @@ def _require_releases(graph: Graph) -> None:
             continue
         for again, before in chains.find_overwrites()[:1]:
             raise OrderError(
-                f"{place(again)[2]} gives {row.phrase}, which {place(before)[2]} has given, and "
-                "nobody has let go",
+                f"{place(again)[2]} gives {row.phrase}, but no instruction has freed that of "
+                f"{place(before)[2]}",
                 program=graph.program.name,
                 sites=[
                     InstructionSite(*place(before), "gives it"),
@@ -411,7 +411,7 @@ def _require_releases(graph: Graph) -> None:
             )
         for last in chains.find_unfreed()[:1] if FREEING_OPS[row.value] else []:
             raise CompletenessError(
-                f"{place(last)[2]} gives {row.phrase}, and nobody lets go of it",
+                f"{place(last)[2]} gives {row.phrase}, but no later instruction frees it",
                 program=graph.program.name,
                 sites=[InstructionSite(*place(last), "gives it")],
             )
@@ -471,21 +471,21 @@ def _require_update_order(graph: Graph) -> None:
     k = int((step > at).argmax())
     late = at[(at > at[k]) & (at < step[k]) & (update < update[k])][:1]
     adds, *others = (index.locate(int(p)) for p in (at[k], *late, step[k]))
-    notes = ["is of that, and comes only now"] * len(late) + ["takes them, and should come before"]
+    notes = ["is in the earlier update"] * len(late) + ["ends the earlier update, too late"]
     splits = adds[2].op in BACKWARD_INPUT_OPS
     raise OrderError(
-        f"{adds[2]} is of update {update[k]}, but what it adds to the gradients would go into "
-        f"update {update[k] - 1}",
+        f"{adds[2]} is in update {update[k]}, but would add its gradients to update "
+        f"{update[k] - 1}",
         program=graph.program.name,
         sites=[
             InstructionSite(
                 *adds,
-                "adds those of what is not split (biases, norms)" if splits else "adds to them",
+                "adds gradients of biases and norms" if splits else "adds gradients",
             ),
             *(InstructionSite(*other, note) for other, note in zip(others, notes, strict=True)),
         ],
-        hint="all backwards of an update, I and W too, come before those of the next, as in "
-        "one_f_one_b and pipedream_2bw",
+        hint="on each rank, put all backwards of an update, I and W too, before those of the "
+        "next, as in one_f_one_b and pipedream_2bw",
     )
 
 
@@ -506,10 +506,10 @@ def _require_update_end_order(graph: Graph) -> None:
     k = int(early.argmax())
     first, second = index.locate(int(at[k])), index.locate(int(at[k + 1]))
     raise OrderError(
-        f"{first[2]}, of update {update[k]}, comes before {second[2]}, of update {update[k + 1]}",
+        f"{first[2]}, in update {update[k]}, comes before {second[2]}, in update {update[k + 1]}",
         program=graph.program.name,
         sites=[InstructionSite(*first, "comes too early"), InstructionSite(*second)],
-        hint="each rank ends one update after the other, also where all of its stages are frozen",
+        hint="end the updates of each rank in order, also on a rank with frozen stages only",
     )
 
 
@@ -537,7 +537,7 @@ def find_crossed_messages(graph: Graph) -> GroupError | ChannelMismatchError | N
     k = int(cross.argmax())
     places = [index.locate(int(at)) for at in (*got[[k, k + 1]], *partner[got[[k + 1, k]]])]
     return (GroupError if graph.eager_messages is None else ChannelMismatchError)(
-        f"{places[0][2]} and {places[1][2]} are sent the other way round, and messages between "
+        f"{places[0][2]} and {places[1][2]} are sent in the opposite order, but messages between "
         "two ranks match by position",
         program=graph.program.name,
         sites=[InstructionSite(*place) for place in places],

@@ -53,7 +53,7 @@ def require_transfers(inspector: Inspector) -> None:
     if not inspector.program.has_backward:
         inspector.refuse_first(
             inspector.index.is_op(_GRADIENT_MOVE_OPS),
-            lambda at: "a program without a backward has no gradient to move",
+            lambda at: "a program without a backward must not move gradients",
         )
     for send in SEND_OPS if inspector.program.has_backward else _FORWARD_SENDS:
         row = INSTRUCTIONS[send]
@@ -101,8 +101,8 @@ def require_transfers(inspector: Inspector) -> None:
             at = int(lost.argmax())
             instr = Instr(send, int(inspector.stage[at]), int(inspector.mb[at]))
             inspector.refuse(
-                f"{instr} and its receive are missing: rank {here[at]} has what rank "
-                f"{away[at]} needs",
+                f"{instr} and its receive are missing: rank {away[at]} needs a value from rank "
+                f"{here[at]}",
                 kind=UnmatchedTransferError,
             )
 
@@ -123,7 +123,7 @@ def _refuse_stray(inspector: Inspector, op: Opcode, stray: NDArray[np.bool_]) ->
         why = f"there is no stage {stage + (1 if hop is PeerRule.NEXT else -1)}"
     else:
         why = f"no skip leads {'from' if hop is PeerRule.SKIP_TO else 'to'} stage {stage}"
-    inspector.refuse(f"{site.instr} has nobody to go to: {why}", site, kind=UnmatchedTransferError)
+    inspector.refuse(f"{site.instr} is not needed: {why}", site, kind=UnmatchedTransferError)
 
 
 def require_group_members(inspector: Inspector) -> None:
@@ -161,7 +161,7 @@ def require_group_members(inspector: Inspector) -> None:
                 rank = int(shape.replica_ranks[absent, stage])
             site = inspector.make_key_site(op, key)
             inspector.refuse(
-                f"{site.instr} meets no other on rank {rank}", site, kind=UnmatchedTransferError
+                f"{site.instr} has no counterpart on rank {rank}", site, kind=UnmatchedTransferError
             )
 
 
@@ -183,11 +183,11 @@ def require_form_pairs(inspector: Inspector) -> None:
         # Between segments there are gathers, too. `stage_segmentation` lists the expected ones.
         inspector.refuse_first(
             inspector.index.is_op(_SPLITS_BEFORE_SEND),
-            lambda at: "with 'sequence_parallel yes' what passes between stages is a part already",
+            lambda at: "with 'sequence_parallel yes', values between stages are shards already",
         )
     elif inspector.program.tp == 1:
         inspector.refuse_first(
-            inspector.index.is_op(TP_SPLIT_OPS), lambda at: "nothing is sharded where tp is 1"
+            inspector.index.is_op(TP_SPLIT_OPS), lambda at: "tp is 1, so no value is sharded"
         )
     for gives, send, takes in _SENDS_WITH_FORM:
         if inspector.program.sequence_parallel and gives in _SPLITS_BEFORE_SEND:
@@ -212,10 +212,10 @@ def require_form_pairs(inspector: Inspector) -> None:
                 key = int(lost.argmax())
                 site = inspector.make_key_site(gone, key if back is None else int(back[key]))
                 inspector.refuse(
-                    f"{site.instr} has no {INSTRUCTIONS[op].text} on the other side",
+                    f"{site.instr} has no {INSTRUCTIONS[op].text} at the other end",
                     site,
                     kind=UnmatchedTransferError,
-                    hint="sequence_parallel yes, if it gathers tokens between pieces of a stage"
+                    hint="set 'sequence_parallel yes' to gather tokens between segments"
                     if back is None and inspector.program.segment_boundaries
                     else "",
                 )

@@ -77,9 +77,9 @@ def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
         _require_only_compute(inspector)
     elif program.is_draft and program.has_backward:
         raise LoweringLevelError(
-            "this is a draft: it computes, but nothing is sent, reduced or stepped",
+            "the program is a draft: it has no messages, reductions or optimizer steps",
             program=program.name,
-            hint="schedir.compile lowers a draft, as well as a schedule",
+            hint="schedir.compile lowers a draft",
         )
     _require_valid_ranges(inspector)
     _require_owner_ranks(inspector)
@@ -112,7 +112,7 @@ def _require_plausible_size(program: Program) -> None:
     ):
         raise CompletenessError(
             f"{n} instructions are far too {'few' if n < least else 'many'} for {shape.stages} "
-            f"stages x {shape.microbatches} microbatches, which take {least} to "
+            f"stages x {shape.microbatches} microbatches, which need {least} to "
             f"{shape.max_instructions}",
             program=program.name,
         )
@@ -127,15 +127,15 @@ def _require_valid_words(program: Program) -> None:
         at = int(np.flatnonzero(~known)[0])
         rank = int(np.searchsorted(program.offsets, at, side="right")) - 1
         raise CompletenessError(
-            f"rank {rank} #{at - int(program.offsets[rank])} is no instruction: "
-            f"word {int(words[at]):#x}",
+            f"rank {rank} #{at - int(program.offsets[rank])} is not an instruction: "
+            f"{int(words[at]):#x}",
             program=program.name,
         )
 
 
 def _require_only_compute(inspector: Inspector) -> None:
     inspector.refuse_first(
-        ~inspector.index.is_op(COMPUTE_OPS), lambda at: f"a draft has only {_COMPUTE_NAMES}"
+        ~inspector.index.is_op(COMPUTE_OPS), lambda at: f"a draft may only have {_COMPUTE_NAMES}"
     )
 
 
@@ -146,24 +146,24 @@ def _require_valid_ranges(inspector: Inspector) -> None:
         return
     inspector.refuse_first(
         ix.stage >= shape.stages,
-        lambda at: f"there is no stage {ix.stage[at]}: they are 0 to {shape.stages - 1}",
+        lambda at: f"there is no stage {ix.stage[at]}: the stages are 0 to {shape.stages - 1}",
     )
     late = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH)
     inspector.refuse_first(
         (ix.mb >= shape.microbatches) & ~late,
         lambda at: (
-            f"there is no microbatch {ix.mb[at]}: they are 0 to {shape.microbatches - 1}"
-            + _describe_excess(inspector, at)
+            f"there is no microbatch {ix.mb[at]}: the microbatches are 0 to "
+            f"{shape.microbatches - 1}" + _describe_excess(inspector, at)
         ),
     )
     turns = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.OCCURRENCE)
     inspector.refuse_first(
         (ix.mb >= shape.optimizer_steps) & late & ~turns,
-        lambda at: f"there is no update {ix.mb[at]}: they are 0 to {shape.optimizer_steps - 1}",
+        lambda at: f"there is no update {ix.mb[at]}: the last one is {shape.optimizer_steps - 1}",
     )
     inspector.refuse_first(
         (ix.mb >= ix.occurrences) & turns,
-        lambda at: f"there is no turn {ix.mb[at]}: turns of a stage count from 0 on",
+        lambda at: f"there is no occurrence {ix.mb[at]}: occurrences of a stage begin at 0",
     )
 
 
@@ -211,7 +211,7 @@ def _require_unique(inspector: Inspector) -> None:
             kind = _choose_error_type(row)
             site = inspector.make_site(one)
             inspector.refuse(
-                f"{site.instr} is there twice", site, inspector.make_site(other), kind=kind
+                f"{site.instr} exists twice", site, inspector.make_site(other), kind=kind
             )
 
 
@@ -233,7 +233,7 @@ def _require_valid_groups(inspector: Inspector) -> None:
     if lone.any():
         at = int(lone.argmax())
         inspector.refuse(
-            "nothing comes before it to be joined to", inspector.make_site(at), kind=GroupError
+            "it is joined, but nothing precedes it", inspector.make_site(at), kind=GroupError
         )
     begins = np.flatnonzero(~ix.joined)
     sizes = np.diff([*begins.tolist(), len(ix.op)])
@@ -243,13 +243,13 @@ def _require_valid_groups(inspector: Inspector) -> None:
         if transfer[begin : begin + size].all():
             if size > MAX_GROUP_SIZE:
                 inspector.refuse(
-                    f"{size} transfers are issued as one; at most {MAX_GROUP_SIZE} may be",
+                    f"a group has {size} transfers, and the limit is {MAX_GROUP_SIZE}",
                     inspector.make_site(begin),
                     kind=GroupError,
                 )
         elif size > 2 or not np.isin(ops, COMPUTE_OPS).all():
             inspector.refuse(
-                "only transfers, or two computes, can be issued as one",
+                "a group must have transfers only, or two computes",
                 *(inspector.make_site(begin + k) for k in range(min(size, 4))),
                 kind=GroupError,
             )
@@ -274,16 +274,16 @@ def _require_compute(inspector: Inspector) -> None:
         if (b & split).any():
             key = int((b & split).argmax())
             inspector.refuse(
-                f"stage {inspector.stage[key]} has both a whole and a split backward of "
+                f"stage {inspector.stage[key]} has both a full and a split backward of "
                 f"microbatch {inspector.mb[key]}",
                 inspector.make_key_site(BACKWARD, key),
                 inspector.make_key_site(name, key),
-                hint="B is I and W in one",
+                hint="B computes both I and W: keep B, or I and W",
             )
     if (w & ~i).any():
-        inspector.refuse_missing(BACKWARD_INPUT, int((w & ~i).argmax()), ", but its W is there")
+        inspector.refuse_missing(BACKWARD_INPUT, int((w & ~i).argmax()), ", but its W exists")
     if (i & ~w).any():
-        inspector.refuse_missing(BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I is there")
+        inspector.refuse_missing(BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I exists")
     if not (b | i | frozen).all():
         key = int((~(b | i | frozen)).argmax())
         rank = int(inspector.shape.rank_of_stage(inspector.stage[key], inspector.mb[key]))
@@ -301,7 +301,7 @@ def _require_occurrences(inspector: Inspector) -> None:
         if row.scope is not Scope.OCCURRENCE:
             continue
         if inspector.shape.optimizer_steps > 1:
-            inspector.refuse(f"{row.text} goes with one update", inspector.make_site(int(at[0])))
+            inspector.refuse(f"{row.text} needs optimizer_steps 1", inspector.make_site(int(at[0])))
         place = ix.compute_keys(row.scope, at, np.zeros(len(at), np.int64))
         order = np.argsort(place, kind="stable")
         first = np.searchsorted(place[order], place[order])
@@ -310,10 +310,10 @@ def _require_occurrences(inspector: Inspector) -> None:
             where = int(at[order[wrong.argmax()]])
             stage, turn = int(ix.stage[where]), int((np.arange(len(at)) - first)[wrong.argmax()])
             inspector.refuse(
-                f"{inspector.make_site(where).instr} comes where {Instr(row.op, stage, turn)} "
-                "should",
+                f"{inspector.make_site(where).instr} is at the place of "
+                f"{Instr(row.op, stage, turn)}",
                 inspector.make_site(where),
-                hint=f"each {row.text} of a stage has the number of those before it",
+                hint=f"number the {row.text} of a stage from 0, in order",
             )
 
 
@@ -353,4 +353,4 @@ def _require_expected(inspector: Inspector, expected: ExpectedInstructions) -> N
         reason = (
             expected.reason if inspector.program.has_backward else "the program has no backward"
         )
-        inspector.refuse(f"{site.instr} has nothing to do: {reason}", site, kind=kind)
+        inspector.refuse(f"{site.instr} is not needed: {reason}", site, kind=kind)

@@ -27,8 +27,8 @@ from schedir.ir.program import Program
 from schedir.verify.check import check
 
 _HINT: Final = (
-    "messages of a channel match by position, and nothing in them names their step: let all ranks "
-    "run the same programs in one order"
+    "run the same programs in one order on all ranks: messages of a channel match by position, "
+    "not by step"
 )
 
 
@@ -76,10 +76,10 @@ def check_program_sequence(
         >>> check_program_sequence([[train, evaluate], [train, train]])
         Traceback (most recent call last):
             ...
-        schedir.errors.ProgramSequenceError: send_act 0.0 of forward_only arrives as recv_act 1.0 of gpipe
+        schedir.errors.ProgramSequenceError: send_act 0.0 of forward_only matches recv_act 1.0 of gpipe
           rank 0 #1   send_act 0.0  step 2, forward_only
           rank 1 #0   recv_act 1.0  step 2, gpipe
-          hint: messages of a channel match by position, and nothing in them names their step: let all ranks run the same programs in one order
+          hint: run the same programs in one order on all ranks: messages of a channel match by position, not by step
     """  # noqa: E501
     together = _ProgramSequence(runs, require_model(progress_model))
     for program in together.programs:
@@ -100,8 +100,8 @@ class _ProgramSequence:
         for some in (runs, *(runs if isinstance(runs, Sequence) else ())):
             if not isinstance(some, Sequence) or not runs:
                 raise UsageError(
-                    f"this takes a list of programs for each rank, not {describe(some)}",
-                    hint="such as [[train, evaluate, train]] * ranks",
+                    f"runs must be a list of programs for each rank, not {describe(some)}",
+                    hint="for example [[train, evaluate, train]] * ranks",
                 )
         for row in runs:
             steps, counted = [], Counter[int]()
@@ -109,9 +109,9 @@ class _ProgramSequence:
                 require_type(program, Program, "schedir.compile(schedule, shape)")
                 if program.shape.ranks != len(runs):
                     raise UsageError(
-                        f"{program.name} is of {program.shape.ranks} ranks, and there are the "
-                        f"steps of {len(runs)}",
-                        hint="a list of programs for each rank",
+                        f"runs has lists for {len(runs)} ranks, but {program.name} has "
+                        f"{program.shape.ranks} ranks",
+                        hint="give a list of programs for each rank",
                     )
                 which = known.setdefault(program.digest, len(known))
                 self.programs += [program] * (which == len(self.programs))
@@ -212,11 +212,11 @@ class _ProgramSequence:
         if one_step is None or other_step is None:
             gone = other_rank if other_step is None else one_rank
             fact = (
-                f"{first.instr} of {names[0]} never meets anybody: rank {gone} has no step left "
-                "with its other side"
+                f"{first.instr} of {names[0]} is never matched: rank {gone} has no step left "
+                "with its other end"
             )
         else:
-            fact = f"{first.instr} of {names[0]} arrives as {sites[1].instr} of {names[1]}"
+            fact = f"{first.instr} of {names[0]} matches {sites[1].instr} of {names[1]}"
         return ProgramSequenceError(
             fact, progress_model=self.progress_model, sites=sites, hint=_HINT
         )
@@ -252,7 +252,7 @@ class _ProgramSequence:
             f"{len(sites)} ranks wait for each other, across steps",
             progress_model=self.progress_model,
             sites=sites,
-            hint="let all ranks run the same programs in one order",
+            hint="run the same programs in one order on all ranks",
         )
 
     def _make_step_edges(

@@ -98,9 +98,9 @@ HALVES = {"Q": "Q and K", "K": "Q and K"}
 OF_THE_PAPER = [
     "input of the first norm", *NORM, "input of Q, K and V", "Q", "K",
     "output of the softmax", "mask of its dropout", "V", "output of its dropout",
-    "input of the projection", "mask of the dropout behind attention",
+    "input of the projection", "mask of the dropout after attention",
     "input of the second norm", *NORM, "input of the first linear layer", "input of GELU",
-    "input of the second linear layer", "mask of the dropout behind the MLP",
+    "input of the second linear layer", "mask of the dropout after the MLP",
 ]  # fmt: skip
 OURS = [
     "input of the first norm", *NORM, "input of Q, K and V", "Q, K and V", "sums of the softmax",

@@ -132,7 +132,11 @@ def test_updates_that_would_mix_are_refused(config: str, tmp_path: Path) -> None
             "pipeline.microbatches=8", "pipeline.optimizer_steps=4",
             "pipeline.weight_delay=1"]  # fmt: skip
     code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
-    assert code == 2 and err.count("would go into update 0") == 1 and "Traceback" not in err
+    assert (
+        code == 2
+        and err.count("would add its gradients to update 0") == 1
+        and "Traceback" not in err
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -64,4 +64,4 @@ def test_the_example(
         runpy.run_path(str(ROOT / "examples" / "recompute.py"), run_name="__main__")
     shown = capfd.readouterr()
     assert ended.value.code == 0, shown
-    assert "rank 0 would hold" in shown.err and "recomputed: 7 of 16 forwards" in shown.out
+    assert "rank 0 needs" in shown.err and "recomputed: 7 of 16 forwards" in shown.out

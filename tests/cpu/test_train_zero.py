@@ -87,7 +87,7 @@ def test_the_example(
         runpy.run_path(str(ROOT / "examples" / "zero.py"), run_name="__main__")
     shown = capfd.readouterr()
     assert ended.value.code == 0, shown
-    assert shown.err.count("MemoryLimitError: looped_bfs: rank 0 would hold") == 3
+    assert shown.err.count("MemoryLimitError: looped_bfs: rank 0 needs") == 3
     assert "in parts" in shown.err and "recomputed, to use at most 26MB: " in shown.out
     memory = json.loads((tmp_path / "out" / "summary.json").read_text())["memory"]
     (predicted,), (counted,) = memory["predicted"], memory["counted"]

@@ -239,7 +239,9 @@ def test_what_is_of_no_microbatch_takes_no_array() -> None:
 def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
     """(2, 1) could be one per stage, or of one microbatch: who means the former says it flat."""
     program, given = compile(schedules.gpipe, PipelineShape(2, 8)), cast("PerStage", np.ones(shape))
-    with pytest.raises(CostsError, match=f"{shape[0]} x {shape[1]} numbers, not of 2 stages x 8"):
+    with pytest.raises(
+        CostsError, match=f"{shape[0]} x {shape[1]} numbers; it must have 2 stages x 8"
+    ):
         simulate(program, Costs(F=given))
     for call in (
         lambda sizes: check(program, sizes=sizes),
@@ -247,7 +249,7 @@ def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
         lambda sizes: simulate(program, sizes=sizes).peak_memory,
     ):
         with pytest.raises(
-            UsageError, match=f"{shape[0]} x {shape[1]} numbers, not of 2 stages x 8"
+            UsageError, match=f"{shape[0]} x {shape[1]} numbers; it must have 2 stages x 8"
         ):
             call(Sizes(saved=given))
 

@@ -144,7 +144,7 @@ def test_no_advice_promises_more_than_can_be(name: str, costs: Costs) -> None:
     same = [f"{other} with {shape.stages_per_rank} stage" for other in get_built_in_schedules()
             if get_placement_mark(get_built_in_schedules()[other])[0] is None
             and shape.placement == "loop"]  # fmt: skip
-    same += ["a greedy order, which", "the same compute", "the same program"]
+    same += ["a greedy order, with", "the same compute", "the same program"]
     tried = advise(run, costs).changes
     promised = [change for change in tried if change.description.startswith(tuple(same))]
     assert promised or not tried

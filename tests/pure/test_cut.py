@@ -164,7 +164,7 @@ def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[
     assert {v for name, v in each if name == "interleaved"} == {2}  # of 4 stages none has a g
     for wrong in ("3", "fgg"):
         argv = ("compare", "interleaved", "-O", f"stage_segments={wrong}", *how)
-        assert "which its 2 stages cannot share alike" in commands.refused(capsys, *argv)
+        assert "which do not divide equally over its 2 stages" in commands.refused(capsys, *argv)
     for cut in ("9", "9,5", "1,9"):  # and holds as much, in however many pieces
         rows = json.loads(
             commands.said(capsys, "compare", *names, "-O", f"stage_segments={cut}", *how)
@@ -312,14 +312,16 @@ def test_refusals() -> None:
         UsageError, "stages 0, 1 share a weight", "stage 1",
     )  # fmt: skip
     program = compile(schedules.gpipe, shape, tp=2, stage_segments=3)
-    refused(lambda: replace(program, tp=1), ShapeError, "and tp is 1")
+    refused(lambda: replace(program, tp=1), ShapeError, "but tp is 1")
     refused(
-        lambda: replace(program, chunks_per_microbatch=3), ShapeError, "no whole ones of 3 chunks"
+        lambda: replace(program, chunks_per_microbatch=3),
+        ShapeError,
+        "cannot be divided by chunks_per_microbatch 3",
     )
     refused(
         lambda: replace(program, segment_boundaries="fgf"),
         ShapeError,
-        "3 letters for the 5 boundaries",
+        "3 letters, but 6 stages have 5 boundaries",
     )
     refused(
         lambda: replace(program, segment_boundaries="fggfg"),
@@ -329,7 +331,9 @@ def test_refusals() -> None:
     )
     refused(lambda: replace(program, segment_boundaries="fxxfg"), ShapeError, "fgfg-fgfg")
     refused(
-        lambda: compile(extract_compute(program), stage_segments=2), UsageError, "of pieces already"
+        lambda: compile(extract_compute(program), stage_segments=2),
+        UsageError,
+        "has segments already",
     )
     for form in ("torch", "torch-2.13"):
         refused(
@@ -338,16 +342,20 @@ def test_refusals() -> None:
             "collectives between the segments",
         )
         assert torch_csv.to_csv(compile(schedules.gpipe, shape, stage_segments=3), form)
-    for shares, words in ((1, -1, 1), "not negative"), ((1, 1), "2 shares"), ((0, 0, 0), "all 0"):
+    for shares, words in (
+        ((1, -1, 1), "not be negative"),
+        ((1, 1), "shares has 2 numbers"),
+        ((0, 0, 0), "not all be 0"),
+    ):
         refused(lambda s=shares: split_costs(WHOLE, 3, shape, s), UsageError, words)
 
 
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("fill_collective_waits", "is W, F or all"),
-        ("segment_boundaries", "has a letter"),
-        ("stage_segments", "is how many pieces"),
+        ("fill_collective_waits", "must be W, F or all"),
+        ("segment_boundaries", "must have a letter for each boundary"),
+        ("stage_segments", "must be a number of segments"),
     ],
 )
 def test_what_the_command_line_takes(
@@ -374,5 +382,8 @@ def test_checker_demands_sums() -> None:
     refused(lambda: check(late), OrderError, "F 1.0", "tp_reduce_act 1.0")
     other = edited(program, "  tp_reduce_act 1.0\n", "  tp_reduce_act 1.0\n  tp_reduce_act 2.0\n")
     refused(
-        lambda: check(other), CompletenessError, "tp_reduce_act 2.0 has nothing to do", "meet there"
+        lambda: check(other),
+        CompletenessError,
+        "tp_reduce_act 2.0 is not needed",
+        "has no such collective",
     )

@@ -69,8 +69,8 @@ assert "program marked" in open("x.sched").read()
          ("analysis/progress_models.py",
           '        "per_pair", True, True, False, False, False,\n'
           '        "queue per unordered pair of ranks",\n'
-          "        \"torch's lazily created point-to-point communicators, for what is issued "
-          "alone\",\n"
+          "        \"torch's lazily created point-to-point communicators, for transfers that are "
+          "issued alone\",\n"
           "    ),\n",
           '    ModelRow("way", True, False, True, True, False, "queue per way", "nobody"),\n')],
         """

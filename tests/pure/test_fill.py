@@ -168,11 +168,11 @@ def test_refusals() -> None:
         } | more
         return compile(schedules.zb_h1, shape, **how)
 
-    with pytest.raises(UsageError, match="fill_collective_waits is W, F or all, not 'X'"):
+    with pytest.raises(UsageError, match="fill_collective_waits must be W, F or all, not 'X'"):
         of(fill_collective_waits="X")
     with pytest.raises(UsageError, match="needs costs"):
         of(costs=None)
-    with pytest.raises(UsageError, match="in the time of sums, and these take none"):
+    with pytest.raises(UsageError, match="but these collectives take no time"):
         of(costs=Costs(F=1, B=2))  # as without any on the command line
     with pytest.raises(UsageError, match="no stage has segments"):
         of(stage_segments=None)
@@ -180,5 +180,5 @@ def test_refusals() -> None:
     text = "F 0.0; F 1.0; B 1.0; F 0.1 & B 0.0; F 1.1; B 1.1; B 0.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
     pair = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
-    with pytest.raises(UsageError, match="some of a stage without segments run together"):
+    with pytest.raises(UsageError, match="some stages without segments have groups"):
         compile(pair, costs=Costs(tp_reduce=1), fill_collective_waits="all")

@@ -182,7 +182,7 @@ def test_a_run_without_times_is_refused_before_its_program_unfolds(tmp_path: Pat
         archive.writestr("end.npy", b"")
     commands = [["explain", "a.timeline"], ["explain", "a.timeline", "--max-instructions=1000"]]
     small, many = confined(commands, tmp_path)
-    assert refused(small) and "start.npy has 0 bytes" in small.text
+    assert refused(small) and "start.npy cannot have 0 bytes" in small.text
     assert (
         refused(many) and "8388608 instructions, but a program may have at most 1000" in many.text
     )

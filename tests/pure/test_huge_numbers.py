@@ -81,7 +81,7 @@ def test_a_model_of_a_training_run(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_an_error_shows_no_number_of_many_digits() -> None:
     assert describe(10**30 - 1) == "9" * 30
-    assert describe(10**5000) == describe(-(10**30)) == "a whole number of more than 30 digits"
+    assert describe(10**5000) == describe(-(10**30)) == "an integer of more than 30 digits"
     huge = 10**5000  # whose digits Python refuses to write
     refused: dict[str, Callable[[], object]] = {
         "cluster": lambda: Cluster(huge, 1, 1e14, 8e10, 2e12, 3e11, 2e10),

@@ -135,10 +135,10 @@ def test_words_are_made_of_words(value: Any) -> None:
         lambda: concat([F, value]),
     ]
     for call in calls:
-        with pytest.raises(TypeError, match=r"takes words, as 3 \* F and F \+ B, not"):
+        with pytest.raises(TypeError, match=r"takes rank schedules such as 3 \* F and F \+ B, not"):
             call()
     if not isinstance(value, int):
-        with pytest.raises(TypeError, match="warmup of weave takes a whole number, not"):
+        with pytest.raises(TypeError, match="warmup of weave takes an integer, not"):
             weave(4 * F, 4 * B, value)
 
 

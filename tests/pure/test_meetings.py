@@ -36,7 +36,9 @@ def test_one_of_all_ranks_is_missing(rank: int, update: int) -> None:
     program = compile(one_f_one_b, shape, clip_grad_norm=True)
     met(program)
     what = "reduce_norm" + " 1" * update
-    with pytest.raises(UnmatchedTransferError, match=f"meets no other on rank {rank}") as caught:
+    with pytest.raises(
+        UnmatchedTransferError, match=f"has no counterpart on rank {rank}"
+    ) as caught:
         met(without(program, rank, what))
     (site,) = caught.value.sites
     assert str(site.instr) == what and site.rank == (rank == 0)
@@ -50,7 +52,9 @@ def test_one_of_two_holders_is_missing(stage: int, side: int) -> None:
     program = compile(random_compute_program(shape, random.Random(1)))
     met(program)
     rank, other = shape.replica_ranks[side, stage], shape.replica_ranks[1 - side, stage]
-    with pytest.raises(UnmatchedTransferError, match=f"meets no other on rank {rank}") as caught:
+    with pytest.raises(
+        UnmatchedTransferError, match=f"has no counterpart on rank {rank}"
+    ) as caught:
         met(without(program, rank, f"reduce_replicated_stages {stage}"))
     (site,) = caught.value.sites
     assert str(site.instr) == f"reduce_replicated_stages {stage}" and site.rank == other

@@ -186,20 +186,20 @@ def test_the_message_says_who_when_and_what() -> None:
     assert (
         str(caught.value)
         == """\
-gpipe: rank 0 would hold 28.22 GB, and may hold 27.5 GB
+gpipe: rank 0 needs 28.22 GB, but the limit is 27.5 GB
   rank 0 #30  F 0.15  while it runs
     saved         16   19.2 GB
     model_states   1      8 GB
     act_out       16    512 MB
     grad_in       16    512 MB
-  hint: with buffer_sharing="minimal" no rank holds more than 27.33 GB"""
+  hint: with buffer_sharing="minimal" no rank needs more than 27.33 GB"""
     )
     compile(gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27.5e9)
     with pytest.raises(MemoryLimitError) as caught:
         compile(
             gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27e9
         )
-    assert caught.value.hint.startswith("19.2 GB of it is what forwards saved: offload='fit'")
+    assert caught.value.hint.startswith("19.2 GB are saved activations: offload='fit'")
 
 
 def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:
@@ -246,7 +246,7 @@ def test_what_is_scattered_is_whole_only_before() -> None:
     assert (
         str(caught.value)
         == """\
-<lambda>: rank 0 would hold 12 B, and may hold 11 B
+<lambda>: rank 0 needs 12 B, but the limit is 11 B
   rank 0 #1   I 0.0  while it runs, and makes deferred weight gradients
     saved           1      10 B
     deferred_wgrad  1       2 B"""

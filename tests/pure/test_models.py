@@ -396,8 +396,8 @@ def test_check_says_from_which_size_on_a_program_hangs(
     Path(path).write_text(to_text(CROSSED))
     assert "no message waits for its receive" in refuses(capsys, "check", path)
     argv = ["check", path, "--sizes", "activation=16MB"]
-    assert "where messages of 16 MB wait for nobody" in refuses(capsys, *argv)
-    assert "16 MB wait" in refuses(capsys, *argv, "--eager-limit", "15MB")
+    assert "messages of at most 16 MB do not wait for their receives" in refuses(capsys, *argv)
+    assert "16 MB do not wait" in refuses(capsys, *argv, "--eager-limit", "15MB")
     assert said(capsys, *argv, "--eager-limit", "16000KB").endswith(
         ", if messages of at most 16 MB do not wait for their receive\n"
     )

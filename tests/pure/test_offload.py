@@ -92,7 +92,7 @@ def test_nothing_goes_that_is_needed_at_once() -> None:
     slow = Costs(F=1, B=2, offload=4, reload=4)
     program = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload="all")
     assert [len(own) for own in moved(program)] == [8, 0, 0, 0] or moved(program)[2] == []
-    with pytest.warns(UserWarning, match="names 3.0, of which nothing moves"):
+    with pytest.warns(UserWarning, match="offload has 3.0, but no activation of it is moved"):
         named = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload=[2, (3, 0)])
     assert [len(own) for own in moved(named)] == [0, 0, 8, 0]
 
@@ -212,9 +212,9 @@ def test_a_cluster_prices_moves_by_their_bytes() -> None:
     assert again.offload == ((0.101, 0.011), (0.201, 0.201)) and again.offload_to_disk is None
     own = NODE.fill_costs(PipelineShape(2, 4), sizes, replace(told, offload=3.0), offload=True)
     assert own.offload == 3.0 and own.reload == (0.101, 0.201)
-    with pytest.raises(UsageError, match="bytes of saved, which nobody tells"):
+    with pytest.raises(UsageError, match="from sizes that are missing: saved"):
         NODE.fill_costs(PipelineShape(2, 4), replace(sizes, saved=0.0), told, offload=True)
-    with pytest.raises(UsageError, match="nobody tells disk"):
+    with pytest.raises(UsageError, match="disk_bandwidth is missing"):
         replace(NODE, disk_bandwidth=None).fill_costs(
             PipelineShape(2, 4), sizes, told, offload=True, offload_to_disk=True
         )
@@ -240,7 +240,7 @@ def test_the_command_says_what_is_free(capsys: pytest.CaptureFixture[str]) -> No
     assert main([*shape, *fits, "--costs", costs]) == 0
     assert "without a cost" not in capsys.readouterr().out
     assert main([*shape, "-O", "offload=all", "-O", "host_memory_limit=30"]) == 2
-    assert "rank 0 would hold 80 B on the host" in capsys.readouterr().err
+    assert "rank 0 needs 80 B on the host" in capsys.readouterr().err
     assert main([*shape, "-O", "offload=all", "-O", "host_memory_limit=none"]) == 2
 
 
@@ -293,11 +293,15 @@ def peaks(program: Program, tier: str) -> list[float]:
 @pytest.mark.parametrize(
     ("how", "error", "says"),
     [
-        ({"offload": 4}, UsageError, "offload is"),
-        ({"offload": "some"}, UsageError, "offload is"),
-        ({"offload": [4]}, UsageError, "no stage 4 to offload"),
-        ({"offload": [(0, 8)]}, UsageError, "no microbatch 8 to offload"),
-        ({"offload": [0], "frozen_stages": 1}, UsageError, "stage 0 is frozen"),
+        ({"offload": 4}, UsageError, "offload must be"),
+        ({"offload": "some"}, UsageError, "offload must be"),
+        ({"offload": [4]}, UsageError, "offload has stage 4, but the last stage is 3"),
+        (
+            {"offload": [(0, 8)]},
+            UsageError,
+            "offload has microbatch 8, but the last microbatch is 7",
+        ),
+        ({"offload": [0], "frozen_stages": 1}, UsageError, "offload has stage 0, which is frozen"),
     ],
 )
 def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: str) -> None:
@@ -308,14 +312,14 @@ def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: st
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"offload": "fit"}, "needs sizes and a memory_limit"),
-        ({"offload": "fit", "sizes": SIZES}, "needs sizes and a memory_limit"),
+        ({"offload": "fit"}, "needs sizes and memory_limit"),
+        ({"offload": "fit", "sizes": SIZES}, "needs sizes and memory_limit"),
         (
             {"offload": "all", "offload_to_disk": "fit", "sizes": SIZES},
-            "needs sizes and a host_memory_limit",
+            "needs sizes and host_memory_limit",
         ),
-        ({"offload": "all", "host_memory_limit": 20}, "needs the sizes"),
-        ({"offload_to_disk": "all"}, "and nothing is"),
+        ({"offload": "all", "host_memory_limit": 20}, "host_memory_limit needs sizes"),
+        ({"offload_to_disk": "all"}, "but offload is not set"),
         ({"offload": "all", "host_memory_limit": "much", "sizes": SIZES}, "number of bytes"),
         ({"offload": "all", "host_memory_limit": -1, "sizes": SIZES}, "number of bytes"),
     ],
@@ -326,7 +330,7 @@ def test_who_chooses_is_told_by_what(how: Any, says: str) -> None:
 
 
 def test_what_the_host_cannot_hold_is_refused_by_rank() -> None:
-    with pytest.raises(MemoryLimitError, match="rank 0 would hold 40 B on the host") as caught:
+    with pytest.raises(MemoryLimitError, match="rank 0 needs 40 B on the host") as caught:
         compile(
             one_f_one_b,
             PipelineShape(4, 8),
@@ -390,7 +394,7 @@ def test_what_is_said_in_other_forms_is_the_same() -> None:
     )
     assert len(moved(once, Opcode.OffloadToDisk)[0]) == 8
     for which in ([1.5], [True], [(0, 1.5)], b"all"):
-        with pytest.raises(UsageError, match="offload is"):
+        with pytest.raises(UsageError, match="offload must be"):
             compile(one_f_one_b, PipelineShape(4, 8), offload=which)
 
 

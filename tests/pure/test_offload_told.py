@@ -114,7 +114,7 @@ def test_what_takes_more_time_and_memory_than_another_is_not_proposed() -> None:
     advice = advice_of(slow)
     assert [change.description for change in advice.memory_changes] == ['recompute="all"']
     first, *_ = advice_of(slow, offload=[0, 1]).memory_changes
-    assert first.description == "all kept" and first.saved_share > 0
+    assert first.description == "all saved activations kept" and first.saved_share > 0
     most = [change.memory["device"] for change in advice_of(PRICED).memory_changes]
     assert most == sorted(most, reverse=True) and len({*most}) == len(most)
 
@@ -145,7 +145,10 @@ def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> 
     head = "explain gpipe --ranks 2 --microbatches 8 --sizes saved=10MB --costs F=1,B=2"
     assert main(f"{head},offload=4,reload=4 -O offload=0,1".split()) == 0
     told = capsys.readouterr().out
-    assert "changes that take less time or memory, by simulation:\n" in told and "all kept" in told
+    assert (
+        "changes that take less time or memory, by simulation:\n" in told
+        and "all saved activations kept" in told
+    )
     assert main(f"{head},offload=1,reload=1 --memory-limit 40MB".split()) == 0
     assert "the program does not fit into 40 MB: span " in capsys.readouterr().out
     assert main(f"{head},offload=1,reload=1 --memory-limit 5MB".split()) == 0
@@ -178,7 +181,10 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"offload": [3, 0]}, "offload names 3, of which nothing moves: nothing is computed"),
+        (
+            {"offload": [3, 0]},
+            "offload has 3, but no activation of it is moved: no compute runs",
+        ),
         ({"offload": [(3, 1), (0, 0)]}, "offload names 3.1, of which"),
         (
             {"offload": [0], "offload_to_disk": [1, (2, 3)]},
@@ -208,7 +214,7 @@ def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
             main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "-O", "offload=3"]) == 0
         )
     (own,) = told
-    assert own.startswith("warning: offload names 3, of which nothing moves: ")
+    assert own.startswith("warning: offload has 3, but no activation of it is moved: ")
     assert own.endswith("its use\n")
 
 
@@ -217,7 +223,7 @@ def test_a_limit_says_what_moving_would_spare() -> None:
     costs = Costs(F=1, B=2, offload=1, reload=1)
     with pytest.raises(MemoryLimitError) as caught:
         compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=40)
-    assert caught.value.hint.startswith("40 B of it is what forwards saved: offload='fit' moves")
+    assert caught.value.hint.startswith("40 B are saved activations: offload='fit' moves")
     compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=40, costs=costs, offload="fit")
     with pytest.raises(MemoryLimitError) as caught:  # which no offload would help
         compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=6)

@@ -128,7 +128,7 @@ def test_a_trait_is_one_entry(copy: Path) -> None:
     code, said = command("print", "x.sched", "-O", "echo=1")
     assert code == 2 and "has echo 2, not 1\n  hint: leave out -O echo" in said
     code, said = command("print", "gpipe", "-O", "echo=4")
-    assert code == 2 and "-O echo: must be a whole number from 0 to 3" in said
+    assert code == 2 and "-O echo: must be an integer from 0 to 3" in said
 
 
 PASS = """

@@ -120,7 +120,7 @@ def test_why_on_hosts_that_block(
     ("option", "hint"),
     [
         ("overlaps", "did you mean 'overlap'?"),
-        ("colour", "there are shape, tp, dp, progress_model, costs"),
+        ("colour", "the options are shape, tp, dp, progress_model, costs"),
     ],
 )
 def test_an_option_that_compile_does_not_have(option: str, hint: str) -> None:

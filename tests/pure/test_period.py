@@ -73,5 +73,5 @@ def test_a_norm_that_takes_long_is_waited_for_a_step_later() -> None:
 
 
 def test_one_step_has_no_period() -> None:
-    with pytest.raises(UsageError, match="2 steps"):
+    with pytest.raises(UsageError, match="steps must be at least 2, not 1"):
         compute_step_period(both(schedules.gpipe, PipelineShape(2, 2))[0], steps=1)

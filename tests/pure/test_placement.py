@@ -72,19 +72,28 @@ def test_a_placement_is_a_text(text: str) -> None:
     [
         (
             {"placement": ((0, 1), (1, 1))},
-            "puts stage 1 on rank 1 twice: its holders are",
+            "puts stage 1 on rank 1 twice: the replicas of a stage must be",
         ),
-        ({"placement": ((0, 1), (1,))}, "each row of placement has a holder of every stage, but "),
+        (
+            {"placement": ((0, 1), (1,))},
+            "each row of placement must have a rank for every stage, but ",
+        ),
         ({"placement": ((0, 1), (1, 2))}, "puts stage 1 on rank 2, but the ranks are 0 to 1"),
-        ({"placement": ((0, 1), 1)}, "the rank of each stage, or a row of these for each holder"),
-        ({"placement": ((0, 1), "10")}, "or a row of these for each holder, not "),
-        ({"placement": "0,1/1,x"}, "or a row of these for each holder, not '0,1/1,x'"),
+        (
+            {"placement": ((0, 1), 1)},
+            "the rank of each stage, or one such row for each stage replica",
+        ),
+        ({"placement": ((0, 1), "10")}, "or one such row for each stage replica, not "),
+        ({"placement": "0,1/1,x"}, "or one such row for each stage replica, not '0,1/1,x'"),
         ({"placement": ((0, 1), (1, 0)), "ranks": 3}, "placement gives rank 2 no stage"),
         ({"placement": ((0, 1), (1, 0)), "stages_per_rank": 4}, "puts up to 2 stages on a rank, "),
-        ({"placement": ((0, 1), (1, 0)), "microbatches": 1}, "take 2 microbatches at least, one "),
+        (
+            {"placement": ((0, 1), (1, 0)), "microbatches": 1},
+            "2 replicas of each stage needs at least 2 microbatches, ",
+        ),
         (
             {"placement": ((0, 1), (1, 0)), "optimizer_steps": 2},
-            "2 holders of each stage goes with one ",
+            "2 replicas of each stage needs optimizer_steps=1, not ",
         ),
         ({"placement": "mirror-vee", "ranks": 3}, "pairs ranks and their stages: ranks must be "),
         ({"placement": "mirror-vee", "stages_per_rank": 3}, "stages_per_rank must be even, not 3"),

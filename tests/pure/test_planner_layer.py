@@ -272,7 +272,7 @@ def test_peak_is_not_below_what_is_reached() -> None:
     assert Cluster(1, 1, flops=10, **usual).peak_flops == 10
     said: dict[str, Any] = dict(peak="2GFLOP/s")
     assert Cluster(1, 1, flops=10, **usual, **said).peak_flops == 2e9
-    with pytest.raises(UsageError, match="more than the peak"):
+    with pytest.raises(UsageError, match="flops must be at most peak"):
         Cluster(1, 1, flops=10, peak=9, **usual)
-    with pytest.raises(UsageError, match="num_sms is a whole number"):
+    with pytest.raises(UsageError, match="num_sms must be an integer"):
         Cluster(1, 1, flops=10, **usual, **dict(said, num_sms=1.5))

@@ -237,7 +237,7 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
             knows_nothing(MODEL, where, one)
     with pytest.raises(UsageError, match="offload 'fit' needs an offload_program"):
         planner.train_config(MODEL, one)
-    with pytest.raises(UsageError, match="needs sizes and a memory_limit"):
+    with pytest.raises(UsageError, match="needs sizes and memory_limit"):
         plan_program(one)
     tight, small = said_choice(where)
     moves = planner.simulated_program(MODEL, small, tight)

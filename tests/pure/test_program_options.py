@@ -137,9 +137,9 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("[pipeline]\nzreo = 3\n", "did you mean zero?"),
         ("[pipelin]\nzero = 3\n", "did you mean pipeline?"),
         ("zero = 3\n", "the names are "),
-        ("[pipeline]\nzero = '3'\n", "must be a whole number, not '3'"),
-        ("[pipeline]\nzero = true\n", "must be a whole number, not True"),
-        ("[pipeline]\noverlap = 'yes'\n", "is yes or no, not 'yes'"),
+        ("[pipeline]\nzero = '3'\n", "must be an integer, not '3'"),
+        ("[pipeline]\nzero = true\n", "must be an integer, not True"),
+        ("[pipeline]\noverlap = 'yes'\n", "must be yes or no, not 'yes'"),
     ):
         file.write_text(text)
         assert hint in refused(capsys, "check", "gpipe", "--config", str(file))
@@ -147,7 +147,7 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
         capsys, "check", "gpipe", "--config", "examples/demo.toml", "--config", str(file)
     )
     file.write_text("[pipeline]\ntp = 0\n")
-    with pytest.raises(UsageError, match=r"pipeline\.tp: must be a whole number from 1"):
+    with pytest.raises(UsageError, match=r"pipeline\.tp: must be an integer from 1"):
         read_config(str(file))
 
 

@@ -158,7 +158,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("print f.sched --compute-only", "--compute-only"),
         ("simulate half.sched", "CompletenessError"),
         # Digits of other scripts, and python's own ways to write a number.
-        ("print gpipe --ranks ٢", "--ranks: '٢' is no whole number"),
+        ("print gpipe --ranks ٢", "--ranks: '٢' is not an integer in the digits"),
         ("print gpipe --microbatches 1_6", "--microbatches"),
         ("print gpipe -O tp=٢", "-O tp"),
         ("print gpipe --placement ٢,٣ --ranks 2", "'٢,٣'"),
@@ -176,7 +176,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("print mine.py:named(file=a/b)", "is not a value"),
         ("print mine.py:named(file=/a)", "put text in quotes"),
         ("print mine.py:named(file={[]:1})", "is not a value"),
-        ("print delayed.py:f", "@with_weight_delay takes a whole number"),
+        ("print delayed.py:f", "@with_weight_delay takes an integer"),
         ("print placed.py:f", "@with_placement takes a placement"),
         ("print quits.py:f", "quits.py:1: raise GeneratorExit"),
         ("print mine.py:staggered -O optimizer_steps=2", "2 numbers for 4 stages"),
@@ -213,5 +213,5 @@ def test_an_empty_count_is_refused_before_anything_is_built(
 
 def test_a_schedule_of_one_stage_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     err = refused(capsys, "check", "gpipe", "--stages-per-rank", "2")
-    assert "F 4.0 is missing on rank 0" in err and "nothing of F[1]" in err
+    assert "F 4.0 is missing on rank 0" in err and "add F[1] and B[1]" in err
     assert "F[1]" not in refused(capsys, "check", "mine.py:half")

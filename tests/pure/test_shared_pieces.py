@@ -181,7 +181,7 @@ def test_checker_demands_gathers() -> None:
         assert text.count(line) == 1
         with pytest.raises(CompletenessError, match=rf"{line.strip()} is missing"):
             check(from_text(text.replace(line, "")))
-        with pytest.raises(CompletenessError, match="is there twice"):
+        with pytest.raises(CompletenessError, match="exists twice"):
             check(from_text(text.replace(line, 2 * line)))
     more = from_text(
         to_text(program, folded=False).replace(
@@ -189,7 +189,7 @@ def test_checker_demands_gathers() -> None:
         )
     )
     with pytest.raises(
-        CompletenessError, match=r"tp_gather_act 2\.0 has nothing to do: .* ranks meet"
+        CompletenessError, match=r"tp_gather_act 2\.0 is not needed: .* no such collective"
     ):
         check(more)
     with pytest.raises(
@@ -200,7 +200,7 @@ def test_checker_demands_gathers() -> None:
 
 
 def test_gathers_are_filled_priced_and_told_of() -> None:
-    """Also where only they take time: weight gradients run under them, and they are sums of pieces,
+    """Also where only they take time: weight gradients run under them, and are sums of segments,
     and no messages, in what is said of waits."""
     shape, shares = PipelineShape(2, 6), (0.2, 1, 0.2, 1, 0.2)
     two = split_costs(Costs(F=2, I=2, W=2, tp_gather=0.6), 5, shape, shares)
@@ -214,7 +214,7 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
     idle = sum_by_cause(idleness(plain), 1)[0]
     assert {*np.flatnonzero(idle).tolist()} == {IdleCause.SUM}
     told = {change.description: change.saved_share for change in advise(plain, costs).changes}
-    free = next(saves for what, saves in told.items() if "sums of pieces" in what)
+    free = next(saves for what, saves in told.items() if "sums of segments" in what)
     assert free == pytest.approx(
         1 - simulate(plain.program, Costs(F=2, I=2, W=2)).span / plain.span
     )

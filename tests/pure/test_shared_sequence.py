@@ -96,7 +96,7 @@ EDITS: dict[str, tuple[Callable[[list[int], int], object], str]] = {
     ),
     "doubled": (
         lambda own, at: push(own, at, own[at]),
-        "reduce_sequence_parallel_grads 0 is there twice",
+        "reduce_sequence_parallel_grads 0 exists twice",
     ),
 }
 
@@ -147,16 +147,16 @@ def test_copies_of_a_weight_are_summed_before_what_each_rank_has_seen_of_them() 
 
 def test_without_a_shared_sequence_it_has_nothing_to_do() -> None:
     program = replace(made(), sequence_parallel=False)
-    with pytest.raises(ReductionError, match="each rank has seen all of it"):
+    with pytest.raises(ReductionError, match="each rank has the gradient of all tokens"):
         check(program)
 
 
 def test_what_is_a_part_is_not_cut_again() -> None:
-    with pytest.raises(UsageError, match="each one's part of it") as refused:
+    with pytest.raises(UsageError, match="rank has only its own tokens") as refused:
         made(boundary="replicated")
     assert refused.value.fields == ("boundary", "sequence_parallel")
     program = compile(one_f_one_b, PipelineShape(2, 1), tp=2)  # with a scatter and its gather
-    with pytest.raises(SchedirError, match="is a part already"):
+    with pytest.raises(SchedirError, match="are shards already"):
         check(replace(program, sequence_parallel=True))
 
 

@@ -130,7 +130,7 @@ def test_what_is_said_of_it() -> None:
     gone = text.replace("  send_skip 0.1\n", "").replace("  recv_skip 2.1\n", "")
     with pytest.raises(Exception, match=r"send_skip 0.1 and its receive are missing"):
         check(read(gone))
-    with pytest.raises(Exception, match=r"send_skip 0.0 has nobody to go to: no skip leads from"):
+    with pytest.raises(Exception, match=r"send_skip 0.0 is not needed: no skip leads from"):
         check(replace(program, skips=()))
 
 
@@ -209,16 +209,16 @@ def test_the_stages_beside() -> None:
 
 
 REFUSED: list[tuple[object, str, str]] = [
-    (3, "pairs of stages", ""),
-    ("0=2", "pairs of stages", ""),
-    (((0, 1, 2),), "pairs of stages", ""),
-    (((0, 9),), "there are 5 stages", ""),
-    (((2, 0),), "not to a later one", ""),
-    (((0, 1),), "neighbours", "let stage 0 put it out beside the rest"),
-    (((0, 2), (0, 4)), "two skips lead from stage 0", "skips=((0, 2), (2, 4))"),
-    (((0, 2), (0, 3)), "two skips lead from stage 0", "skips=((0, 2),), and a boundary of several"),
-    (((0, 4), (2, 4)), "two skips lead to stage 4", "let stage 2 pass on both"),
-    (((0, 2), (0, 2)), "two skips lead from stage 0", "once is enough"),
+    (3, "pairs of a source and a target stage", ""),
+    ("0=2", "pairs of a source and a target stage", ""),
+    (((0, 1, 2),), "pairs of a source and a target stage", ""),
+    (((0, 9),), "the stages are 0 to 4", ""),
+    (((2, 0),), "must lead to a later stage", ""),
+    (((0, 1),), "neighbours", "return the value as another output of stage 0"),
+    (((0, 2), (0, 4)), "two skips begin at stage 0", "skips=((0, 2), (2, 4))"),
+    (((0, 2), (0, 3)), "two skips begin at stage 0", "skips=((0, 2),), and a boundary of several"),
+    (((0, 4), (2, 4)), "two skips end at stage 4", "let stage 2 pass on both"),
+    (((0, 2), (0, 2)), "two skips begin at stage 0", "remove one of the two"),
 ]
 
 

@@ -277,7 +277,7 @@ def test_text_of_slots_that_is_none(head: str) -> None:
 def test_slots_are_said_of_all_ranks_or_of_none() -> None:
     text = to_text(compile(one_f_one_b, PipelineShape(2, 2), buffer_sharing="minimal"))
     for line in [x for x in text.splitlines() if x.startswith("rank ") and "act_in" in x]:
-        with pytest.raises(ParseError, match="all ranks or of none"):
+        with pytest.raises(ParseError, match="either all ranks or no ranks must have slots"):
             from_text(text.replace(line, line[:6]))
 
 

@@ -273,6 +273,6 @@ def test_loads_run_under_backwards() -> None:
 
 def test_slots_of_states_that_stay_on_the_device_are_refused() -> None:
     with pytest.raises(
-        UsageError, match="optimizer_device_buffers is 2, and the optimizer's states stay"
+        UsageError, match="optimizer_device_buffers is 2, but optimizer_placement is 'device'"
     ):
         schedir.compile(interleaved, PLAN, optimizer_device_buffers=2)

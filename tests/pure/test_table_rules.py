@@ -124,7 +124,10 @@ def test_rows_that_cannot_be_read(who: str, rows: list[Row]) -> None:
         ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, program_attribute="room")),
         ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, program_attribute="plan")),
         ("SHARDED_PARAMS", value(T.SHARDED_PARAMS, producer_rule=ProducerRule.LATEST_OR_START)),
-        ("WGRAD: it is there", value(T.WGRAD, producer_rule=ProducerRule.LATEST_OR_START)),
+        (
+            "WGRAD: it exists at the start",
+            value(T.WGRAD, producer_rule=ProducerRule.LATEST_OR_START),
+        ),
         ("GRAD", value(T.GRAD, producer_rule=ProducerRule.ONCE)),
         ("GRAD", value(T.GRAD, producer_rule=ProducerRule.LATEST)),
         ([*T][-1].name, [*VALUES[:-1]]),

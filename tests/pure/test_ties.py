@@ -62,7 +62,7 @@ def test_what_is_lost_is_refused() -> None:
     ties = schedir.find_tied_weights(MODEL)
     with pytest.raises(UsageError, match="no stage has lm_head"):
         ties.locate_in_stages([Module(wte=Weight()), Module(head=Weight())])
-    with pytest.raises(UsageError, match="one weight in the model, and two in stage 0"):
+    with pytest.raises(UsageError, match="one weight in the model, but two in stage 0"):
         ties.locate_in_stages([Module(wte=Weight(), lm_head=Weight())])
 
 
@@ -90,10 +90,10 @@ def test_others_are_text() -> None:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("0=6", "stages 0=6 are tied, but there are 6 stages"),
-        ("0=0", "tied_weights are of two stages or more, not [0]"),
-        ("0=", "tied_weights is yes or no, or stages like 0=3,1=2, not '0='"),
-        ("0=\u0663", "tied_weights is yes or no, or stages like 0=3,1=2, not '0=\u0663'"),
+        ("0=6", "tied_weights has 0=6, but the stages are 0 to 5"),
+        ("0=0", "each set of tied_weights needs two stages or more, not [0]"),
+        ("0=", "tied_weights must be yes, no, or stages like 0=3,1=2, not '0='"),
+        ("0=\u0663", "tied_weights must be yes, no, or stages like 0=3,1=2, not '0=\u0663'"),
     ],
 )
 def test_a_text_that_ties_wrongly(said: str, told: str) -> None:
@@ -161,5 +161,7 @@ def test_commands_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "has tied_weights 1=2, not 0=1" in refused(
         capsys, "check", path, "-O", "tied_weights=0=1"
     )
-    assert "are like 0=2,1=3, not '0'" in refused(capsys, "print", "gpipe", "-O", "tied_weights=0")
+    assert "must be yes, no, or stages like 0=2,1=3, not '0'" in refused(
+        capsys, "print", "gpipe", "-O", "tied_weights=0"
+    )
     assert "stages 0=9 are tied" in refused(capsys, "print", "gpipe", "-O", "tied_weights=0=9")

@@ -134,5 +134,5 @@ def test_text_is_encoded_with_an_end_behind_each_file(tmp_path: Path) -> None:
 def test_the_tokenizer_that_was_trained_here_is_refused_with_a_hint() -> None:
     with pytest.raises(UsageError, match="unknown tokenizer 'bpe'") as caught:
         get_tokenizer("bpe", 300)
-    assert caught.value.hint.startswith("name the path of a tokenizer.json")
+    assert caught.value.hint.startswith("give the path of a tokenizer.json")
     assert caught.value.fields == ("tokenizer",)

@@ -64,7 +64,7 @@ def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
         schedir.compile(zb_h1, shape, tp=2, stage_segments=3, costs=costs), costs
     )
     advice = advise(timeline, costs)
-    assert saves(advice, "sums of pieces") == pytest.approx(
+    assert saves(advice, "sums of segments") == pytest.approx(
         1 - of(replace(costs, tp_reduce=0)) / base
     )
     best = min(of(costs, fill_collective_waits=which) for which in ("W", "F", "all"))
@@ -94,7 +94,7 @@ def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
     if other is not None:
         assert other.saved_share == pytest.approx(1 - of(zb_h1).span / base.span)
     whats = " ".join(c.description for c in advice.changes)
-    assert ("(stage of pieces 0 to 4 on rank 0 takes 1.43x)" in whats) == (cut == ("fgfg", "g"))
+    assert ("(stage of segments 0 to 4 on rank 0 takes 1.43x)" in whats) == (cut == ("fgfg", "g"))
     if cut == ("fgfg", "g"):
         even = Costs(F=(0.7,) * 5 + (1.75,) * 2, B=(1.4,) * 5 + (3.5,) * 2, tp_reduce=0.3, send=0.1)
         span = schedir.simulate(base.program, even).span
@@ -108,7 +108,7 @@ def test_other_schedules_hold_no_more() -> None:
         c.description
         for c in advise(run_of(one_f_one_b, plain, PipelineShape(2, 4)), plain).changes
     ]
-    assert any("holds no more activations; I and W each half of B" in what for what in whats)
+    assert any("with no more activations; I and W each half of B" in what for what in whats)
     timeline = run_of(zb_h1, Costs())
     whats = [c.description for c in advise(timeline, Costs()).changes]
     assert not any("half of B" in what for what in whats)
@@ -120,7 +120,7 @@ def test_one_more_activation_is_tried_where_there_is_one_and_its_order_alone_bef
     whats = [
         c.description for c in advise(run_of(gpipe, uneven, PipelineShape(2, 4)), uneven).changes
     ]
-    assert "a greedy order, which holds no more activations" in whats
+    assert "a greedy order, with no more activations" in whats
     assert not any("one more activation" in what for what in whats)
     far = Costs(F=1, B=2, send=0.5)
     whats = [c.description for c in advise(run_of(one_f_one_b, far), far).changes]

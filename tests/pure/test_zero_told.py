@@ -39,7 +39,7 @@ def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> N
     program = compile(schedules.looped_bfs, PipelineShape(2, 4, 4), dp=2, zero=3)
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
     out = said(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3")
-    assert f"each rank gathers weights {number} times a step" in out
+    assert f"each rank gathers weights {number} times per step" in out
     told = json.loads(
         said(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3", "--json")
     )
@@ -54,7 +54,7 @@ def test_one_replica_saves_nothing_and_is_told(
     zero: int, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = said(capsys, command, "looped_bfs", *AT, "-O", f"zero={zero}")
-    assert f"zero {zero} saves nothing here: there is one replica" in out
+    assert f"zero {zero} saves no memory: dp is 1" in out
 
 
 def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,9 +97,9 @@ def test_levels_name_what_they_cut() -> None:
         for zero in range(4)
     ]
     assert of[0] == ""
-    assert of[1].startswith("zero 1: the optimizer's state in 4 parts")
-    assert of[2].startswith("zero 2: gradients and the optimizer's state in 4 parts")
-    assert of[3].startswith("zero 3: weights, gradients and the optimizer's state in 4 parts")
+    assert of[1].startswith("zero 1: optimizer state split into 4 shards")
+    assert of[2].startswith("zero 2: gradients and optimizer state split into 4 shards")
+    assert of[3].startswith("zero 3: weights, gradients and optimizer state split into 4 shards")
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "looped_bfs", "zb_v", "chimera"])
@@ -150,7 +150,8 @@ def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFi
         "unsharded_stages=1",
     )
     assert (
-        "refused dualpipe, dualpipe_v: unsharded_stages is 1, and one action uses 2 stages" in out
+        "refused dualpipe, dualpipe_v: unsharded_stages is 1, but one group of instructions uses 2"
+        in out
     )
 
 

@@ -344,15 +344,15 @@ def compute_static_memory(
     tiers = {size: tier for size, tier in tiers.items() if tier != TIERS[0]}
     if tiers and np.any(np.array(sizes.model_states or 0)):
         raise UsageError(
-            f"{' and '.join(tiers)} of a stage is on the {' and '.join(tiers.values())}, and "
-            "model_states is one number for all that a stage has all the time",
+            f"model_states is one number for all states of a stage, but {' and '.join(tiers)} of "
+            f"a stage is on the {' and '.join(tiers.values())}",
             hint=f"{', '.join(f'{name}=' for name in STATIC_SIZES)} in place of model_states=",
             fields=["model_states", "optimizer_placement"],
         )
     if zero and np.any(np.array(sizes.model_states or 0)):
         raise UsageError(
-            f"zero is {zero}, and model_states is one number for all that a stage has all the "
-            "time, of which replicas share a part only",
+            f"model_states is one number for all states of a stage, but with zero {zero} the "
+            "replicas shard some states",
             hint=f"{', '.join(f'{name}=' for name in STATIC_SIZES)} in place of model_states=",
             fields=["model_states", "zero"],
         )

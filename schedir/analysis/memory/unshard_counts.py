@@ -18,7 +18,7 @@ _REDUCE_OPS: Final = tuple(
 _STATE_NAMES: Final = {
     "params": "weights",
     "grads": "gradients",
-    "optimizer": "the optimizer's state",
+    "optimizer": "optimizer state",
 }  # text by field of `Sizes`
 
 
@@ -65,35 +65,32 @@ def describe_sharding(program: Program) -> str:
         >>> from schedir import PipelineShape, compile, schedules
         >>> shape = PipelineShape(ranks=1, microbatches=4, stages_per_rank=6)
         >>> describe_sharding(compile(schedules.looped_bfs, shape, dp=2, zero=1))
-        "zero 1: the optimizer's state in 2 parts, one on each replica; each rank gathers weights \
-6 times a step, and holds at most 6 of its 6 stages whole"
+        'zero 1: optimizer state split into 2 shards, one per replica; each rank gathers weights \
+6 times per step, and has at most 6 of its 6 stages unsharded'
         >>> describe_sharding(compile(schedules.looped_bfs, shape, zero=3))
-        'zero 3 saves nothing here: there is one replica (dp 1), and its part is the whole'
+        'zero 3 saves no memory: dp is 1, so the only replica has all states'
     """
     if not program.zero:
         return ""
     if program.dp == 1:
-        return (
-            f"zero {program.zero} saves nothing here: there is one replica (dp 1), and its part is "
-            "the whole"
-        )
+        return f"zero {program.zero} saves no memory: dp is 1, so the only replica has all states"
     *most, last = [
         name for part, name in _STATE_NAMES.items() if program.zero >= SHARDED_FROM_LEVEL[part]
     ]
     cut = f"{', '.join(most)} and {last}" if most else last
-    text = f"zero {program.zero}: {cut} in {program.dp} parts, one on each replica"
+    text = f"zero {program.zero}: {cut} split into {program.dp} shards, one per replica"
     found = count_unshards(program)
     if not any(found.unshards):
         return text
     one = len({*zip(*found, strict=True)}) == 1
     text += (
         f"; {'each rank gathers' if one else 'ranks gather'} weights "
-        f"{_format_times(found.unshards)} a step"
+        f"{_format_times(found.unshards)} per step"
     )
     if max(found.stages) > 1:
         text += (
-            f", and {'holds' if one else 'hold'} at most {format_range(found.max_unsharded)} of "
-            f"{'its' if one else 'their'} {format_range(found.stages)} stages whole"
+            f", and {'has' if one else 'have'} at most {format_range(found.max_unsharded)} of "
+            f"{'its' if one else 'their'} {format_range(found.stages)} stages unsharded"
         )
     if program.reduce_scatter_at == "each_backward":
         text += f"; gradients are reduced {_format_times(found.reductions)}"

@@ -108,26 +108,25 @@ class Cluster:
             if f.name in ("nodes", "gpus_per_node", "num_sms", "itemsize", "processors"):
                 if number != int(number):
                     raise UsageError(
-                        f"cluster: {f.name} is a whole number, not {describe(value)}",
+                        f"cluster: {f.name} must be an integer, not {describe(value)}",
                         fields=[f.name],
                     )
                 number = int(number)
                 if number > MAX_GPUS:
                     raise UsageError(
-                        f"cluster: {f.name} is {number}; it must be at most {MAX_GPUS}",
+                        f"cluster: {f.name} must be at most {MAX_GPUS}, not {number}",
                         fields=[f.name],
                     )
             object.__setattr__(self, f.name, number)
         if self.gpu_count > MAX_GPUS:
             raise UsageError(
-                f"cluster: {self.nodes} nodes x {self.gpus_per_node} GPUs are "
-                f"{self.gpu_count}; there "
-                f"must be at most {MAX_GPUS}", fields=["nodes", "gpus_per_node"],
+                f"cluster: {self.nodes} nodes x {self.gpus_per_node} GPUs are {self.gpu_count} "
+                f"GPUs; the limit is {MAX_GPUS}", fields=["nodes", "gpus_per_node"],
             )  # fmt: skip
         if self.peak is not None and self.peak < self.flops:
             raise UsageError(
-                f"cluster: flops {self.flops:g} are more than the peak {self.peak:g}: `flops` are "
-                "what is reached of it", fields=["flops", "peak"],
+                f"cluster: flops must be at most peak ({self.peak:g}), not {self.flops:g}: flops "
+                "is the reached part of the peak", fields=["flops", "peak"],
             )  # fmt: skip
 
     @property
@@ -176,7 +175,7 @@ class Cluster:
         everyone = range(self.gpu_count)
         if not 0 < sum(process in everyone for process in {*group.tolist()}) == len(group):
             raise UsageError(
-                f"a group has different processes of 0 to {self.gpu_count - 1}, not "
+                f"processes must be different numbers from 0 to {self.gpu_count - 1}, not "
                 f"{describe(processes)}",
                 fields=["processes"],
             )
@@ -397,7 +396,7 @@ class Cluster:
         bandwidth = getattr(self, name)
         if bandwidth is None:
             raise UsageError(
-                f"cluster: nobody tells {name}, the bytes per second to and from the {link}",
+                f"cluster: {name} is missing: the bytes per second to and from the {link}",
                 hint=f'{name} = "12GB/s"',
                 fields=[name],
             )
@@ -506,14 +505,14 @@ class Cluster:
         processes = shape.ranks * tp * dp
         if processes != self.gpu_count:
             raise UsageError(
-                f"pp {shape.ranks} x tp {tp} x dp {dp} = {processes} processes are not the "
-                f"{self.gpu_count} GPUs of {self.nodes} x {self.gpus_per_node}",
+                f"ranks {shape.ranks} x tp {tp} x dp {dp} are {processes} processes, but the "
+                f"cluster has {self.nodes} x {self.gpus_per_node} = {self.gpu_count} GPUs",
                 fields=["nodes", "gpus_per_node", "ranks", "tp", "dp"],
             )
         mesh = make_process_mesh(shape.ranks, tp, dp) if mesh is None else mesh
         if mesh.shape != (dp, shape.ranks, tp):
             raise UsageError(
-                f"a mesh of {dp} replicas, {shape.ranks} ranks and {tp} slices has this shape, not "
+                f"mesh must have the shape {(dp, shape.ranks, tp)}, for dp, ranks and tp, not "
                 f"{mesh.shape}",
                 fields=["mesh"],
             )
@@ -535,5 +534,8 @@ class Cluster:
 
 def _message_time(size: float, latency: float, bandwidth: float) -> float:
     if not 0 <= size < inf:
-        raise UsageError(f"a message has bytes, from 0 on, not {describe(size)}", fields=["size"])
+        raise UsageError(
+            f"size must be a finite number of bytes, 0 or more, not {describe(size)}",
+            fields=["size"],
+        )
     return latency + size / bandwidth if bandwidth < inf and size else 0.0

@@ -198,11 +198,14 @@ def _split_backward_cost(costs: Costs) -> dict[str, Cost]:
     halves = [name for name in ("I", "W") if name in specified]
     if "F" not in specified or not ("B" in specified or len(halves) == 2):
         raise CostsError(
-            "a cluster fills costs in seconds, and nobody tells those of F, and of B or I and W",
-            hint="F=0.012,B=0.024",
+            "a cluster cannot compute the costs of F, and of B or of I and W: give them in seconds",
+            hint="--costs F=0.012,B=0.024, or Costs(F=0.012, B=0.024)",
         )
     if len(halves) == 1:
-        raise CostsError(f"of I and W only {halves[0]} is told beside B", hint="I=0.014,W=0.01")
+        raise CostsError(
+            f"the costs have B and {halves[0]}: give both I and W, or neither",
+            hint="--costs F=0.012,B=0.024,I=0.014,W=0.01, or Costs(..., I=0.014, W=0.01)",
+        )
     return {} if halves else dict.fromkeys(("I", "W"), from_grid(to_grid(specified["B"]) / 2))
 
 
@@ -463,7 +466,7 @@ class _CostFiller:
             raise UsageError(
                 "cluster: dram_bandwidth is missing: the bytes per second that the host's "
                 "processors read and write for a GPU",
-                hint=f'dram_bandwidth = "100GB/s", or tell {cost} itself',
+                hint=f'dram_bandwidth = "100GB/s", or the cost {cost}',
                 fields=["dram_bandwidth"],
             )
         return self.cluster.dram_bandwidth
@@ -513,8 +516,8 @@ def _shift_to_next_stage(each: Floats) -> Floats:
 def _make_missing_size_error(cost: str, sizes: str) -> UsageError:
     names = [part.partition("=")[0] for part in sizes.split(",")]
     return UsageError(
-        f"a cluster fills cost {cost} by bytes of {', '.join(names)}, which nobody tells",
-        hint=f"--sizes {sizes}, or Sizes({', '.join(f'{name}=...' for name in names)}), or tell "
-        f"{cost} itself",
+        f"a cluster computes the cost {cost} from sizes that are missing: {', '.join(names)}",
+        hint=f"--sizes {sizes}, or Sizes({', '.join(f'{name}=...' for name in names)}), or the "
+        f"cost {cost}",
         fields=names,
     )

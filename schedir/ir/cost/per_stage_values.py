@@ -55,9 +55,8 @@ def to_per_stage(
         ) from None
     if is_per_microbatch(each) and len(lengths := sorted({len(row) for row in each})) > 1:
         raise error(
-            f"{subject} has rows of {lengths[0]} and of {lengths[-1]} numbers: each row of an "
-            "array "
-            "has one number per microbatch"
+            f"{subject} has rows of {lengths[0]} and of {lengths[-1]} numbers: each row must "
+            "have one number per microbatch"
         )
     flat = np.ravel(np.array(each, float))
     bad = flat[~((flat >= 0) & (flat < np.inf))]
@@ -163,8 +162,8 @@ def expand_by_stage(
         if rows not in (1, stages) or microbatches not in (None, columns):
             many = "any number of" if microbatches is None else microbatches
             raise error(
-                f"{subject} is an array of {rows} x {columns} numbers, not of {stages} stages x "
-                f"{many} microbatches, or 1 x {many} where all stages are alike"
+                f"{subject} is an array of {rows} x {columns} numbers; it must have {stages} "
+                f"stages x {many} microbatches, or 1 x {many} if all stages are equal"
             )
     elif isinstance(value, tuple) and rows != stages:
         raise error(f"{subject} has {rows} numbers for {stages} stages")

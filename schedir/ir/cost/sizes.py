@@ -147,9 +147,8 @@ class Sizes:
             self._require_joint_size()
         if self.model_states is not None and (given_parts := self.specified_parts):
             raise UsageError(
-                f"size model_states is the sum of {', '.join(STATIC_SIZES)}, and is given "
-                "together with "
-                f"{' and '.join(given_parts)}",
+                f"size model_states is the sum of {', '.join(STATIC_SIZES)}, and cannot be given "
+                f"together with {' and '.join(given_parts)}",
                 hint=f"leave out model_states, or {' and '.join(given_parts)}",
                 fields=["model_states", *given_parts],
             )
@@ -180,9 +179,8 @@ class Sizes:
         if wrong.any():
             at = np.unravel_index(wrong.argmax(), wrong.shape)
             raise UsageError(
-                "size saved_and_deferred is for saved and deferred_wgrad together: "
-                f"from {least[at]:g} to "
-                f"{most[at]:g}, not {joint[at]:g}"
+                "size saved_and_deferred is the bytes of saved and deferred_wgrad together: it "
+                f"must be from {least[at]:g} to {most[at]:g}, not {joint[at]:g}"
             )
 
     def for_stages(self, name: str, stages: int) -> NDArray[np.float64]:

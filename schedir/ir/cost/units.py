@@ -94,7 +94,8 @@ def parse_cluster_field(name: str, value: Any) -> float:
         number = inf
     except (TypeError, ValueError):
         raise UsageError(
-            f"cluster: {name} is a number like {unit.example}, not {describe(value)}", fields=[name]
+            f"cluster: {name} must be a number such as {unit.example}, not {describe(value)}",
+            fields=[name],
         ) from None
     if not (number > 0 or (unit.can_be_zero and number == 0)):
         above = "0 or more" if unit.can_be_zero else "more than 0"

@@ -104,11 +104,13 @@ def zero_model_states(
     """
     if _as_integer(zero, 0) is None or zero >= ZERO_LEVEL_COUNT:
         raise UsageError(
-            f"zero is a level of ZeRO, from 0 to {ZERO_LEVEL_COUNT - 1}, not {describe(zero)}",
+            f"zero must be a ZeRO level from 0 to {ZERO_LEVEL_COUNT - 1}, not {describe(zero)}",
             fields=["zero"],
         )
     if _as_integer(dp, 1) is None:
-        raise UsageError(f"dp is a number of replicas, not {describe(dp)}", fields=["dp"])
+        raise UsageError(
+            f"dp must be a number of replicas, 1 or more, not {describe(dp)}", fields=["dp"]
+        )
     # The size of an unsharded state as a multiple of the size of a shard.
     parts: NDArray[np.float64] | float = float(dp)
     if parameter_counts is not None:

@@ -124,7 +124,7 @@ FORMS: Final[tuple[FormRow, ...]] = (
 )
 
 LANES: Final[tuple[LaneRow, ...]] = (
-    LaneRow(_L.COMPUTE, False, "runs", "what the rank computes", "peer"),
+    LaneRow(_L.COMPUTE, False, "runs", "computes of the rank", "peer"),
     LaneRow(_L.ACT, True, "starts", "messages with activations",
             color="#0072b2", label="activations"),
     LaneRow(_L.GRAD, True, "starts", "messages with gradients",
@@ -137,9 +137,9 @@ LANES: Final[tuple[LaneRow, ...]] = (
             "weights", "#cc79a7", "gathers of weights"),
     LaneRow(_L.D2H, False, "starts", "copies to the host", "offload", "#8c6d31"),
     LaneRow(_L.H2D, False, "starts", "copies from the host", "offload", "#c9a45c"),
-    LaneRow(_L.DISK, False, "starts", "what the host writes to its disk, and reads from it",
+    LaneRow(_L.DISK, False, "starts", "writes of the host to its disk, and reads from it",
             "disk", "#4a3728", "disk"),
-    LaneRow(_L.HOST, False, "starts", "what the host computes beside its device",
+    LaneRow(_L.HOST, False, "starts", "computes of the host, beside the device",
             "step", "#6b8e23", "host computes"),
 )  # fmt: skip
 
@@ -187,7 +187,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         frees=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN),
         doc=(
             "The gradient of the input, and of the weights that cannot be deferred (biases, "
-            "norms). What the deferred weight gradients need of the saved activations is kept. The "
+            "norms). It keeps the saved activations that the deferred weight gradients need. The "
             "zero-bubble papers call it B."
         ),
         cost="I", is_compute=True,
@@ -353,9 +353,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.LOCAL_NORM,),
         frees=(_V.LOCAL_NORM,),
         doc=(
-            "The norm of all gradients over all pipeline ranks, after a step that did not wait for "
-            "it. The next step of the run waits for it, and both steps are repeated if gradients "
-            "had to be clipped."
+            "The norm of all gradients over all pipeline ranks, after a step that did not wait "
+            "for it. The next step waits for it. Both steps are repeated if gradients had to be "
+            "clipped."
         ),
         cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model",
         is_implicit_in_torch=True,
@@ -390,9 +390,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.PARAMS,),
         gives=(_V.SNAPSHOT,),
         doc=(
-            "Copies what the step will change of a stage, weights and optimizer state, to the "
-            "host, for a checkpoint that is written meanwhile. It does nothing in a step after "
-            "which no checkpoint is due."
+            "Copies the weights and the optimizer state of a stage to the host before the step "
+            "changes them. A checkpoint is written from this copy during the step. It does "
+            "nothing if no checkpoint is due."
         ),
         cost="snapshot", idle_cause="snapshot",
         traffic=Traffic("host", ("params", "optimizer"), is_always_sharded=True,
@@ -444,8 +444,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.STATE, _V.GRAD, _V.NORM, _V.SHARDED_PARAMS),
         gives=(_V.STATE,),
         doc=(
-            "Updates the parameters of a stage, when all gradients of the rank are there: it is "
-            "known whether they are finite before anything is updated."
+            "Updates the parameters of a stage, when all gradients of the rank exist and are "
+            "known to be finite."
         ),
         cost="stage_step", needs_all_stages=True,
         traffic=_make_state_traffic("hbm", *OPTIMIZER_STEP_SIZES, placements="host disk"),
@@ -487,9 +487,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.GRAD,),
         gives=(_V.GRAD,),
         doc=(
-            "Sums over the tensor-parallel group the gradients of weights that each of its ranks "
-            "has in full and applies to its part of the tokens: norms, and biases after a "
-            "reduction."
+            "Sums gradients over the tensor-parallel group: those of weights that each rank has "
+            "in full and applies to its own tokens, such as norms, and biases after a reduction."
         ),
         cost="reduce_sequence_parallel_grads", idle_cause="reduction", is_implicit_in_torch=True,
     ),
@@ -529,8 +528,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.HOST_WEIGHTS,),
         doc=(
             "Updates a stage's parameters on the host, which has the optimizer state, when all "
-            "gradients of the rank are there: it is known whether they are finite before anything "
-            "is updated."
+            "gradients of the rank exist and are known to be finite."
         ),
         cost="host_step", needs_all_stages=True, host_sync_lanes=(_L.DP, _L.D2H),
         traffic=_make_state_traffic("dram", *OPTIMIZER_STEP_SIZES, placements="cpu_step"),
@@ -550,8 +548,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.HOST_GRAD, _V.NORM),
         gives=(_V.GRADS_CHECKED,),
         doc=(
-            "Decides whether the rank's gradients are finite, when all are on the host, and lets "
-            "the next update add to them while the host makes the step."
+            "Decides whether the rank's gradients are finite, when all are on the host. The next "
+            "update may then add to its gradients during the step of the host."
         ),
         cost="check_grads_finite", host_sync_lanes=(_L.DP, _L.D2H), is_implicit_in_torch=True,
     ),

@@ -99,7 +99,7 @@ def find_table_faults(
     texts: dict[str, Row] = {}
     for row in rows:
         if texts.setdefault(row.text, row) is not row:
-            yield f"{row.op.name}: its text is that of {texts[row.text].op.name}, {row.text!r}"
+            yield f"{row.op.name}: it has the same text as {texts[row.text].op.name}, {row.text!r}"
         for fault in (
             *_find_row_faults(row, rows, lanes),
             *_find_value_use_faults(row, rows, values),
@@ -111,7 +111,7 @@ def _find_order_faults(enum_type: type[IntEnum], members: Sequence[IntEnum]) -> 
     """Yield rows that are not at the index of their number, and numbers without a row."""
     for place, one in enumerate(members):
         if one != place:
-            yield f"{one.name} is number {one}, and its row stands in place {place}"
+            yield f"{one.name} is number {one}, but its row is at index {place}"
     for one in [*enum_type][len(members) :]:
         yield f"{one.name} has no row"
 
@@ -124,78 +124,78 @@ def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
     if value.initial_tier:
         yield from _find_initial_tier_faults(value, rows)
     if value.producer_rule in _LATEST_RULES and value.scope is Scope.OCCURRENCE:
-        yield f"{name}: what is made again and again is one value of its stage, not one a turn"
+        yield f"{name}: a value that is made repeatedly must be one per stage"
     if value.producer_rule is ProducerRule.LATEST_OR_START and any(
         token in row.frees for row in rows
     ):
-        yield f"{name}: it is there from the start on, and nothing frees it"
+        yield f"{name}: it exists at the start, so no instruction may free it"
     if value.program_attribute and value.program_attribute not in _DEFAULTED_ATTRIBUTES:
-        yield f"{name}: there is no trait {value.program_attribute!r} of programs with a default"
+        yield f"{name}: programs have no attribute {value.program_attribute!r} with a default"
     if value.size and value.producer_rule not in _LIFETIME_RULES:
         rule = value.producer_rule.name
-        yield f"{name}: bytes are counted of what begins and ends, not of {rule}"
+        yield f"{name}: a value with a size must begin and end, not be {rule}"
     if value.size and value.scope is Scope.RANK:
-        yield f"{name}: bytes are told for each stage, not for each rank"
+        yield f"{name}: a size is given for each stage, not for each rank"
     if value.local_source is not None and value.peer is None:
-        yield f"{name}: it is handed over, and nothing says by which stage"
+        yield f"{name}: it passes between stages of a rank, but has no peer"
     if value.peer is not None and (value.scope is not Scope.MICROBATCH or not value.size):
-        yield f"{name}: what crosses a boundary is of a microbatch, and has a size"
+        yield f"{name}: a value that crosses a boundary must be of a microbatch, and have a size"
     if value.converted_from is not None:
         for row in rows:
             if token in {*row.gives} - {*row.needs} and value.converted_from[0] not in row.frees:
-                yield f"{name}: {row.op.name} makes it, and does not free what it is made of"
+                yield f"{name}: {row.op.name} makes it, but does not free its source"
 
 
 def _find_initial_tier_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
     """Yield broken rules of a value that exists from the start."""
     token, name = value.value, value.value.name
     if value.initial_tier not in TIERS:
-        yield f"{name}: it lies on one of {', '.join(TIERS)}, not on {value.initial_tier!r}"
+        yield f"{name}: its tier must be {' or '.join(TIERS)}, not {value.initial_tier!r}"
     if value.producer_rule is not ProducerRule.LATEST:
-        yield f"{name}: it lies somewhere from the start on, and is found by the nearest giver"
+        yield f"{name}: it exists at the start, so its producer rule must be LATEST"
     for row in rows:
         if (token in row.gives and token not in row.needs) or token in row.frees:
-            yield f"{name}: it is there from the start on, and {row.op.name} makes or frees it"
+            yield f"{name}: it exists at the start, but {row.op.name} makes or frees it"
 
 
 def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator[str]:
     """Yield broken rules of an instruction's text, lane, peer and group."""
     lane = lanes[row.lane]
     if not (row.text.isidentifier() and row.text.isascii()):
-        yield f"its text is one word, not {row.text!r}"
+        yield f"its text must be one word, not {row.text!r}"
     if not {*row.frees} <= {*row.needs}:
-        yield "it frees what it does not need"
+        yield "it frees a value that it does not need"
     if row.is_compute and (row.lane is not Lane.COMPUTE or row.scope is not Scope.MICROBATCH):
-        yield "a row that computes is per microbatch, on the lane COMPUTE"
+        yield "a compute must be per microbatch, on the lane COMPUTE"
     if row.between_segments and (row.ring is None or row.ring.members != "tp"):
-        yield "a row between segments is a collective of the tensor-parallel group"
+        yield "a row between segments must be a collective of the tensor-parallel group"
     if row.traffic is not None and row.traffic.program_attribute not in (
         "",
         "checkpoint_snapshots",
         "optimizer_placement",
     ):
-        yield f"a cluster does not know of the trait {row.traffic.program_attribute!r}"
+        yield f"a cluster has no use for the attribute {row.traffic.program_attribute!r}"
     if row.traffic is not None and not row.traffic.sizes and row.form is None:
         yield "traffic without sizes needs a form: its bytes are those of the changed value"
     if row.host_sync and lane.host_action != "starts":
-        yield f"hosts wait at lane {row.lane.name} anyway: nothing is drained there"
+        yield f"host_sync has no effect: hosts wait at lane {row.lane.name} anyway"
     if bool(row.peer) != lane.has_messages:
-        yield "what has a hop is on a wire, and nothing else is"
+        yield "a row must have a peer if, and only if, its lane has messages"
     if row.peer:
         other = rows[row.partner] if row.partner is not None else row
         if other.partner is not row.op or other.peer is not row.peer.opposite:
-            yield "the other side of a message meets it, a hop back"
+            yield "its partner must name it as partner, with the opposite peer"
         if row.scope is not Scope.MICROBATCH:
-            yield "a message is of a microbatch"
+            yield "a message must be of a microbatch"
         if len(row.gives) + len(row.needs) != 1:
-            yield "a message moves one value: it is needed at one side, and given at the other"
+            yield "a message must need or give exactly one value"
     elif row.partner not in (None, row.op):
-        yield "without a hop it meets others of its own kind"
+        yield "without a peer, its partner must be its own kind"
     elif row.partner is None and row.group:
-        yield f"it is of the group {row.group!r}, and meets nobody"
+        yield f"it has the group {row.group!r}, but no partner"
     elif row.partner is not None and row.scope not in _GROUP_SCOPES.get(row.group, ()):
         can = " or ".join(per.name for per in _GROUP_SCOPES.get(row.group, ())) or "a group"
-        yield f"its group is {row.group!r}, which takes {can}, not {row.scope.name}"
+        yield f"its group is {row.group!r}, which needs {can}, not {row.scope.name}"
 
 
 def _find_value_use_faults(
@@ -211,19 +211,20 @@ def _find_value_use_faults(
             and row.scope is not value.scope
         ):
             yield (
-                f"{token.name} is one for each {value.scope.name}, and it for each {row.scope.name}"
+                f"{token.name} is one for each {value.scope.name}, but the instruction is one "
+                f"for each {row.scope.name}"
             )
         if row.peer and value.peer is not row.peer:
-            yield f"{token.name} does not go where its message does"
+            yield f"{token.name} and its message have different peers"
         again = value.producer_rule in _LATEST_RULES or (
             value.producer_rule is ProducerRule.ALL and value.size
         )
         if again and value.scope is Scope.STAGE and row.scope is Scope.RANK:
-            yield f"{token.name} is one for each STAGE, and it for each RANK"
+            yield f"{token.name} is one for each STAGE, but the instruction is one for each RANK"
         if value.producer_rule is ProducerRule.VERSION and token in row.gives and row.scope not in (
             Scope.STAGE, Scope.RANK,
         ):  # fmt: skip
-            yield f"{token.name} is changed once in each update, not for each {row.scope.name}"
+            yield f"{token.name} is changed once in each update, not once for each {row.scope.name}"
         if (
             value.producer_rule is ProducerRule.VERSION
             and row.scope is Scope.RANK
@@ -231,7 +232,7 @@ def _find_value_use_faults(
         ):
             for giver in rows:
                 if token in giver.gives and giver.scope is Scope.STAGE:
-                    yield f"{token.name} comes of {giver.op.name}, one for each STAGE"
+                    yield f"{token.name} comes from {giver.op.name}, one for each STAGE"
     if row.form is not None:
         yield from _find_form_faults(row, rows, values)
     changed = [change.value for change in row.changes]
@@ -240,7 +241,7 @@ def _find_value_use_faults(
             yield f"it reads {token.name} without giving it: it could run after the value is freed"
     for token in changed:
         if changed.count(token) > 1:
-            yield f"it has two changes of {token.name}: each is an instruction"
+            yield f"it has two changes of {token.name}: each change needs its own instruction"
             return
     for change in row.changes:
         yield from _find_change_faults(change, row, values)
@@ -249,7 +250,7 @@ def _find_value_use_faults(
 def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]) -> Iterator[str]:
     """Yield broken rules of an instruction that changes the form of a value."""
     if row.needs != row.gives or len(row.gives) != 1 or values[row.gives[0]].peer is None:
-        yield "a row with a form needs and gives one value that crosses between stages"
+        yield "a row with a form must need and give one value that crosses between stages"
         return
     (token,) = row.gives
     handed = values[token].local_source
@@ -261,7 +262,7 @@ def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow])
         yield f"{token.name} has several instructions that change this form"
     for other in others if handed is None else [handed]:
         if (other,) not in changed:
-            yield f"no instruction changes this form of {other.name}, on the other side"
+            yield f"no instruction changes this form of {other.name}, at the other end"
 
 
 def _find_change_faults(change: Change, row: Row, values: Sequence[ValueRow]) -> Iterator[str]:
@@ -271,10 +272,10 @@ def _find_change_faults(change: Change, row: Row, values: Sequence[ValueRow]) ->
     if token not in row.needs:
         yield f"it changes {token.name}, which it does not need"
     elif token not in row.gives and before != after:
-        yield f"it changes {token.name}, and does not give it"
+        yield f"it changes {token.name}, but does not give it"
     if not (before and after) or tiers[0] != tiers[1]:
-        yield f"{token.name} changes its tier, or its size, not {before!r} to {after!r}"
+        yield f"{token.name} must change its tier or its size, not {before!r} to {after!r}"
     if values[token].producer_rule not in _CHAINED_RULES:
-        yield f"{token.name} has no states: it is found by {values[token].producer_rule.name}"
+        yield f"{token.name} has no states: its producer rule is {values[token].producer_rule.name}"
     if token in BOUNDARY_VALUES and not all(tiers):
-        yield f"{token.name} crosses between stages: its bytes change with a form, not in a change"
+        yield f"{token.name} crosses between stages: a form, not a change, must change its bytes"

@@ -67,9 +67,7 @@ class FieldType:
         value = self.from_text(text)
         min_value, max_value = self.min_value, self.max_value
         if min_value is not None and max_value is not None and not min_value <= value <= max_value:
-            raise ValueError(
-                f"must be a whole number from {min_value} to {max_value}, not {text!r}"
-            )
+            raise ValueError(f"must be an integer from {min_value} to {max_value}, not {text!r}")
         return value
 
 
@@ -90,9 +88,7 @@ def make_integer_type(min_value: int, max_value: int) -> FieldType:
                 raise TypeError
             number = index(value)
         except TypeError:
-            raise ShapeError(
-                f"{name} must be a whole number, not {value!r}", fields=[name]
-            ) from None
+            raise ShapeError(f"{name} must be an integer, not {value!r}", fields=[name]) from None
         if not min_value <= number <= max_value:
             raise ShapeError(
                 f"{name} must be from {min_value} to {max_value}, not {describe(number)}",
@@ -101,7 +97,7 @@ def make_integer_type(min_value: int, max_value: int) -> FieldType:
         return number
 
     return FieldType(
-        "must be a whole number",
+        "must be an integer",
         parse_integer,
         int,
         resolve=settle,
@@ -112,12 +108,12 @@ def make_integer_type(min_value: int, max_value: int) -> FieldType:
 
 def _parse_yes_or_no(text: str) -> bool:
     if text not in ("yes", "no"):
-        raise ValueError(f"{text!r} is not yes or no")
+        raise ValueError(f"must be yes or no, not {text!r}")
     return text == "yes"
 
 
 YES_OR_NO_TYPE = FieldType(
-    "is yes or no",
+    "must be yes or no",
     _parse_yes_or_no,
     bool,
     to_text=lambda value, _: "yes" if value else "no",

@@ -49,47 +49,48 @@ def _format_weight_delay(value: str | int | tuple[int, ...], _: object) -> str:
 
 
 # The text form and the command-line help of each field of a shape.
-_DELAY_REQUIREMENT = "must be a whole number, or one per stage like 2,1,0"
+_DELAY_REQUIREMENT = "must be an integer, or one per stage like 2,1,0"
 _RANKS = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
-    "pipeline ranks ({ranks})",
+    "number of pipeline ranks ({ranks})",
     is_always_shown=True,
     digest=digest_value,
 )
 _MICROBATCHES = make_field_metadata(
     make_integer_type(1, MAX_MICROBATCHES),
-    "{per_rank} per rank",
+    "number of microbatches ({per_rank} per rank)",
     is_always_shown=True,
     digest=digest_value,
 )
 _STAGES_PER_RANK = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
-    "1, or 2 for a schedule with a parameter v",
+    "stages per rank: 1, or 2 for a schedule with a parameter v",
     is_always_shown=True,
     digest=lambda _, __: (),  # The entry of the placement implies this number.
 )
 _PLACEMENT = make_field_metadata(
     PLACEMENT_TYPE,
-    f"{', '.join(NAMED_PLACEMENTS)}, or ranks like 0,1,1,0; of several holders like 0,1/1,0",
+    f"{', '.join(NAMED_PLACEMENTS)}, or the rank of each stage like 0,1,1,0; with stage "
+    "replicas, a row for each like 0,1/1,0",
     is_always_shown=True,
     digest=lambda _, shape: (shape.replica_ranks.tolist(),),
 )
 _OPTIMIZER_STEPS = make_field_metadata(
     make_integer_type(1, MAX_MICROBATCHES),
-    "optimizer steps of one program, without a flush (1)",
+    "number of optimizer steps in one program, without a flush between them (1)",
     digest=digest_value,
 )
 _WEIGHT_DELAY = make_field_metadata(
     FieldType(
         _DELAY_REQUIREMENT, _parse_weight_delay, int | tuple[int, ...], to_text=_format_weight_delay
     ),
-    "by how many optimizer steps weights are old: 1, or 2,1,0 per stage",
+    "age of the weights that a microbatch uses, in optimizer steps: 1, or 2,1,0 per stage",
     shown_with="optimizer_steps",
     digest=digest_value,
 )
 _SEQUENCE_CHUNKS = make_field_metadata(
     make_integer_type(1, MAX_MICROBATCHES),
-    "chunks of each sequence; each is a microbatch (1)",
+    "number of chunks of each sequence; each chunk is a microbatch (1)",
     in_config=False,  # The GPT of a training run has no sequence segments.
 )
 
@@ -181,14 +182,13 @@ class PipelineShape:
             self._apply_placement_rows(self.placement)
         if self.microbatches < self.placement_rows:
             raise ShapeError(
-                f"{self.placement_rows} holders of each stage take {self.placement_rows} "
-                "microbatches at least, one "
-                f"each, not {self.microbatches}",
+                f"a placement with {self.placement_rows} replicas of each stage needs at least "
+                f"{self.placement_rows} microbatches, not {self.microbatches}",
                 fields=["placement", "microbatches"],
             )
         if self.stages > MAX_STAGES:
             raise ShapeError(
-                f"{self.stages} stages are more than the {MAX_STAGES} allowed",
+                f"there are {self.stages} stages, and the limit is {MAX_STAGES}",
                 fields=["ranks", "stages_per_rank", "placement"],
             )
         self.require_instruction_limit()
@@ -198,7 +198,7 @@ class PipelineShape:
             self.microbatches_per_update,
         }  # Each row and each update must begin with the first chunk of a sequence.
         if any(number % self.sequence_chunks for number in whole):
-            each = ", in each update and along each row of holders" * (len(whole) > 2)
+            each = ", in each update and in each row of the placement" * (len(whole) > 2)
             raise ShapeError(
                 f"{self.microbatches} microbatches cannot be divided by sequence_chunks "
                 f"{self.sequence_chunks}{each}",
@@ -247,7 +247,7 @@ class PipelineShape:
             if not isinstance(self.stages_per_rank, _DEFAULT_TYPES):
                 raise ShapeError(
                     f"placement {name!r} needs more than one stage per rank",
-                    hint=f"stages_per_rank={named.stages_per_rank}, which is its default",
+                    hint=f"stages_per_rank={named.stages_per_rank}, the default of this placement",
                     fields=["stages_per_rank", "placement"],
                 )
             object.__setattr__(self, "stages_per_rank", _DefaultNumber(named.stages_per_rank))
@@ -269,7 +269,7 @@ class PipelineShape:
             raise ShapeError(
                 f"placement puts up to {max_stages} stages on a rank, but stages_per_rank is "
                 f"{self.stages_per_rank}",
-                hint=f"leave out stages_per_rank, or stages_per_rank={max_stages}",
+                hint=f"leave out stages_per_rank, or set it to {max_stages}",
                 fields=["placement", "stages_per_rank"],
             )
         object.__setattr__(self, "placement", rows if len(rows) > 1 else rows[0])
@@ -284,8 +284,8 @@ class PipelineShape:
             )
         if self.placement_rows > 1 and self.optimizer_steps > 1:
             raise ShapeError(
-                f"a placement with {self.placement_rows} holders of each stage goes with one "
-                "update",
+                f"a placement with {self.placement_rows} replicas of each stage needs "
+                f"optimizer_steps=1, not {self.optimizer_steps}",
                 fields=["placement", "optimizer_steps"],
             )
         try:
@@ -297,7 +297,7 @@ class PipelineShape:
                 delay = index(self.weight_delay)
         except TypeError:
             raise ShapeError(
-                f"weight_delay must be a whole number or one per stage, not {self.weight_delay!r}",
+                f"weight_delay must be an integer or one per stage, not {self.weight_delay!r}",
                 fields=["weight_delay"],
             ) from None
         each = delay if isinstance(delay, tuple) else (delay,)
@@ -316,7 +316,7 @@ class PipelineShape:
             delay = each[0]
         if delay != 0 and self.optimizer_steps == 1:
             raise ShapeError(
-                f"weight_delay is {delay}, and optimizer_steps is 1: there is no older update",
+                f"weight_delay is {delay}, but optimizer_steps is 1: there are no older weights",
                 fields=["weight_delay", "optimizer_steps"],
             )
         if not isinstance(self.weight_delay, _DEFAULT_TYPES):

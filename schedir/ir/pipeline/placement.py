@@ -101,8 +101,8 @@ def _to_list(value: Any) -> list[Any]:
 def _make_placement_error(value: object) -> ShapeError:
     names = ", ".join(map(repr, NAMED_PLACEMENTS))
     return ShapeError(
-        f"placement must be {names}, the rank of each stage, or a row of these for each holder, "
-        f"not {value!r:.80}",
+        f"placement must be {names}, the rank of each stage, or one such row for each stage "
+        f"replica, not {value!r:.80}",
         fields=["placement"],
     )
 
@@ -124,7 +124,7 @@ def require_placement_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int
     fields = ["placement", "ranks"]
     if len({*map(len, rows)}) > 1:
         raise ShapeError(
-            f"each row of placement has a holder of every stage, but they have "
+            "each row of placement must have a rank for every stage, but the rows have "
             f"{' and '.join(map(str, map(len, rows)))} ranks",
             fields=["placement"],
         )
@@ -141,8 +141,8 @@ def require_placement_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int
         if len({*replicas}) < len(replicas):
             rank = next(rank for rank in replicas if replicas.count(rank) > 1)
             raise ShapeError(
-                f"placement puts stage {stage} on rank {rank} twice: its holders are "
-                "different ranks",
+                f"placement puts stage {stage} on rank {rank} twice: the replicas of a stage "
+                "must be on different ranks",
                 fields=["placement"],
             )
     for rank, count in enumerate(stage_counts):
@@ -184,7 +184,7 @@ def format_placement(placement: Placement, _: object = None) -> str:
     return "/".join(",".join(map(str, row)) for row in to_placement_rows(placement))
 
 
-_REQUIREMENT = "is a name, ranks like 0,1,1,0, or rows of these like 0,1/1,0"
+_REQUIREMENT = "must be a name, ranks like 0,1,1,0, or several rows of ranks like 0,1/1,0"
 PLACEMENT_TYPE: Final = FieldType(
     _REQUIREMENT, _parse_placement, Placement, format_placement, _resolve_placement, "WHERE"
 )

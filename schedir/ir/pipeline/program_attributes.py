@@ -37,8 +37,9 @@ def _resolve_frozen_stages(name: str, value: Any, shape: PipelineShape) -> int:
     frozen: int = _STAGE_COUNT_TYPE.resolve(name, value, shape)
     if frozen >= shape.stages:
         raise ShapeError(
-            f"{frozen} stages are frozen, and there are {shape.stages}: nothing would be trained",
-            hint="schedules.forward_only runs forwards, whether stages are frozen or not",
+            f"{name} is {frozen}, but the number of stages is {shape.stages}: no stage would be "
+            "trained",
+            hint="the schedule forward_only runs forwards only, with or without frozen stages",
             fields=[name],
         )
     return frozen
@@ -54,11 +55,11 @@ def _resolve_chunks(name: str, value: Any, shape: PipelineShape) -> int:
         end % (chunks * shape.sequence_chunks)
         for end in (*shape.microbatch_row_offsets, shape.microbatches_per_update)
     ):
-        each = ", in each update and along each row of holders" * (
+        each = ", in each update and in each row of the placement" * (
             shape.optimizer_steps + shape.placement_rows > 2
         )
         raise ShapeError(
-            f"{shape.microbatches} microbatches are no whole ones of {chunks} chunks{each}",
+            f"{shape.microbatches} microbatches cannot be divided by {name} {chunks}{each}",
             fields=[name, "microbatches"],
         )
     return chunks
@@ -66,7 +67,7 @@ def _resolve_chunks(name: str, value: Any, shape: PipelineShape) -> int:
 
 def _make_choice_type(*choices: str) -> FieldType:
     """Return a field type whose values are some words."""
-    takes = f"is {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+    takes = f"must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
 
     def settle(name: str, value: Any, _: PipelineShape) -> str:
         if value not in choices:
@@ -161,8 +162,8 @@ def require_compatible(
             )
         if checkpoint_snapshots:
             refuse(
-                "checkpoint_snapshots are copied during the next step, and with "
-                "norm_check='after_step' that step may still undo the update that is copied",
+                "checkpoint_snapshots are copied during the next step, but with "
+                "norm_check='after_step' that step may undo the update that is copied",
                 "norm_check='before_step', or no checkpoint_snapshots",
                 "checkpoint_snapshots",
                 "norm_check",
@@ -195,24 +196,23 @@ def require_compatible(
         )
     if optimizer_placement in TIERS[1:] and steps > 1:
         refuse(
-            f"optimizer_placement={optimizer_placement!r} needs optimizer_steps=1, not "
-            f"{steps}: the "
-            "next step would compute while weights are stepped on the device",
+            f"optimizer_placement={optimizer_placement!r} needs optimizer_steps=1, not {steps}: "
+            "the next step would compute while the device updates the weights",
             "optimizer_placement='cpu_step' or 'device', or optimizer_steps=1",
             "optimizer_placement",
             "optimizer_steps",
         )
     if has_tp_collectives(segment_boundaries) and tp == 1:
         refuse(
-            f"segment_boundaries={segment_boundaries!r} has tensor-parallel collectives, and tp is "
-            "1",
+            f"segment_boundaries={segment_boundaries!r} has tensor-parallel collectives, but tp "
+            "is 1",
             "tp=2, or '.' for each f and g",
             "segment_boundaries",
             "tp",
         )
     if sequence_parallel and tp == 1:
         refuse(
-            "sequence_parallel splits tokens over tensor-parallel ranks, and tp is 1",
+            "sequence_parallel splits tokens over tensor-parallel ranks, but tp is 1",
             "tp=2, or sequence_parallel=False",
             "sequence_parallel",
             "tp",
@@ -253,13 +253,12 @@ CLIP_GRAD_NORM: Final = make_field_metadata(
     in_config=False,  # A configuration gives the maximal norm instead.
 )
 FROZEN_STAGES: Final = make_field_metadata(
-    _FROZEN_STAGES_TYPE, "number of first stages that are not trained (0)"
+    _FROZEN_STAGES_TYPE, "number of stages, from the first, that are not trained (0)"
 )
 NORM_CHECK: Final = make_field_metadata(
     _make_choice_type("before_step", "after_step"),
-    "whether a step waits for the gradient norm (before_step, the default) or is validated "
-    "behind it "
-    "(after_step)",
+    "when the gradient norm is checked: before_step (default), or after_step, which repeats "
+    "steps if gradients had to be clipped",
     in_config=False,  # A training run reads the numbers of each step before the next.
 )
 ZERO: Final = make_field_metadata(
@@ -267,18 +266,17 @@ ZERO: Final = make_field_metadata(
 )
 REDUCE_SCATTER_AT: Final = make_field_metadata(
     _make_choice_type("update_end", "each_backward"),
-    "with zero 2 or 3, when gradients are reduced: update_end (default) or each_backward",
+    "with zero 2 or 3: when gradients are reduced, update_end (default) or each_backward",
 )
 CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
     YES_OR_NO_TYPE,
-    "copy what a step changes while the next step runs, for checkpoints",
+    "for checkpoints, copy the state that a step changes while the next step runs",
     in_config=False,  # The checkpoint settings of a configuration imply it.
 )
 OPTIMIZER_PLACEMENT: Final = make_field_metadata(
     _make_choice_type(*TIERS, "cpu_step"),
-    "where the optimizer's state is between steps: device (default), host, disk, or cpu_step: "
-    "on the "
-    "host, which makes the step",
+    "where the optimizer state is between steps: device (default), host, disk, or cpu_step (on "
+    "the host, which runs the optimizer step)",
     section="memory",
 )
 SEQUENCE_PARALLEL: Final = make_field_metadata(
@@ -286,17 +284,18 @@ SEQUENCE_PARALLEL: Final = make_field_metadata(
 )
 SKIPS: Final = make_field_metadata(
     SKIPS_KIND,
-    "skip connections, from which stage to which: 0=3,1=2",
+    "skip connections, each from a source to a target stage: 0=3,1=2",
     in_config=False,  # The model of a configuration decides it.
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
-    "which stages of the program are segments of one, and the tensor-parallel collectives between "
-    "them: fgfg-fgfg (-O stage_segments sets it)",
+    "letters of the boundaries between stages of the program that are segments, with their "
+    "tensor-parallel collectives: fgfg-fgfg (-O stage_segments sets it)",
     in_config=False,  # A configuration has stage_segments instead.
 )
 CHUNKS_PER_MICROBATCH: Final = make_field_metadata(
     _CHUNKS_TYPE,
-    "how many microbatches of the program are chunks of one (-O microbatch_chunks sets it)",
+    "number of microbatches of the program that are chunks of one microbatch (-O "
+    "microbatch_chunks sets it)",
     in_config=False,  # A configuration has microbatch_chunks instead.
 )

@@ -47,32 +47,36 @@ def normalize_skips(value: object, shape: PipelineShape) -> Skips:
         result = sorted((index(begin), index(end)) for begin, end in pairs)
     except (TypeError, ValueError):
         raise _make_error(
-            f"skips are pairs of stages, from and to, like ((0, 3), (1, 2)), not {value!r:.60}"
+            "skips must be pairs of a source and a target stage, like ((0, 3), (1, 2)), not "
+            f"{value!r:.60}"
         ) from None
     for begin, end in result:
-        lead = f"a skip leads from stage {begin} to {end}"
+        lead = f"the skip from stage {begin} to stage {end}"
         if begin < 0 or max(begin, end) >= shape.stages:
-            raise _make_error(f"{lead}, but there are {shape.stages} stages")
+            raise _make_error(f"{lead} is not possible: the stages are 0 to {shape.stages - 1}")
         if begin >= end:
-            raise _make_error(f"{lead}, and not to a later one", "a pair is from and to")
+            raise _make_error(f"{lead} must lead to a later stage", "each pair is (source, target)")
         if begin + 1 == end:
             raise _make_error(
-                f"{lead}, which are neighbours",
-                f"let stage {begin} put it out beside the rest: a boundary may be several tensors",
+                f"{lead} connects neighbours",
+                f"return the value as another output of stage {begin}: a boundary may be several "
+                "tensors",
             )
     for (begin, end), (again, farther) in pairwise(result):
         if begin == again:
             on = _describe_route(begin, end, farther)
             raise _make_error(
-                f"two skips lead from stage {begin}, to {end} and to {farther}",
-                f"let stage {end} pass it on: {on}" if end < farther else "once is enough",
+                f"two skips begin at stage {begin}: to stage {end} and to stage {farther}",
+                f"let stage {end} pass the value on: {on}"
+                if end < farther
+                else "remove one of the two",
             )
     for (end, begin), (again, later) in pairwise(sorted((end, begin) for begin, end in result)):
         if end == again:
             raise _make_error(
-                f"two skips lead to stage {end}, from {begin} and from {later}",
-                f"let stage {later} pass on both, of which a skip may have several: "
-                f"{_describe_route(begin, later, end)}",
+                f"two skips end at stage {end}: from stage {begin} and from stage {later}",
+                f"let stage {later} pass on both values, because a skip may have several "
+                f"tensors: {_describe_route(begin, later, end)}",
             )
     return tuple(result)
 
@@ -96,13 +100,13 @@ def _parse_skips(text: str) -> Skips:
     if text == "no":
         return ()
     if not re.fullmatch(r"\d{1,5}=\d{1,5}(,\d{1,5}=\d{1,5})*", text, re.ASCII):
-        raise ValueError(f"skips are like 0=3,1=2, not {text!r}")
+        raise ValueError(f"skips must be pairs of stages like 0=3,1=2, not {text!r}")
     pairs = (map(int, pair.split("=")) for pair in text.split(","))
     return tuple((begin, end) for begin, end in pairs)
 
 
 SKIPS_TYPE: Final = FieldType(
-    "are from which stage to which, like 0=3,1=2",
+    "must be pairs of stages, from and to, like 0=3,1=2",
     _parse_skips,
     tuple[tuple[int, int], ...],
     to_text=_format_skips,

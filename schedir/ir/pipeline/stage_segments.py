@@ -128,9 +128,9 @@ def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
         return ""
     if len(value) != shape.stages - 1:
         raise ShapeError(
-            f"{name} has {len(value)} letters for the {shape.stages - 1} boundaries of "
-            f"{shape.stages} stages",
-            hint="compile(..., stage_segments=5) splits stages, and sets the segment_boundaries",
+            f"{name} has {len(value)} letters, but {shape.stages} stages have {shape.stages - 1} "
+            "boundaries",
+            hint="compile(..., stage_segments=5) splits stages, and sets segment_boundaries",
             fields=[name],
         )
     for s, letter in enumerate(value):
@@ -139,9 +139,9 @@ def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
             and (shape.replica_ranks[:, s] != shape.replica_ranks[:, s + 1]).any()
         ):
             raise ShapeError(
-                f"{name} says {letter} between stages {s} and {s + 1}, which are on different "
-                "ranks: pieces of a stage are on one, and what they sum stays there",
-                hint=f"{STAGE_END} where a whole stage ends, with what follows its last sum",
+                f"{name} has the letter {letter} between stages {s} and {s + 1}, which are on "
+                "different ranks: all segments of a stage must be on one rank",
+                hint=f"use {STAGE_END} at the end of a stage",
                 fields=[name],
             )
     return value
@@ -156,8 +156,8 @@ def _parse_boundaries(text: str) -> str:
 
 
 _REQUIREMENT: Final = (
-    "has a letter for each boundary: f and g where ranks meet between pieces of a stage, . where "
-    "nobody does, - where a whole stage ends, as in fgfg-fgfg"
+    "must have a letter for each boundary: f or g for a collective between segments, . for none, "
+    "- for the end of a stage, as in fgfg-fgfg"
 )
 SEGMENT_BOUNDARIES_TYPE: Final = FieldType(
     _REQUIREMENT,

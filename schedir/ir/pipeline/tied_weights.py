@@ -67,8 +67,8 @@ class TiedWeights:
             )
         except (TypeError, ValueError):
             raise UsageError(
-                f"of each tied weight the places are said, a stage and a name each, not "
-                f"{describe(self.weights)}",
+                "weights must have the places of each tied weight, as pairs of stage and name, "
+                f"not {describe(self.weights)}",
                 hint="TiedWeights((((0, 'embedding.weight'), (3, 'head.weight')),))",
             ) from None
         object.__setattr__(self, "weights", weights)
@@ -133,16 +133,16 @@ class ModelTies:
                 missing_names -= {name for name, _ in hits}
                 if any(p is not hits[0][1] for _, p in hits):
                     raise UsageError(
-                        f"{hits[0][0]} and {hits[1][0]} are one weight in the model, and two in "
+                        f"{hits[0][0]} and {hits[1][0]} are one weight in the model, but two in "
                         f"stage {s}"
                     )
                 locations += [(s, hits[0][0])] if hits else []
             if missing_names:
                 raise UsageError(
-                    f"the model ties {' and '.join(names)}, and no stage has "
+                    f"the model ties {' and '.join(names)}, but no stage has "
                     f"{' or '.join(sorted(missing_names))}",
-                    hint="schedir.find_tied_weights(stages), before they are copied, finds ties by "
-                    "any name",
+                    hint="call schedir.find_tied_weights(stages) before the stages are copied: it "
+                    "finds ties with any name",
                 )
             weights += [tuple(locations)] if len(locations) > 1 else []
         return TiedWeights(tuple(weights))
@@ -201,9 +201,10 @@ def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> lis
     if isinstance(stages, Mapping):
         if {*stages} != {*range(len(stages))}:
             raise UsageError(
-                f"ties are found among all stages of a model, not {describe([*stages])} alone",
-                hint="TiedWeights((((0, 'embedding.weight'), (3, 'head.weight')),)) says what "
-                "is tied",
+                "all stages of the model are needed, numbered from 0, not only "
+                f"{describe([*stages])}",
+                hint="or list the ties: TiedWeights((((0, 'embedding.weight'), (3, "
+                "'head.weight')),))",
             )
         result = [stages[s] for s in range(len(stages))]
     else:
@@ -212,8 +213,7 @@ def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> lis
     for stage in result:
         if not hasattr(stage, "named_parameters"):
             raise UsageError(
-                "ties are found in a model, or among its stages in order, not in "
-                f"{describe(stage)}",
+                f"stages must be a model, or its stages in order, not {describe(stage)}",
                 hint="schedir.find_tied_weights(stages)",
             )
     return result
@@ -253,7 +253,7 @@ def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
         return ((0, shape.stages - 1),) if tied and shape.stages > 1 else ()
     if isinstance(tied, ModelTies):
         raise ShapeError(
-            "ties of a whole model do not say which stages have the weights",
+            "tied_weights must have stages, and the ties of a model have none",
             hint="schedir.find_tied_weights(model).locate_in_stages(stages)",
             fields=["tied_weights"],
         )
@@ -262,18 +262,20 @@ def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
         result = {tuple(sorted({index(stage) for stage in one})) for one in sets}
     except TypeError:
         raise ShapeError(
-            "tied_weights is a bool, schedir.find_tied_weights(stages), or stages like "
-            f"((0, 3), (1, 2)), not {tied!r:.60}",
+            "tied_weights must be a bool, schedir.find_tied_weights(stages), or sets of stages "
+            f"like ((0, 3), (1, 2)), not {tied!r:.60}",
             fields=["tied_weights"],
         ) from None
     for one in result:
         if len(one) < 2:
             raise ShapeError(
-                f"tied_weights are of two stages or more, not {[*one]}", fields=["tied_weights"]
+                f"each set of tied_weights needs two stages or more, not {[*one]}",
+                fields=["tied_weights"],
             )
         if one[0] < 0 or one[-1] >= shape.stages:
             raise ShapeError(
-                f"stages {format_tied_stages(one)} are tied, but there are {shape.stages} stages",
+                f"tied_weights has {format_tied_stages(one)}, but the stages are 0 to "
+                f"{shape.stages - 1}",
                 fields=["tied_weights"],
             )
     return tuple(sorted(result))
@@ -321,12 +323,12 @@ def parse_tied_weights(text: str) -> TiedStages | bool:
     if text in ("yes", "no"):
         return text == "yes"
     if not re.fullmatch(r"\d{1,5}(=\d{1,5})+(,\d{1,5}(=\d{1,5})+)*", text, re.ASCII):
-        raise ValueError(f"stages that share weights are like 0=2,1=3, not {text!r}")
+        raise ValueError(f"must be yes, no, or stages like 0=2,1=3, not {text!r}")
     return tuple(tuple(map(int, stages.split("="))) for stages in text.split(","))
 
 
 TIED_WEIGHTS_TYPE: Final = FieldType(
-    "is yes or no, or stages like 0=3,1=2",
+    "must be yes, no, or stages like 0=3,1=2",
     parse_tied_weights,
     bool,
     to_text=format_tied_weights,

@@ -237,7 +237,7 @@ def _list_stage_reductions(
     whole = ExpectedInstructions(
         Opcode.ReduceGrads,
         once & (not cut),
-        f"the program says 'zero {program.zero}', and reduce_scatter leaves a part",
+        f"the program has 'zero {program.zero}', so reduce_scatter reduces the gradient",
     )
     there = present(Opcode.ReduceScatter)
     once = np.resize(once & cut, len(there))
@@ -248,11 +248,11 @@ def _list_stage_reductions(
     parts = ExpectedInstructions(
         Opcode.ReduceScatter,
         once,
-        "the program says 'reduce_scatter_at update_end': a gradient is reduced once, behind "
-        "its last backward"
+        "the program has 'reduce_scatter_at update_end': a gradient is reduced once, after its "
+        "last backward"
         if cut
-        else "the program says 'zero 0', and reduce_grads leaves the whole",
-        "one stands behind the last B or W of its stage",
+        else "the program has 'zero 0', so reduce_grads reduces the gradient",
+        "place it after the last B or W of its stage",
     )
     # The error for a forbidden instruction comes first.
     yield from (whole, parts) if cut else (parts, whole)
@@ -262,7 +262,7 @@ def _list_replica_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
     once = _mask_required(program, Scope.STAGE) & (program.shape.placement_rows > 1)
-    yield ExpectedInstructions(Opcode.ReduceReplicatedStages, once, "each stage has one holder")
+    yield ExpectedInstructions(Opcode.ReduceReplicatedStages, once, "each stage has one replica")
 
 
 def _list_tied_reductions(
@@ -275,12 +275,12 @@ def _list_tied_reductions(
             first.setdefault(int(holders[key]), key)
     once = np.zeros(len(holders), bool)
     once[[*first.values()]] = program.has_backward
-    why = "one per rank that holds a copy of a tied weight, at its first stage"
-    why = why if program.trained_ties or not program.tied_weights else "all that is tied is frozen"
+    why = "each rank has one only, at its first stage with a copy of a tied weight"
+    why = why if program.trained_ties or not program.tied_weights else "all tied stages are frozen"
     yield ExpectedInstructions(
         Opcode.ReduceTied,
         once,
-        why if program.tied_weights else "the program says 'tied_weights no'",
+        why if program.tied_weights else "the program has 'tied_weights no'",
     )
 
 
@@ -291,8 +291,8 @@ def _list_sequence_reductions(
     yield ExpectedInstructions(
         Opcode.ReduceSequenceParallelGrads,
         once,
-        "the program says 'sequence_parallel no': each rank has seen all of it",
-        "the program says 'sequence_parallel yes': one stands behind what sums the stage's "
+        "the program has 'sequence_parallel no': each rank has the gradient of all tokens",
+        "with 'sequence_parallel yes', place it after the instruction that sums the stage's "
         "gradient",
     )
 
@@ -306,9 +306,9 @@ def _list_norm_reductions(
         & (program.norm_check == "before_step")
     )
     why = (
-        "the program says 'norm_check after_step'"
+        "the program has 'norm_check after_step'"
         if program.clip_grad_norm
-        else "the program says 'clip_grad_norm no'"
+        else "the program has 'clip_grad_norm no'"
     )
     yield ExpectedInstructions(Opcode.ReduceNorm, once, why)
 
@@ -324,7 +324,7 @@ def _list_norm_validations(
 ) -> Iterator[ExpectedInstructions]:
     once = _mask_required(program, Scope.RANK) & (program.norm_check == "after_step")
     yield ExpectedInstructions(
-        Opcode.ReduceNormAfterStep, once, "the program does not say 'norm_check after_step'"
+        Opcode.ReduceNormAfterStep, once, "the program does not have 'norm_check after_step'"
     )
 
 

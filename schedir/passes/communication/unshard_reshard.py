@@ -64,7 +64,8 @@ def insert_unshards(program: Program, options: Options) -> Program:
     if given_options and not _has_sharded_weights(program):
         (name, *_) = given_options
         raise UsageError(
-            f"{name} is {given_options[name]}, and with zero {program.zero} all stages stay whole",
+            f"{name} is {given_options[name]}, but with zero {program.zero} weights are not "
+            "sharded",
             hint=f"zero={SHARDED_FROM_LEVEL['params']}, or leave {name} out",
             fields=[name, "zero"],
         )
@@ -111,16 +112,16 @@ def _count_unsharded_stages(program: Program, uses: StageRuns, specified: int | 
         return uses.max_stages + 1
     if specified > max(own):
         raise ShapeError(
-            f"unsharded_stages is {specified}, and no rank has more than {max(own)} "
-            f"stage{'s' if max(own) > 1 else ''} to make whole",
+            f"unsharded_stages is {specified}, but no rank has more than {max(own)} sharded "
+            f"stage{'s' if max(own) > 1 else ''}",
             program=program.name,
             hint=f"unsharded_stages={max(own)}",
             fields=["unsharded_stages"],
         )
     if specified < uses.max_stages:
         raise ShapeError(
-            f"unsharded_stages is {specified}, and one action uses {uses.max_stages} stages at "
-            "once",
+            f"unsharded_stages is {specified}, but one group of instructions uses "
+            f"{uses.max_stages} stages at once",
             program=program.name,
             hint=f"unsharded_stages={uses.max_stages}",
             fields=["unsharded_stages"],
@@ -133,10 +134,10 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
     each = np.arange(program.shape.stages) >= program.frozen_stages
     once[: program.shape.replica_ranks.size] = np.tile(each, program.shape.placement_rows)
     once &= program.zero > 0
-    why = "the program says 'zero 0'" if not program.zero else "its weights are not gathered"
+    why = "the program has 'zero 0'" if not program.zero else "its weights are not sharded"
     for op, other, hint in (
-        (Opcode.Unshard, Opcode.Reshard, "an unshard stands before what uses its weights"),
-        (Opcode.Reshard, Opcode.Unshard, "a reshard stands behind the last that uses its weights"),
+        (Opcode.Unshard, Opcode.Reshard, "place unshard before the first use of the weights"),
+        (Opcode.Reshard, Opcode.Unshard, "place reshard after the last use of the weights"),
     ):
         yield ExpectedInstructions(op, once, why, hint, other)
 
@@ -192,12 +193,10 @@ PASSES = (
         section="memory",
         option_types=_OPTION_TYPES,
         option_descriptions={
-            "unsharded_stages": "with zero 3: how many stages of a rank have unsharded "
-            "weights at once; by "
-            "default the stage that computes and the next one",
-            "unshard_prefetch": "with zero 3: by how many runs of other stages an unshard "
-            "precedes its "
-            "use (1), where unsharded_stages allows it; 0 gathers least often",
+            "unsharded_stages": "with zero 3: number of stages of a rank with unsharded weights "
+            "at once; by default the stage that computes and the next one",
+            "unshard_prefetch": "with zero 3: number of stage runs by which an unshard precedes "
+            "its use (1), if unsharded_stages allows it; 0 gives the fewest gathers",
         },
         order=20,  # in phase "ends", because a program with ZeRO is not complete without it
     ),

@@ -59,7 +59,7 @@ def insert_recomputes(program: Program, options: Options) -> Program:
     which, when = options.extra_options["recompute"], options.extra_options.get("recompute_at")
     if when not in (None, *_RECOMPUTE_TIMES):
         raise UsageError(
-            f"recompute_at is early or late, not {describe(when)}", fields=["recompute_at"]
+            f"recompute_at must be early or late, not {describe(when)}", fields=["recompute_at"]
         )
     candidates = _find_candidates(program)
     if is_fit(which) and is_fit(options.extra_options.get("offload")):
@@ -94,8 +94,10 @@ def _parse_recompute_time(text: str) -> str:
     return text
 
 
-RECOMPUTE_TYPE: Final = make_selection_type("says what is recomputed")
-RECOMPUTE_AT_TYPE: Final = FieldType("is early or late", _parse_recompute_time, str, metavar="WHEN")
+RECOMPUTE_TYPE: Final = make_selection_type("must select the forwards that are recomputed")
+RECOMPUTE_AT_TYPE: Final = FieldType(
+    "must be early or late", _parse_recompute_time, str, metavar="WHEN"
+)
 _MAX_ROUNDS: Final = 4  # rounds that move R earlier; each one gives idle time to others
 
 # ---------------------------------------------------------------- placement
@@ -181,7 +183,7 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
     """
     if options.memory_limit is None or options.sizes is None:
         raise UsageError(
-            'recompute="fit" recomputes what does not fit: it needs sizes and a limit',
+            'recompute="fit" needs sizes and memory_limit',
             hint="--sizes saved=1.2GB --memory-limit 40GB, or sizes=Sizes(saved=1.2e9), "
             "memory_limit=40e9",
             fields=["recompute"],
@@ -314,7 +316,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
     """Yield the expected R: each needs a backward of the same address."""
     back = np.logical_or.reduce([present(op) for op in BACKWARD_OPS])
     yield ExpectedInstructions(
-        RECOMPUTE, present(RECOMPUTE) & back, "there is no backward that it is for"
+        RECOMPUTE, present(RECOMPUTE) & back, "its stage has no backward of its microbatch"
     )
 
 
@@ -331,12 +333,11 @@ PASSES: Final = (
         section="memory",
         option_types={"recompute": RECOMPUTE_TYPE, "recompute_at": RECOMPUTE_AT_TYPE},
         option_descriptions={
-            "recompute": "which forwards save only their inputs and run again: all, half "
-            "(every other "
-            "microbatch), fit (as few as --memory-limit requires), stages 0,1 or microbatches of "
-            "stages 0.3,0.4",
-            "recompute_at": "early: where it costs no time (default), or late: just before "
-            "the backward",
+            "recompute": "forwards that save only their inputs and run again: all, half (every "
+            "other microbatch), fit (as few as --memory-limit requires), stages 0,1 or "
+            "microbatches of stages 0.3,0.4",
+            "recompute_at": "early: recompute when it costs no time (default), or late: just "
+            "before the backward",
         },
     ),
 )

@@ -36,7 +36,7 @@ def insert_snapshots(program: Program) -> Program:
     """
     if not program.has_backward:
         raise ShapeError(
-            "the program has no backward: it changes nothing that could be lost",
+            "checkpoint_snapshots needs a program that trains: this program has no backward",
             program=program.name,
             hint="leave checkpoint_snapshots out",
             fields=["checkpoint_snapshots"],
@@ -61,10 +61,10 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
     yield ExpectedInstructions(
         Opcode.Snapshot,
         once,
-        "one for each trained stage in a step, on its first holder"
+        "a step has one for each trained stage, on the first replica of the stage"
         if program.checkpoint_snapshots
-        else "the program says 'checkpoint_snapshots no'",
-        "one stands at the beginning of its rank's Stream",
+        else "the program has 'checkpoint_snapshots no'",
+        "place it at the beginning of the Stream",
     )
 
 

@@ -119,17 +119,20 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
         (np.arange(program.shape.stages) >= program.frozen_stages) & there,
         program.shape.placement_rows,
     )
-    why = f"the program says 'optimizer_placement {program.optimizer_placement}'"
+    why = f"the program has 'optimizer_placement {program.optimizer_placement}'"
     for op in _HOST_STEP_OPS:
         yield ExpectedInstructions(
-            op, once, why, "each trained stage goes, is stepped and comes back once"
+            op,
+            once,
+            why,
+            "each trained stage needs one copy of gradients, one step and one copy of weights",
         )
     several = program.shape.optimizer_steps > 1
     yield ExpectedInstructions(
         Opcode.CheckGradsFinite,
         np.full(program.shape.ranks, there and several),
-        why if several or not there else "there is no next update to add to them",
-        "each rank lets go of its gradients once in each of several updates",
+        why if several or not there else "the program has one update only",
+        "each rank needs one in each update",
     )
 
 

@@ -115,14 +115,14 @@ def insert_offloads(program: Program, options: Options) -> Program:
     """
     if not program.has_backward:
         raise ShapeError(
-            "the program has no backward: no forward saves what could be offloaded",
+            "offload needs a program that trains: this program has no backward",
             program=program.name,
             hint="leave offload out",
             fields=["offload"],
         )
     if options.extra_options.get("offload") is None:
         raise UsageError(
-            "offload_to_disk selects from the offloaded activations, and nothing is offloaded",
+            "offload_to_disk selects from the offloaded activations, but offload is not set",
             hint='offload="all"',
             fields=["offload_to_disk", "offload"],
         )
@@ -163,8 +163,8 @@ def _choose_addresses(
         for stage, *_ in find_named_pairs(selection, option, program.shape):
             if stage < program.frozen_stages:
                 raise UsageError(
-                    f"stage {stage} is frozen, and saves nothing to {option}",
-                    hint=f"stages from {program.frozen_stages} on are trained",
+                    f"{option} has stage {stage}, which is frozen and saves no activations",
+                    hint=f"select stages from {program.frozen_stages} on",
                     fields=[option, "frozen_stages"],
                 )
     if is_fit(selection):
@@ -185,11 +185,13 @@ def _warn_of_no_effect(named: set[tuple[int, ...]], option: str, chosen: Words) 
         one = ", ".join(".".join(map(str, each)) for each in left[:MAX_LISTED])
         more = f" and {len(left) - MAX_LISTED} more" if len(left) > MAX_LISTED else ""
         why = (
-            "nothing is computed between a forward there and its use"
+            "no compute runs between the forward and the use of its activations"
             if option == "offload"
             else "it is not offloaded"
         )
-        warnings.warn(f"{option} names {one}{more}, of which nothing moves: {why}", stacklevel=3)
+        warnings.warn(
+            f"{option} has {one}{more}, but no activation of it is moved: {why}", stacklevel=3
+        )
 
 
 def _find_candidates(program: Program) -> Words:
@@ -269,7 +271,7 @@ def _choose_fewest_to_fit(
     limit = _get_memory_limit(options, tier)
     if limit is None or options.sizes is None:
         raise UsageError(
-            f'{option}="fit" moves what does not fit: it needs sizes and a {name}',
+            f'{option}="fit" needs sizes and {name}',
             hint=f"sizes=Sizes(activation=16e6, saved=1.2e9), {name}=40e9",
             fields=[option],
         )
@@ -342,7 +344,7 @@ def _make_van_der_corput(number: int) -> Floats:
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     """Yield the expected moves: each offload has a reload, and each reload an offload."""
-    gone = "nothing was moved"
+    gone = "its activations are not moved"
     yield ExpectedInstructions(
         HOST_TRIP.reload_op,
         present(HOST_TRIP.offload_op),
@@ -352,7 +354,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
     yield ExpectedInstructions(
         HOST_TRIP.offload_op,
         present(HOST_TRIP.reload_op),
-        "nothing comes back",
+        "its activations are not moved back",
         counterpart=HOST_TRIP.reload_op,
     )
     yield ExpectedInstructions(
@@ -364,7 +366,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
     yield ExpectedInstructions(
         DISK_TRIP.offload_op,
         present(DISK_TRIP.reload_op),
-        "nothing is fetched",
+        "its activations are not moved back from the disk",
         counterpart=DISK_TRIP.reload_op,
     )
 
@@ -382,7 +384,7 @@ def _parse_bytes(text: str) -> float:
     try:
         return parse_bytes(text)
     except ValueError:
-        raise ValueError(f"must be bytes, like 40GB, not {text!r}") from None
+        raise ValueError(f"must be a number of bytes like 40GB, not {text!r}") from None
 
 
 PASSES: Final = (
@@ -399,22 +401,22 @@ PASSES: Final = (
         option_names=("offload", "offload_to_disk", "host_memory_limit"),
         section="memory",
         option_types={
-            "offload": make_selection_type("selects the saved activations that are offloaded"),
+            "offload": make_selection_type("must select the saved activations that are offloaded"),
             "offload_to_disk": make_selection_type(
-                "selects the offloaded activations that move on to the disk"
+                "must select the offloaded activations that move on to the disk"
             ),
             "host_memory_limit": FieldType(
-                "must be bytes like 40GB", _parse_bytes, str, metavar="BYTES"
+                "must be a number of bytes like 40GB", _parse_bytes, str, metavar="BYTES"
             ),
         },
         option_descriptions={
-            "offload": "which saved activations move to the host until they are used: all, half "
+            "offload": "saved activations that move to the host until they are used: all, half "
             "(every other microbatch), fit (as few as --memory-limit requires), stages 0,1 or "
             "microbatches of stages 0.3,0.4",
-            "offload_to_disk": "which offloaded activations move on to the disk: given like "
-            "offload; "
-            "fit is as few as host_memory_limit requires",
-            "host_memory_limit": "bytes of offloaded values that a rank may have on the host",
+            "offload_to_disk": "offloaded activations that move on to the disk: all, half, fit "
+            "(as few as host_memory_limit requires), stages or microbatches",
+            "host_memory_limit": "largest number of bytes of offloaded values of a rank on the "
+            "host",
         },
     ),
 )

@@ -157,15 +157,15 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
         (np.arange(program.shape.stages) >= program.frozen_stages) & there,
         program.shape.placement_rows,
     )
-    why = f"the program says 'optimizer_placement {program.optimizer_placement}'"
+    why = f"the program has 'optimizer_placement {program.optimizer_placement}'"
     for op in _STATE_OPS:
         yield ExpectedInstructions(
-            op, once, why, "each trained stage is loaded, stepped and stored once"
+            op, once, why, "each trained stage needs one load, one step and one store of its state"
         )
     for op in _DISK_OPS:
         yield ExpectedInstructions(
             op, once & (program.optimizer_placement == "disk"), why,
-            "each trained stage's state is fetched and spilled once",
+            "the state of each trained stage needs one read from the disk and one write to it",
         )  # fmt: skip
 
 
@@ -173,13 +173,8 @@ def _lower(program: Program, options: Options) -> Program:
     for name, where in _PLACEMENTS_BY_OPTION.items():
         value = options.extra_options.get(name)
         if value is not None and program.optimizer_placement not in where:
-            stay = (
-                "stay on the device"
-                if program.optimizer_placement == "device"
-                else "lie on the host"
-            )
             raise UsageError(
-                f"{name} is {value}, and the optimizer's states {stay}",
+                f"{name} is {value}, but optimizer_placement is {program.optimizer_placement!r}",
                 hint=f'optimizer_placement="{where[0]}", or leave {name} out',
                 fields=[name, "optimizer_placement"],
             )
@@ -232,12 +227,10 @@ PASSES: Final = (
         applies_to=lambda program: program.optimizer_placement in _OFFLOAD_PLACEMENTS,
         option_types=dict.fromkeys(_PLACEMENTS_BY_OPTION, _BUFFER_COUNT_TYPE),
         option_descriptions={
-            "optimizer_device_buffers": "with optimizer_placement host or disk: how many "
-            "stages of a "
-            "rank have their optimizer state on the device at once (2)",
-            "optimizer_host_buffers": "with optimizer_placement disk: how many have it on the "
-            "host, on "
-            "its way (2)",
+            "optimizer_device_buffers": "with optimizer_placement host or disk: number of stages "
+            "of a rank with their optimizer state on the device at once (2)",
+            "optimizer_host_buffers": "with optimizer_placement disk: number of stages of a rank "
+            "with their optimizer state on the host at once (2)",
         },
         section="memory",
         order=8,

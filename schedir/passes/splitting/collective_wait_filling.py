@@ -88,13 +88,14 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
         )
     if options.costs is None:
         raise UsageError(
-            "fill_collective_waits puts work where a simulation has time for it, and needs costs",
-            hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(...)",
+            "fill_collective_waits needs costs, to predict the waits",
+            hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(F=1, B=2, tp_reduce=0.5)",
             fields=["fill_collective_waits"],
         )
     if not program.segment_boundaries and options.extra_options.get("stage_segments") is None:
         raise UsageError(
-            "fill_collective_waits puts work behind what segments sum, and no stage has segments",
+            "fill_collective_waits fills waits between the segments of a stage, but no stage has "
+            "segments",
             hint="stage_segments=5",
             fields=["fill_collective_waits", "stage_segments"],
         )
@@ -105,15 +106,16 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
         for op in find_segment_collectives(program.sequence_parallel)
     ):
         raise UsageError(
-            "fill_collective_waits puts work in the time of sums, and these take none",
-            hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(...)",
+            "fill_collective_waits fills waits for collectives between segments, but these "
+            "collectives take no time",
+            hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(F=1, B=2, tp_reduce=0.5)",
             fields=["fill_collective_waits", "costs"],
         )
     if program.joined.any():
         raise UsageError(
-            "fill_collective_waits takes computes one by one, and some of a stage without segments "
-            "run together",
-            hint="give each stage segments",
+            "fill_collective_waits cannot move computes that run in groups, and some stages "
+            "without segments have groups",
+            hint="split each stage into segments with stage_segments",
             fields=["fill_collective_waits", "stage_segments"],
         )
     lowered, most = options.run_later_passes(program), None
@@ -407,7 +409,7 @@ def _parse_fill(text: str) -> str:
     return text
 
 
-_REQUIREMENT: Final = "is W, F or all"
+_REQUIREMENT: Final = "must be W, F or all"
 
 PASSES: Final = (
     Pass(
@@ -421,9 +423,8 @@ PASSES: Final = (
         option_types={
             "fill_collective_waits": FieldType(_REQUIREMENT, _parse_fill, str, metavar="WHAT")
         },
-        description="what computes while a segment waits for its tensor-parallel collective: "
-        "W, F (of "
-        "other microbatches) or all",
+        description="computes that run while a segment waits for its tensor-parallel collective: "
+        "W, F (of other microbatches) or all",
         order=1,
     ),
 )

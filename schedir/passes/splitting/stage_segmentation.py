@@ -130,11 +130,11 @@ def _parse_option(text: str) -> Any:
 
 
 _REQUIREMENT: Final = (
-    "is how many pieces a stage has, or the letters between them as fgfg, with . where nobody "
-    "meets, or one of these per stage"
+    "must be a number of segments, the collectives between them like fgfg (. for none), or one "
+    "of these per stage"
 )
 SEGMENTS_TYPE: Final = FieldType(
-    _REQUIREMENT, _parse_segments, int | str | tuple[int | str, ...], metavar="PIECES"
+    _REQUIREMENT, _parse_segments, int | str | tuple[int | str, ...], metavar="SEGMENTS"
 )
 
 
@@ -177,9 +177,8 @@ def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[
         one = own[: len(own) // v]
         if one * v != own or ranks * v != stages:
             raise ShapeError(
-                f"ranks meet at {describe(own)} in what a rank has of the model, which its {v} "
-                "stages "
-                "cannot share alike",
+                f"stage_segments gives each rank the collectives {describe(own)}, which do not "
+                f"divide equally over its {v} stages",
                 hint=f"stage_segments={2 * v + 1}, for a rank with one stage",
                 fields=["stage_segments", "stages_per_rank"],
             )
@@ -222,7 +221,8 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
         return program
     if program.segment_boundaries and (number > 1).any():
         raise UsageError(
-            "the program is of pieces already, and says where they meet", fields=["stage_segments"]
+            "stage_segments is not possible: the program has segments already",
+            fields=["stage_segments"],
         )
     first, alone = (
         np.concatenate([[0], np.cumsum(number)]),
@@ -260,7 +260,10 @@ def split_like(program: Program, reference: Program) -> Program:
     """
     letters = split_letters_by_stage(reference.segment_boundaries, program.shape.stages)
     if len(letters) != program.shape.stages:
-        raise ShapeError("of a model that is cut otherwise it is not known where ranks meet")
+        raise ShapeError(
+            f"stage segments of {len(letters)} stages cannot be converted to "
+            f"{program.shape.stages} stages"
+        )
     given = [own or 1 for own in letters]
     return split_stages(replace(program, tp=reference.tp), given, reference.chunks_per_microbatch)
 
@@ -297,10 +300,10 @@ def _split_shape(shape: PipelineShape, segment_counts: Words, chunks: int) -> Pi
     shape = replace(shape, microbatches=more)
     if shape.microbatch_row_offsets != tuple(chunks * end for end in parts):
         raise UsageError(
-            f"holders of a stage share {more // chunks} microbatches as "
-            f"{describe([*parts[1:]])}, and "
-            f"{more} chunks as {describe([*shape.microbatch_row_offsets[1:]])}",
-            hint="as many microbatches for each holder",
+            f"the replicas of a stage divide {more // chunks} microbatches at "
+            f"{describe([*parts[1:]])}, but {more} chunks at "
+            f"{describe([*shape.microbatch_row_offsets[1:]])}",
+            hint="use the same number of microbatches for each replica",
             fields=["microbatch_chunks", "microbatches"],
         )
     return shape
@@ -312,7 +315,7 @@ def _find_tied_segment(
     """Return the segment of a stage that has its tied weight."""
     if stage not in (0, len(segment_counts) - 1) and segment_counts[stage] > 1:
         raise UsageError(
-            f"stages {', '.join(map(str, stages))} share a weight, and it is not known which "
+            f"stages {', '.join(map(str, stages))} share a weight, but it is unknown which "
             f"segment of stage {stage} has it",
             hint="do not split that stage: stage_segments=(5, 1, 5); or write a schedule of "
             "segments, with segment_boundaries",
@@ -416,7 +419,7 @@ def _divide_shares(
     share_values = np.array([*shares], float)
     if not (share_values >= 0).all():
         raise UsageError(
-            f"shares are not negative, and one is {share_values.min():g}", fields=["shares"]
+            f"shares must not be negative, not {share_values.min():g}", fields=["shares"]
         )
     ends = np.cumsum(segment_counts)
     if len(share_values) == ends[-1]:
@@ -425,12 +428,12 @@ def _divide_shares(
         found = [share_values] * len(segment_counts)
     else:
         raise UsageError(
-            f"there are {len(share_values)} shares for stages of "
-            f"{describe([*segment_counts])} pieces",
+            f"shares has {len(share_values)} numbers, but the stages have "
+            f"{describe([*segment_counts])} segments",
             fields=["shares", "stage_segments"],
         )
     if any(not own.sum() > 0 for own in found):
-        raise UsageError("the shares of a stage's pieces are all 0", fields=["shares"])
+        raise UsageError("the shares of a stage's segments must not all be 0", fields=["shares"])
     return found
 
 
@@ -481,7 +484,7 @@ def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.boo
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     for op, makers, shift in _list_collectives(program):
         there = np.repeat(np.roll(makers, shift), program.shape.microbatches)
-        yield ExpectedInstructions(op, there, "the program does not say that ranks meet there")
+        yield ExpectedInstructions(op, there, "segment_boundaries has no such collective there")
 
 
 def _collect_split_options(options: Options) -> dict[str, Any]:
@@ -502,12 +505,11 @@ PASSES: Final = (
         option_names=("stage_segments", "microbatch_chunks"),
         option_types={"stage_segments": SEGMENTS_TYPE, "microbatch_chunks": CHUNK_COUNT_TYPE},
         option_descriptions={
-            "stage_segments": "split each stage into so many segments at its tensor-parallel "
-            "collectives: 5, or 5,9,5 per stage, or the collectives between segments, fgfg; where "
-            "schedules are compared, the segments of a rank's part of the model",
-            "microbatch_chunks": "split each microbatch into so many chunks, which pass "
-            "through each "
-            "segment in turn: one computes during the collective of another",
+            "stage_segments": "split each stage into this number of segments at its "
+            "tensor-parallel collectives: 5, or 5,9,5 per stage, or the collectives between "
+            "segments, fgfg; to compare schedules, the segments of a rank's part of the model",
+            "microbatch_chunks": "split each microbatch into this number of chunks; one chunk "
+            "computes during the collective of another",
         },
         order=-2,
     ),
