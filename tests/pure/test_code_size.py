@@ -12,7 +12,7 @@ from tests.pure.test_layout import ROOT
 BUDGET = {
     "docs": 1_020,
     "kernels": 480,
-    "schedir": 690,
+    "schedir": 700,
     "schedir/analysis": 1_890,
     "schedir/checkpoints": 1_900,
     "schedir/commands": 3_420,

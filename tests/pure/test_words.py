@@ -299,7 +299,7 @@ def test_bad_options() -> None:
         lambda: compile(one_f_one_b, 1, 1),  # type: ignore[arg-type]
         lambda: compile(one_f_one_b, PipelineShape(1, 1), costs={"F": 1}),  # type: ignore[arg-type]
         lambda: simulate(compile(one_f_one_b, PipelineShape(1, 1)), {"F": 1}),  # type: ignore[arg-type]
-        lambda: simulate(one_f_one_b),  # type: ignore[arg-type]
+        lambda: simulate(one_f_one_b),
         lambda: check(one_f_one_b),  # type: ignore[arg-type]
         lambda: to_text(one_f_one_b),  # type: ignore[arg-type]
     ],
