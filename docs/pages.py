@@ -91,11 +91,6 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.!?]) +(?=[A-Z`])", paragraph)[0]
 
 
-def first_sentences(text: str) -> str:
-    """Return the first paragraph of a docstring, on one line."""
-    return " ".join(text.split("\n\n")[0].split())
-
-
 def entries(docstring: str, section: str = "Args") -> dict[str, str]:
     """Return the text of each entry of a section of a docstring, on one line, by name.
 

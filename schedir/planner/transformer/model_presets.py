@@ -24,7 +24,9 @@ def _make_llama(layers: int, hidden: int, heads: int, ffn: int) -> TransformerSp
     )
 
 
-_LLAMA_SOURCE: Final = "arXiv 2302.13971, Table 2; ffn: 2/3 of 4 hidden (section 2.2), in whole 256"
+_LLAMA_SOURCE: Final = (
+    "arXiv 2302.13971, Table 2; ffn: 8/3 hidden (section 2.2), rounded up to a multiple of 256"
+)
 # The shape of each model, and the paper and table of its source.
 MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
     "gpt-22b": (_make_gpt(48, 6144, 64), "arXiv 2205.05198, Table 3"),
