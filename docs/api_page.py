@@ -152,8 +152,11 @@ def docstring(value: object) -> str:
 
 def summary(title: str, value: object) -> str:
     """Return the first sentence of an entry, and a link to its source."""
-    module = sys.modules[type(value).__module__] if is_constant(value) else value
-    path = Path(str(inspect.getsourcefile(module))).relative_to(pages.ROOT)
+    if inspect.ismodule(value):
+        module = value
+    else:
+        module = sys.modules[(type(value) if is_constant(value) else value).__module__]
+    path = Path(str(module.__file__)).resolve().relative_to(pages.ROOT)
     return f"{pages.first_sentence(docstring(value))} [Source](../../{path})"
 
 
