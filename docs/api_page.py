@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 
 import schedir
@@ -32,7 +33,7 @@ MODULES = (
 )
 # Each public name is in one group.  Constants of one module are one entry.
 GROUPS = {
-    "Write": (
+    "Write schedules": (
         "A schedule is a function of (rank, ranks, microbatches) that returns a RankSchedule. "
         "[The tutorial](../tutorials/first-schedule.md) writes one; "
         "[the built-in ones](schedules.md) are drawn.",
@@ -42,24 +43,27 @@ GROUPS = {
          "schedules", "expand_schedule"],
     ),
     "Compile and check": (
-        "[The instructions](instructions.md) has the table, the progress models and the text form; "
-        "[the checker](../explanation/checker.md) explains what is verified.",
+        "[Instructions](instructions.md) lists the instructions and the progress models, and "
+        "[file formats](file-formats.md#programs-sched) describes the text of a program. "
+        "[Errors](errors.md) lists the errors. "
+        "[The checker](../explanation/checker.md) explains what is verified.",
         ["compile", "evaluation_program", "check", "check_program_sequence", "errors", "Program",
          "Stream", "Instr",
          "Opcode", "to_text", "from_text", "input_limits", "find_tied_weights", "TiedWeights",
          "torch_csv.to_csv", "torch_csv.from_csv"],
     ),
-    "Predict": (
-        "Predicted and measured runs have one type. [Timeline files](timeline-files.md) describes "
-        "runs as files, the causes of idle time, and what would shorten a step.",
+    "Predict and measure": (
+        "Predicted and measured runs have one type. [File formats](file-formats.md) describes "
+        "them as files, and [the glossary](glossary.md#causes-of-idle-time) the causes of idle "
+        "time.",
         ["Costs", "Sizes", "split_costs", "Cluster", "load_cluster", "save_cluster",
          "zero_model_states",
          "activation_bytes_per_layer", "simulate", "Timeline",
          "save_timeline", "load_timeline", "traces.read_run", "traces.ImportedRun"],
     ),
-    "Find": (
-        "The shortest schedule that a search finds within a memory limit, and a lower bound on the "
-        "time of any schedule.",
+    "Search": (
+        "[Search](../how-to/search-for-a-schedule.md) for the shortest schedule within a memory "
+        "limit, and compute a lower bound on the time of any schedule.",
         ["search_schedule", "lower_bound", "memory_frontier"],
     ),
     "Plan": (
@@ -78,7 +82,7 @@ GROUPS = {
          "planner.prediction_regret",
          "planner.improve_schedule", "planner.stage_time"],
     ),
-    "See other trainers": (
+    "Instrument other trainers": (
         "Runs of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines: "
         "[instrument a trainer](../how-to/instrument-a-trainer.md).",
         ["instrument"],
@@ -100,7 +104,7 @@ GROUPS = {
          "runtime.check_splittable_layer",
          "runtime.GlooTransport", "runtime.SharedMemoryTransport", "runtime.nccl_transport"],
     ),
-    "Save": (
+    "Save checkpoints": (
         "[Checkpoints](../how-to/save-and-resume.md) that any layout of ranks reads.",
         ["checkpoints.save", "checkpoints.load", "checkpoints.Saver"],
     ),
@@ -147,8 +151,13 @@ def docstring(value: object) -> str:
 
 
 def summary(title: str, value: object) -> str:
-    """Return the first sentence of an entry."""
-    return pages.first_sentence(docstring(value))
+    """Return the first sentence of an entry, and a link to its source."""
+    if inspect.ismodule(value):
+        module = value
+    else:
+        module = sys.modules[(type(value) if is_constant(value) else value).__module__]
+    path = Path(str(module.__file__)).resolve().relative_to(pages.ROOT)
+    return f"{pages.first_sentence(docstring(value))} [Source](../../{path})"
 
 
 def directive(title: str, value: object) -> str:
@@ -189,9 +198,9 @@ def blocks(note: str, entry: Callable[[str, object], str]) -> dict[str, str]:
 
 
 LISTED = """\
-`make docs` builds the site, where each of these names has its signature, its
-whole docstring and an example."""
+- This page has the first sentence of each docstring. The source has signatures, arguments and
+  examples, and so has the site that `make docs` builds."""
 PAGES = pages.page("reference/api", partial(blocks, LISTED, summary))
-SITE = pages.page("reference/api", partial(blocks, "Every example is a test.", directive))[
+SITE = pages.page("reference/api", partial(blocks, "- Every example is a test.", directive))[
     "reference/api.md"
 ]

@@ -2,25 +2,79 @@
 
 from __future__ import annotations
 
-from docs.pages import ROOT, page, table
-from schedir.training.config.settings_table import format_heading, list_settings
+import re
+
+from docs.pages import ROOT, entries, one_line, page, table
+from schedir.training.config.settings_table import Setting, format_heading, list_settings
 from schedir.transports.registry import TRANSPORTS
+
+
+def shorten_type(accepted: str) -> str:
+    """Return the values that a setting accepts, in fewer words than an error message needs."""
+    short = accepted.replace("|", "\\|")
+    short = re.sub(
+        r"a whole number of at least (\d+) and below (\d+)",
+        lambda found: f"integer, {found[1]} to {int(found[2]) - 1}",
+        short,
+    )
+    for long, other in (
+        ("a whole number", "integer"),
+        ("whole numbers", "integers"),
+        ("a number", "number"),
+        ("a string", "string"),
+        ("a list", "list"),
+    ):
+        short = short.replace(long, other)
+    return re.sub(r" of at least (\S+)( and below)?", r" >= \1\2", short)
+
+
+def format_default(default: str) -> str:
+    """Return a default as code if it is one TOML value."""
+    return f"`{default}`" if default and ", or" not in default else default or "-"
+
+
+def capitalize(text: str) -> str:
+    """Return a text with its first letter in upper case."""
+    return text[0].upper() + text[1:]
+
+
+def split_docstring(about: str) -> tuple[str, dict[str, str]]:
+    """Return the prose of a section's docstring, and the meaning of each setting."""
+    if "\nArgs:\n" in about:
+        return about.partition("\n\nArgs:\n")[0], entries(about)
+    prose, *items = re.split(r"^- `(\w+)`: ", about, flags=re.MULTILINE)
+    meanings = {name: one_line(text) for name, text in zip(items[::2], items[1::2], strict=True)}
+    return prose.strip(), meanings
+
+
+def section_text(section: str, about: str, settings: list[Setting]) -> str:
+    """Return a section of the page: its prose, and a table of its settings."""
+    prose, meanings = split_docstring(about)
+    meanings |= {"kind": "The kind of the model."} if section == "model" else {}
+    left_out = {*meanings} ^ {one.name for one in settings}
+    assert not left_out, f"[{section}]: {left_out} are not both settings and documented"
+    rows = [
+        [f"`{one.name}`", shorten_type(one.accepted), format_default(one.default),
+         capitalize(meanings[one.name])]
+        for one in settings
+    ]  # fmt: skip
+    shown = table(["setting", "value", "default", "meaning"], rows)
+    return f"## {format_heading(section)}\n\n{prose}\n\n{shown}"
 
 
 def blocks() -> dict[str, str]:
     """Every section with its settings, and the transports."""
-    sections = []
-    for section, (about, own) in list_settings().items():
-        rows = [[f"`{name}`", takes, f"`{usual}`" if usual else "-"] for name, takes, usual in own]
-        shown = table(["setting", "takes", "default"], rows)
-        sections.append(f"## {format_heading(section)}\n\n{about}\n\n{shown}")
+    sections = [section_text(name, *section) for name, section in list_settings().items()]
     transports = [
-        [row.device, f"`{row.name}`", row.doc, row.progress_model] for row in TRANSPORTS.values()
+        [row.device, f"`{row.name}`", row.doc, f"`{row.progress_model}`"]
+        for row in TRANSPORTS.values()
     ]
     return {
         "demo": (ROOT / "examples" / "demo.toml").read_text().strip(),
         "sections": "\n\n".join(sections),
-        "transports": table(["device", "transport", "messages travel", "model"], transports),
+        "transports": table(
+            ["device", "transport", "how messages move", "progress model"], transports
+        ),
     }
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 from inspect import getdoc
 from itertools import zip_longest
 
-from docs.pages import DOCS, ROOT, page
+from docs.pages import DOCS, ROOT, first_sentence, page
 from schedir import schedules
 
 
 def blocks() -> dict[str, str]:
-    """All schedules, two in a row, each under its first sentence."""
+    """All schedules, two in a row, each with the first sentence of its docstring."""
     cells = []
     for name in schedules.__all__:
-        law = str(getdoc(getattr(schedules, name))).split("\n\n")[0]
-        about = re.split(r"(?<=[.)]) +(?=[A-Z])", " ".join(law.split()))
+        about = first_sentence(str(getdoc(getattr(schedules, name))))
         drawn = f"[![{name}](../images/schedules/{name}.svg)](schedules.md#{name})"
-        cells.append(f"{drawn}<br>{about[0]}")
+        cells.append(f"{drawn}<br>{about}")
     rows = [f"| {a} | {b} |" for a, b in zip_longest(cells[::2], cells[1::2], fillvalue="")]
     return {"schedules": "\n".join(["| | |", "| --- | --- |", *rows])}
 

@@ -13,8 +13,11 @@ sys.path.insert(0, str(ROOT))  # pages import each other as `docs.NAME`
 
 from docs import (  # noqa: E402
     api_page,
+    command_line_page,
     config_page,
     design_map,
+    errors_page,
+    file_formats_page,
     gallery_page,
     ir_page,
     museum_page,
@@ -29,6 +32,9 @@ from docs.pages import page  # noqa: E402
 PAGES = {
     **ir_page.PAGES,
     **config_page.PAGES,
+    **command_line_page.PAGES,
+    **errors_page.PAGES,
+    **file_formats_page.PAGES,
     **design_map.PAGES,
     **api_page.PAGES,
     **museum_page.PAGES,

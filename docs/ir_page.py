@@ -6,11 +6,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from docs.pages import page, table
-from schedir import Costs, PipelineShape, compile, schedules, simulate, to_text
-from schedir.analysis.progress_models import MODEL_ROWS, MODELS
+from schedir import Costs, PipelineShape, compile, schedules, simulate
+from schedir.analysis.progress_models import MODEL_ROWS
 from schedir.ir.isa.instructions import INSTRUCTIONS, LANES, VALUES, Value
-from schedir.ir.text_format import FORMAT_VERSION
-from schedir.schedules import one_f_one_b
+from schedir.ir.isa.table_schema import ProducerRule
 from schedir.schedules.schedule_algebra import get_placement_mark
 
 FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms: of a layer, of a slice, of a boundary
@@ -18,7 +17,7 @@ GATHERED = {"one_f_one_b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "interleav
 
 
 def gathers() -> str:
-    """What it costs to gather on the compute lane, as part of F, B and I, and on its own."""
+    """Return the table of the time that gathers cost on the compute lane and on their own lane."""
     rows = []
     for name, v in GATHERED.items():
         shape, time = (
@@ -48,43 +47,62 @@ def gathers() -> str:
             spans.append(simulate(program, costs, progress_model="per_edge").span)
         more = (f"{span / spans[0] - 1:.1%}" for span in spans[1:])
         rows.append([f"`{name}`", str(v), *more])
-    return table(["schedule", "stages per rank", "on the compute lane", "on its own"], rows)
+    return table(["schedule", "stages per rank", "compute lane", "own lane"], rows)
 
 
-WAITS = "waits for what it needs, and starts it"
-HOSTS = {"runs": "runs it", "waits": WAITS, "starts": "starts it"}
+HOSTS = {
+    "runs": "runs the instruction",
+    "waits": "waits for the inputs, then starts the instruction",
+    "starts": "starts the instruction",
+}
 
 
 def blocks() -> dict[str, object]:
     """The tables of instructions, values, lanes and progress models."""
 
-    def tokens(some: tuple[Value, ...]) -> str:
-        return ", ".join(t.name.lower() for t in some) or "-"
+    def names(some: tuple[Value, ...]) -> str:
+        return ", ".join(value.name.lower() for value in some) or "-"
 
-    rows, values = [], []
-    for row in INSTRUCTIONS:
-        said = [row.op.name, f"`{row.text}`", row.lane.name.lower(), row.scope.value or "rank"]
-        rows.append([*said, *map(tokens, (row.needs, row.gives, row.frees)), row.cost or "-"])
-    for value in VALUES:
-        said = [value.value.name, value.phrase, value.scope.value or "rank"]
-        values.append([*said, value.producer_rule.value, value.size or "-"])
-    head = ["name", "text", "lane", "once per", "needs", "gives", "frees", "priced by"]
+    instructions = [
+        [
+            row.op.name,
+            f"`{row.text}`",
+            row.lane.name.lower(),
+            row.scope.value or "rank",
+            row.cost or "-",
+            row.doc,
+        ]
+        for row in INSTRUCTIONS
+    ]
+    flows = [[row.op.name, *map(names, (row.needs, row.gives, row.frees))] for row in INSTRUCTIONS]
+    values = [
+        [
+            value.value.name.lower(),
+            value.phrase,
+            value.scope.value or "rank",
+            f"`{value.producer_rule.name.lower()}`",
+            value.size or "-",
+        ]
+        for value in VALUES
+    ]
     lanes = [[lane.lane.name.lower(), lane.doc, HOSTS[lane.host_action]] for lane in LANES]
-    rules = [[f"`{model.name}`", model.description, model.transports] for model in MODEL_ROWS]
+    models = [[f"`{model.name}`", model.description, model.transports] for model in MODEL_ROWS]
     return {
-        "table": table(head, rows),
-        "lines": "\n".join(f"- **{row.op.name}**: {row.doc}" for row in INSTRUCTIONS),
-        "gathers": gathers(),
-        "forward": FORWARD,
-        "send": SEND,
-        "gather": GATHER,
-        "values": table(["value", "meaning", "one per", "produced by", "bytes"], values),
-        "lanes": table(["lane", "has", "a host that blocks"], lanes),
-        "rules": table(["model", "transfers", "used by"], rules),
-        "models": ", ".join(f"`{m}`" for m in MODELS),
-        "program": to_text(compile(one_f_one_b, PipelineShape(2, 8))),
-        "format": FORMAT_VERSION,
+        "table": table(["name", "text", "lane", "once per", "cost", "meaning"], instructions),
+        "flows": table(["name", "needs", "gives", "frees"], flows),
+        "values": table(["value", "meaning", "one per", "producer", "size"], values),
+        "rules": table(
+            ["producer", "instruction"],
+            [[f"`{rule.name.lower()}`", rule.value] for rule in ProducerRule],
+        ),
+        "lanes": table(["lane", "contents", "a blocking host"], lanes),
+        "models": table(["model", "transfers", "used by"], models),
     }
 
 
-PAGES = page("reference/instructions", blocks)
+def gather_blocks() -> dict[str, object]:
+    """The table of gathers, and the times that it assumes."""
+    return {"gathers": gathers(), "forward": FORWARD, "send": SEND, "gather": GATHER}
+
+
+PAGES = page("reference/instructions", blocks) | page("results/gathers", gather_blocks)

@@ -89,3 +89,19 @@ def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring, on one line."""
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[.!?]) +(?=[A-Z`])", paragraph)[0]
+
+
+def entries(docstring: str, section: str = "Args") -> dict[str, str]:
+    """Return the text of each entry of a section of a docstring, on one line, by name.
+
+    A nested list becomes one line of the table cell for each item.
+    """
+    body = re.search(rf"^{section}:\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE)
+    found = re.split(r"^    (\w+): ", body[1] if body else "", flags=re.MULTILINE)[1:]
+    return {name: one_line(text) for name, text in zip(found[::2], found[1::2], strict=True)}
+
+
+def one_line(text: str) -> str:
+    """Return a paragraph for a table cell. Items of its list begin on new lines."""
+    first, *items = re.split(r"\n\s*- ", text.strip())
+    return "<br>- ".join(" ".join(one.split()).replace("|", "\\|") for one in [first, *items])

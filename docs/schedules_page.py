@@ -25,33 +25,33 @@ from schedir.schedules.schedule_algebra import (
     get_weight_delay_mark,
 )
 
-# In the order of the page: when to use each.
+# In the order of the page: the case for which each schedule is made.
 WHEN = {
-    "gpipe": "As a yardstick, or with so few microbatches that memory is no matter.",
-    "one_f_one_b": "The default where memory is short and messages are cheap.",
-    "eager_1f1b": "Where messages are slow and there is memory for twice the lead.",
-    "interleaved": "Where layers divide into more stages, links are fast and weights' gradients "
-    "cannot be split off.",
-    "looped_bfs": "Where weights are sharded, and gathered stage by stage.",
-    "looped_dfs": "To see what the turns of `interleaved` save.",
-    "wave": "With m = P, where the first and the last stage shall share a rank; else "
-    "`interleaved` has the smaller bubble.",
-    "zb_h1": "Instead of 1F1B wherever backwards can be split: a third of the bubble in the "
-    "memory of its first rank.",
-    "zb_h2": "Where memory is plenty and ranks need not end together.",
-    "interleaved_zb": "Instead of `interleaved` where backwards can be split; it needs no vee.",
-    "zb_v": "The least bubble in 1F1B's memory, where F, I and W are alike.",
-    "v_half": "Where half of 1F1B's memory must do.",
-    "v_min": "Where a third must do, and F, I and W are all but equal.",
-    "dualpipe_v": "Where messages are long (expert parallelism), so that a pair run together is "
-    "worth more than a small bubble.",
-    "pipedream_2bw": "Where a gradient one update late does no harm: all updates of a run share "
-    "the bubble of one, for one more copy of the weights.",
-    "dualpipe": "As `dualpipe_v`, where parameters are few beside activations: half as many "
-    "messages, for parameters held twice and one more reduction.",
-    "bitpipe": "As `chimera`, with half of its bubble for nearly twice its messages, where layers "
-    "divide into twice as many stages as ranks.",
-    "chimera": "With m = P and whole backwards, where there is room for parameters twice.",
+    "gpipe": "As a baseline, or with so few microbatches that memory is sufficient.",
+    "one_f_one_b": "The default, if memory is short and messages are fast.",
+    "eager_1f1b": "If messages are slow and there is memory for twice the warmup.",
+    "interleaved": "If the layers can be divided into more stages, links are fast, and backwards "
+    "cannot be split.",
+    "looped_bfs": "With ZeRO 3, which gathers the weights stage by stage.",
+    "looped_dfs": "As a baseline for `interleaved`.",
+    "wave": "With m = P, if the first and the last stage must be on one rank. Otherwise "
+    "`interleaved` has a smaller bubble.",
+    "zb_h1": "Instead of 1F1B if backwards can be split: a third of the bubble, in the memory of "
+    "1F1B's first rank.",
+    "zb_h2": "If there is much memory and ranks need not end together.",
+    "interleaved_zb": "Instead of `interleaved` if backwards can be split. It needs no vee.",
+    "zb_v": "The smallest bubble in 1F1B's memory, if F, I and W are similar.",
+    "v_half": "If there is only half of the memory that 1F1B needs.",
+    "v_min": "If there is only a third of that memory, and F, I and W are nearly equal.",
+    "dualpipe_v": "If messages are long (expert parallelism), so that pairs that run together "
+    "save more time than a small bubble.",
+    "pipedream_2bw": "If gradients may be one update late. All updates of a run have together the "
+    "bubble of one, and each rank needs one more copy of the weights.",
+    "dualpipe": "As `dualpipe_v`, if parameters are small compared with activations. It needs half "
+    "as many messages, twice the parameters, and one more reduction.",
+    "bitpipe": "As `chimera`, with half of its bubble and nearly twice its messages, if the layers "
+    "can be divided into twice as many stages.",
+    "chimera": "With m = P and full backwards, if there is memory for twice the parameters.",
     "forward_only": "Evaluation and inference.",
 }  # fmt: skip
 
@@ -95,7 +95,7 @@ def run_of(
 
 
 def figures(name: str, ranks: int, microbatches: int) -> tuple[float, float, float]:
-    """Peak memory, and the bubble in both measures."""
+    """Return the peak memory, and the bubble in both measures."""
     timeline = run_of(name, ranks, microbatches)
     longest = int(timeline.active_span.argmax())
     own = timeline.idle_in_active_span[longest] / timeline.active_span[longest]
@@ -115,24 +115,26 @@ def blocks() -> dict[str, str]:
 
     trains = [name for name in WHEN if name != "forward_only"]
     by_memory = sorted(trains, key=lambda name: numbers[name][1])
-    heads = [f"{what}, {P} x {m}" for P, m in sizes for what in ("memory", "bubble", "in own span")]
-    rows = [[f"[`{n}`](#{n})", *map(str, reversed(usual_shape(n))), *cells(n)] for n in by_memory]
+    heads = [
+        f"{measure}, {P} x {m}"
+        for P, m in sizes
+        for measure in ("memory", "bubble", "bubble in active span")
+    ]
+    rows = [
+        [f"[`{n}`](#{n})", *map(str, reversed(usual_shape(n))), *cells(n)]
+        for n in [*by_memory, "forward_only"]
+    ]
     costs = ((1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.6), (0.8, 1, 1.2), (1.2, 1, 0.8))
     unequal = [
         [f"`{name}`", *(f"{run_of(name, 8, 32, c).bubble:.1%}" for c in costs)]
         for name in by_memory
     ]
-    each = ""
-    for name, when in WHEN.items():
-        law = describe(getattr(schedules, name))
-        each += (
-            f"### {name}\n\n{law}\n\n*When to use it.* {when}\n\n"
-            f"![{name} on 4 ranks with 8 microbatches](../images/schedules/{name}.svg)\n\n"
-        )
-        for (P, m), (memory, bubble, own) in zip(sizes, numbers[name], strict=True):
-            each += f"- {P} ranks, {m} microbatches: memory {memory:g}, "
-            each += f"bubble {bubble:.1%}, in own span {own:.1%}\n"
-        each += "\n"
+    each = "\n\n".join(
+        f"### {name}\n\n{describe(getattr(schedules, name))}\n\n"
+        f"**When to use:** {when}\n\n"
+        f"![{name} on 4 ranks with 8 microbatches](../images/schedules/{name}.svg)"
+        for name, when in WHEN.items()
+    )
     costs_of = [f"F, I, W = {', '.join(map(str, c))}" for c in costs]
     return {
         "all": table(["schedule", "stages per rank", "placement", *heads], rows),

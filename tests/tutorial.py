@@ -24,6 +24,8 @@ READERS = [
     "how-to/run-in-torch",
     "how-to/test-a-schedule",
     "reference/gallery",
+    "reference/file-formats",
+    "reference/errors",
     "how-to/draw-pictures",
     "how-to/search-for-a-schedule",
     "how-to/shard-with-zero",

@@ -47,35 +47,35 @@ class ModelRow(NamedTuple):
 MODEL_ROWS: Final[tuple[ModelRow, ...]] = (
     ModelRow(
         "per_edge", True, True, True, True, False,
-        "queue per directed edge, separate for activations and gradients",
+        "one queue per directed edge for activations, and one for gradients",
         "one 2-rank group per directed edge; Gloo with a tag per lane; shared memory",
     ),
     ModelRow(
         "per_pair", True, True, False, False, False,
-        "queue per unordered pair of ranks",
+        "one queue per unordered pair of ranks",
         "torch's lazily created point-to-point communicators, for transfers that are issued alone",
     ),
     ModelRow(
         "per_direction", True, False, True, False, False,
-        "queue per rank for activations, and one for gradients",
+        "one queue per rank for activations, and one for gradients",
         "two communicators for the pipeline, one for each direction, as of pytorch#186173",
     ),
     ModelRow(
         "per_device", True, False, False, False, False,
-        "queue per rank",
-        "one communicator for the pipeline: `batch_isend_irecv` for all transfers, or NCCL "
-        "that is initialised eagerly (`init_process_group(device_id=...)`)",
+        "one queue per rank",
+        "one communicator for the pipeline: `batch_isend_irecv` for all transfers, or NCCL that is "
+        "initialised eagerly (`init_process_group(device_id=...)`)",
     ),
     ModelRow(
         "torch_lazy", True, True, False, False, True,
-        "queue per unordered pair of ranks for transfers that are issued alone, and queue per rank "
-        "for groups with both sends and receives; a message with only one end in such a group "
-        "never arrives",
+        "one queue per unordered pair of ranks for transfers that are issued alone, and one queue "
+        "per rank for groups with both sends and receives; a message hangs if only one of its "
+        "ends is in such a group",
         "torch.distributed.pipelining 2.13 over NCCL that is initialised lazily (no `device_id`)",
     ),
     ModelRow(
         "blocking_serial", False, False, False, False, False,
-        "queue per rank, compute included",
+        "one queue per rank, which also contains compute",
         "blocking sends; the strictest",
     ),
 )  # fmt: skip

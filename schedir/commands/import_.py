@@ -16,7 +16,7 @@ EXAMPLES = """\
   schedir import traces -o run.timeline
   schedir import schedule.csv -o schedule.sched
 
-The page docs/reference/timeline-files.md has more.
+The page docs/how-to/import-traces.md has more.
 """
 
 

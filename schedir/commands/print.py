@@ -17,7 +17,7 @@ EXAMPLES = """\
   schedir print zb_h1 --ranks 4 --microbatches 8
   schedir print one_f_one_b -O zero=3 -O dp=2 --no-repeat
 
-The page docs/reference/instructions.md has more.
+The page docs/reference/file-formats.md has more.
 """
 
 

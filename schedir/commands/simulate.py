@@ -126,7 +126,7 @@ EXAMPLES = """\
   schedir simulate zb_v --ranks 4 --microbatches 8 --costs F=1,I=1,W=0.9,send=0.1
   schedir simulate one_f_one_b --sizes saved=1.2GB -O recompute=fit --memory-limit 4GB
 
-The page docs/reference/timeline-files.md has more.
+The page docs/reference/file-formats.md has more.
 """
 
 

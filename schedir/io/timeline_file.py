@@ -1,4 +1,4 @@
-"""Read and write a Timeline as a file. `docs/reference/timeline-files.md` describes the format.
+"""Read and write a Timeline as a file. `docs/reference/file-formats.md` describes the format.
 
 The file is a zip archive with four members: `header.json`, `program.sched`, `start.npy` and
 `end.npy`. The last two have one number per instruction, in the order of the program. Nothing is

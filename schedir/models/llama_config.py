@@ -18,9 +18,9 @@ class LlamaConfig:
         layers: Number of layers.
         hidden: Hidden size.
         heads: Attention heads of a layer.
-        kv_heads: Heads of keys and values (grouped-query attention). None is `heads`.
-        feed_forward: Width of the feed-forward network. None is 8/3 of `hidden`, rounded up to a
-            multiple of 8.
+        kv_heads: Heads of keys and values (grouped-query attention). The default is `heads`.
+        feed_forward: Width of the feed-forward network. The default is 8/3 of `hidden`, rounded up
+            to a multiple of 8.
         context: The longest sequence, in tokens.
         theta: The base of the rotary position embedding.
         eps: The epsilon of the RMS norms.

@@ -82,7 +82,7 @@ def theirs_imports(name: str, shape: PipelineShape, path: Path) -> None:
 
 # Spans of torch 2.13's own transfers and of ours, by schedule and model, as the docs tell them: of
 # 4 ranks, 8 stages and 8 microbatches.
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "timeline-files.md"
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "speed-up-a-run.md"
 SPANS = {
     f"Schedule{name}": dict(
         zip(("per_edge", "per_device", "blocking_serial"), cells.split(" | "), strict=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -81,37 +80,6 @@ def test_commands_take_the_example(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     assert main(command.split()) == 0
-
-
-def test_traces_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The page on traces: its Python and its commands, in order, and what one of them prints."""
-    from schedir.__main__ import main
-
-    monkeypatch.chdir(tmp_path)
-    out = ""
-    for block in (DOCS / "reference" / "timeline-files.md").read_text().split("```")[1::2]:
-        kind, body = block.split("\n", 1)
-        if kind == "python":
-            exec(compile(body, "timeline-files.md", "exec"), {})
-            continue
-        for line in body.splitlines():
-            words = shlex.split(line, comments=True)
-            if line.startswith("schedir ") and words[1] != "train":
-                out += capsys.readouterr().out
-                for k, word in enumerate(words):
-                    if word.startswith("$("):
-                        assert main(shlex.split(word[2:-1])[1:]) == 0, line
-                        words[k] = capsys.readouterr().out.strip()
-                assert main(words[1:]) == 0, line
-    shown = (
-        (DOCS / "reference" / "timeline-files.md")
-        .read_text()
-        .split("```\none_f_one_b")[1]
-        .split("```")[0]
-    )
-    assert f"one_f_one_b{shown}" in out
 
 
 def test_a_real_run_is_what_the_page_says(

@@ -64,7 +64,7 @@ def here(
 def test_torchs_interleaved_1f1b(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "explain", "theirs.sched", AT)
     assert text == (GOLDEN / "explain_transfers.txt").read_text()
-    assert text in (GOLDEN.parents[1] / "docs" / "reference" / "timeline-files.md").read_text()
+    assert text in (GOLDEN.parents[1] / "docs" / "how-to" / "speed-up-a-run.md").read_text()
 
 
 def words_of(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

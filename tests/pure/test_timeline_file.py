@@ -101,7 +101,7 @@ def test_the_same_timeline_is_the_same_bytes() -> None:
 
 
 def test_others_read_it_without_schedir() -> None:
-    """As `docs/reference/timeline-files.md` says."""
+    """As `docs/reference/file-formats.md` says."""
     save_timeline(timeline(), FILE)
     with np.load(FILE) as file:
         assert (file["end"] == timeline().spans["end"]).all()

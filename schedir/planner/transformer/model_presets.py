@@ -35,7 +35,7 @@ def _make_llama3(layers: int, hidden: int, heads: int, ffn: int) -> TransformerS
 
 _LLAMA3_SOURCE: Final = "arXiv 2407.21783, Table 3, and section 3.4.1 for the sequence of 8192"
 _LLAMA_SOURCE: Final = (
-    "arXiv 2302.13971, Table 2; ffn: 2/3 of 4 hidden (section 2.2), a multiple of 256"
+    "arXiv 2302.13971, Table 2; ffn: 8/3 hidden (section 2.2), rounded up to a multiple of 256"
 )
 # The shape of each model, and the paper and table of its source.
 MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {

@@ -76,7 +76,7 @@ def _make_setting_type(kind: FieldType, *, optional: bool) -> Any:
 class PipelineConfig:
     """The schedule, the shape of the pipeline, and how the program is compiled.
 
-    ranks * tp * dp processes train.
+    The number of processes is ranks * tp * dp.
 
     - `schedule`: the name of a built-in schedule, a function as `file.py:function`, or a program as
       `FILE.sched`. The first two take options in brackets, such as `"interleaved(group=4)"`.

@@ -1,0 +1,196 @@
+"""The page of the command line, from the parsers of all commands: see `generate.py`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import schedir.__main__
+from docs.pages import ROOT, output_of, page, table
+from schedir.commands import COMMANDS, import_command
+
+MORE = re.compile(r"^The page (?:docs/)?(\S+\.md) has more\.$", re.MULTILINE)
+
+
+class Option(NamedTuple):
+    """An option or a positional argument; equal ones of several commands are one option."""
+
+    flags: str
+    meaning: str
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command and subcommand, by name."""
+    found = {}
+    for command in COMMANDS:
+        parser = schedir.__main__._build_parser([command]).command_parser
+        assert parser is not None
+        below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        if below:
+            found |= {f"{command} {name}": one for name, one in below[0].choices.items()}
+        else:
+            found[command] = parser
+    return found
+
+
+def cell(text: str) -> str:
+    """Return a text as it is written in a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def read_option(parser: argparse.ArgumentParser, action: argparse.Action) -> Option:
+    """Return the flags of an action as a user types them, and its help."""
+    value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+    is_switch = action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction)
+    words = ", ".join(action.option_strings) + ("" if is_switch else f" {value}")
+    meaning = parser._get_formatter()._expand_help(action) if action.help else ""
+    return Option(f"`{cell(words)}`", cell(meaning))
+
+
+def list_groups(
+    parser: argparse.ArgumentParser,
+) -> Iterator[tuple[str, list[tuple[argparse.Action, Option]]]]:
+    """Yield the title of each group of options, and its options."""
+    for group in parser._action_groups:
+        options = [(action, read_option(parser, action)) for action in group._group_actions]
+        if options:
+            yield str(group.title), options
+
+
+def own_options(parser: argparse.ArgumentParser) -> list[Option]:
+    """Return all options of a parser."""
+    return [option for _, options in list_groups(parser) for _, option in options]
+
+
+class Shared(NamedTuple):
+    """Options that several commands have.
+
+    Attributes:
+        everywhere: Options of all commands.
+        program: Options that say how a schedule is compiled.
+        other: Other options, with the commands that have them.
+    """
+
+    everywhere: list[Option]
+    program: list[Option]
+    other: dict[Option, list[str]]
+
+
+def find_shared(parsers: dict[str, argparse.ArgumentParser]) -> Shared:
+    """Return the options that several commands have."""
+    commands: dict[Option, list[str]] = {}
+    for name, parser in parsers.items():
+        for option in own_options(parser):
+            commands.setdefault(option, []).append(name)
+    everywhere = [
+        option
+        for option in own_options(parsers["options"])
+        if all(option in commands and (n in commands[option] or " " in n) for n in parsers)
+    ]
+    shared = {option: names for option, names in commands.items() if len(names) > 1}
+    program = [
+        option
+        for option in own_options(parsers["compile"])
+        if option in shared and option not in everywhere and option.flags.startswith("`-")
+    ]
+    other = {o: n for o, n in shared.items() if o not in everywhere and o not in program}
+    return Shared(everywhere, program, other)
+
+
+def describe_command(name: str, parser: argparse.ArgumentParser, shared: Shared) -> Iterator[str]:
+    """Yield the blocks of the section of a command."""
+    about = f"{cell(str(parser.description)).rstrip('.')}."
+    yield f"### schedir {name}\n\n{about[0].upper()}{about[1:]}"
+    positionals = [
+        f"[{a.metavar}]" if a.nargs == "?" else f"{a.metavar}{' ...' * (a.nargs in ('+', '*'))}"
+        for a in parser._get_positional_actions()
+    ]
+    yield f"```text\nschedir {' '.join([name, *positionals])} [OPTION ...]\n```"
+    common = {*shared.everywhere, *shared.program, *shared.other}
+    tables: dict[str, list[list[str]]] = {}
+    for title, options in list_groups(parser):
+        usual = title in ("positional arguments", "options")
+        own = [list(option) for _, option in options if option not in common]
+        tables.setdefault("" if usual else f"*{cell(title)}*\n\n", []).extend(own)
+    for title, rows in tables.items():
+        if rows:
+            yield title + table(["option", "meaning"], rows)
+    mine = own_options(parser)
+    also = [option.flags for option in mine if option in shared.other]
+    programs = [option.flags for option in mine if option in shared.program]
+    also += ["all [program options](#program-options)"] * (len(programs) == len(shared.program))
+    also += programs * (len(programs) < len(shared.program))
+    if also:
+        yield f"Shared options: {', '.join(also)}."
+    examples = getattr(import_command(name.split()[0]), "EXAMPLES", "")
+    lines = inspect.cleandoc("\n" + MORE.sub("", examples)).strip()
+    if lines:
+        yield f"```text\n{lines}\n```"
+    if found := MORE.search(examples):
+        settings = ", [Configuration](configuration.md)" * (name == "train")
+        yield f"More: [{title_of(found[1])}]({link_to(found[1])}){settings}"
+
+
+def link_to(path: str) -> str:
+    """Return a link from the page to a page that the help names."""
+    if path.startswith("reference/"):
+        return path.removeprefix("reference/")
+    return f"../{path}" if (ROOT / "docs" / path).is_file() else f"../../{path}"
+
+
+def title_of(path: str) -> str:
+    """Return the title of a page."""
+    file = Path(ROOT / "docs" / "reference" / link_to(path))
+    heading = re.search(r"^# (.*)$", file.read_text(), re.MULTILINE)
+    return heading[1] if heading else path
+
+
+def blocks() -> dict[str, str]:
+    """The tables of commands, shared options, options of compiling and exit codes."""
+    parsers = command_parsers()
+    shared = find_shared(parsers)
+    takes_all = [n for n, p in parsers.items() if {*shared.program} <= {*own_options(p)}]
+    facts = json.loads(output_of("schedir options --json"))
+    options = [
+        [f"`{cell(row['option'])}`", f"`{row['configuration']}`" if row["configuration"] else "-",
+         cell(row["help"])]
+        for row in facts.values()
+        if row["option"].startswith("-O")
+    ]  # fmt: skip
+    sections = [
+        "\n\n".join(describe_command(name, parser, shared)) for name, parser in parsers.items()
+    ]
+    commands = [
+        [
+            f"[`schedir {name}`](#schedir-{name.replace(' ', '-')})",
+            cell(COMMANDS.get(name) or str(parser.description)),
+        ]
+        for name, parser in parsers.items()
+    ]
+    codes = re.findall(r"^- (\d+): (.*)$", str(schedir.__main__.__doc__), re.MULTILINE)
+    return {
+        "commands": table(["command", "description"], commands),
+        "everywhere": table(["option", "meaning"], [list(one) for one in shared.everywhere]),
+        "program": table(["option", "meaning"], [list(one) for one in shared.program]),
+        "takes_all": join_commands(takes_all),
+        "other": table(
+            ["option", "meaning", "commands"],
+            [[*option, join_commands(names)] for option, names in shared.other.items()],
+        ),
+        "options": table(["option", "configuration", "meaning"], options),
+        "sections": "\n\n".join(sections),
+        "codes": table(["exit code", "meaning"], [list(row) for row in codes]),
+    }  # fmt: skip
+
+
+def join_commands(names: Iterable[str]) -> str:
+    """Return the names of commands as text."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+PAGES = page("reference/command-line", blocks)
