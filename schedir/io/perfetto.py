@@ -254,7 +254,7 @@ class _Tracks:
                 np.cumsum(change[order])[np.append(last[1:], len(at)) - 1] if len(at) else at
             )
             for when, stages in zip(times.tolist(), unsharded.tolist(), strict=True):
-                yield make_counter("whole weights", rank, when, stages=stages)
+                yield make_counter("unsharded weights", rank, when, stages=stages)
 
 
 def _make_slice(pid: int, tid: int, name: str, start: int, end: int, args: Event) -> Event:

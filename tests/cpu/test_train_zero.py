@@ -88,7 +88,7 @@ def test_the_example(
     shown = capfd.readouterr()
     assert ended.value.code == 0, shown
     assert shown.err.count("MemoryLimitError: looped_bfs: rank 0 needs") == 3
-    assert "in parts" in shown.err and "recomputed, to use at most 26MB: " in shown.out
+    assert "sharded" in shown.err and "recomputed, to use at most 26MB: " in shown.out
     memory = json.loads((tmp_path / "out" / "summary.json").read_text())["memory"]
     (predicted,), (counted,) = memory["predicted"], memory["counted"]
     assert 0 <= predicted - counted <= 4 * 2 * 64 * 128 and predicted <= 26e6

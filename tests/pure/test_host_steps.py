@@ -198,7 +198,7 @@ def test_bytes_are_told_by_tier(zero: int) -> None:
         own = sum(8 * (s + 1) + 2 + 4 for s in range(rank, 6, 2))
         assert (curve.total == own / (dp if zero else 1)).all()
     for curve in run.memory:
-        assert not {"optimizer", "optimizer in parts"} & curve.by_kind.keys()
+        assert not {"optimizer", "sharded optimizer state"} & curve.by_kind.keys()
         assert not curve.by_kind["state"].any()
 
 

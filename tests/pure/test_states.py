@@ -185,7 +185,7 @@ def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
         assert curve.by_kind["state"][0] == curve.by_kind["state"][-1] == 0
     plain = schedir.compile(interleaved, PipelineShape(2, 4, 3), dp=dp, zero=zero)
     before = schedir.simulate(plain, costs, sizes=sizes)
-    rest = {"optimizer in parts" if zero else "optimizer"}
+    rest = {"sharded optimizer state" if zero else "optimizer"}
     assert rest <= before.memory[0].by_kind.keys()
     assert all((curve.total == 0).all() for curve in before.memory_on("host"))
 

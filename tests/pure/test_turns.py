@@ -80,7 +80,7 @@ def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
         assert 0 <= now <= 2
     assert now == 0
     (curve,) = run.memory
-    assert max(curve.by_kind["whole weights"]) == 200 and max(curve.by_kind["saved"]) == 30
+    assert max(curve.by_kind["unsharded weights"]) == 200 and max(curve.by_kind["saved"]) == 30
     assert run.span == {0.0: 9, 0.25: 9.25, 9.0: 5 * 9 + 2}[time]
 
 

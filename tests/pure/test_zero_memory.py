@@ -25,7 +25,7 @@ from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from schedir.testing import compute_programs
 from tests.strategies import costs
 
-WEIGHTS, GRADIENT = "whole weights", "whole gradient"
+WEIGHTS, GRADIENT = "unsharded weights", "unsharded gradients"
 _ENDS = (Opcode.ReduceReplicatedStages, Opcode.ReduceTied, Opcode.ReduceNorm, Opcode.OptimizerStep)
 
 
@@ -119,9 +119,9 @@ def test_what_is_whole_is_counted_by_hand(
             )
         fixed = {name: size for name, (_, size) in own.static_memory.items()}
         for name, cut, level in (
-            ("params", "weights in parts", 3),
-            ("grads", "gradient in parts", 2),
-            ("optimizer", "optimizer in parts", 1),
+            ("params", "sharded weights", 3),
+            ("grads", "sharded gradients", 2),
+            ("optimizer", "sharded optimizer state", 1),
         ):
             stages = np.array(draft.shape.stages_on_rank[rank])
             trained = stages >= program.frozen_stages
@@ -192,8 +192,8 @@ def test_a_limit_names_parts_and_what_is_whole() -> None:
         check_memory(program, SIZES, most - 1)
     rows = {name: (number, size) for name, number, size in error.value.live_values}
     assert rows[WEIGHTS] == (2, 320) and rows[GRADIENT] == (1, 160)
-    assert rows["weights in parts"] == rows["gradient in parts"] == (2, 80)
-    assert rows["optimizer in parts"] == (2, 240)
+    assert rows["sharded weights"] == rows["sharded gradients"] == (2, 80)
+    assert rows["sharded optimizer state"] == (2, 240)
 
 
 def test_a_sum_of_all_cannot_be_cut() -> None:

@@ -93,5 +93,5 @@ def test_a_trace_has_the_lane_and_counts_stages() -> None:
     events = json.loads(perfetto.to_json(run("looped_bfs", active=2, unshard=1)))["traceEvents"]
     threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert "params" in threads
-    counts = [e["args"]["stages"] for e in events if e["name"] == "whole weights"]
+    counts = [e["args"]["stages"] for e in events if e["name"] == "unsharded weights"]
     assert max(counts) == 2 and counts[-1] == 0

@@ -19,9 +19,10 @@ SHARDED_FROM_LEVEL: Final = {"optimizer": 1, "grads": 2, "params": 3}
 ZERO_LEVEL_COUNT: Final = 1 + max(SHARDED_FROM_LEVEL.values())
 # Labels for memory with sharded states, and for memory with unsharded copies of them.
 SHARDED_LABELS: Final = {
-    "params": "weights in parts", "grads": "gradient in parts", "optimizer": "optimizer in parts",
+    "params": "sharded weights", "grads": "sharded gradients",
+    "optimizer": "sharded optimizer state",
 }  # fmt: skip
-UNSHARDED_LABELS: Final = {"params": "whole weights", "grads": "whole gradient"}
+UNSHARDED_LABELS: Final = {"params": "unsharded weights", "grads": "unsharded gradients"}
 
 
 def is_sharded(size_name: str, zero: int) -> bool:
