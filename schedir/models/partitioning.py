@@ -66,8 +66,8 @@ def split_layers(
         return (each,) * stages
     if len(layers_per_stage) != stages or sum(layers_per_stage) != layers:
         raise UsageError(
-            f"layers_per_stage is {tuple(layers_per_stage)}; it must have {stages} numbers with "
-            f"the sum {layers}",
+            f"layers_per_stage is {tuple(layers_per_stage)}; it must have one number for each of "
+            f"the {stages} stages, with the sum {layers}",
             fields=["layers_per_stage", *field_names],
         )
     if min(layers_per_stage) < 0 or 0 in layers_per_stage[1:-1]:

@@ -318,7 +318,7 @@ def test_check_says_what_lives_through_a_wait_for_the_device(
 ) -> None:
     argv = ["check", "gpipe", "--ranks", "3", "--progress-model", "per_edge", "--host-device-sync"]
     assert said(capsys, *argv).endswith("under per_edge, if hosts wait for their devices\n")
-    assert "whole device" in refused(capsys, *argv, "-O", "overlap")
+    assert "a host that waits for its device" in refused(capsys, *argv, "-O", "overlap")
     facts = json.loads(said(capsys, *argv, "--json"))
     assert facts["models_where_hosts_wait_for_their_device"] == ["per_edge"]
     assert "--explain-start" in refused(capsys, *argv, "--explain-start", "0:1")
