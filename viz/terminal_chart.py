@@ -85,7 +85,9 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
             boxes = _merge_cells(row[begin : begin + cut.columns_per_row])
             lines.append([(f"{f'rank {rank}':<{name}}", ""), *boxes, (figures, "")])
     if every > 1:
-        lines.append([(f"1 of {every} ranks is shown, of {timeline.ranks}", "bright_black")])
+        lines.append(
+            [(f"one of every {every} of the {timeline.ranks} ranks is shown", "bright_black")]
+        )
     if not cut.has_boxes:
         lines.append([(f"{shape.microbatches} microbatches; a column shows its main instruction",
                        "bright_black")])  # fmt: skip

@@ -10,7 +10,7 @@ from tests.lines_of_code import PRODUCT, lines_by_folder
 from tests.pure.test_layout import ROOT
 
 BUDGET = {
-    "docs": 1_020,
+    "docs": 1_290,
     "kernels": 480,
     "schedir": 700,
     "schedir/analysis": 1_890,
@@ -21,7 +21,7 @@ BUDGET = {
     "schedir/hang_diagnosis": 1_990,
     "schedir/instrumentation": 530,
     "schedir/io": 1_810,
-    "schedir/ir": 4_290,
+    "schedir/ir": 4_300,
     "schedir/megatron": 830,
     "schedir/models": 820,
     "schedir/passes": 2_580,

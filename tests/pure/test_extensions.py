@@ -68,7 +68,7 @@ assert "program marked" in open("x.sched").read()
         [("analysis/progress_models.py", '    "per_edge", "per_pair", ', '"way", '),
          ("analysis/progress_models.py",
           '        "per_pair", True, True, False, False, False,\n'
-          '        "queue per unordered pair of ranks",\n'
+          '        "one queue per unordered pair of ranks",\n'
           "        \"torch's lazily created point-to-point communicators, for transfers that are "
           "issued alone\",\n"
           "    ),\n",

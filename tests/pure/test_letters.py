@@ -78,7 +78,9 @@ def test_no_line_is_wider_than_the_terminal(
 def test_no_short_box_is_cut() -> None:
     for width in range(30, 140):
         chart = color_lines(text_chart(timeline(), width))
-        assert "mixed" in chart or all(chart.count(f"F{k}") == 4 for k in range(8)), width
+        assert "main instruction" in chart or all(chart.count(f"F{k}") == 4 for k in range(8)), (
+            width
+        )
 
 
 def test_a_long_run_is_cut_and_a_longer_one_mixed() -> None:
@@ -87,8 +89,10 @@ def test_a_long_run_is_cut_and_a_longer_one_mixed() -> None:
     some = color_lines(text_chart(timeline(), 60))
     assert some.count("rank 0 ") == 3 and all(f"F{k}" in some for k in range(8))
     most = color_lines(text_chart(timeline(ranks=16, m=200), 80))
-    assert most.count("rank 0 ") == 1 and "mixed" in most and "F0" not in most
-    assert "one rank in 3 of 100" in color_lines(text_chart(timeline(ranks=100, m=3), 80))
+    assert most.count("rank 0 ") == 1 and "main instruction" in most and "F0" not in most
+    assert "one of every 3 of the 100 ranks" in color_lines(
+        text_chart(timeline(ranks=100, m=3), 80)
+    )
 
 
 def test_boxes_are_where_they_are() -> None:
@@ -201,7 +205,7 @@ def test_all_that_draws_says_what_it_takes(tmp_path: Path) -> None:
             draw(program)
         draw(simulate(program))
     for draw in several:
-        with pytest.raises(UsageError, match="takes a Sequence, not <predicted"):
+        with pytest.raises(UsageError, match="must be a Sequence, not <predicted"):
             draw(simulate(program))
     with pytest.raises(UsageError, match="the argument must be a Timeline, not <program"):
         save_timeline(program, tmp_path / "x.timeline")  # type: ignore[arg-type]
