@@ -375,24 +375,17 @@ def test_one_choice_is_priced_also_where_it_does_not_fit() -> None:
     cluster = machine(1, memory="2GB")
     choice = ParallelPlan(pp=4, tp=2, microbatches=8)
     found = estimate_step(SMALL, cluster, choice, exact=False)
-    assert (
-        not found.fits
-        and found.bottleneck == "memory"
-        and "more than a GPU has" in found.explanation
-    )
-    assert (
-        estimate_step(SMALL, machine(1), choice, exact=False).bottleneck in found.breakdown._fields
-    )
+    assert not found.fits and found.bottleneck == "memory"
+    assert "more than a GPU has" in found.explanation
+    other = estimate_step(SMALL, machine(1), choice, exact=False)
+    assert other.bottleneck in found.breakdown._fields
 
 
 @pytest.mark.parametrize(
     ("choice", "fact"),
     [
         (ParallelPlan(pp=4), "pp 4 x tp 1 x dp 1 x cp 1 = 4 GPUs, and the cluster has 8: 1 x 8"),
-        (
-            ParallelPlan(pp=8, microbatches=8),
-            "12 layers cannot be divided evenly among pp 8 x stages_per_rank 1 = 8 stages",
-        ),
+        (ParallelPlan(pp=8, microbatches=8), "12 layers cannot be divided evenly among pp 8 x"),
         (
             ParallelPlan(pp=2, dp=4, stages_per_rank=2),
             "schedule one_f_one_b needs stages_per_rank 1, not 2",
