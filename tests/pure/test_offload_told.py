@@ -174,7 +174,7 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
     for command in ("simulate", "check"):
         assert main(f"{command} {moved}".split()) == 0
         told = capsys.readouterr().out
-        assert "\nspilled: 2 of 8 forwards: of stage 0 1-2\n" in f"\n{told}"
+        assert "\nspilled: 2 of 8 forwards: mb 1-2 of stage 0\n" in f"\n{told}"
         assert "offloaded: " in told and ("peak on disk" in told) == (command == "simulate")
 
 
@@ -185,12 +185,12 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
             {"offload": [3, 0]},
             "offload has 3, but no activation of it is moved: no compute runs",
         ),
-        ({"offload": [(3, 1), (0, 0)]}, "offload names 3.1, of which"),
+        ({"offload": [(3, 1), (0, 0)]}, "offload has 3.1, but no activation of it is moved"),
         (
             {"offload": [0], "offload_to_disk": [1, (2, 3)]},
-            "offload_to_disk names 1, 2.3, .*it is not offloaded",
+            "offload_to_disk has 1, 2.3, .*it is not offloaded",
         ),
-        ({"offload": [0], "offload_to_disk": [(1, k) for k in range(6)]}, "1.3 and 2 more, of"),
+        ({"offload": [0], "offload_to_disk": [(1, k) for k in range(6)]}, "1.3 and 2 more, but no activation"),
     ],
 )
 def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> None:
@@ -215,7 +215,7 @@ def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
         )
     (own,) = told
     assert own.startswith("warning: offload has 3, but no activation of it is moved: ")
-    assert own.endswith("its use\n")
+    assert own.endswith("the use of its activations\n")
 
 
 def test_a_limit_says_what_moving_would_spare() -> None:
