@@ -233,7 +233,7 @@ def test_a_draft_brings_its_traits() -> None:
 
 def test_what_cannot_be_compiled() -> None:
     given = expand_schedule(one_f_one_b, PipelineShape(2, 4))
-    with pytest.raises(UsageError, match="its own shape"):
+    with pytest.raises(UsageError, match="the draft has the shape"):
         compile(given, PipelineShape(2, 8))
     with pytest.raises(LoweringLevelError, match="lowered already"):
         compile(compile(given))
