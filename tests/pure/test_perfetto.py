@@ -190,5 +190,5 @@ def test_the_command(
     monkeypatch.setattr("schedir.commands.export.COMPRESS_ABOVE_BYTES", 1000)
     assert said(capsys, *export, "large.json") == "wrote large.json.gz\n"
     assert not Path("large.json").exists()
-    assert "ends in .json" in refused(capsys, *export, "x.csv")
+    assert "must end in .json" in refused(capsys, *export, "x.csv")
     assert "perfetto" in refused(capsys, "export", "gpipe", "--to", "chrome", "-o", "x.json")
