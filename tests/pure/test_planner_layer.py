@@ -86,7 +86,7 @@ def test_products_do_what_the_model_asks_for(model: TransformerSpec, choice: Par
             "cp x tp 4096 does not divide sequence 2048",
         ),
         (ParallelPlan(dp=2, ep=2), "ep 2 does not divide experts 1"),
-        (ParallelPlan(tp=16), "a group has different processes of 0 to 7"),
+        (ParallelPlan(tp=16), "processes must be different numbers from 0 to 7"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(choice: ParallelPlan, words: str) -> None:

@@ -128,7 +128,7 @@ def test_a_program_that_is_wrong_by_itself() -> None:
 
 
 def test_misuse() -> None:
-    with pytest.raises(UsageError, match="of 3 ranks"):
+    with pytest.raises(UsageError, match="has 3 ranks"):
         check_program_sequence([[TRAIN], [TRAIN]])
     with pytest.raises(UsageError, match="takes a Program"):
         check_program_sequence([["train"]])  # type: ignore[list-item]
