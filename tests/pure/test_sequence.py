@@ -130,7 +130,7 @@ def test_a_program_that_is_wrong_by_itself() -> None:
 def test_misuse() -> None:
     with pytest.raises(UsageError, match="has 3 ranks"):
         check_program_sequence([[TRAIN], [TRAIN]])
-    with pytest.raises(UsageError, match="takes a Program"):
+    with pytest.raises(UsageError, match="must be a Program"):
         check_program_sequence([["train"]])  # type: ignore[list-item]
     for runs in (TRAIN, [TRAIN, EVALUATE], [], None, 3):
         with pytest.raises(UsageError, match="a list of programs for each rank"):
