@@ -306,7 +306,7 @@ def test_commands_say_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> Non
     ]
     for command in ("check", "simulate"):
         assert main([command, *fits, "--memory-limit", "25", "-O", "recompute=fit"]) == 0
-        said = "recomputed: 4 of 8 forwards: of stage 0 2-3, of stage 1 2-3\n"
+        said = "recomputed: 4 of 8 forwards: mb 2-3 of stage 0, mb 2-3 of stage 1\n"
         assert said in capsys.readouterr().out
         assert main([command, *fits]) == 0
         assert "recomputed" not in capsys.readouterr().out
