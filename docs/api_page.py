@@ -38,7 +38,7 @@ GROUPS = {
         "[The tutorial](../tutorials/first-schedule.md) writes one; "
         "[the built-in ones](schedules.md) are drawn.",
         ["PipelineShape", "F, B, I, W, R, EMPTY", "RankSchedule", "weave", "overlapped_pair",
-         "schedule_algebra.concat",
+         "concat",
          "schedule_algebra.with_placement", "schedule_algebra.with_weight_delay", "greedy_schedule",
          "schedules", "expand_schedule"],
     ),

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         R,
         RankSchedule,
         W,
+        concat,
         overlapped_pair,
         weave,
     )
@@ -91,6 +92,7 @@ _LAZY_IMPORTS: Final = {
     "check_program_sequence": "verify.program_sequence:check_program_sequence",
     "checkpoints": "checkpoints",
     "compile": "compiler.compile:compile",
+    "concat": "schedules.schedule_algebra:concat",
     "expand_schedule": "schedules.schedule_expansion:expand_schedule",
     "errors": "errors",
     "evaluation_program": "compiler.evaluation_program:evaluation_program",
@@ -169,6 +171,7 @@ __all__ = [
     "check",
     "check_program_sequence",
     "compile",
+    "concat",
     "errors",
     "evaluation_program",
     "expand_schedule",

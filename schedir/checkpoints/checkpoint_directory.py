@@ -82,6 +82,7 @@ class CheckpointDirectory:
 
     Raises:
         UsageError: `path` is empty, or is not a valid path.
+        CheckpointError: `path` is a single checkpoint, not a directory of checkpoints.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -94,6 +95,11 @@ class CheckpointDirectory:
             self.path = Path(os.path.abspath(Path(path).expanduser()))
         except RuntimeError as error:
             raise UsageError(f"directory {self.path_text} cannot be used: {error}") from None
+        if (self.path / MANIFEST_NAME).exists():
+            raise CheckpointError(
+                f"{self.path_text} is a single checkpoint",
+                hint=f"its directory of checkpoints is {Path(path).parent}",
+            )
 
     # ------------------------------------------------------------ what is there
 

@@ -166,7 +166,7 @@ def _open_directory(args: argparse.Namespace) -> CheckpointDirectory:
     Raises:
         CheckpointError: The directory, its checkpoints or the checkpoint of `--step` do not exist.
     """
-    from schedir.checkpoints.checkpoint_directory import MANIFEST_NAME, CheckpointDirectory
+    from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 
     folder = CheckpointDirectory(args.folder)
     if not folder.path.exists():
@@ -175,11 +175,7 @@ def _open_directory(args: argparse.Namespace) -> CheckpointDirectory:
     if steps and args.step in (None, *steps):
         return folder
     hint = ""
-    if (folder.path / MANIFEST_NAME).exists():
-        hint = (
-            f"this is a single checkpoint; its folder of checkpoints is {Path(args.folder).parent}"
-        )
-    elif steps:
+    if steps:
         first = f"{len(steps) - 8} older, " if len(steps) > 8 else ""
         hint = f"the steps are {first}{join_words([str(step) for step in steps[-8:]])}"
     step_text = "" if args.step is None else f" of step {args.step}"

@@ -271,7 +271,7 @@ def require_transport(value: _T) -> _T:
     Raises:
         ModelError: `value` has no `check_agreement` method, so it is not a transport.
     """
-    if not hasattr(value, "check_agreement"):
+    if isinstance(value, type) or not hasattr(value, "check_agreement"):
         raise ModelError(f"transport cannot be {describe(value)}", hint="GlooTransport(program)")
     return value
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -176,7 +177,7 @@ class InProcessExecutor:
                 self.mailboxes[rank],
                 loss=loss,
                 boundary=boundaries,
-                optimizer=make_optimizer(parameters) if make_optimizer and parameters else None,
+                optimizer=_make(make_optimizer, parameters),
                 max_norm=max_norm,
                 loss_scale=make_loss_scale and make_loss_scale(),
                 seed=seed,
@@ -452,3 +453,15 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
                 yield rank, at - int(program.offsets[rank])
                 issued[at] = moved = True
                 next_of[rank] += 1
+
+
+def _make(make_optimizer: Callable[..., Any] | None, parameters: Sequence[Any]) -> Any:
+    """Return the optimizer of a rank, or None if it has none or no parameters."""
+    if make_optimizer is None or not parameters:
+        return None
+    if (optimizer := make_optimizer(parameters)) is None:
+        raise ModelError(
+            "the function that creates the optimizer of a rank returned None",
+            hint="optimizer=lambda parameters: torch.optim.AdamW(parameters)",
+        )
+    return optimizer

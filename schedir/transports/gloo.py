@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from schedir.analysis.progress_models import ProgressModel
-from schedir.errors import ModelError
+from schedir.errors import ModelError, require_type
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.process_mesh import make_process_mesh
 from schedir.ir.pipeline.tied_weights import find_reduction_groups
@@ -101,6 +101,7 @@ class ProcessTransport:
         group: dist.ProcessGroup | None = None,
         extra_programs: Sequence[Program] = (),
     ) -> None:
+        require_type(program, Program, "schedir.compile(schedule, shape)")
         self.programs = (program, *extra_programs)
         self.uses_static_buffers = torch.device(device).type != "cpu"
         self.tp, self.dp, pp = program.tp, program.dp, program.shape.ranks

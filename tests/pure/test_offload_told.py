@@ -190,7 +190,10 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
             {"offload": [0], "offload_to_disk": [1, (2, 3)]},
             "offload_to_disk has 1, 2.3, .*it is not offloaded",
         ),
-        ({"offload": [0], "offload_to_disk": [(1, k) for k in range(6)]}, "1.3 and 2 more, but no activation"),
+        (
+            {"offload": [0], "offload_to_disk": [(1, k) for k in range(6)]},
+            "1.3 and 2 more, but no activation",
+        ),
     ],
 )
 def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> None:
