@@ -179,8 +179,8 @@ def require_compatible(
             )
     if zero and steps > 1:
         refuse(
-            f"zero={zero} needs optimizer_steps=1, not {steps}: sharded weights are gathered once "
-            "per program, and each optimizer step would need its own",
+            f"zero={zero} needs optimizer_steps=1, not {steps}: weights are gathered once per "
+            "program, but several optimizer steps would need a gather after each step",
             "zero=0, or optimizer_steps=1",
             "zero",
             "optimizer_steps",
