@@ -236,7 +236,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="for the best three plans, search for a division of layers into "
                         "stages that makes the step shorter")  # fmt: skip
     parser.add_argument("--improve-schedules", dest="search", action="store_true",
-                        help="search for a shorter schedule for each of the best three plans")  # fmt: skip
+                        help="for the best three plans, search for a shorter schedule")  # fmt: skip
     parser.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
                         help="with --improve-schedules: the seconds per plan (10)")  # fmt: skip
     parser.add_argument("--gpu-counts", dest="scale", type=_parse_counts, metavar="GPUS",
@@ -288,9 +288,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model", metavar="MODEL",
-        help="a name such as gpt-175b, a FILE.toml with the numbers listed below (at top level or "
-        "in [model]), or the config.json of a Hugging Face model; an option below replaces the "
-        "number of the model",
+        help="a name (gpt-175b), a FILE.toml with the numbers below (at top level or in [model]), "
+        "or the config.json of a Hugging Face model; an option below replaces its number",
     )  # fmt: skip
     for name, about in (
         ("layers", "number of layers"),
