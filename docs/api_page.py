@@ -53,9 +53,9 @@ GROUPS = {
          "torch_csv.to_csv", "torch_csv.from_csv"],
     ),
     "Predict and measure": (
-        "Predicted and measured runs have one type. [File formats](file-formats.md) describes "
-        "them as files, and [the glossary](glossary.md#causes-of-idle-time) the causes of idle "
-        "time.",
+        "Predicted and measured runs are both a `Timeline`. [File formats](file-formats.md) "
+        "describes them as files, and [the glossary](glossary.md#causes-of-idle-time) the causes "
+        "of idle time.",
         ["Costs", "Sizes", "split_costs", "Cluster", "load_cluster", "save_cluster",
          "zero_model_states",
          "activation_bytes_per_layer", "simulate", "Timeline",

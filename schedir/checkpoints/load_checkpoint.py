@@ -111,7 +111,8 @@ def load(
         mismatches += _describe_untied_weights([trained for *_, trained in results])
     if mismatches := [*dict.fromkeys(mismatches)]:
         raise CheckpointError(
-            f"the checkpoint of step {manifest.step} does not match: {join_facts(mismatches)}"
+            f"the checkpoint of step {manifest.step} does not fit this model and optimizer: "
+            f"{join_facts(mismatches)}"
         )
 
     def read() -> None:

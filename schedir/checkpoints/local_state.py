@@ -331,7 +331,8 @@ def _require_unique_names(local_state: LocalState) -> None:
         if number > 1:
             raise CheckpointError(
                 f"stage {stage} has two {name}",
-                hint="name_map=..., which returns another name for each tensor of the model",
+                hint="pass name_map=..., a function that gives each tensor of the complete model "
+                "a different name",
             )
 
 

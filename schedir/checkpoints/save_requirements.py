@@ -106,10 +106,10 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
                     )
                 alike = isinstance(value, Tensor) and (not value.dim() or value.shape == p.shape)
                 if value is not None and not alike:
-                    what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                    what = f"shape {[*value.shape]}" if isinstance(value, Tensor) else "no shape"
                     raise CheckpointError(
-                        f"{name} has the state {key} ({what}) of {weight_of[id(p)].name}; it must "
-                        f"be a number or have the shape of the weight, {list(p.shape)}"
+                        f"the state {key} of {weight_of[id(p)].name} in {name} has {what}; a state "
+                        f"must be a number or have the shape of the weight, {list(p.shape)}"
                     )
 
 

@@ -165,12 +165,13 @@ def _require_consistent(manifests: Sequence[RankManifest]) -> None:
             if other != stage:
                 raise CheckpointError(
                     f"stages {other} and {stage} both have {name}",
-                    hint="name_map=..., which returns another name for each tensor of the model",
+                    hint="pass name_map=..., a function that gives each tensor of the complete "
+                    "model a different name",
                 )
             if there != kind:
                 raise CheckpointError(
-                    f"{name} is {list(there.shape)} of {there.dtype} in one process, but "
-                    f"{list(kind.shape)} of {kind.dtype} in process {process}"
+                    f"{name} has shape {list(there.shape)} and dtype {there.dtype} in one process, "
+                    f"but shape {list(kind.shape)} and dtype {kind.dtype} in process {process}"
                 )
     for name, before, process in _find_differing_tensors(manifests, "weights/"):
         raise CheckpointError(

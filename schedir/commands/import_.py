@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--ranks", type=parse_count, metavar="N",
-        help="the expected number of ranks; a truncated CSV has fewer rows",
+        help="expected number of ranks: refuse a file with more or fewer, such as a truncated CSV",
     )  # fmt: skip
     parser.add_argument(
         "--step", type=parse_count, metavar="N", help="a ProfilerStep (the last complete one)"
@@ -87,7 +87,7 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
     program = replace(program, **request.traits)
     if not program.is_draft:
         if args.overlap and not args.relower:
-            raise UsageError(f"{source} has transfers: -O overlap applies to a CSV without them")
+            raise UsageError(f"{source} already has transfers, so -O overlap also needs --relower")
         program = finish_lowering(program)
     program = replace(request, source=Source.from_loaded(program, source)).program
     with atomic_write(args.output) as path:

@@ -233,10 +233,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="also plans that move activations or the optimizer state to the host; "
                         "these plans are simulated")  # fmt: skip
     parser.add_argument("--optimize-division", dest="cut", action="store_true",
-                        help="search for shorter divisions of layers into stages for the best "
-                        "three plans")  # fmt: skip
+                        help="for the best three plans, search for a division of layers into "
+                        "stages that makes the step shorter")  # fmt: skip
     parser.add_argument("--improve-schedules", dest="search", action="store_true",
-                        help="search for shorter schedules of the best three plans")  # fmt: skip
+                        help="for the best three plans, search for a shorter schedule")  # fmt: skip
     parser.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
                         help="with --improve-schedules: the seconds per plan (10)")  # fmt: skip
     parser.add_argument("--gpu-counts", dest="scale", type=_parse_counts, metavar="GPUS",
@@ -263,7 +263,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="softmax, which saves all scores (default), or flash")  # fmt: skip
     group.add_argument(
         "--rank-order", metavar="ORDER",
-        help="the order of the GPU numbers, the nearest first: tp-pp-dp (default) or tp-dp-pp",
+        help="how ranks are numbered on the GPUs: tp-pp-dp (default) or tp-dp-pp; the first group "
+        "has neighbouring GPUs",
     )  # fmt: skip
 
 
@@ -287,8 +288,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model", metavar="MODEL",
-        help="a name (gpt-175b), or FILE.toml with these numbers or with a table [model]; the "
-        "options below replace its numbers",
+        help="a name (gpt-175b), a FILE.toml with the numbers below (at top level or in [model]), "
+        "or the config.json of a Hugging Face model; an option below replaces its number",
     )  # fmt: skip
     for name, about in (
         ("layers", "number of layers"),

@@ -84,16 +84,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     what = add_search_options(
         parser,
-        costs_help="costs of a stage, as in simulate: F=1,I=1,W=1,send=0.1; F=1:1:2 has one number "
-        "per stage; @FILE reads them from a file",
+        costs_help="costs of a stage, as in simulate: F=1,I=1,W=1,send=0.1; ':' separates stages "
+        "(F=1:1:2); @FILE reads them from a file",
     )
     what.add_argument("--costs-from", metavar="FILE.timeline",
                       help="use the mean times of this run instead of --costs, and its shape "
                       "unless an option sets another")  # fmt: skip
     what.add_argument(
         "--max-in-flight", type=_parse_counts, metavar="N",
-        help="instead of --memory-limit: the most (stage, microbatch) pairs in flight on a rank, "
-        "from F to W or B; 8:8:7 has one number per rank",
+        help="limit the (stage, microbatch) pairs in flight on a rank instead of its memory; a "
+        "pair is in flight from its F to its W or B; one number, or one per rank: 8:8:7",
     )  # fmt: skip
     how = parser.add_argument_group("the search")
     how.add_argument("--objective", default="span", metavar="WHAT",

@@ -154,7 +154,7 @@ def _match_copy(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> Ma
     if left_out and not runs:
         raise UsageError(
             f"none of the {left_out} messages of ranks {_abbreviate_ranks(ranks)} is a transfer: "
-            "they contain integers or one number, as torch sends shapes and objects",
+            "each has only integers or one number, as torch sends for shapes and Python objects",
             hint="leave out --program",
         )
     known = all(run.previous_steps is not None for run in runs)

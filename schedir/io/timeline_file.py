@@ -253,7 +253,8 @@ class _TimelineReader:
             raise TraceError(f"{name} is not an npy file of version 1.0")
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         if shape != (count,) or dtype != np.dtype("<f8"):
-            raise TraceError(f"{name} is {dtype} of shape {shape}, not <f8 of shape ({count},)")
+            expected = f"dtype float64 and shape ({count},)"
+            raise TraceError(f"{name} has dtype {dtype} and shape {shape}, not {expected}")
         values = np.frombuffer(file.read(), "<f8").astype(float)
         if len(values) != count or not np.isfinite(values).all():
             raise TraceError(f"{name} does not have a finite time for each instruction")

@@ -255,7 +255,7 @@ class GpuMemory(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """Peak host memory of the GPU that uses the most of it, in bytes by kind.
+    """Peak host memory of the process (one per GPU) with the largest peak, in bytes by kind.
 
     Attributes:
         optimizer: Optimizer state.

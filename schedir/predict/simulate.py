@@ -121,7 +121,7 @@ def require_representable(end: Times, program: Program) -> None:
     """
     if not end.max(initial=0.0) <= MAX_TIME:  # the comparison is also False for NaN
         raise CostsError(
-            f"the costs add up to more than {MAX_TIME:g}, the latest time of a Timeline",
+            f"the costs add up to more than {MAX_TIME:g}, the largest time of a Timeline",
             program=program.name,
             hint="give all costs in a larger unit",
         )

@@ -95,7 +95,7 @@ def _require_compatible(program: Program, other: Program) -> None:
 
     if [*map(set, program.shape.stages_on_rank)] != [*map(set, other.shape.stages_on_rank)]:
         refuse(
-            f"its stages are on other ranks than those of {program.name}",
+            f"it places its stages on other ranks than program {program.name} does",
             "use the same ranks, stages_per_rank and placement",
         )
     for what in ("tp", "dp", "zero"):

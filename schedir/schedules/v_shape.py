@@ -129,5 +129,6 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
 def _require_microbatches(m: int, min_microbatches: int) -> None:
     if m < min_microbatches:
         raise ScheduleError(
-            f"microbatches must be at least {min_microbatches} to fill the vee, not {m}"
+            f"this schedule needs at least {min_microbatches} microbatches to fill its V-shaped "
+            f"pipeline, not {m}"
         )

@@ -231,7 +231,7 @@ def _run_processes(
             except Exception:
                 raise UsageError(
                     f"{subject} cannot be pickled, and processes with start_method 'spawn' need it",
-                    hint="define the step at the top level of a module",
+                    hint="use functions and classes that are defined at the top level of a module",
                 ) from None
     context = multiprocessing.get_context(start_method)
     try:

@@ -295,8 +295,8 @@ class _TraceReader:
             return
         if not (-_MAX_MICROSECONDS < ts < _MAX_MICROSECONDS and 0 <= dur < _MAX_MICROSECONDS):
             raise TraceError(
-                f"{self.trace.path} has {describe(name)} at {ts:g} us for {dur:g} us, which is not "
-                "a valid time"
+                f"{self.trace.path}: event {describe(name)} has an invalid time: it starts at "
+                f"{ts:g} us and lasts {dur:g} us"
             )
         start = self.base_time + round(1e3 * ts)
         end = max(start, self.base_time + round(1e3 * (ts + dur)))

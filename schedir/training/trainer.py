@@ -91,7 +91,9 @@ def train(
             fact = describe_peer_exit(error) or describe_exception(error)
         else:
             raise
-        raise ExecutionError(f"outside of a step, {fact}", program=program.name) from error
+        raise ExecutionError(
+            f"{fact.rstrip('.')}; this happened outside of a step", program=program.name
+        ) from error
 
 
 class _Trainer:

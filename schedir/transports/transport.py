@@ -219,7 +219,7 @@ def describe_peer_exit(error: BaseException) -> str:
     is_lost = isinstance(error, RuntimeError) and any(
         w in str(error.args).lower() for w in _CLOSED_PHRASES
     )
-    return "a peer has left" if is_lost else ""
+    return "the connection to another process was lost" if is_lost else ""
 
 
 def describe_peer_error(error: BaseException) -> str:

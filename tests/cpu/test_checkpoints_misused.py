@@ -271,7 +271,10 @@ def left_alone(rank: int) -> str:
 
 
 def test_where_one_has_ended_the_others_say_so() -> None:
-    assert run(left_alone, 2)[0] == "while processes saved or loaded, a peer has left"
+    assert (
+        run(left_alone, 2)[0]
+        == "while processes saved or loaded, the connection to another process was lost"
+    )
 
 
 def test_what_is_due_and_never_written_is_said(tmp_path: Path) -> None:

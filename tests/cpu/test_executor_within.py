@@ -130,7 +130,7 @@ def test_who_leaves_ends_the_waits_of_others(
     kind: type[GlooTransport] | type[SharedMemoryTransport], programs: list[Program]
 ) -> None:
     first, second = run(left, 2, programs[0], kind, limit=30)
-    assert "has left" in first
+    assert "has left" in first or "another process was lost" in first
     assert "ZeroDivisionError" in second
 
 
@@ -184,4 +184,4 @@ def test_what_others_are_to_do_is_refused(how: dict[str, bool]) -> None:
     optimizer = torch.optim.SGD(module.parameters()) if "optimizer" in how else None
     with pytest.raises(ModelError) as caught:
         alone(program, [module], accumulate_grads=True, optimizer=optimizer)
-    assert caught.value.hint.startswith("accumulate_grads=False")
+    assert caught.value.hint.startswith("set accumulate_grads=False")

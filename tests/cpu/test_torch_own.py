@@ -314,7 +314,7 @@ def failed(rank: int) -> list[str]:
 
 def test_a_rank_that_fails_is_named_and_others_do_not_wait_for_it() -> None:
     (first,), (second,) = run(failed, 2, limit=40)
-    assert "has left" in first
+    assert "has left" in first or "another process was lost" in first
     assert "ZeroDivisionError" in second
 
 

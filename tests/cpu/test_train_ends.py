@@ -314,5 +314,6 @@ def test_out_of_memory_before_the_first_step_is_one_error(
     code = run(config, [*ALONE, f'output.dir="{tmp_path}"'])
     (said,) = capsys.readouterr().err.splitlines()
     assert code == 1 and said.endswith(
-        "outside of a step, OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB; this happened outside "
+        "of a step"
     )

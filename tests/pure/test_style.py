@@ -172,7 +172,7 @@ def test_the_same_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_
         ("--colors=F", "--colors"),
         ("--time-range=5", "--time-range"),
         ("--time-range=٣:9", "--time-range"),
-        ("--time-range=9:3", "a time range must be like (0, "),
+        ("--time-range=9:3", "a time range is (begin, end) with "),
         ("--palette=x", "palette must be plain or grey or bright"),
     ):
         assert named in refused(capsys, "draw", "gpipe", wrong, "-o", "x.svg")

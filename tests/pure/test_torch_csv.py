@@ -324,7 +324,10 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         ("import good.csv -o x.sched --costs F=1:2:3", "2 stages"),
         ("import good.csv -o x.sched -O buffer_sharing=few", "minimal"),
         ("import good.csv -o x.sched --memory-limit 1GB", "sizes"),
-        ("import sends.csv -o x.sched -O overlap", "sends.csv has transfers: -O overlap applies"),
+        (
+            "import sends.csv -o x.sched -O overlap",
+            "sends.csv already has transfers, so -O overlap",
+        ),
         ("export gpipe -o x.csv", "--to"),
         ("export gpipe --to tourch -o x.csv", "torch-2.13"),
         ("export gpipe --to torch -o x.txt", "x.txt"),

@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "no_events": (lambda c: c.pop("traceEvents"), "not a trace of torch.profiler"),
     "lost_forward": (without("PP:0F1"), "F 0.1 is missing on rank 0"),
-    "no_clock": (lambda c: ranges_of(c)[0].update(ts=1e300), "is not a valid time"),
+    "no_clock": (lambda c: ranges_of(c)[0].update(ts=1e300), "has an invalid time"),
 }
 
 

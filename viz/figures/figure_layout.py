@@ -199,7 +199,8 @@ def _require_time_range(value: object, longest: float) -> tuple[float, float]:
         begin = end = nan
     if not 0 <= begin < min(end, longest) or end == inf:
         raise UsageError(
-            f"a time range must be like (0, {longest:.6g}), the complete run, not {describe(value)}"
+            "a time range is (begin, end) with 0 <= begin < end, and begins before the end of the "
+            f"run ({longest:.6g}), not {describe(value)}"
         )
     return begin, end
 

@@ -285,8 +285,8 @@ def add_program_options(
     )  # fmt: skip
     group.add_argument(
         "--config", metavar="FILE.toml", action=_ConfigAction, const=validate_option,
-        help="take options that are not given here from [pipeline] and [memory] of a "
-        "configuration, but not its schedule",
+        help="read the other options from the tables [pipeline] and [memory] of this "
+        "configuration; its schedule is ignored",
     )  # fmt: skip
     defaults = {name: None for name in names if name not in FIELDS_WITH_FLAGS}
     group.set_defaults(**{**defaults, "overlap": False})

@@ -33,8 +33,8 @@ SOURCE_HELP = (
 # The defaults of the shape: small enough to read the output.
 DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2
 _COSTS_HELP = (
-    "times of instructions: F=1,B=2,send=0.1; F=1:1:2 per stage; F=1/2:3/4 per stage and "
-    "microbatch (F=1/2: the same for all stages); @FILE reads them from a file"
+    "times of instructions: F=1,B=2,send=0.1; ':' separates stages (F=1:1:2), '/' separates "
+    "microbatches (F=1/2 for all stages, F=1/2:3/4 for two stages); @FILE reads them from a file"
 )
 
 
@@ -133,8 +133,8 @@ def _fill_lowering_group(group: argparse._ArgumentGroup, *, has_shape_options: b
     _add_costs_option(group, _COSTS_HELP)
     group.add_argument(
         "--cluster", metavar="FILE.toml",
-        help="compute the costs of messages, reductions and optimizer steps that --costs does not "
-        "give, from --sizes and the speeds of this cluster; all costs are then in seconds",
+        help="from --sizes and the speeds of this cluster, compute the costs that --costs does not "
+        "give: messages, reductions and optimizer steps. Give --costs in seconds",
     )  # fmt: skip
     _add_memory_options(group)
 

@@ -17,12 +17,13 @@ def add_input_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits for untrusted files")
     group.add_argument(
         "--max-instructions", dest="most_instructions", type=_parse_positive_count, metavar="N",
-        help=f"the most instructions of a program ({DEFAULT_MAX_INSTRUCTIONS}); each takes about "
-        "30 to 100 bytes of memory",
+        help=f"refuse programs with more instructions than this ({DEFAULT_MAX_INSTRUCTIONS}); an "
+        "instruction takes about 30 to 100 bytes of memory",
     )  # fmt: skip
     group.add_argument(
         "--no-code", action="store_true",
-        help="refuse file.py:function, which executes file.py, also in configurations",
+        help="do not execute Python files: refuse a schedule file.py:function on the command line "
+        "and in a configuration",
     )  # fmt: skip
 
 

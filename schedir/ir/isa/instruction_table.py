@@ -432,8 +432,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.STATE, _V.GRAD, _V.SNAPSHOT),
         gives=(_V.STATE,),
         doc=(
-            "Moves a stage's part of the optimizer state to the device, when its gradient is "
-            "reduced."
+            "Moves the optimizer state of a stage to the device, after the gradient of the stage "
+            "is reduced."
         ),
         cost="reload_state", changes=(Change(_V.STATE, "host", "device"),),
         traffic=_make_state_traffic("host", "optimizer", placements="host disk"),
@@ -455,7 +455,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.OffloadState, "offload_state", _L.D2H, _STAGE,
         needs=(_V.STATE,),
         gives=(_V.STATE, _V.STATE_WRITTEN),
-        doc="Moves the stage's part of the optimizer state back to the host.",
+        doc="Moves the optimizer state of a stage back to the host.",
         cost="offload_state", changes=(Change(_V.STATE, "device", "host"),),
         traffic=_make_state_traffic("host", "optimizer", placements="host disk"),
         is_implicit_in_torch=True,
@@ -487,8 +487,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.GRAD,),
         gives=(_V.GRAD,),
         doc=(
-            "Sums gradients over the tensor-parallel group: those of weights that each rank has "
-            "in full and applies to its own tokens, such as norms, and biases after a reduction."
+            "Sums some gradients over the tensor-parallel group. Their weights are complete on "
+            "each rank, which applies them to its own tokens: weights of norms, and biases that "
+            "are added after a reduction."
         ),
         cost="reduce_sequence_parallel_grads", idle_cause="reduction", is_implicit_in_torch=True,
     ),
@@ -496,7 +497,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.ReadStateFromDisk, "read_state_from_disk", _L.DISK, _STAGE,
         needs=(_V.STATE,),
         gives=(_V.STATE,),
-        doc="Moves a stage's part of the optimizer state from the disk to the host.",
+        doc="Moves the optimizer state of a stage from the disk to the host.",
         cost="read_state_from_disk", changes=(Change(_V.STATE, "disk", "host"),),
         traffic=_make_state_traffic("disk", "optimizer", placements="disk"),
         is_implicit_in_torch=True,
@@ -505,7 +506,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.WriteStateToDisk, "write_state_to_disk", _L.DISK, _STAGE,
         needs=(_V.STATE,),
         gives=(_V.STATE, _V.STATE_WRITTEN),
-        doc="Moves the stage's part of the optimizer state back to the disk.",
+        doc="Moves the optimizer state of a stage back to the disk.",
         cost="write_state_to_disk", changes=(Change(_V.STATE, "host", "disk"),),
         traffic=_make_state_traffic("disk", "optimizer", placements="disk"),
         is_implicit_in_torch=True,

@@ -71,13 +71,13 @@ _STAGES_PER_RANK = make_field_metadata(
 _PLACEMENT = make_field_metadata(
     PLACEMENT_TYPE,
     f"{', '.join(NAMED_PLACEMENTS)}, or the rank of each stage like 0,1,1,0; with stage "
-    "replicas, a row for each like 0,1/1,0",
+    "replicas, one such list per replica, with / between them: 0,1/1,0",
     is_always_shown=True,
     digest=lambda _, shape: (shape.replica_ranks.tolist(),),
 )
 _OPTIMIZER_STEPS = make_field_metadata(
     make_integer_type(1, MAX_MICROBATCHES),
-    "number of optimizer steps in one program, without a flush between them (1)",
+    "number of optimizer steps in one program; the pipeline does not drain between them (1)",
     digest=digest_value,
 )
 _WEIGHT_DELAY = make_field_metadata(
@@ -198,7 +198,10 @@ class PipelineShape:
             self.microbatches_per_update,
         }  # Each row and each update must begin with the first chunk of a sequence.
         if any(number % self.sequence_chunks for number in whole):
-            each = ", in each update and in each row of the placement" * (len(whole) > 2)
+            each = (
+                "; the microbatches of each update, and of each row of the placement, must be a "
+                "multiple of sequence_chunks"
+            ) * (len(whole) > 2)
             raise ShapeError(
                 f"{self.microbatches} microbatches cannot be divided by sequence_chunks "
                 f"{self.sequence_chunks}{each}",

@@ -55,9 +55,10 @@ def _resolve_chunks(name: str, value: Any, shape: PipelineShape) -> int:
         end % (chunks * shape.sequence_chunks)
         for end in (*shape.microbatch_row_offsets, shape.microbatches_per_update)
     ):
-        each = ", in each update and in each row of the placement" * (
-            shape.optimizer_steps + shape.placement_rows > 2
-        )
+        each = (
+            "; the microbatches of each update, and of each row of the placement, must be a "
+            f"multiple of {chunks * shape.sequence_chunks}"
+        ) * (shape.optimizer_steps + shape.placement_rows > 2)
         raise ShapeError(
             f"{shape.microbatches} microbatches cannot be divided by {name} {chunks}{each}",
             fields=[name, "microbatches"],
@@ -179,8 +180,8 @@ def require_compatible(
             )
     if zero and steps > 1:
         refuse(
-            f"zero={zero} needs optimizer_steps=1, not {steps}: sharded weights are gathered once "
-            "per program, and each optimizer step would need its own",
+            f"zero={zero} needs optimizer_steps=1, not {steps}: weights are gathered once per "
+            "program, but several optimizer steps would need a gather after each step",
             "zero=0, or optimizer_steps=1",
             "zero",
             "optimizer_steps",

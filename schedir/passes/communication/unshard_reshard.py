@@ -195,8 +195,9 @@ PASSES = (
         option_descriptions={
             "unsharded_stages": "with zero 3: number of stages of a rank with unsharded weights "
             "at once; by default the stage that computes and the next one",
-            "unshard_prefetch": "with zero 3: number of stage runs by which an unshard precedes "
-            "its use (1), if unsharded_stages allows it; 0 gives the fewest gathers",
+            "unshard_prefetch": "with zero 3: begin to gather weights this number of stage "
+            "computations before their use (1), as far as unsharded_stages allows; 0 gathers least "
+            "often",
         },
         order=20,  # in phase "ends", because a program with ZeRO is not complete without it
     ),

@@ -334,8 +334,8 @@ PASSES: Final = (
         option_types={"recompute": RECOMPUTE_TYPE, "recompute_at": RECOMPUTE_AT_TYPE},
         option_descriptions={
             "recompute": "forwards that save only their inputs and run again: all, half (every "
-            "other microbatch), fit (as few as --memory-limit requires), stages 0,1 or "
-            "microbatches of stages 0.3,0.4",
+            "other microbatch), fit (as few as --memory-limit requires), stages (0,1), "
+            "or stage.microbatch pairs (0.3,0.4: microbatches 3 and 4 of stage 0)",
             "recompute_at": "early: recompute when it costs no time (default), or late: just "
             "before the backward",
         },

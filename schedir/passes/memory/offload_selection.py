@@ -411,10 +411,10 @@ PASSES: Final = (
         },
         option_descriptions={
             "offload": "saved activations that move to the host until they are used: all, half "
-            "(every other microbatch), fit (as few as --memory-limit requires), stages 0,1 or "
-            "microbatches of stages 0.3,0.4",
+            "(every other microbatch), fit (as few as --memory-limit requires), stages (0,1), "
+            "or stage.microbatch pairs (0.3,0.4: microbatches 3 and 4 of stage 0)",
             "offload_to_disk": "offloaded activations that move on to the disk: all, half, fit "
-            "(as few as host_memory_limit requires), stages or microbatches",
+            "(as few as host_memory_limit requires), stages, or stage.microbatch pairs",
             "host_memory_limit": "largest number of bytes of offloaded values of a rank on the "
             "host",
         },

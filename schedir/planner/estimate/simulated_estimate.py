@@ -388,7 +388,7 @@ def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory
 
 
 def measure_host_memory(run: Timeline) -> HostMemory:
-    """Return the peak host memory of the rank that uses the most of it.
+    """Return the peak host memory of the rank with the largest peak.
 
     Args:
         run: The timeline, with sizes.

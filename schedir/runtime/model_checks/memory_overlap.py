@@ -186,8 +186,9 @@ def require_rank_local_memory(
                 f"{one} and {other} share memory, but their stages are on ranks "
                 f"{' and '.join(map(str, sorted(users)))}: each rank trains its own memory",
                 program=program,
-                hint="one Parameter in both stages (stage.b = stage.a) with compile(..., "
-                "tied_weights=schedir.find_tied_weights(stages)), or a .clone()",
+                hint="to share the weight, use one Parameter in both stages (stage.b = stage.a) "
+                "and compile(..., tied_weights=schedir.find_tied_weights(stages)); otherwise use "
+                "a .clone() in one stage",
             )
 
 

@@ -220,7 +220,8 @@ class ParameterTable:
         for one, other in pairwise(added):
             if one[0] == other[0]:
                 raise ModelError(
-                    f"{describe_places([one, other])} are tied, but two Parameters of one stage",
+                    f"{describe_places([one, other])} are tied, but they are two Parameters of the "
+                    "same stage; a tie connects different stages",
                     hint="use one Parameter within a stage: stage.b = stage.a",
                 )
         self.weights.append(added)

@@ -89,7 +89,8 @@ class PipelineConfig:
     - `placement`: the rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a list of
       ranks. A list of lists has one list for each stage replica. If the schedule needs a placement,
       that is the default.
-    - `optimizer_steps`: the number of optimizer steps in one program, without a flush between them.
+    - `optimizer_steps`: the number of optimizer steps in one program. The pipeline does not drain
+      between them.
     - `weight_delay`: how many optimizer steps old the weights are that a microbatch uses: one
       number, or one per stage. The schedule `pipedream_2bw` sets it.
     - `tp`: the number of ranks in a tensor-parallel group.
@@ -192,8 +193,8 @@ class MemoryConfig:
       whose optimizer state is on the host at once. The default is 2.
     - `unsharded_stages`: with `zero = 3`, the number of stages of a rank whose weights are
       unsharded at once. The default is the stage that computes and the next one.
-    - `unshard_prefetch`: with `zero = 3`, the number of runs of other stages between an unshard and
-      its use. The default is 1.
+    - `unshard_prefetch`: with `zero = 3`, the number of computations of other stages between an
+      unshard and its use. The default is 1.
     - `host_memory_limit`: the bytes of offloaded values that a rank may have on its host. By
       default, there is no limit.
     """

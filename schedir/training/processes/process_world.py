@@ -96,7 +96,7 @@ def join_process_group(
         done = True
     except (RuntimeError, OSError) as error:
         if fact := describe_peer_exit(error):
-            raise ExecutionError(f"outside of a step, {fact}") from error
+            raise ExecutionError(f"{fact}; this happened outside of a step") from error
         raise
     finally:
         # A rank that fails reports the reason before its connections close.
@@ -141,7 +141,6 @@ def wait_for_results(store: Any, timeout: float) -> None:
             beats, deadline = now, monotonic() + timeout
         if monotonic() > deadline:
             raise ExecutionError(
-                f"outside of a step, process 0 has sent no heartbeat for {timeout:g} s while it "
-                "writes results"
+                f"process 0 has sent no heartbeat for {timeout:g} s while it writes results"
             )
         sleep(HEARTBEAT_INTERVAL / 5)
