@@ -184,8 +184,10 @@ def check(
     if sizes is not None:
         sizes.validate(program.shape)
     if lazy_communicators and blocking_hosts:
+        other = "host_device_sync" if host_device_sync else "blocking_hosts"
         raise UsageError(
-            "lazy_communicators needs hosts that do not block, such as those of GPUs",
+            f"lazy_communicators and {other} cannot both be given: lazy communicators are checked "
+            "only for hosts that do not block, such as those of GPUs",
             fields=["lazy_communicators"],
         )
     wanted = Proof(
