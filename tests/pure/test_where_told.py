@@ -269,7 +269,7 @@ def test_a_buffer_that_may_have_lost_where_its_rank_stands(tmp_path: Path) -> No
     assert not any("is the cause" in line for line in describe_job(job))
     with pytest.raises(UsageError) as caught:
         match_program(job, program)
-    assert "may be lost, too" in caught.value.fact
+    assert "its position may be lost" in caught.value.fact
 
 
 def test_a_collective_that_has_not_started_everywhere(tmp_path: Path) -> None:
