@@ -440,8 +440,7 @@ def _diagnose_copy(
         wrong = placed.contradiction
         if wrong is None:
             return _make_verdict(placed)
-    assert wrong is not None
-    named = [placed.graph.index.locate(at) for at in sorted(wrong)]
+    named = [placed.graph.index.locate(at) for at in sorted(wrong or ())]
     first, later = (f"{instr} of rank {matched.ranks[rank]}" for rank, _, instr in named)
     raise UsageError(
         f"the dumps contradict the progress model {one}: under it, {later} waits for {first}, but "

@@ -176,10 +176,8 @@ def check(
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     host_device_sync = require_bool(host_device_sync, "host_device_sync")
-    blocking_hosts, lazy_communicators = (
-        require_bool(blocking_hosts, "blocking_hosts") or host_device_sync,
-        require_bool(lazy_communicators, "lazy_communicators"),
-    )
+    blocking_hosts = require_bool(blocking_hosts, "blocking_hosts") or host_device_sync
+    lazy_communicators = require_bool(lazy_communicators, "lazy_communicators")
     small = parse_eager_limit(eager_limit, sizes, program)
     if sizes is not None:
         sizes.validate(program.shape)
