@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 
-from docs.pages import ROOT, entries, one_line, page, table
-from schedir.training.config.settings_table import Setting, format_heading, list_settings
+from docs.pages import ROOT, one_line, page, table
+from schedir.training.config.settings_table import (
+    Setting,
+    format_heading,
+    list_settings,
+    split_docstring,
+)
 from schedir.transports.registry import TRANSPORTS
 
 
@@ -38,15 +43,6 @@ def capitalize(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def split_docstring(about: str) -> tuple[str, dict[str, str]]:
-    """Return the prose of a section's docstring, and the meaning of each setting."""
-    if "\nArgs:\n" in about:
-        return about.partition("\n\nArgs:\n")[0], entries(about)
-    prose, *items = re.split(r"^- `(\w+)`: ", about, flags=re.MULTILINE)
-    meanings = {name: one_line(text) for name, text in zip(items[::2], items[1::2], strict=True)}
-    return prose.strip(), meanings
-
-
 def section_text(section: str, about: str, settings: list[Setting]) -> str:
     """Return a section of the page: its prose, and a table of its settings."""
     prose, meanings = split_docstring(about)
@@ -55,7 +51,7 @@ def section_text(section: str, about: str, settings: list[Setting]) -> str:
     assert not left_out, f"[{section}]: {left_out} are not both settings and documented"
     rows = [
         [f"`{one.name}`", shorten_type(one.accepted), format_default(one.default),
-         capitalize(meanings[one.name])]
+         capitalize(one_line(one.meaning))]
         for one in settings
     ]  # fmt: skip
     shown = table(["setting", "value", "default", "meaning"], rows)

@@ -88,14 +88,14 @@ def told(case: Case) -> str:
         model, error = found
         parts.append(f"{under(case, model)}\n\n```\n{type(error).__name__}: {error}\n```")
     elif case.is_said:
-        parts.append("The program finishes under every model.")
+        parts.append("The program finishes under every progress model.")
     if case.runs:
         texts = "\n".join(text.replace(DEFAULTS, "").strip() + "\n" for text in case.steps.values())
         parts.append(block("The programs", f"```\n{texts.strip()}\n```"))
     if text := case.program.replace(DEFAULTS, "") or case.make:
         parts.append(block("The program", f"```\n{text.strip()}\n```"))
     if case.mended:
-        summary = "The correction: the program then finishes under every model"
+        summary = "The correction: the program then finishes under every progress model"
         parts.append(block(summary, f"```diff\n{correction(case)}\n```"))
     return "\n\n".join(parts)
 
@@ -119,10 +119,10 @@ def block(summary: str, text: str) -> str:
 def under(case: Case, model: ProgressModel) -> str:
     """Return the line above an error: the conditions under which the checker raises it."""
     if all(case.expected(other) for other in MODELS) and not case.activation:
-        return "Under every model:"
+        return "Under every progress model:"
     lazily = " with `--lazy-communicators`" * (model in case.lazy)
     limit = format_bytes(case.activation).replace(" ", "")
-    sized = f" (with `--eager-limit {limit}` the program finishes under every model)"
+    sized = f" (with `--eager-limit {limit}` the program finishes under every progress model)"
     return f"Under `{model}`{lazily}{sized * bool(case.activation)}:"
 
 
@@ -143,7 +143,7 @@ def table(found: list[Case]) -> str:
             error = f"`{case.refused['every'][0]}`" if case.refused else "-"
             other.append([name, error])
     by_model = pages.table(["case", *(f"`{model}`" for model in MODELS)], split)
-    return f"{by_model}\n\n{pages.table(['case', 'under every model'], other)}"
+    return f"{by_model}\n\n{pages.table(['case', 'under every progress model'], other)}"
 
 
 def short_name(verdict: list[str]) -> str:

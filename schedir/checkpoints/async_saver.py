@@ -116,7 +116,7 @@ class Saver:
             raise UsageError(
                 "Saver: executor must be an Executor or an InProcessExecutor, not "
                 f"{describe(executor)}",
-                hint="save(schedule, folder, step=..., optimizer=...)",
+                hint="for a schedule of torch, use save(schedule, folder, step=..., optimizer=...)",
             )
         program = self.rank_executors[0].program
         if not program.checkpoint_snapshots:
@@ -212,7 +212,8 @@ class Saver:
             self.cancel()
             raise ModelError(
                 f"step {plan.step} cannot be saved: the weights changed before they were copied",
-                hint="call saver.write() before a load, another Saver, or a step without snapshots",
+                hint="call saver.write() before you load a checkpoint, use another Saver, or run a "
+                "program without snapshots",
             )
         if any(waits for _, waits in statuses):
             self._save_plan = plan

@@ -56,22 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--blocking-hosts", action="store_true",
-        help="check for hosts that wait for what an instruction needs before they issue it, as CPU "
-        "hosts do",
+        help="assume that a host waits for what an instruction needs before it issues the "
+        "instruction, as CPU hosts do",
     )  # fmt: skip
     parser.add_argument(
         "--host-device-sync", action="store_true",
-        help="check for hosts that may wait for all that they issued, as the host of a GPU does if "
-        "a step allocates memory",
+        help="assume that a host may wait for all instructions that it issued, as the host of a "
+        "GPU does if a step allocates memory",
     )  # fmt: skip
     parser.add_argument(
         "--lazy-communicators", action="store_true",
-        help="check for communicators that are created at their first use, where the hosts of all "
-        "their ranks wait for each other",
+        help="assume that a communicator is created at its first use, where the hosts of all its "
+        "ranks wait for each other",
     )  # fmt: skip
     parser.add_argument(
         "--eager-limit", type=parse_byte_option, metavar="BYTES",
-        help="check for messages of at most BYTES, such as 512KB, that do not wait for their "
+        help="assume that a message of at most BYTES, such as 512KB, does not wait for its "
         "receive; needs --sizes",
     )  # fmt: skip
     parser.add_argument(

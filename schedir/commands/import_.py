@@ -40,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="expected number of ranks: refuse a file with more or fewer, such as a truncated CSV",
     )  # fmt: skip
     parser.add_argument(
-        "--step", type=parse_count, metavar="N", help="a ProfilerStep (the last complete one)"
-    )
+        "--step", type=parse_count, metavar="N",
+        help="number of the ProfilerStep to read (default: the last complete one)",
+    )  # fmt: skip
     add_lowering_options(parser)
 
 

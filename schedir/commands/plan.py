@@ -230,8 +230,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="estimate by formulas only; by default, the best plans are simulated as programs",
     )  # fmt: skip
     parser.add_argument("--offload", action="store_true",
-                        help="also plans that move activations or the optimizer state to the host; "
-                        "these plans are simulated")  # fmt: skip
+                        help="also search plans that move activations or the optimizer state to "
+                        "the host, and simulate them")  # fmt: skip
     parser.add_argument("--optimize-division", dest="cut", action="store_true",
                         help="for the best three plans, search for a division of layers into "
                         "stages that makes the step shorter")  # fmt: skip
@@ -279,7 +279,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--picture", metavar="FILE",
-        help="draw the parts of the step of each plan; with --gpu-counts, step time over GPUs",
+        help="draw how the step time of each plan is divided; with --gpu-counts, draw step time "
+        "against the number of GPUs",
     )  # fmt: skip
     group.add_argument("--tradeoff", action="store_true",
                        help="with --picture: draw memory against step time")  # fmt: skip

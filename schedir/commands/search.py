@@ -79,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--frontier", action="store_true",
-        help="search at each memory limit, and print a table; -o FILE.svg draws it",
+        help="find the shortest schedule at several memory limits, and print a table; -o FILE.svg "
+        "draws it",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     what = add_search_options(

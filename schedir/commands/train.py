@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
+from shutil import get_terminal_size
+from textwrap import wrap
 
 from schedir.extras import require_package
 
@@ -22,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "config", metavar="CONFIG.toml",
-        help="a file with the settings below; a schedule file.py:function executes file.py, unless "
-        "--no-code is given",
+        help="a file with the settings below; if its schedule is file.py:function, schedir "
+        "executes file.py, unless --no-code is given",
     )  # fmt: skip
     parser.add_argument(
         "--trace", metavar="DIR", help="write the Timeline of the last step to this folder"
@@ -36,12 +39,17 @@ def format_epilog() -> str:
     """Return the settings by section, for `--help`."""
     from schedir.training.config.settings_table import format_heading, list_settings
 
-    lines = ["\nsettings, their values and their defaults:\n"]
+    width = get_terminal_size().columns - 2  # the width of argparse
+    lines = ["\nsettings, their values, their defaults and their meanings:"]
     for section, (_, own) in list_settings().items():
-        lines.append(f"\n{format_heading(section)}\n")
-        lines += [f"  {name:<16}  {takes:<52}  {default}".rstrip() + "\n"
-                  for name, takes, default in own]  # fmt: skip
-    return "".join(lines)
+        lines.append(f"\n{format_heading(section)}")
+        for name, takes, default, meaning in own:
+            lines.append(f"  {name:<16}  {takes:<52}  {default}".rstrip())
+            for text in re.split(r"\n\s*(?=- )", meaning.replace("`", "")):
+                text = " ".join(text.split())
+                lines += wrap(text[:1].upper() + text[1:], width, initial_indent=" " * 6,
+                              subsequent_indent=" " * 6, break_on_hyphens=False)  # fmt: skip
+    return "\n".join(lines) + "\n"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -440,11 +440,11 @@ def _diagnose_copy(
         wrong = placed.contradiction
         if wrong is None:
             return _make_verdict(placed)
-    assert wrong is not None
-    named = [placed.graph.index.locate(at) for at in wrong]
+    named = [placed.graph.index.locate(at) for at in sorted(wrong or ())]
     first, later = (f"{instr} of rank {matched.ranks[rank]}" for rank, _, instr in named)
     raise UsageError(
-        f"the job did not run under the progress model {one}: {later} has not waited for {first}",
+        f"the dumps contradict the progress model {one}: under it, {later} waits for {first}, but "
+        f"in this job, {later} did not wait",
         fields=["progress_model"],
     )
 

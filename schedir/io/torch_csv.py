@@ -304,7 +304,8 @@ def _parse_rows(text: str) -> list[list[str]]:
     try:
         rows.extend(reader)
     except csv.Error as error:
-        raise CsvCellError(f"it is not CSV: {error}", line=len(rows) + 1, column=1) from None
+        line = len(rows) + 1
+        raise CsvCellError(f"the file is not valid CSV: {error}", line=line, column=1) from None
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     if not rows:

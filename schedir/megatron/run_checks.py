@@ -164,14 +164,16 @@ def require_layout(
         ):
             if value is not None and bool(value) != wanted:
                 raise ModelError(
-                    f"{where}, and has {name}={value}", program=schedule, hint=build_hint
+                    f"{where}, so {name} must be {wanted}, but it is {bool(value)}",
+                    program=schedule,
+                    hint=build_hint,
                 )
         if layout.layer_numbers:
             expected = [*range(next_layer, next_layer + len(layout.layer_numbers))]
             if layout.layer_numbers != expected:
                 raise ModelError(
-                    f"{where}, and has layers {layout.layer_numbers}, where layer {next_layer} "
-                    "comes next",
+                    f"{where}, so its layers must be {expected}, but they are "
+                    f"{layout.layer_numbers}",
                     program=schedule,
                     hint=build_hint,
                 )

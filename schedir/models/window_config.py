@@ -60,8 +60,8 @@ def require_windows(config: WindowedModelConfig) -> None:
     for layer, (window, stride) in enumerate(pairs):
         if 0 < window < stride:
             raise UsageError(
-                f"layer {layer} has stride {stride} and window {window}; stride must not be larger "
-                "than window, so that a query attends to each key",
+                f"layer {layer} has stride {stride} and window {window}, but stride must not be "
+                "larger than window; otherwise no query attends to some of the keys",
                 fields=["stride", "window"],
             )
     if not any(window for window, _ in pairs) and any(stride > 1 for _, stride in pairs):

@@ -127,7 +127,8 @@ def _build_program(plan: ParallelPlan, *, tied_weights: bool, options: dict[str,
     if isinstance(schedule, Program) and not schedule.is_draft:
         if plan.has_offload:
             raise UsageError(
-                f"{plan.schedule} is a program with its own offload, and a plan cannot change it",
+                f"{plan.schedule} is a lowered program: a plan cannot change its offload",
+                hint='offload="none" and optimizer_placement="device"',
                 fields=["offload", "optimizer_placement", "schedule"],
             )
         request_fields = {

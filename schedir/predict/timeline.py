@@ -162,8 +162,8 @@ class Timeline:
 
     def __post_init__(self) -> None:
         if self.unit not in TIME_UNITS:
-            known = " or ".join(map(repr, TIME_UNITS))
-            raise UsageError(f"unit must be {known}, not {self.unit!r:.60}; '' is units of cost")
+            fact = f"unit must be {' or '.join(map(repr, TIME_UNITS))}, not {self.unit!r:.60}"
+            raise UsageError(f"{fact}; '' means the time unit of the costs")
 
     def __len__(self) -> int:
         return len(self.spans)

@@ -105,7 +105,9 @@ class TorchCheckpointState:
         def ranks(optimizer: Any) -> list[RankCheckpointState]:
             if has_failed or self.is_load_incomplete:
                 raise CheckpointError(
-                    "a step or a load has failed, and its buffers or weights are incomplete"
+                    "an earlier step or load failed, so the buffers or weights of the model are "
+                    "incomplete",
+                    hint="build new stages and a new Schedule, and load a complete checkpoint",
                 )
             return [self._rank_state(optimizer, mesh)]
 

@@ -176,16 +176,16 @@ def check(
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     host_device_sync = require_bool(host_device_sync, "host_device_sync")
-    blocking_hosts, lazy_communicators = (
-        require_bool(blocking_hosts, "blocking_hosts") or host_device_sync,
-        require_bool(lazy_communicators, "lazy_communicators"),
-    )
+    blocking_hosts = require_bool(blocking_hosts, "blocking_hosts") or host_device_sync
+    lazy_communicators = require_bool(lazy_communicators, "lazy_communicators")
     small = parse_eager_limit(eager_limit, sizes, program)
     if sizes is not None:
         sizes.validate(program.shape)
     if lazy_communicators and blocking_hosts:
+        other = "host_device_sync" if host_device_sync else "blocking_hosts"
         raise UsageError(
-            "lazy_communicators needs hosts that do not block, such as those of GPUs",
+            f"lazy_communicators and {other} cannot both be given: lazy communicators are checked "
+            "only for hosts that do not block, such as those of GPUs",
             fields=["lazy_communicators"],
         )
     wanted = Proof(

@@ -82,7 +82,12 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_of_train_tells_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "train", "--help")
-    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith(("  ", "["))}
+    lines = {
+        line.split()[0]: line
+        for line in out.splitlines()
+        if line.startswith(("  ", "[")) and not line.startswith(" " * 6)
+    }
+    assert "      The time in which all processes finish" in out
     assert {"[model]", "[pipeline]", "[data]", "[train]", "[output]"} <= lines.keys()
     assert lines["schedule"].endswith('"one_f_one_b"') and lines["betas"].endswith("[0.9, 0.95]")
     assert lines["layers_per_stage"].endswith("integers")

@@ -254,7 +254,7 @@ def test_a_cluster_prices_them() -> None:
         assert found.reload_weights == pytest.approx(2e9 / 20e9 / part)
         assert found.host_step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 100e9 / part)
         assert found.step == 0 and found.reload_state is None
-    with pytest.raises(UsageError, match="dram_bandwidth is missing"):
+    with pytest.raises(UsageError, match="the cluster has no dram_bandwidth"):
         Cluster(**made).fill_costs(shape, sizes, costs, dp=2, optimizer_placement="cpu_step")
     assert (
         Cluster(**made).fill_costs(shape, sizes, costs, dp=2, optimizer_placement="host").host_step

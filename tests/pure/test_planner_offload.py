@@ -255,9 +255,7 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
     file = replace(one, schedule=str(moved), offload="none")
     with pytest.raises(UsageError, match="own offload, and the planner cannot estimate its copies"):
         planner.simulate_plan(MODEL, where, file)
-    with pytest.raises(
-        UsageError, match="is a program with its own offload, and a plan cannot change it"
-    ):
+    with pytest.raises(UsageError, match="is a lowered program: a plan cannot change its offload"):
         plan_program(replace(file, optimizer_placement="host"))
     with pytest.raises(UsageError, match="'host' with expert parallelism, and ep is 2"):
         experts = replace(MODEL, experts=4, active=2)

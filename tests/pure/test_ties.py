@@ -164,4 +164,6 @@ def test_commands_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "must be yes, no, or stages like 0=2,1=3, not '0'" in refused(
         capsys, "print", "gpipe", "-O", "tied_weights=0"
     )
-    assert "stages 0=9 are tied" in refused(capsys, "print", "gpipe", "-O", "tied_weights=0=9")
+    assert "tied_weights has 0=9, but the stages are 0 to 3" in refused(
+        capsys, "print", "gpipe", "-O", "tied_weights=0=9"
+    )

@@ -75,7 +75,8 @@ def _list_options() -> Iterator[tuple[str, ProgramOption]]:
         "buffer_sharing",
         ProgramOption(
             sharing,
-            "share static buffers: minimal, or latency_preserving, which keeps the step time",
+            "how values share static buffers: minimal uses the fewest buffers; latency_preserving "
+            "uses the fewest that keep the predicted step time",
             "pipeline.buffer_sharing",
         ),
     )

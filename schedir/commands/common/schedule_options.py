@@ -123,7 +123,7 @@ def _fill_lowering_group(group: argparse._ArgumentGroup, *, has_shape_options: b
     add_program_options(group, accept, has_shape_options=has_shape_options)
     group.add_argument(
         "--relower", action="store_true",
-        help="keep only the compute of a program in a file, and lower it again",
+        help="for a FILE.sched: remove its communication, and add it again",
     )  # fmt: skip
     models = [f"{model} (default)" if model == "per_device" else model for model in MODELS]
     group.add_argument(

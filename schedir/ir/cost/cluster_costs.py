@@ -198,7 +198,8 @@ def _split_backward_cost(costs: Costs) -> dict[str, Cost]:
     halves = [name for name in ("I", "W") if name in specified]
     if "F" not in specified or not ("B" in specified or len(halves) == 2):
         raise CostsError(
-            "a cluster cannot compute the costs of F, and of B or of I and W: give them in seconds",
+            "the cost of F, and that of B (or those of I and W), do not follow from a cluster: "
+            "give them in seconds",
             hint="--costs F=0.012,B=0.024, or Costs(F=0.012, B=0.024)",
         )
     if len(halves) == 1:
@@ -464,8 +465,8 @@ class _CostFiller:
         """Return the bandwidth of the host's memory. Raises UsageError if it is missing."""
         if self.cluster.dram_bandwidth is None:
             raise UsageError(
-                "cluster: dram_bandwidth is missing: the bytes per second that the host's "
-                "processors read and write for a GPU",
+                "the cluster has no dram_bandwidth, the host memory bandwidth for each GPU in "
+                "bytes per second",
                 hint=f'dram_bandwidth = "100GB/s", or the cost {cost}',
                 fields=["dram_bandwidth"],
             )

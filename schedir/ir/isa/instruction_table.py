@@ -243,8 +243,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.ACT_IN,),
         doc=(
             "All-gathers a received activation in the tensor-parallel group while the rank "
-            "computes; or, with sequence parallelism, the first tensor between two segments of a "
-            "stage (arXiv 2205.05198)."
+            "computes. With sequence parallelism, it also all-gathers the first tensor between two "
+            "segments of a stage (arXiv 2205.05198)."
         ),
         cost="tp_gather", ring=CollectiveRing("tp"), form=Form.TP_SHARD,
         between_segments="sequence_parallel", is_implicit_in_torch=True,

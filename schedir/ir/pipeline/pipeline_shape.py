@@ -64,7 +64,7 @@ _MICROBATCHES = make_field_metadata(
 )
 _STAGES_PER_RANK = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
-    "stages per rank: 1, or 2 for a schedule with a parameter v",
+    "number of stages per rank (1; 2 for a schedule with a parameter v)",
     is_always_shown=True,
     digest=lambda _, __: (),  # The entry of the placement implies this number.
 )

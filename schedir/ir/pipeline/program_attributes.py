@@ -66,7 +66,7 @@ def _resolve_chunks(name: str, value: Any, shape: PipelineShape) -> int:
     return chunks
 
 
-def _make_choice_type(*choices: str) -> FieldType:
+def _make_choice_type(*choices: str, metavar: str = "WHEN") -> FieldType:
     """Return a field type whose values are some words."""
     takes = f"must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
 
@@ -84,7 +84,7 @@ def _make_choice_type(*choices: str) -> FieldType:
             raise ValueError(f"{takes}, not {text!r}")
         return text
 
-    return FieldType(takes, read, str, resolve=settle, metavar="WHEN")
+    return FieldType(takes, read, str, resolve=settle, metavar=metavar)
 
 
 def require_compatible(
@@ -139,8 +139,8 @@ def require_compatible(
     if norm_check == "after_step":
         if not clip_grad_norm:
             refuse(
-                "norm_check='after_step' needs clip_grad_norm: without a norm, no step waits for "
-                "another rank",
+                "norm_check='after_step' needs clip_grad_norm: without clipping, there is no norm "
+                "to check",
                 "clip_grad_norm=True; an infinite max_norm clips nothing",
                 "norm_check",
                 "clip_grad_norm",
@@ -267,7 +267,7 @@ ZERO: Final = make_field_metadata(
 )
 REDUCE_SCATTER_AT: Final = make_field_metadata(
     _make_choice_type("update_end", "each_backward"),
-    "with zero 2 or 3: when gradients are reduced, update_end (default) or each_backward",
+    "with zero 2 or 3, the time of the gradient reduction: update_end (default) or each_backward",
 )
 CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
     YES_OR_NO_TYPE,
@@ -275,7 +275,7 @@ CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
     in_config=False,  # The checkpoint settings of a configuration imply it.
 )
 OPTIMIZER_PLACEMENT: Final = make_field_metadata(
-    _make_choice_type(*TIERS, "cpu_step"),
+    _make_choice_type(*TIERS, "cpu_step", metavar="WHERE"),
     "where the optimizer state is between steps: device (default), host, disk, or cpu_step (on "
     "the host, which runs the optimizer step)",
     section="memory",

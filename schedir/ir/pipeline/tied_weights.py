@@ -253,7 +253,8 @@ def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
         return ((0, shape.stages - 1),) if tied and shape.stages > 1 else ()
     if isinstance(tied, ModelTies):
         raise ShapeError(
-            "tied_weights must have stages, and the ties of a model have none",
+            "tied_weights has the names of weights in the model, but a program needs the stages "
+            "that share each weight",
             hint="schedir.find_tied_weights(model).locate_in_stages(stages)",
             fields=["tied_weights"],
         )

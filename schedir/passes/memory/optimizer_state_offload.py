@@ -228,9 +228,9 @@ PASSES: Final = (
         option_types=dict.fromkeys(_PLACEMENTS_BY_OPTION, _BUFFER_COUNT_TYPE),
         option_descriptions={
             "optimizer_device_buffers": "with optimizer_placement host or disk: number of stages "
-            "of a rank with their optimizer state on the device at once (2)",
-            "optimizer_host_buffers": "with optimizer_placement disk: number of stages of a rank "
-            "with their optimizer state on the host at once (2)",
+            "per rank whose optimizer state is on the device at the same time (2)",
+            "optimizer_host_buffers": "with optimizer_placement disk: number of stages per rank "
+            "whose optimizer state is on the host at the same time (2)",
         },
         section="memory",
         order=8,

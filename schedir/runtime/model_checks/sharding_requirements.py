@@ -173,8 +173,8 @@ def _require_elementwise_state(program: Program, inner: Any) -> None:
             is_own = isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
             if is_own and one.shape in shapes:
                 raise ModelError(
-                    f"{name} keeps a tensor of shape {list(one.shape)}, the shape of a weight, in "
-                    f"its attribute {key}, which ZeRO does not shard (zero {program.zero})",
+                    f"{name}.{key} has a tensor of shape {list(one.shape)}, like a weight, but "
+                    f"ZeRO shards only tensors in {name}.state (zero {program.zero})",
                     program=program.name,
                     hint="keep the tensor in self.state[p], which ZeRO shards as p; or zero=0",
                 )

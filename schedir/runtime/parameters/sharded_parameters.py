@@ -440,7 +440,8 @@ def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
         raise ModelError(
             f"{type(inner).__name__} failed to step shards of weights, which have one dimension "
             f"(zero {zero}): {describe_exception(error)}",
-            hint="create its state tensors in the shape that p has in `step`; or zero=0",
+            hint=f"in {type(inner).__name__}.step, create the state of each parameter p in the "
+            "shape that p has there; or zero=0",
         ) from error
 
 

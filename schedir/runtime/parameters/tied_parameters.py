@@ -256,7 +256,8 @@ class ParameterTable:
                 named = set().union(*(own for own in of if own < {*stages}))
                 lacks = min({*stages} - named, default=stages[0])
                 raise ModelError(
-                    f"the program reduces a tied weight, but stage {lacks} has none",
+                    "the program sums the gradients of a tied weight, but stage "
+                    f"{lacks} has no copy",
                     hint=TIES_HINT,
                 )
         if allow_identical_stages:
@@ -283,7 +284,8 @@ class ParameterTable:
         a, b = self.fingerprints[one], self.fingerprints[other]
         if not b.is_trained:
             raise ModelError(
-                f"the program reduces a tied weight, but {other[1]} of stage {other[0]} is frozen"
+                f"the program sums the gradients of a tied weight, but its copy {other[1]} of "
+                f"stage {other[0]} is frozen"
             )
         if a.kind != b.kind:
             raise ModelError(

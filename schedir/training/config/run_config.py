@@ -188,9 +188,9 @@ class MemoryConfig:
     - `recompute_at`: when a forward runs again: "early", where it costs no time (the default), or
       "late", just before the backward.
     - `optimizer_device_buffers`: with `optimizer_placement` "host" or "disk", the number of stages
-      of a rank whose optimizer state is on the device at once. The default is 2.
+      of a rank whose optimizer state is on the device at the same time. The default is 2.
     - `optimizer_host_buffers`: with `optimizer_placement` "disk", the number of stages of a rank
-      whose optimizer state is on the host at once. The default is 2.
+      whose optimizer state is on the host at the same time. The default is 2.
     - `unsharded_stages`: with `zero = 3`, the number of stages of a rank whose weights are
       unsharded at once. The default is the stage that computes and the next one.
     - `unshard_prefetch`: with `zero = 3`, the number of computations of other stages between an
@@ -371,7 +371,7 @@ class Config:
             raise UsageError(
                 f"evaluate_every = {self.train.evaluate_every} needs data.validation, which is not "
                 "set",
-                hint="data.validation = 0.01 keeps the last hundredth of the source",
+                hint="data.validation = 0.01 uses the last 1 % of the source for validation",
                 fields=["evaluate_every", "validation"],
             )
 

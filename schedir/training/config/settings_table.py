@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from inspect import getdoc
@@ -52,11 +53,13 @@ class Setting(NamedTuple):
         name: The name of the setting.
         accepted: A text with the values that it accepts.
         default: The default as in TOML, or a text. "" if there is none.
+        meaning: The meaning, from the docstring of the section. "" if Python removed docstrings.
     """
 
     name: str
     accepted: str
     default: str
+    meaning: str
 
 
 def list_settings() -> dict[str, tuple[str, list[Setting]]]:
@@ -68,7 +71,13 @@ def list_settings() -> dict[str, tuple[str, list[Setting]]]:
     """
     found = {section: _list_section_settings(kind) for section, kind in SECTION_CLASSES.items()}
     found["model"][1].insert(
-        0, Setting("kind", _describe_choices(MODEL_KINDS), _format_default("gpt"))
+        0,
+        Setting(
+            "kind",
+            _describe_choices(MODEL_KINDS),
+            _format_default("gpt"),
+            "The kind of the model.",
+        ),
     )
     others = {
         f"model of kind {name}": _list_section_settings(kind.config_class)
@@ -76,6 +85,21 @@ def list_settings() -> dict[str, tuple[str, list[Setting]]]:
     }
     del others["model of kind gpt"]
     return {"model": found["model"]} | others | found
+
+
+def split_docstring(about: str) -> tuple[str, dict[str, str]]:
+    """Return the prose of a section's docstring, and the meaning of each setting by name.
+
+    Args:
+        about: The docstring, with an entry for each setting in `Args` or in a list.
+    """
+    prose, has_args, args = about.partition("\n\nArgs:\n")
+    if has_args:
+        own = re.split(r"^\S", args, maxsplit=1, flags=re.MULTILINE)[0]
+        _, *items = re.split(r"^    (\w+): ", own, flags=re.MULTILINE)
+    else:
+        prose, *items = re.split(r"^- `(\w+)`: ", about, flags=re.MULTILINE)
+    return prose.strip(), dict(zip(items[::2], map(str.strip, items[1::2]), strict=True))
 
 
 def format_heading(section: str) -> str:
@@ -94,13 +118,16 @@ def format_heading(section: str) -> str:
 
 def _list_section_settings(section: type[Any]) -> tuple[str, list[Setting]]:
     types = get_setting_types(section)
-    return str(getdoc(section)), [
+    about = str(getdoc(section))
+    meanings = split_docstring(about)[1]
+    return about, [
         Setting(
             f.name,
             _describe_choices(SETTING_CHOICES[f.name])
             if f.name in SETTING_CHOICES
             else describe_type(types[f.name]),
             f.metadata.get("default", _format_default(f.default)),
+            meanings.get(f.name, ""),
         )
         for f in fields(section)
     ]

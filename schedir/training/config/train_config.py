@@ -60,8 +60,8 @@ class TrainConfig:
     - `resume`: "auto" resumes from the newest complete checkpoint, if there is one. "must" refuses
       to start without a checkpoint. "no" refuses to start if there are checkpoints, unless
       `output.overwrite` allows their removal at the first step.
-    - `shutdown_grace`: the seconds in which all processes finish and save the same step after
-      SIGTERM.
+    - `shutdown_grace`: the time in which all processes finish and save the same step after SIGTERM,
+      in seconds.
     - `evaluate_every`: the number of steps between two evaluations on `data.validation`, without
       dropout. The last step is evaluated, too. 0 disables evaluation.
     - `evaluate_batches`: the size of an evaluation. Each evaluation reads the same
