@@ -11,6 +11,9 @@ Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists
 `overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
 to `weight.main_grad`, which is what the hook does.
 
+A weight with a gradient hook of the user keeps Megatron's function, because only autograd calls the
+hook. Its gradient is computed in `I`.
+
 Other gradients (biases, norms, embeddings, Transformer Engine modules, grouped GEMMs) are computed
 in `I`.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +56,22 @@ def split_linear_backward() -> Iterator[None]:
     """Let Megatron's linear layers compute weight gradients apart from input gradients."""
     name = "linear_with_grad_accumulation_and_async_allreduce"
     original = getattr(layers, name)
-    setattr(layers, name, _apply_linear)
+
+    @wraps(original)  # it reads its own attribute through the module
+    def apply(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        function = original if _has_gradient_hook(weight) else _apply_linear
+        return function(input, weight, *args, **kwargs)
+
+    setattr(layers, name, apply)
     try:
         yield
     finally:
         setattr(layers, name, original)
+
+
+def _has_gradient_hook(weight: Tensor) -> bool:
+    """Return whether a weight has a hook of the user. Megatron's are on its AccumulateGrad node."""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 class _LinearSettings(NamedTuple):
