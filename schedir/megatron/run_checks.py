@@ -30,6 +30,7 @@ _UNSUPPORTED_SETTINGS: Final[dict[str, tuple[Callable[[object], bool], str]]] = 
     "expert_model_parallel_size": (_is_more_than_one, "expert parallelism was not verified"),
     "overlap_moe_expert_parallel_comm": (_is_set, "Megatron runs it in its own schedule only"),
     "mtp_num_layers": (_is_set, "multi-token prediction was not verified"),
+    "enable_autocast": (_is_set, "split backwards under autocast were not verified"),
     "variable_seq_lengths": (_is_set, "the receiver must know the shape of a message"),
     "num_microbatches_with_partial_activation_checkpoints": (
         _is_set, "it depends on the warm-up of Megatron's own schedule",
@@ -91,7 +92,8 @@ def require_call_arguments(chunks: int, iterators: int, has_shapes_fn: bool) -> 
     """
     if iterators != chunks:
         raise UsageError(
-            f"{chunks} model chunks need {chunks} data iterators, and data_iterator has {iterators}",
+            f"{chunks} model chunks need {chunks} data iterators, and data_iterator has "
+            f"{iterators}",
             hint="give a list with one data iterator for each model chunk",
             fields=["data_iterator"],
         )

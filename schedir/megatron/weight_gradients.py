@@ -11,8 +11,9 @@ Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists
 `overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
 to `weight.main_grad`, which is what the hook does.
 
-A weight with a gradient hook of the user keeps Megatron's function, because only autograd calls the
-hook. Its gradient is computed in `I`.
+Two kinds of weights keep Megatron's function, so their gradients are computed in `I`: weights with
+a gradient hook of the user, which only autograd calls, and a weight that embedding and output layer
+of one stage share, because autograd adds both gradients before it adds the sum to `main_grad`.
 
 Other gradients (biases, norms, embeddings, Transformer Engine modules, grouped GEMMs) are computed
 in `I`.
@@ -59,7 +60,7 @@ def split_linear_backward() -> Iterator[None]:
 
     @wraps(original)  # it reads its own attribute through the module
     def apply(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        function = original if _has_gradient_hook(weight) else _apply_linear
+        function = original if _needs_autograd(weight) else _apply_linear
         return function(input, weight, *args, **kwargs)
 
     setattr(layers, name, apply)
@@ -69,9 +70,14 @@ def split_linear_backward() -> Iterator[None]:
         setattr(layers, name, original)
 
 
-def _has_gradient_hook(weight: Tensor) -> bool:
-    """Return whether a weight has a hook of the user. Megatron's are on its AccumulateGrad node."""
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+def _needs_autograd(weight: Tensor) -> bool:
+    """Return whether autograd must compute the gradient of a weight.
+
+    The hooks of Megatron's DistributedDataParallel are on another object, the AccumulateGrad node.
+    """
+    has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    is_shared_in_stage = getattr(weight, "zero_out_wgrad", False)  # Megatron sets it for these
+    return bool(has_hooks or is_shared_in_stage)
 
 
 class _LinearSettings(NamedTuple):

@@ -69,6 +69,7 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
     2: {
         "1f1b": ("one_f_one_b", Case()),
         "gpipe": ("gpipe", Case()),
+        "pp1-tied": ("zb_h1", Case(pp=1)),
         "zb_h1": ("zb_h1", Case()),
         "own": (in_pairs, Case()),
         "interleaved": ("interleaved", Case(chunks=2)),
