@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from warnings import warn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from schedir.errors import UsageError
 from schedir.ir.program import Program
 from schedir.megatron.messenger import GroupMessenger
 from schedir.megatron.program_choice import (
@@ -27,8 +28,9 @@ from schedir.megatron.program_choice import (
 from schedir.megatron.run_checks import (
     ChunkLayout,
     read_layout,
+    require_call_arguments,
+    require_finished_reductions,
     require_layout,
-    require_splittable_weights,
     require_supported_settings,
 )
 from schedir.megatron.step_handlers import HANDLERS, MegatronCall, MegatronStep
@@ -59,7 +61,8 @@ class ForwardBackward:
     def __init__(self, schedule: str | Schedule | Program, **options: Any) -> None:
         self.schedule = load_schedule(schedule)
         self.options = options
-        self._prepared: dict[PipelineSetting, _PreparedRun] = {}
+        # By all that the checks of `_prepare` depend on, with the model chunks as weak references.
+        self._prepared: dict[Any, _PreparedRun] = {}
 
     def __call__(
         self,
@@ -108,6 +111,7 @@ class ForwardBackward:
             UsageError: A setting is not supported, or the schedule does not fit the run. All
                 ranks raise the same error, before the first message.
             ModelError: A model chunk does not hold its stage.
+            ExecutionError: An earlier step failed while it reduced gradients.
             SchedirError: The schedule is wrong, or could hang with these process groups.
         """
         chunks = model if isinstance(model, list) else [model]
@@ -120,10 +124,19 @@ class ForwardBackward:
             "decoder_seq_length": decoder_seq_length,
         }
         setting = PipelineSetting(groups.pp.size(), len(chunks), num_microbatches, forward_only)
-        if setting not in self._prepared:
-            arguments = {**shape_args, "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn}
-            self._prepared[setting] = self._prepare(setting, chunks, config, groups, arguments)
-        run = self._prepared[setting]
+        has_shapes_fn = adjust_tensor_shapes_fn is not None
+        key = (setting, groups.pp, (*map(ref, chunks),), len(iterators), has_shapes_fn)
+        if key not in self._prepared:
+            self._prepared = {
+                other: run
+                for other, run in self._prepared.items()
+                if all(chunk() is not None for chunk in other[2])
+            }
+            call_arguments = (len(iterators), has_shapes_fn)
+            self._prepared[key] = self._prepare(
+                setting, chunks, config, groups, shape_args, call_arguments
+            )
+        run = self._prepared[key]
         (boundary_shape,) = schedules.get_tensor_shapes(
             **shape_args, config=config, tp_group=groups.tp, cp_group=groups.cp
         )
@@ -147,18 +160,15 @@ class ForwardBackward:
         chunks: list[Any],
         config: Any,
         groups: Any,
-        arguments: dict[str, Any],
+        shape_args: dict[str, Any],
+        call_arguments: tuple[int, bool],
     ) -> _PreparedRun:
         """Compile and check the program.  All ranks raise the error of the first rank with one."""
         made: list[_PreparedRun] = []
 
         def prepare_rank() -> tuple[dict[str, str], list[ChunkLayout]]:
             require_supported_settings(chunks, config)
-            if arguments["adjust_tensor_shapes_fn"] is not None:
-                raise UsageError(
-                    "adjust_tensor_shapes_fn is not supported: all boundaries have one shape",
-                    fields=["adjust_tensor_shapes_fn"],
-                )
+            require_call_arguments(len(chunks), *call_arguments)
             messenger = GroupMessenger(groups.pp, _device_of(chunks))
             program = compile_program(
                 self.schedule,
@@ -174,15 +184,13 @@ class ForwardBackward:
                     "gradients of some steps with Megatron's own schedule",
                     stacklevel=2,
                 )
-            if has_split_backward(program):
-                require_splittable_weights(chunks)
             made.append(_PreparedRun(program, messenger))
             facts = {
-                "the program": program.digest[:12],
                 "the number of microbatches": str(setting.microbatches),
+                "the program": f"{program.name} ({program.digest[:12]})",
                 "pipeline_dtype": str(config.pipeline_dtype),
                 "the progress model": messenger.progress_model,
-                **{name: repr(value) for name, value in arguments.items()},
+                **{name: repr(value) for name, value in shape_args.items()},
             }
             return facts, [read_layout(chunk) for chunk in chunks]
 
@@ -238,6 +246,8 @@ def _run_step(
     trains = not call.forward_only
     finalizes = trains and config.finalize_model_grads_func is not None
     embedding = None
+    if trains:
+        require_finished_reductions(chunks)
     if finalizes:
         embedding = schedules.clear_embedding_activation_buffer(config, chunks, is_last)
     if config.timers is not None:
@@ -264,7 +274,7 @@ def _run_step(
     num_tokens = step.num_tokens
     if last_rank != program.shape.ranks - 1:  # Megatron expects losses and tokens on its last rank
         dist.all_reduce(num_tokens, group=groups.pp)
-        _copy_to_last_rank(step.forward_data, last_rank, groups.pp)
+        _copy_to_last_rank(step.forward_data, last_rank, groups.pp, step.device)
     if finalizes:
         schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
         config.finalize_model_grads_func(
@@ -315,16 +325,19 @@ def _per_chunk(function: Any, chunks: list[Any]) -> list[Any]:
     return function if isinstance(function, list) else [function] * len(chunks)
 
 
-def _copy_to_last_rank(forward_data: list[Any], source: int, group: Any) -> None:
-    """Copy the losses of the rank with the last stage to the last pipeline rank."""
+def _copy_to_last_rank(
+    forward_data: list[Any], source: int, group: Any, device: torch.device
+) -> None:
+    """Copy the losses of the rank with the last stage to the device of the last pipeline rank."""
     last = group.size() - 1
+    map_tensors = partial(torch.utils._pytree.tree_map_only, torch.Tensor)
     if group.rank() == source:
-        copies = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, forward_data)
+        copies = map_tensors(torch.Tensor.cpu, forward_data)
         dist.send_object_list([copies], group=group, group_dst=last)
     elif group.rank() == last:
         received: list[Any] = [None]
         dist.recv_object_list(received, group=group, group_src=source)
-        forward_data.extend(received[0])
+        forward_data.extend(map_tensors(lambda tensor: tensor.to(device), received[0]))
 
 
 def _device_of(chunks: list[Any]) -> torch.device:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model
 
-from schedir.errors import ModelError, UsageError
+from schedir.errors import ExecutionError, ModelError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 
@@ -31,6 +30,7 @@ _UNSUPPORTED_SETTINGS: Final[dict[str, tuple[Callable[[object], bool], str]]] = 
     "expert_model_parallel_size": (_is_more_than_one, "expert parallelism was not verified"),
     "overlap_moe_expert_parallel_comm": (_is_set, "Megatron runs it in its own schedule only"),
     "mtp_num_layers": (_is_set, "multi-token prediction was not verified"),
+    "enable_autocast": (_is_set, "split backwards under autocast were not verified"),
     "variable_seq_lengths": (_is_set, "the receiver must know the shape of a message"),
     "num_microbatches_with_partial_activation_checkpoints": (
         _is_set, "it depends on the warm-up of Megatron's own schedule",
@@ -69,26 +69,58 @@ def require_supported_settings(chunks: Sequence[Any], config: Any) -> None:
                 "to shard the optimizer states",
                 fields=["use_megatron_fsdp"],
             )
+        instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
+        if instances > 1 and getattr(ddp_config, "overlap_grad_reduce", False):
+            raise UsageError(
+                f"num_distributed_optimizer_instances={instances} with overlap_grad_reduce is not "
+                "supported: Megatron would reduce the gradients twice",
+                hint="unset overlap_grad_reduce, or use one instance",
+                fields=["num_distributed_optimizer_instances", "overlap_grad_reduce"],
+            )
 
 
-def require_splittable_weights(chunks: Sequence[Any]) -> None:
-    """Refuse hooks on weights whose gradients are computed apart from the backward.
+def require_call_arguments(chunks: int, iterators: int, has_shapes_fn: bool) -> None:
+    """Refuse arguments of a call that do not fit the model, or are not supported.
+
+    Args:
+        chunks: The number of model chunks of this rank.
+        iterators: The number of data iterators.
+        has_shapes_fn: True if `adjust_tensor_shapes_fn` is given.
+
+    Raises:
+        UsageError: `data_iterator` is not one for each chunk, or the function is given.
+    """
+    if iterators != chunks:
+        raise UsageError(
+            f"{chunks} model chunks need {chunks} data iterators, and data_iterator has "
+            f"{iterators}",
+            hint="give a list with one data iterator for each model chunk",
+            fields=["data_iterator"],
+        )
+    if has_shapes_fn:
+        raise UsageError(
+            "adjust_tensor_shapes_fn is not supported: all boundaries have one shape",
+            fields=["adjust_tensor_shapes_fn"],
+        )
+
+
+def require_finished_reductions(chunks: Sequence[Any]) -> None:
+    """Refuse a step while a reduction of gradients of an earlier step is in progress.
 
     Args:
         chunks: The model chunks of this rank.
 
     Raises:
-        ModelError: A weight of a parallel linear layer has a hook, which would not be called.
+        ExecutionError: A reduction was not finished. Megatron would keep it, and start no other.
     """
-    linears = (ColumnParallelLinear, RowParallelLinear)
-    for name, module in (named for chunk in chunks for named in chunk.named_modules()):
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, linears) or weight is None or not weight.requires_grad:
-            continue
-        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
-            raise ModelError(
-                f"{name}.weight has a gradient hook, which a split backward does not call",
-                hint="remove the hook, or use a schedule with full backwards (B)",
+    for chunk in chunks:
+        groups = getattr(chunk, "bucket_groups", []) + getattr(
+            chunk, "expert_parallel_bucket_groups", []
+        )
+        if any(group.grad_reduce_handle is not None for group in groups):
+            raise ExecutionError(
+                "a reduction of gradients of an earlier step was not finished",
+                hint="the earlier step failed: restart the processes from a checkpoint",
             )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from dataclasses import dataclass
+from functools import lru_cache, wraps
 from typing import Any
 
 from megatron.core import parallel_state, utils
@@ -66,6 +67,8 @@ def model_provider(
             model = build(pre_process=pre_process, post_process=post_process, **arguments)
         if getattr(model, "share_embeddings_and_output_weights", False):
             require_untied_embeddings(shape, name)
+        if looped_rank != group.rank() and hasattr(model, "sharded_state_dict"):
+            model.sharded_state_dict = _ShardedStateDict(model, looped_rank)
         return model
 
     return build_chunk
@@ -133,12 +136,11 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
         return rank if asked is group else int(get_group_rank(asked))
 
     replacements = {own_rank: return_rank, get_group_rank: return_group_rank}
+    modules = len(sys.modules)
     patched = [
         (module, name, value)
-        for module_name, module in [*sys.modules.items()]
-        if module_name.startswith("megatron.")
-        for name, value in [*vars(module).items()]
-        if value is own_rank or value is get_group_rank
+        for module, name in _find_names(own_rank, get_group_rank, modules)
+        if (value := getattr(module, name)) is own_rank or value is get_group_rank
     ]
     for module, name, value in patched:
         setattr(module, name, replacements[value])
@@ -147,6 +149,43 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
     finally:
         for module, name, value in patched:
             setattr(module, name, value)
+        if len(sys.modules) != modules:  # modules imported meanwhile have the replacements
+            originals = {new: old for old, new in replacements.items()}
+            for module, name in _scan_modules(return_rank, return_group_rank):
+                setattr(module, name, originals[getattr(module, name)])
+
+
+@lru_cache(maxsize=1)
+def _find_names(one: object, two: object, module_count: int) -> list[tuple[Any, str]]:
+    """Return the result of `_scan_modules`, which is kept while no module is imported."""
+    return _scan_modules(one, two)
+
+
+def _scan_modules(one: object, two: object) -> list[tuple[Any, str]]:
+    """Return all names in Megatron's modules that refer to one of two functions."""
+    return [
+        (module, name)
+        for module_name, module in [*sys.modules.items()]
+        if module_name.startswith("megatron.")
+        for name, value in [*vars(module).items()]
+        if value is one or value is two
+    ]
+
+
+@dataclass
+class _ShardedStateDict:
+    """The method `sharded_state_dict` of a chunk whose stage a looped placement gives to a rank.
+
+    Megatron numbers the layers of a chunk from the layer offset of its rank.
+    """
+
+    model: Any
+    looped_rank: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        with as_pipeline_rank(self.looped_rank, group):
+            return type(self.model).sharded_state_dict(self.model, *args, **kwargs)
 
 
 @contextmanager

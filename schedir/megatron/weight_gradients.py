@@ -11,6 +11,10 @@ Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists
 `overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
 to `weight.main_grad`, which is what the hook does.
 
+Two kinds of weights keep Megatron's function, so their gradients are computed in `I`: weights with
+a gradient hook of the user, which only autograd calls, and a weight that embedding and output layer
+of one stage share, because autograd adds both gradients before it adds the sum to `main_grad`.
+
 Other gradients (biases, norms, embeddings, Transformer Engine modules, grouped GEMMs) are computed
 in `I`.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +57,27 @@ def split_linear_backward() -> Iterator[None]:
     """Let Megatron's linear layers compute weight gradients apart from input gradients."""
     name = "linear_with_grad_accumulation_and_async_allreduce"
     original = getattr(layers, name)
-    setattr(layers, name, _apply_linear)
+
+    @wraps(original)  # it reads its own attribute through the module
+    def apply(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        function = original if _needs_autograd(weight) else _apply_linear
+        return function(input, weight, *args, **kwargs)
+
+    setattr(layers, name, apply)
     try:
         yield
     finally:
         setattr(layers, name, original)
+
+
+def _needs_autograd(weight: Tensor) -> bool:
+    """Return whether autograd must compute the gradient of a weight.
+
+    The hooks of Megatron's DistributedDataParallel are on another object, the AccumulateGrad node.
+    """
+    has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    is_shared_in_stage = getattr(weight, "zero_out_wgrad", False)  # Megatron sets it for these
+    return bool(has_hooks or is_shared_in_stage)
 
 
 class _LinearSettings(NamedTuple):

@@ -5,8 +5,10 @@ Losses and all `main_grad`s after two steps have the bits of Megatron's schedule
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import cache, partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,15 @@ import torch
 from schedir import B, F, compile
 from schedir.errors import SchedirError, UsageError
 from tests.cpu import spawn
-from tests.cpu.megatron_gpt import Case, Comparison, compare_all, megatron_on_cpu, train
+from tests.cpu.megatron_gpt import (
+    Case,
+    Comparison,
+    build_chunks,
+    compare_all,
+    megatron_on_cpu,
+    run_step,
+    train,
+)
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -59,6 +69,7 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
     2: {
         "1f1b": ("one_f_one_b", Case()),
         "gpipe": ("gpipe", Case()),
+        "pp1-tied": ("zb_h1", Case(pp=1)),
         "zb_h1": ("zb_h1", Case()),
         "own": (in_pairs, Case()),
         "interleaved": ("interleaved", Case(chunks=2)),
@@ -150,6 +161,169 @@ def test_refused_on_all_ranks_before_the_first_message() -> None:
     for name, *errors in zip(WRONG, *spawn.run(fail_all, 2, runs), strict=True):
         assert str(errors[0]) == str(errors[1]), name
         assert WRONG[name][3] in str(errors[0]), (name, str(errors[0]))
+
+
+def run_each(rank: int, probes: list[Any]) -> list[Any]:
+    return [probe() for probe in probes]
+
+
+@cache
+def run_probes() -> dict[str, list[Any]]:
+    """What each probe returns in two processes, by its name."""
+    probes = [
+        refuse_later_calls,
+        count_hook_calls,
+        step_after_a_failing_one,
+        find_wrong_checkpoint_keys,
+    ]
+    per_process = spawn.run(run_each, 2, probes)
+    names = [probe.__name__ for probe in probes]
+    return dict(zip(names, map(list, zip(*per_process, strict=True)), strict=True))
+
+
+def error_of(call: Any) -> str:
+    """The message of the error that a call raises."""
+    with pytest.raises(SchedirError) as caught:
+        call()
+    return str(caught.value)
+
+
+def refuse_later_calls() -> list[str]:
+    """The errors of calls after a first one that succeeds."""
+    import schedir.megatron
+
+    step = schedir.megatron.forward_backward("zb_v")
+    with megatron_on_cpu(VEE):
+        provider = partial(schedir.megatron.model_provider, schedule="zb_v")
+        chunks = build_chunks(VEE, provider)
+        run_step(VEE, step, chunks, 0)
+        with_function = partial(step, adjust_tensor_shapes_fn=max)
+
+        def with_one_iterator(data_iterator: list[Any], **call: Any) -> Any:
+            return step(data_iterator=data_iterator[0], **call)
+
+        return [
+            error_of(partial(run_step, VEE, with_function, chunks, 0)),
+            error_of(partial(run_step, VEE, with_one_iterator, chunks, 0)),
+            error_of(partial(run_step, VEE, step, build_chunks(LOOP, lambda build: build), 0)),
+        ]
+
+
+def test_later_calls_with_other_arguments_or_another_model_are_checked() -> None:
+    for errors in run_probes()[refuse_later_calls.__name__]:
+        assert "adjust_tensor_shapes_fn is not supported" in errors[0]
+        assert "need 2 data iterators, and data_iterator has 1" in errors[1]
+        assert "is stage 2 of zb_v, and has post_process=True" in errors[2]
+
+
+def count_hook_calls() -> tuple[bool, int, int]:
+    """Gradients with hooks as Megatron's, and the calls of hooks by both schedules."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    import schedir.megatron
+
+    case, calls = Case(), []
+
+    def count_and_double(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return gradient * 2
+
+    with megatron_on_cpu(case):
+        chunks = build_chunks(case, lambda build: build)
+        for name, parameter in chunks[0].named_parameters():
+            if name.endswith("linear_fc1.weight"):
+                parameter.register_hook(count_and_double)
+            if name.endswith("linear_fc2.weight"):
+                parameter.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+        counts, gradients = [], []
+        for step in (schedir.megatron.forward_backward("zb_h1"), get_forward_backward_func(2)):
+            calls.clear()
+            chunks[0].zero_grad_buffer()
+            run_step(case, step, chunks, 0)
+            counts.append(len(calls))
+            gradients.append([parameter.main_grad.clone() for parameter in chunks[0].parameters()])
+    return all(map(torch.equal, *gradients)), counts[0], counts[1]
+
+
+def test_gradient_hooks_are_called_as_in_megatron() -> None:
+    for is_equal, own_calls, calls in run_probes()[count_hook_calls.__name__]:
+        assert is_equal and own_calls == calls > 0
+
+
+def step_after_a_failing_one() -> str:
+    """The error of a step after one that failed before the end of its reduction."""
+    from megatron.core.utils import get_model_config
+
+    import schedir.megatron
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError
+
+    case, step = Case(ddp={"overlap_grad_reduce": True}), schedir.megatron.forward_backward("gpipe")
+    with megatron_on_cpu(case):
+        chunks = build_chunks(case, lambda build: build)
+        config: Any = get_model_config(chunks[0])
+        finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, fail
+        with pytest.raises(ValueError):
+            run_step(case, step, chunks, 0)
+        config.finalize_model_grads_func = finalize
+        chunks[0].zero_grad_buffer()
+        return error_of(partial(run_step, case, step, chunks, 0))
+
+
+def test_a_step_after_one_that_failed_in_a_reduction_is_refused() -> None:
+    for error in run_probes()[step_after_a_failing_one.__name__]:
+        assert "an earlier step was not finished" in error
+
+
+def find_wrong_checkpoint_keys() -> list[set[str]]:
+    """The keys of the chunks of a vee that differ between state dict and sharded state dict."""
+    from megatron.core import parallel_state
+
+    import schedir.megatron
+
+    with megatron_on_cpu(VEE):
+        chunks = build_chunks(VEE, partial(schedir.megatron.model_provider, schedule="zb_v"))
+        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(True)}
+        return [
+            {key for key in chunk.module.state_dict() if "_extra_state" not in key}
+            ^ {
+                key
+                for key in chunk.module.sharded_state_dict(metadata=metadata)
+                if "_extra_state" not in key
+            }
+            for chunk in chunks
+        ]
+
+
+def test_distributed_checkpoints_of_a_vee_have_the_names_of_its_layers() -> None:
+    assert run_probes()[find_wrong_checkpoint_keys.__name__] == [[set(), set()]] * 2
+
+
+def test_a_module_that_is_imported_while_a_stage_is_built_keeps_megatrons_functions() -> None:
+    from megatron.core import utils
+
+    from schedir.megatron.vee_model import as_pipeline_rank
+
+    original, module = utils.get_pg_rank, ModuleType("megatron.imported_by_this_test")
+    try:
+        with as_pipeline_rank(3, group="pipeline"):
+            assert utils.get_pg_rank("pipeline") == 3
+            module.get_pg_rank = utils.get_pg_rank  # type: ignore[attr-defined]
+            sys.modules[module.__name__] = module
+        assert module.get_pg_rank is utils.get_pg_rank is original
+        with as_pipeline_rank(3, group="pipeline"):
+            assert module.get_pg_rank("pipeline") == 3
+    finally:
+        del sys.modules[module.__name__]
+
+
+def test_overlapped_reduction_with_several_optimizer_instances_is_refused() -> None:
+    from schedir.megatron.run_checks import require_supported_settings
+
+    ddp = SimpleNamespace(overlap_grad_reduce=True, num_distributed_optimizer_instances=2)
+    with pytest.raises(UsageError, match="num_distributed_optimizer_instances=2"):
+        require_supported_settings([SimpleNamespace(ddp_config=ddp)], SimpleNamespace())
 
 
 def test_a_name_that_does_not_exist() -> None:
