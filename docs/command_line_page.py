@@ -26,7 +26,7 @@ class Option(NamedTuple):
 
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command and subcommand, by name."""
-    found = {}
+    found: dict[str, argparse.ArgumentParser] = {}
     for command in COMMANDS:
         parser = schedir.__main__._build_parser([command]).command_parser
         assert parser is not None
