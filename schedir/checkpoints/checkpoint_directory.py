@@ -224,12 +224,19 @@ class CheckpointDirectory:
             IncompleteCheckpointError: `step` is given, and its checkpoint is incomplete. All
                 processes raise it.
         """
-        if step is not None:
-            return LatestCheckpoint(self.verify(step, select_files, gather_texts), ())
         skip_reasons: list[str] = []
         steps_of_any = {
             step for steps in _gather_outcomes(self.list_steps, gather_texts) for step in steps
         }
+        if step is not None:
+            if step not in steps_of_any:
+                raise CheckpointError(
+                    f"there is no checkpoint of step {step} in {self.path_text}",
+                    hint=f"the steps are {', '.join(map(str, sorted(steps_of_any)))}"
+                    if steps_of_any
+                    else "",
+                )
+            return LatestCheckpoint(self.verify(step, select_files, gather_texts), ())
         # A step that only some processes find counts as incomplete.
         for newest in sorted(steps_of_any, reverse=True):
             try:

@@ -34,8 +34,8 @@ from schedir.passes.memory.offload_placement import DISK_TRIP, HOST_TRIP
 from schedir.passes.pass_registry import LOWERING_PASSES, PASS_OPTIONS
 from schedir.passes.pass_types import BoundaryLayout, BufferSharing, Options, Pass
 from schedir.retired_names import RETIRED_HINTS
-from schedir.schedules import find_schedule
-from schedir.schedules.schedule_algebra import Schedule
+from schedir.schedules import find_schedule, get_built_in_schedules
+from schedir.schedules.schedule_algebra import Schedule, get_stages_per_rank
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
 
@@ -298,6 +298,10 @@ def _require_complete_draft(program: Program) -> Program:
                 "F is F[0], the first stage of a rank: add F[1] and B[1] for its second stage; a "
                 "parameter v receives the number of stages of a rank"
             )
+            built_in = get_built_in_schedules()
+            if program.name in built_in:
+                several = [name for name, one in built_in.items() if get_stages_per_rank(one) > 1]
+                error.hint = f"{program.name} has one stage per rank; use {' or '.join(several)}"
         raise
 
 

@@ -92,6 +92,8 @@ def load_source(source: str) -> Schedule | Program:
         return _load_program(source)
     if source.endswith(TIMELINE_SUFFIX):
         return load_timeline(source).program
+    if source.endswith(".toml"):
+        raise UsageError(f"{source} is a configuration, not a schedule", hint=f"--config {source}")
     if source.endswith(".py"):
         raise UsageError(f"{source} lacks the name of a function", hint=f"{source}:NAME")
     known = get_built_in_schedules()
