@@ -95,7 +95,7 @@ class CheckpointDirectory:
             self.path = Path(os.path.abspath(Path(path).expanduser()))
         except RuntimeError as error:
             raise UsageError(f"directory {self.path_text} cannot be used: {error}") from None
-        if (self.path / MANIFEST_NAME).exists():
+        if os.path.exists(self.path / MANIFEST_NAME):
             raise CheckpointError(
                 f"{self.path_text} is a single checkpoint",
                 hint=f"its directory of checkpoints is {Path(path).parent}",

@@ -325,4 +325,7 @@ def test_no_code_of_a_file_is_run(
 def test_help_says_that_a_schedule_may_be_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "a schedule file.py:function executes file.py, unless --no-code is given" in said
+    assert (
+        "if its schedule is file.py:function, schedir executes file.py, unless --no-code is given"
+        in said
+    )

@@ -410,7 +410,7 @@ def test_check_says_from_which_size_on_a_program_hangs(
 def test_check_says_where_communicators_are_made(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
     assert out.endswith("and blocking_serial, if each communicator is created at its first use\n")
-    assert "hosts do not block" in refuses(
+    assert "lazy_communicators and blocking_hosts cannot both be given" in refuses(
         capsys, "check", "gpipe", "--lazy-communicators", "--blocking-hosts"
     )
     for option, known in (("--lazy-communicators", False), ("--host-device-sync", True)):

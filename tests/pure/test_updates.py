@@ -237,7 +237,7 @@ def test_a_mark_may_have_a_delay_for_each_stage() -> None:
     shape = PipelineShape(2, 4, optimizer_steps=2, weight_delay=(1, 0))
     assert expand_schedule(mine, shape).shape == shape
     expand_schedule(mine, PipelineShape(2, 4))  # of one update it says nothing
-    with pytest.raises(ScheduleError, match=r"delay of \(1, 0\), not of 1"):
+    with pytest.raises(ScheduleError, match=r"needs weight_delay \(1, 0\), not 1"):
         expand_schedule(mine, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     same = with_weight_delay((1, 1))(mine)
     expand_schedule(same, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
@@ -255,7 +255,7 @@ def test_one_delay_is_written_in_one_way() -> None:
 
 
 def test_2bw_is_for_a_delay_of_one() -> None:
-    with pytest.raises(ScheduleError, match="delay of 1, not of 0"):
+    with pytest.raises(ScheduleError, match="needs weight_delay 1, not 0"):
         expand_schedule(pipedream_2bw, PipelineShape(2, 8, optimizer_steps=4, weight_delay=0))
     assert (
         expand_schedule(pipedream_2bw, PipelineShape(2, 8)).streams

@@ -158,5 +158,5 @@ def test_a_training_run_validates_before(tmp_path: Path) -> None:
     file = tmp_path / "ahead.sched"
     file.write_text(to_text(program("after_step", tied_weights=True)))
     config = Config(pipeline=PipelineConfig(ranks=4, microbatches=8, schedule=str(file)))
-    with pytest.raises(UsageError, match="checks the norm after_step"):
+    with pytest.raises(UsageError, match="has norm_check after_step, but a training run needs"):
         config.request.program  # noqa: B018

@@ -233,7 +233,7 @@ def test_commands_say_it(capsys: pytest.CaptureFixture[str]) -> None:
     command += ["--stages-per-rank", "2", "-O", "zero=3", "--json", "--sizes"]
     assert main([*command, "saved=10,params=160,grads=160,optimizer=480:480:80:80"]) == 0
     told = json.loads(capsys.readouterr().out)
-    names = ("weights_in_parts", "gradient_in_parts", "optimizer_in_parts")
+    names = ("sharded_weights", "sharded_gradients", "sharded_optimizer_state")
     assert [told[name] for name in names] == [[80, 80], [80, 80], [140, 140]]
-    assert told["whole_weights"] == told["whole_gradient"] == [320, 320]
+    assert told["unsharded_weights"] == told["unsharded_gradients"] == [320, 320]
     assert main([*command, "weights=10"]) == 2
