@@ -29,7 +29,7 @@ def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> Non
     assert not (tmp_path / "refused" / "boxes").exists()
     code, out, err = forked(str(config), tmp_path / "fits", limit, "memory.recompute=fit")
     assert code == 0, err
-    assert "recomputed: " in out.splitlines()[0] and " forwards: of stage " in out
+    assert out.startswith("recomputed, to use at most ") and " forwards: mb " in out
     held = json.loads((tmp_path / "fits" / "summary.json").read_text())["memory"]["predicted"]
     assert max(held) <= 0.9 * max(needs)
     assert losses(tmp_path / "fits") == losses(own)
@@ -64,4 +64,4 @@ def test_the_example(
         runpy.run_path(str(ROOT / "examples" / "recompute.py"), run_name="__main__")
     shown = capfd.readouterr()
     assert ended.value.code == 0, shown
-    assert "rank 0 needs" in shown.err and "recomputed: 7 of 16 forwards" in shown.out
+    assert "rank 0 needs" in shown.err and ": 7 of 16 forwards: mb 1-7 of stage 0" in shown.out
