@@ -18,7 +18,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CO
 # How near a prediction is to its run, the machine decides.
 NEAR = (
     r"bubble N%, (predicted N%( and N% unexplained)?"
-    r"|not predicted: at its mean times it takes N% (more|less))(?= |$)"
+    r"|not predicted: the simulation takes N% (more|less))(?= |$)"
 )
 
 
@@ -29,7 +29,7 @@ def said(text: str) -> str:
 def test_a_run_may_be_predicted_or_not() -> None:
     step = "step 5  loss 4.6  norm 3.4  bubble 45.8%, "
     predicted = said(f"{step}predicted 32.2% and 13.8% unexplained\nstep 10")
-    for other in ("predicted 32.2%", "not predicted: at its mean times it takes 12% more"):
+    for other in ("predicted 32.2%", "not predicted: the simulation takes 12% more"):
         assert said(f"{step}{other}\nstep 10") == predicted
     for other in ("predicted", "predicted 3% of it", "not predicted"):
         assert said(f"{step}{other}\nstep 10") != predicted
