@@ -71,7 +71,7 @@ def read_documents(
     if any(path.suffix == ".bin" for path in paths):
         if not isinstance(tokenizer, Bytes):
             raise UsageError(
-                f"{paths[0]} contains tokens, so that a tokenizer does not apply",
+                f"{paths[0]} contains tokens, so a tokenizer does not apply",
                 hint='leave out tokenizer, or set it to "bytes"',
                 fields=["tokenizer", "source"],
             )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 from warnings import warn
 from weakref import ref
@@ -328,16 +328,24 @@ def _per_chunk(function: Any, chunks: list[Any]) -> list[Any]:
 def _copy_to_last_rank(
     forward_data: list[Any], source: int, group: Any, device: torch.device
 ) -> None:
-    """Copy the losses of the rank with the last stage to the device of the last pipeline rank."""
+    """Copy the losses of the rank with the last stage to the device of the last pipeline rank.
+
+    They may be tensors, numbers and texts, in lists, tuples and dictionaries.
+    """
     last = group.size() - 1
-    map_tensors = partial(torch.utils._pytree.tree_map_only, torch.Tensor)
     if group.rank() == source:
-        copies = map_tensors(torch.Tensor.cpu, forward_data)
-        dist.send_object_list([copies], group=group, group_dst=last)
+        file = io.BytesIO()
+        torch.save(forward_data, file)
+        content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(device)
+        dist.send(torch.tensor([len(content)], device=device), group=group, group_dst=last)
+        dist.send(content, group=group, group_dst=last)
     elif group.rank() == last:
-        received: list[Any] = [None]
-        dist.recv_object_list(received, group=group, group_src=source)
-        forward_data.extend(map_tensors(lambda tensor: tensor.to(device), received[0]))
+        size = torch.zeros(1, dtype=torch.int64, device=device)
+        dist.recv(size, group=group, group_src=source)
+        content = torch.empty(int(size), dtype=torch.uint8, device=device)
+        dist.recv(content, group=group, group_src=source)
+        file = io.BytesIO(content.cpu().numpy().tobytes())
+        forward_data.extend(torch.load(file, map_location=device, weights_only=True))
 
 
 def _device_of(chunks: list[Any]) -> torch.device:

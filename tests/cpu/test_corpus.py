@@ -84,7 +84,11 @@ def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_p
             "needs the ends of documents",
             "packing",
         ),
-        ({"source": str(tmp_path / "a.bin"), "tokenizer": tokenizer}, "already", "tokenizer"),
+        (
+            {"source": str(tmp_path / "a.bin"), "tokenizer": tokenizer},
+            "a tokenizer does not apply",
+            "tokenizer",
+        ),
         ({"packing": "cut"}, "'cut' is not known", "packing"),
         ({"end_of_document": "<s>"}, 'tokenizer = "bytes" has its own', "end_of_document"),
     ):
