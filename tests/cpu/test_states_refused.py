@@ -144,7 +144,7 @@ def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
         schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"),
         partial(Counts, lr=1),
     )
-    with pytest.raises(ExecutionError, match="a step of Counts changes 'lr' of a group"):
+    with pytest.raises(ExecutionError, match="a step of Counts changes 'lr' of a parameter group"):
         stepped(world, 0)
 
 
