@@ -143,7 +143,7 @@ def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[Sc
 
 
 WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
-    "loop": ("zb_v", LOOP, {}, "is stage 2 of zb_v, and has post_process=True"),
+    "loop": ("zb_v", LOOP, {}, "is stage 2 of zb_v, so post_process must be False, but it is True"),
     "chunks": ("one_f_one_b", LOOP, {}, "does not run the 2 model chunks"),
     "microbatches": (compile("gpipe", ranks=2, microbatches=4), Case(), {}, "4 microbatches"),
     "dp": (compile("gpipe", ranks=2, microbatches=8, dp=2), Case(), {}, "dp 2"),
@@ -213,7 +213,7 @@ def test_later_calls_with_other_arguments_or_another_model_are_checked() -> None
     for errors in run_probes()[refuse_later_calls.__name__]:
         assert "adjust_tensor_shapes_fn is not supported" in errors[0]
         assert "need 2 data iterators, and data_iterator has 1" in errors[1]
-        assert "is stage 2 of zb_v, and has post_process=True" in errors[2]
+        assert "is stage 2 of zb_v, so post_process must be False, but it is True" in errors[2]
 
 
 def count_hook_calls() -> tuple[bool, int, int]:
