@@ -16,7 +16,7 @@ BUDGET = {
     "schedir/analysis": 1_890,
     "schedir/checkpoints": 1_910,
     "schedir/commands": 3_430,
-    "schedir/compiler": 360,
+    "schedir/compiler": 370,
     "schedir/data": 440,
     "schedir/hang_diagnosis": 1_990,
     "schedir/instrumentation": 530,
