@@ -64,7 +64,7 @@ def test_a_run_with_evaluations_has_the_losses_of_one_without(config: str, tmp_p
 
 
 def test_nothing_to_evaluate_on_is_refused(config: str) -> None:
-    with pytest.raises(UsageError, match=r"data\.validation names no data") as error:
+    with pytest.raises(UsageError, match=r"needs data\.validation, which is not") as error:
         run(config, ["train.evaluate_every=2"])
     assert error.value.fields == ("evaluate_every", "validation")
 

@@ -145,7 +145,7 @@ def test_mangled_text_is_refused_or_a_program(data: st.DataObject) -> None:
 def test_numbers_out_of_range_are_whole_numbers(value: str) -> None:
     with pytest.raises(ParseError) as caught:
         from_text(f"schedir 1\nprogram x\nranks {value}  microbatches 2\n")
-    assert "whole number" not in caught.value.fact and len(caught.value.fact) < 80
+    assert "must be an integer" not in caught.value.fact and len(caught.value.fact) < 80
 
 
 @given(st.text(st.characters(), max_size=8))
