@@ -213,5 +213,10 @@ def test_an_empty_count_is_refused_before_anything_is_built(
 
 def test_a_schedule_of_one_stage_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     err = refused(capsys, "check", "gpipe", "--stages-per-rank", "2")
-    assert "F 4.0 is missing on rank 0" in err and "add F[1] and B[1]" in err
+    assert "F 4.0 is missing on rank 0" in err and "gpipe has one stage per rank; use " in err
+    Path("one.py").write_text(
+        "from schedir import B, F\n\n\ndef f(r, P, m):\n    return m * (F + B)\n"
+    )
+    own = refused(capsys, "check", "one.py:f", "--stages-per-rank", "2")
+    assert "add F[1] and B[1]" in own
     assert "F[1]" not in refused(capsys, "check", "mine.py:half")
