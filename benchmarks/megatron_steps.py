@@ -1,4 +1,4 @@
-"""Step times inside Megatron-core: programs of schedir beside Megatron's own schedule.
+"""Step times inside Megatron-core: programs of schedir compared with Megatron's own schedule.
 
     OMP_NUM_THREADS=1 python benchmarks/megatron_steps.py
 

@@ -46,7 +46,7 @@ GROUPS = {
         "[Instructions](instructions.md) lists the instructions and the progress models, and "
         "[file formats](file-formats.md#programs-sched) describes the text of a program. "
         "[Errors](errors.md) lists the errors. "
-        "[The checker](../explanation/checker.md) explains what is verified.",
+        "[The checker](../explanation/checker.md) lists the checks.",
         ["compile", "evaluation_program", "check", "check_program_sequence", "errors", "Program",
          "Stream", "Instr",
          "Opcode", "to_text", "from_text", "input_limits", "find_tied_weights", "TiedWeights",

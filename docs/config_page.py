@@ -18,13 +18,12 @@ def shorten_type(accepted: str) -> str:
     """Return the values that a setting accepts, in fewer words than an error message needs."""
     short = accepted.replace("|", "\\|")
     short = re.sub(
-        r"a whole number of at least (\d+) and below (\d+)",
+        r"an integer of at least (\d+) and below (\d+)",
         lambda found: f"integer, {found[1]} to {int(found[2]) - 1}",
         short,
     )
     for long, other in (
-        ("a whole number", "integer"),
-        ("whole numbers", "integers"),
+        ("an integer", "integer"),
         ("a number", "number"),
         ("a string", "string"),
         ("a list", "list"),

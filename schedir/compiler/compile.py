@@ -169,8 +169,9 @@ def compile(
         require_type(sizes, Sizes, SIZES_EXAMPLE)
     _require_known_options(extra_options)
     shape = resolve_shape(
-        "compile", shape, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank,
-        placement=placement, optimizer_steps=optimizer_steps, weight_delay=weight_delay,
+        'compile("one_f_one_b", ranks=4, microbatches=8)', shape, ranks=ranks,
+        microbatches=microbatches, stages_per_rank=stages_per_rank, placement=placement,
+        optimizer_steps=optimizer_steps, weight_delay=weight_delay,
         sequence_chunks=sequence_chunks,
     )  # fmt: skip
     program = _to_draft(schedule, shape)
@@ -220,13 +221,11 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
             )
 
 
-def resolve_shape(
-    function: str, shape: PipelineShape | None, **fields: Any
-) -> PipelineShape | None:
+def resolve_shape(example: str, shape: PipelineShape | None, **fields: Any) -> PipelineShape | None:
     """Return `shape`, or a shape that is made of keywords.
 
     Args:
-        function: The name of the function that has these keywords, for errors.
+        example: A correct call of the function that has these keywords, for errors.
         shape: The shape that the user gave, or None.
         **fields: Fields of `PipelineShape`. None means that a field is not given.
 
@@ -249,10 +248,9 @@ def resolve_shape(
     missing = [name for name in ("ranks", "microbatches") if name not in fields]
     if missing:
         raise UsageError(
-            f"{function} needs {' and '.join(missing)}; given: {', '.join(fields)}",
-            hint=f'{function}("one_f_one_b", ranks=4, microbatches=8)'
-            if function != "search_schedule"
-            else "search_schedule(ranks=4, microbatches=8)",
+            f"{example.partition('(')[0]} needs {' and '.join(missing)}; given: "
+            f"{', '.join(fields)}",
+            hint=example,
             fields=missing,
         )
     return PipelineShape(**fields)

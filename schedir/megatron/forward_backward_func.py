@@ -18,20 +18,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from schedir.ir.program import Program
-from schedir.megatron.messenger import GroupMessenger
-from schedir.megatron.program_choice import (
-    PipelineSetting,
-    compile_program,
-    has_split_backward,
-    load_schedule,
-)
-from schedir.megatron.run_checks import (
+from schedir.megatron.pipeline_transport import PipelineGroupTransport
+from schedir.megatron.run_requirements import (
     ChunkLayout,
     read_layout,
     require_call_arguments,
     require_finished_reductions,
     require_layout,
     require_supported_settings,
+)
+from schedir.megatron.schedule_compilation import (
+    PipelineSetting,
+    compile_program,
+    has_split_backward,
+    load_schedule,
 )
 from schedir.megatron.step_handlers import HANDLERS, MegatronCall, MegatronStep
 from schedir.megatron.vee_model import stage_contexts
@@ -47,7 +47,7 @@ class _PreparedRun:
     """A program that all ranks agreed on, and the transport of its messages."""
 
     program: Program
-    messenger: GroupMessenger
+    transport: PipelineGroupTransport
 
 
 class ForwardBackward:
@@ -169,12 +169,12 @@ class ForwardBackward:
         def prepare_rank() -> tuple[dict[str, str], list[ChunkLayout]]:
             require_supported_settings(chunks, config)
             require_call_arguments(len(chunks), *call_arguments)
-            messenger = GroupMessenger(groups.pp, _device_of(chunks))
+            transport = PipelineGroupTransport(groups.pp, _device_of(chunks))
             program = compile_program(
                 self.schedule,
                 setting,
-                messenger.progress_model,
-                messenger.blocking_hosts,
+                transport.progress_model,
+                transport.blocking_hosts,
                 self.options,
                 HANDLERS,
             )
@@ -184,12 +184,12 @@ class ForwardBackward:
                     "gradients of some steps with Megatron's own schedule",
                     stacklevel=2,
                 )
-            made.append(_PreparedRun(program, messenger))
+            made.append(_PreparedRun(program, transport))
             facts = {
                 "the number of microbatches": str(setting.microbatches),
                 "the program": f"{program.name} ({program.digest[:12]})",
                 "pipeline_dtype": str(config.pipeline_dtype),
-                "the progress model": messenger.progress_model,
+                "the progress model": transport.progress_model,
                 **{name: repr(value) for name, value in shape_args.items()},
             }
             return facts, [read_layout(chunk) for chunk in chunks]
@@ -265,7 +265,7 @@ def _run_step(
         step = MegatronStep(
             program,
             rank,
-            run.messenger,
+            run.transport,
             call,
             _GradientReduction(config, chunks, force_all_reduce),
             stage_contexts(program.shape, rank, groups.pp),

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -18,29 +18,10 @@ from torch import Tensor
 
 from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Lane, Opcode
 from schedir.ir.program import Program
+from schedir.megatron.pipeline_transport import Message, PipelineGroupTransport
 from schedir.megatron.weight_gradients import WeightGradients, defer_weight_gradients
 
 StageMicrobatch = tuple[int, int]
-
-
-class Message(Protocol):
-    """A send or a receive in progress, such as a Work of torch.distributed."""
-
-    def wait(self) -> object:
-        """Wait for the message."""
-
-    def is_completed(self) -> bool:
-        """Return whether the message has been transferred."""
-
-
-class Messenger(Protocol):
-    """Sends and receives tensors between pipeline ranks."""
-
-    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Message:
-        """Start a send to a pipeline rank."""
-
-    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Message:
-        """Start a receive from a pipeline rank."""
 
 
 @dataclass
@@ -91,7 +72,7 @@ class MegatronStep:
     Args:
         program: The program.
         rank: The pipeline rank.
-        messenger: Sends and receives the boundary tensors.
+        transport: Sends and receives the boundary tensors.
         call: The arguments of the call.
         reduce_chunk: Starts the reduction of the gradients of a chunk.
         as_stage: Returns a context in which Megatron's functions for the pipeline rank answer for a
@@ -100,7 +81,7 @@ class MegatronStep:
 
     program: Program
     rank: int
-    messenger: Messenger
+    transport: PipelineGroupTransport
     call: MegatronCall
     reduce_chunk: Callable[[int], None]
     as_stage: Callable[[int], AbstractContextManager[object]] = nullcontext
@@ -116,8 +97,7 @@ class MegatronStep:
     sends: deque[tuple[Message, Tensor]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        first = next(self.call.chunks[0].parameters(), None)
-        self.device = torch.device("cpu") if first is None else first.device
+        self.device = self.transport.device
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
         stages = self.program.shape.stages_on_rank[self.rank]
         self.chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
@@ -139,14 +119,14 @@ class MegatronStep:
             requires_grad=requires_grad,
         )
         lane = INSTRUCTIONS[instr.op].lane
-        work = self.messenger.recv(buffer.detach(), self.program.peer_rank(instr), lane)
+        work = self.transport.recv(buffer.detach(), self.program.peer_rank(instr), lane)
         self.receives[lane, instr.stage, instr.mb] = _PendingReceive(work, buffer)
 
     def start_send(self, instr: Instr, tensor: Tensor) -> None:
         """Start the send of a boundary tensor, and release the tensors of sends that are done."""
         tensor = tensor.detach().contiguous()
         lane = INSTRUCTIONS[instr.op].lane
-        work = self.messenger.send(tensor, self.program.peer_rank(instr), lane)
+        work = self.transport.send(tensor, self.program.peer_rank(instr), lane)
         self.sends.append((work, tensor))
         while self.sends and self.sends[0][0].is_completed():
             self.sends.popleft()[0].wait()

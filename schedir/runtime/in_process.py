@@ -177,7 +177,7 @@ class InProcessExecutor:
                 self.mailboxes[rank],
                 loss=loss,
                 boundary=boundaries,
-                optimizer=_make(make_optimizer, parameters),
+                optimizer=_create_optimizer(make_optimizer, parameters),
                 max_norm=max_norm,
                 loss_scale=make_loss_scale and make_loss_scale(),
                 seed=seed,
@@ -455,7 +455,7 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
                 next_of[rank] += 1
 
 
-def _make(make_optimizer: Callable[..., Any] | None, parameters: Sequence[Any]) -> Any:
+def _create_optimizer(make_optimizer: Callable[..., Any] | None, parameters: Sequence[Any]) -> Any:
     """Return the optimizer of a rank, or None if it has none or no parameters."""
     if make_optimizer is None or not parameters:
         return None

@@ -30,6 +30,7 @@ from schedir.schedule_search.search_results import LowerBound, SearchResult, Sea
 from schedir.schedules.schedule_algebra import Schedule
 
 ProofMethod = Literal["closed", "solver"]
+_EXAMPLE: Final = "search_schedule(ranks=4, microbatches=8)"  # a correct call, for errors
 _PROOF_METHODS: Final = get_args(ProofMethod)
 _HEURISTIC_SHARE: Final = 0.3  # share of the seconds for the local search before the solver
 _MAX_PILOTS: Final = 8  # pilots at most: short searches that estimate the memory of messages
@@ -117,10 +118,10 @@ def search_schedule(
         <predicted Timeline of search: span 49, bubble 18.4%>
     """
     shape = resolve_shape(
-        "search_schedule", shape, ranks=ranks, microbatches=microbatches,
-        stages_per_rank=stages_per_rank, placement=placement,
+        _EXAMPLE, shape, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank,
+        placement=placement,
     )  # fmt: skip
-    require_type(shape, PipelineShape, "search_schedule(ranks=4, microbatches=8)")
+    require_type(shape, PipelineShape, _EXAMPLE)
     assert shape is not None
     time_limit = require_seconds(time_limit)
     max_evaluations = require_evaluations(max_evaluations)

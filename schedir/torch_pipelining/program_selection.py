@@ -22,6 +22,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import TiedStages
 from schedir.ir.program import WORD_DTYPE, Program, is_op
 from schedir.schedules.schedule_algebra import Schedule
+from schedir.transports.process_groups import get_backend_name, get_nccl_progress_model
 
 ProgramSource = Program | str | os.PathLike[str]
 EXAMPLE = "schedule='zb_v', or program=schedir.compile(schedule, shape)"
@@ -184,16 +185,11 @@ def get_progress_model(group: Any, device: torch.device) -> tuple[ProgressModel,
     Returns:
         The progress model, and True if hosts are blocking.
     """
-    blocks = device.type == "cpu"
-    try:
-        name = group._get_backend(torch.device(device.type)).name()
-    except RuntimeError:
-        name = ""
+    name = get_backend_name(group, device)
     if name == "gloo":
         return "per_pair", True
     if name == "nccl":
-        bound = getattr(group, "bound_device_id", None) is not None
-        return ("per_device" if bound else "torch_lazy"), blocks
+        return get_nccl_progress_model(group), device.type == "cpu"
     return "blocking_serial", True
 
 

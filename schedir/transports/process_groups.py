@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from schedir.analysis.progress_models import ProgressModel
+
 GroupRow = Sequence[int]
 _T = TypeVar("_T")
 
@@ -94,6 +96,31 @@ def make_group(
                 row, **(_gloo_options(timeout) if on_cpu else _nccl_options(timeout, max_ctas))
             )
     return group
+
+
+def get_backend_name(group: Any, device: torch.device) -> str:
+    """Return the name of a group's backend for a device, such as "gloo", or "" if it has none.
+
+    Args:
+        group: The process group.
+        device: The device of the tensors.
+    """
+    try:
+        return str(group._get_backend(torch.device(device.type)).name()).lower()
+    except RuntimeError:
+        return ""
+
+
+def get_nccl_progress_model(group: Any) -> ProgressModel:
+    """Return the progress model of messages that are sent alone in an NCCL group.
+
+    If the group is bound to a device, they use its communicator ("per_device"). Otherwise torch
+    creates a communicator for each pair of ranks at their first message ("torch_lazy").
+
+    Args:
+        group: The process group.
+    """
+    return "torch_lazy" if getattr(group, "bound_device_id", None) is None else "per_device"
 
 
 def get_host_timeout(group: Any = None) -> float | None:

@@ -319,7 +319,7 @@ def test_a_module_that_is_imported_while_a_stage_is_built_keeps_megatrons_functi
 
 
 def test_overlapped_reduction_with_several_optimizer_instances_is_refused() -> None:
-    from schedir.megatron.run_checks import require_supported_settings
+    from schedir.megatron.run_requirements import require_supported_settings
 
     ddp = SimpleNamespace(overlap_grad_reduce=True, num_distributed_optimizer_instances=2)
     with pytest.raises(UsageError, match="num_distributed_optimizer_instances=2"):

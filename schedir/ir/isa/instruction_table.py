@@ -139,7 +139,7 @@ LANES: Final[tuple[LaneRow, ...]] = (
     LaneRow(_L.H2D, False, "starts", "copies from the host", "offload", "#c9a45c"),
     LaneRow(_L.DISK, False, "starts", "writes of the host to its disk, and reads from it",
             "disk", "#4a3728", "disk"),
-    LaneRow(_L.HOST, False, "starts", "computes of the host, beside the device",
+    LaneRow(_L.HOST, False, "starts", "computes of the host, in parallel with the device",
             "step", "#6b8e23", "host computes"),
 )  # fmt: skip
 

@@ -102,7 +102,7 @@ class SoftwareConstants:
     tensor_overlap_share: float = _constant_field(
         0.67, "share of a tensor-parallel sum that is hidden if it overlaps with the product of a "
         "weight gradient; the rest slows the product down", 0.0, 1.0,
-        "fitted to the five backwards of arXiv 2205.05198, Table 4, whose software overlaps them; "
+        "fitted to the five backwards of arXiv 2205.05198, Table 4: its software overlaps them; "
         "0 for software that does not",
     )  # fmt: skip
     recompute_ahead: float = _constant_field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,20 @@ from torch import Tensor
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Lane
-from schedir.megatron.step_handlers import Message
+from schedir.transports.process_groups import get_backend_name, get_nccl_progress_model
 
 
-class GroupMessenger:
+class Message(Protocol):
+    """A send or a receive in progress, such as a Work of torch.distributed."""
+
+    def wait(self) -> object:
+        """Wait for the message."""
+
+    def is_completed(self) -> bool:
+        """Return whether the message has been transferred."""
+
+
+class PipelineGroupTransport:
     """Sends and receives tensors in Megatron's pipeline group.
 
     Args:
@@ -22,6 +32,7 @@ class GroupMessenger:
         device: The device of the tensors.
 
     Attributes:
+        device: The device of the tensors.
         progress_model: The progress model under which programs are proven. It follows from the
             group's backend:
 
@@ -37,23 +48,19 @@ class GroupMessenger:
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self.group = group
-        try:
-            backend = group._get_backend(device).name().lower()
-        except RuntimeError:
-            backend = "no"
+        self.group, self.device = group, device
+        backend = get_backend_name(group, device)
         if backend not in ("gloo", "nccl"):
             raise UsageError(
-                f"the pipeline group has {backend} backend for {device.type}; programs are proven "
-                "for Gloo and NCCL",
+                f"the pipeline group has {backend or 'no'} backend for {device.type}; programs are "
+                "proven for Gloo and NCCL",
                 hint='torch.distributed.init_process_group("nccl")',
             )
         self.uses_tags = backend == "gloo"
         self.blocking_hosts = device.type == "cpu"
-        self.progress_model: ProgressModel = "per_edge"
-        if backend == "nccl":
-            is_bound = getattr(group, "bound_device_id", None) is not None
-            self.progress_model = "per_device" if is_bound else "torch_lazy"
+        self.progress_model: ProgressModel = (
+            "per_edge" if self.uses_tags else get_nccl_progress_model(group)
+        )
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Message:
         """Start a send to a pipeline rank.
