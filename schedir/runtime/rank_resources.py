@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from math import inf
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,14 @@ from schedir.runtime.parameters.tied_parameters import (
     has_separate_copies,
     make_substitutes,
 )
+from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
 from schedir.transports.transport import SlotKey, Transport
 
 Loss = Callable[[Any, Any], Tensor]  # Its arguments: the output of the last stage, and a target.
+
+
+_Kind = TypeVar("_Kind", bound="RankService")
 
 
 class RankResources:
@@ -149,6 +153,7 @@ class RankResources:
                 [stage.gradients for stage in own], [stage.module for stage in own],
                 optimizer, loss_scale, self.random_streams, self.device, debug,
             )  # fmt: skip
+        self.services: dict[type[Service], Service] = {}
         self.is_in_step = False  # Also True after a step that failed.
         # Returns the gradient norm and the finite updates of the last step.
         self.get_last_update_result: Callable[[], tuple[Tensor, Tensor]] | None = None
@@ -156,6 +161,14 @@ class RankResources:
         self.receive_buffers: dict[SlotKey, Tensor] = {}  # Static memory of received values.
         # Static memory of sent values, by kind, slot, and the instructions that changed their form.
         self.send_buffers: dict[tuple[Value, int, tuple[Opcode, ...]], Tensor] = {}
+
+    def service(self, kind: type[_Kind]) -> _Kind:
+        """Return the rank's service of a kind, which the first call creates.
+
+        Args:
+            kind: The class of the service.
+        """
+        return find_or_create(self.services, kind, self)
 
     def _create_optimizer_state(
         self, program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike
@@ -214,6 +227,26 @@ class RankResources:
                     ):
                         shard_ranges[p] = shape, low, high
         shard_optimizer_state(self.optimizer, shard_ranges)
+
+
+class RankService(Service):
+    """The state of a feature that all programs of a rank share.
+
+    Args:
+        resources: The resources of the rank.
+    """
+
+    def __init__(self, resources: RankResources) -> None:
+        self.resources = resources
+
+    @classmethod
+    def create(cls, owner: RankResources) -> Self:
+        """Create the service of a rank.
+
+        Args:
+            owner: The resources of the rank.
+        """
+        return cls(owner)
 
 
 def compute_buffer_sizes(

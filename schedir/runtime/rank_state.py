@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, NamedTuple, overload
+from typing import Any, Final, NamedTuple, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -36,13 +35,10 @@ from schedir.runtime.model_checks.tensor_fingerprint import get_versions
 from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.runtime.offload.copy_lanes import LaneObserver
 from schedir.runtime.parameters.mixed_precision import step_if_finite
-from schedir.runtime.parameters.overlapped_reduction import (
-    GradientReduction,
-    find_last_accumulations,
-)
 from schedir.runtime.parameters.sharded_parameters import guard_shard_step
 from schedir.runtime.parameters.weight_versions import WeightVersions
-from schedir.runtime.rank_resources import RankResources
+from schedir.runtime.rank_resources import RankResources, RankService
+from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import StepInputs
 from schedir.runtime.value_slots import OutputSlot, Slot, SlotTable
@@ -150,6 +146,10 @@ def chain_calls(*calls: Callback | None) -> Callback | None:
     return all_of if between else both
 
 
+_ProgramKind = TypeVar("_ProgramKind", bound="ProgramService")
+_RankKind = TypeVar("_RankKind", bound=RankService)
+
+
 class State:
     """The state of one program on a rank: its slots, pending messages and step inputs.
 
@@ -200,6 +200,7 @@ class State:
             if s >= program.frozen_stages:
                 own = ((k, i) for k, i in enumerate(self.stream) if i.stage == s)
                 self.weight_versions[s] = stage.create_weight_versions(self.shape, own)
+        self.services: dict[type[Service], Service] = {}
         self.batch = StepInputs()
         self.grad_scale: float | Tensor = 1.0  # The factor of the sum of gradients.
         self.loss_gradient: Tensor | None = None  # The initial gradient of backwards. None is 1.
@@ -213,14 +214,6 @@ class State:
         )
         # Sends that may not have arrived, by index in the stream, with the sent tensor.
         self.pending_sends: dict[int, tuple[Work, Tensor]] = {}
-        self.pending_reductions: list[Work] = []
-        # Reduce-scatters of gradients, oldest first, with the index of their instruction.
-        self.pending_reduce_scatters: deque[tuple[int, list[Work]]] = deque()
-        # Sums over replicas, and the last backward before each. The sum overlaps with this backward
-        # unless `reduce_after_backward` is True.
-        self.reductions: dict[Instr, GradientReduction] = {}
-        self.overlapped_reductions = find_last_accumulations(self.stream) if program.dp > 1 else {}
-        self.reduce_after_backward = False
         # Within the context `record_as(k)`, the recorder attributes started work to instruction k.
         self.record_as: Callable[[int], AbstractContextManager[object]] = nullcontext
         # Returns the observer of the begin and end of an instruction's work on a lane of the rank.
@@ -242,8 +235,6 @@ class State:
             self.slot_tables, self.slot_assignment, self.receive_buffers, parts, self.device
         )
         self.sends_before_reuse = _find_sends_before_reuse(program, rank)
-        # For each instruction that starts a new full gradient, the reduction that freed its slot.
-        self.gradient_freed_by = find_freeing_instructions(program, rank, Value.WGRAD)
         # The finiteness and the clipping factor of an update that is made one stage at a time.
         self.is_update_finite: Tensor | None = None
         self.clip_factor: Tensor | None = None
@@ -252,6 +243,21 @@ class State:
         self.offload_moves = OffloadMoves(
             has_fixed_slots=bool(program.slots) and program.slots[rank].saved != UNSHARED_SLOTS
         )
+
+    @overload
+    def service(self, kind: type[_ProgramKind]) -> _ProgramKind: ...
+    @overload
+    def service(self, kind: type[_RankKind]) -> _RankKind: ...
+    def service(self, kind: Any) -> Any:
+        """Return the service of a kind, which the first call creates.
+
+        Args:
+            kind: A subclass of `ProgramService`, whose service only this program has, or of
+                `RankService`, whose service all programs of the rank share.
+        """
+        if issubclass(kind, RankService):
+            return self.resources.service(kind)
+        return find_or_create(self.services, kind, self)
 
     def require_inputs(self, batch: StepInputs) -> None:
         """Check that the inputs of a step are complete for this rank.
@@ -477,38 +483,6 @@ class State:
             work.wait()
             del tensor  # Not before the wait: on a GPU the memory may be reused at once.
 
-    def wait_for_reductions(self) -> None:
-        """Wait for all pending reductions."""
-        while self.pending_reduce_scatters:
-            self._wait_for_reduce_scatter()
-        for work in self.pending_reductions:
-            work.wait()
-        self.pending_reductions.clear()
-
-    def allocate_gradient(self, stage: int, index: int) -> None:
-        """Allocate the full gradient of a stage, after the reduction that frees its slot.
-
-        It does nothing if the full gradient exists already.
-
-        Args:
-            stage: The stage.
-            index: The index in the stream of the instruction that adds to the gradient.
-        """
-        gradients = self.stages[stage].gradients
-        if gradients.is_allocated:
-            return
-        while self.pending_reduce_scatters and self.pending_reduce_scatters[0][
-            0
-        ] <= self.gradient_freed_by.get(index, -1):
-            self._wait_for_reduce_scatter()
-        gradients.allocate()
-
-    def _wait_for_reduce_scatter(self) -> None:
-        """Wait for the oldest pending reduce-scatter."""
-        _, works = self.pending_reduce_scatters.popleft()
-        for work in works:
-            work.wait()
-
     def restore_parameters(self) -> None:
         """Restore the parameters of all modules to their state between steps."""
         for s, stage in self.stages.items():
@@ -562,6 +536,26 @@ class State:
         if stage not in self.stages or self.shape.rank_of_stage(stage, mb) != self.rank:
             return None
         return self.stages[stage]
+
+
+class ProgramService(Service):
+    """The state of a feature that each program of a rank has for itself.
+
+    Args:
+        state: The state of the program.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    @classmethod
+    def create(cls, owner: State) -> Self:
+        """Create the service of a program.
+
+        Args:
+            owner: The state of the program.
+        """
+        return cls(owner)
 
 
 def _find_sends_before_reuse(program: Program, rank: int) -> dict[int, list[int]]:

@@ -42,6 +42,7 @@ from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.model_checks.parameter_guard import require_stage_parameters
 from schedir.runtime.parameters.overlapped_reduction import BackwardRoot, GradientReduction
 from schedir.runtime.rank_state import Call, State, chain_calls
+from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import require_input_tensors
 from schedir.runtime.value_slots import Slot
@@ -448,9 +449,12 @@ def backward_weight(state: State, i: Instr) -> Call:
 
 def _make_reduction_finder(state: State, i: Instr) -> Callable[[], GradientReduction | None]:
     """Return a function that returns the reduction which overlaps with an instruction, or None."""
-    if (reduction := state.overlapped_reductions.get(i)) is None:
+    reductions = state.service(PendingReductions)
+    if (reduction := reductions.overlapped.get(i)) is None:
         return lambda: None
-    return lambda: None if state.reduce_after_backward else state.reductions[reduction]
+    return lambda: (
+        None if reductions.starts_after_backward else reductions.by_instruction[reduction]
+    )
 
 
 HANDLERS: Final = {

@@ -14,6 +14,7 @@ from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.runtime.handlers.reduction_handlers import check_and_clip_grads
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.rank_state import Call, State
+from schedir.runtime.services.pending_reductions import PendingReductions
 
 
 def _get_cpu_optimizer(state: State) -> CpuOptimizer | None:
@@ -32,12 +33,12 @@ def offload_grads(state: State, i: Instr) -> Call:
                 i.stage, is_first_update=not i.mb, observer=state.get_lane_observer()
             )
 
-    return Call(state.wait_for_reductions, run)
+    return Call(state.service(PendingReductions).wait, run)
 
 
 def _wait_for_host_grads(state: State) -> None:
     """Wait until all gradients are reduced, and their copies are on the host."""
-    state.wait_for_reductions()
+    state.service(PendingReductions).wait()
     if (optimizer := _get_cpu_optimizer(state)) is not None:
         optimizer.wait_for_gradients()
 

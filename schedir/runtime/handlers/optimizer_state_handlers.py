@@ -14,6 +14,7 @@ from schedir.runtime.handlers.reduction_handlers import check_and_clip_grads
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState, ErrorWrapper
 from schedir.runtime.offload.host_optimizer_state import HostOptimizerState
 from schedir.runtime.rank_state import Call, State, find_freeing_instructions
+from schedir.runtime.services.pending_reductions import PendingReductions
 
 
 def _get_host_state(state: State) -> HostOptimizerState:
@@ -97,7 +98,7 @@ def stage_optimizer_step(state: State, i: Instr) -> Call:
 
     update = state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, i.stage, update, run)
-    return Call(state.wait_for_reductions, seeded)
+    return Call(state.service(PendingReductions).wait, seeded)
 
 
 def offload_state(state: State, i: Instr) -> Call:

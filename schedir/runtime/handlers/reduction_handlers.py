@@ -27,6 +27,7 @@ from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.runtime.parameters.sharded_parameters import require_sharded_state
 from schedir.runtime.parameters.tied_parameters import TiedWeight, make_tie_reducer, sum_into_copies
 from schedir.runtime.rank_state import Call, State
+from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.transports.transport import ChainedWork, Work
 
 
@@ -34,11 +35,8 @@ def reduce_grads(state: State, i: Instr) -> Call:
     """Link ReduceGrads: sum the gradients of a stage over the data-parallel replicas."""
     gradients, versions = state.stages[i.stage].gradients, state.weight_versions.get(i.stage)
     scale_flat = make_scaler(state, i.stage, i.mb)
-    start, pending, at = (
-        state.transport.start_collective,
-        state.pending_reductions,
-        state.index_of[i],
-    )
+    reductions = state.service(PendingReductions)
+    start, at = state.transport.start_collective, state.index_of[i]
 
     def begin(k: int) -> list[Work]:
         flat = scale_flat(k)
@@ -47,8 +45,8 @@ def reduce_grads(state: State, i: Instr) -> Call:
         with state.record_as(at):
             return [start("all_reduce", "dp", flat, flat)]
 
-    state.reductions[i] = reduction = GradientReduction(gradients, begin, versions)
-    return Call(None, lambda: pending.extend(reduction.end()))
+    reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin, versions)
+    return Call(None, lambda: reductions.works.extend(reduction.end()))
 
 
 def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int], Tensor]:
@@ -92,25 +90,26 @@ def reduce_replicated_stages(state: State, i: Instr) -> Call:
         state.stages[i.stage].gradients,
         find_sharing_ranks([i.stage], state.shape),
     )
-    start, pending = state.transport.start_collective, state.pending_reductions
+    start, reductions = state.transport.start_collective, state.service(PendingReductions)
 
     def run() -> None:
         for flat in gradients.reduced_flat:
-            pending.append(start("all_reduce", replica_ranks, flat, flat))
+            reductions.works.append(start("all_reduce", replica_ranks, flat, flat))
 
     # The sum over data-parallel replicas comes first. Without replicas there is no need to wait.
-    return Call(state.wait_for_reductions if state.shard_spec != ShardSpec() else None, run)
+    return Call(reductions.wait if state.shard_spec != ShardSpec() else None, run)
 
 
 def reduce_tied(state: State, i: Instr) -> Call:
     """Link ReduceTied: sum the gradients of tied weights over their copies."""
+    reductions = state.service(PendingReductions)
     sums = [
         make_tie_reducer(
             w,
             state.shape,
             state.rank,
             state.transport,
-            state.pending_reductions,
+            reductions.works,
             partial(_get_tied_gradient, state, w),
         )
         for w in state.tied_weights
@@ -123,7 +122,7 @@ def reduce_tied(state: State, i: Instr) -> Call:
         for begin in sums:
             begin()
 
-    return Call(state.wait_for_reductions, run)
+    return Call(reductions.wait, run)
 
 
 def _get_tied_gradient(state: State, weight: TiedWeight, stage: int) -> Tensor:
@@ -149,7 +148,7 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
     buffer or in a replica's shard. The gathered gradients are small.
     """
     gradients, t = state.stages[i.stage].gradients, state.program.tp
-    start, pending = state.transport.start_collective, state.pending_reductions
+    start, reductions = state.transport.start_collective, state.service(PendingReductions)
     summed = [
         kept
         for bucket, kept in zip(gradients.buckets, gradients.reduced_flat, strict=True)
@@ -160,24 +159,22 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
         for kept in summed:
             each = kept.new_empty(t, kept.numel())
             work = start("all_gather", "tp", each.view(-1), kept)
-            pending.append(ChainedWork(work, partial(sum_into_copies, *each, targets=[kept])))
+            add = partial(sum_into_copies, *each, targets=[kept])
+            reductions.works.append(ChainedWork(work, add))
 
-    return Call(state.wait_for_reductions, run)
+    return Call(reductions.wait, run)
 
 
 def reduce_norm(state: State, i: Instr) -> Call:
     """Link ReduceNorm: sum the squares of an update's gradients over the ranks of the model."""
-    compute_squares, start, pending = (
-        make_local_squared_norm(state),
-        state.transport.start_collective,
-        state.pending_reductions,
-    )
+    start, reductions = state.transport.start_collective, state.service(PendingReductions)
+    compute_squares = make_local_squared_norm(state)
 
     def run() -> None:
         norm = state.squared_norms[i.mb] = compute_squares()
-        pending.append(start("all_reduce", "model", norm, norm))
+        reductions.works.append(start("all_reduce", "model", norm, norm))
 
-    return Call(state.wait_for_reductions, run)
+    return Call(reductions.wait, run)
 
 
 def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
@@ -291,6 +288,7 @@ def check_and_clip_grads(state: State, update: int) -> Tensor:
 
 def optimizer_step(state: State, i: Instr) -> Call:
     """Link OptimizerStep: wait for the reductions, step the optimizer, and end the update."""
+    reductions = state.service(PendingReductions)
     ahead, by_stage = state.optimistic_step, state.program.optimizer_placement != "device"
     last, released = (
         i.mb == state.shape.optimizer_steps - 1,
@@ -317,7 +315,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
     def waits() -> None:
         # If gradients were released, the wait was earlier. Newer reductions are of the next update.
         if not released:
-            state.wait_for_reductions()
+            reductions.wait()
         if state.resources.host_optimizer_state is not None:
             state.resources.host_optimizer_state.finish(is_last_update=last)
 
@@ -325,7 +323,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
     first, update = min(state.stages), state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, first, update, run)
     if ahead is None:
-        return Call(waits if by_stage else state.wait_for_reductions, seeded)
+        return Call(waits if by_stage else reductions.wait, seeded)
     ahead.apply_update, ahead.judge_norm = (
         seeded,
         partial(compute_clip_factor, state.resources.max_norm),
@@ -333,7 +331,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
     own = make_local_squared_norm(state)
 
     def wait() -> None:
-        state.wait_for_reductions()
+        reductions.wait()
         ahead.wait_for_previous_norm()
 
     def claim() -> None:

@@ -30,6 +30,7 @@ from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import are_finite
 from schedir.runtime.rank_state import Call
+from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.step_inputs import Keywords, Microbatches
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
@@ -234,11 +235,12 @@ def rerun_step(
         The local instructions with results that are not finite, in execution order.
     """
     found: list[NanOrigin] = []
+    reductions = executor.state.service(PendingReductions)
     usual = (
         executor.calls,
         executor.state.optimizer,
         executor.record_timestamps,
-        executor.state.reduce_after_backward,
+        reductions.starts_after_backward,
     )
 
     def watch(k: int, i: Instr, call: Call) -> Call:
@@ -254,7 +256,7 @@ def rerun_step(
     executor.calls = [watch(k, i, executor.calls[k]) for k, i in enumerate(executor.state.stream)]
     executor.state.optimizer, executor.record_timestamps = None, False
     # An overlapped sum over replicas would show the NaN of another replica as the rank's own.
-    executor.state.reduce_after_backward = True
+    reductions.starts_after_backward = True
     executor.random_streams.step -= 1  # Draw the same random numbers.
     try:
         executor.step(inputs, targets, scale, keywords)
@@ -263,7 +265,7 @@ def rerun_step(
             executor.calls,
             executor.state.optimizer,
             executor.record_timestamps,
-            executor.state.reduce_after_backward,
+            reductions.starts_after_backward,
         ) = usual
     return found
 

@@ -1,0 +1,47 @@
+"""Service: the state of one feature on a rank, and what the feature adds to each step.
+
+A handler asks for a service when it links an instruction: `state.service(PendingReductions)`. The
+first call creates the service, so a program without the feature has no such object. Two base
+classes define the owner, and with it the lifetime:
+
+- `ProgramService`: one for each program on a rank (`rank_state.py`).
+- `RankService`: one for each rank, which all its programs share (`rank_resources.py`).
+
+The step loop, warm-up steps, evaluations, checkpoints and the count of live memory call the methods
+below for all services of a program and its rank. They name no service.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self, TypeVar
+
+
+class Service:
+    """The state of one feature. Each of these methods does nothing by default."""
+
+    @classmethod
+    def create(cls, owner: Any) -> Self:
+        """Create the service.
+
+        Args:
+            owner: The `State` of the program, or the `RankResources` of the rank.
+        """
+        raise NotImplementedError
+
+
+_Kind = TypeVar("_Kind", bound=Service)
+
+
+def find_or_create(services: dict[type[Service], Service], kind: type[_Kind], owner: Any) -> _Kind:
+    """Return the service of a kind, and create it if there is none.
+
+    Args:
+        services: The services of the owner by kind, to which a new one is added.
+        kind: The class of the service.
+        owner: The owner of the services.
+    """
+    if kind not in services:
+        services[kind] = kind.create(owner)
+    service = services[kind]
+    assert isinstance(service, kind)
+    return service
