@@ -36,7 +36,6 @@ from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.runtime.offload.copy_lanes import LaneObserver
 from schedir.runtime.parameters.mixed_precision import step_if_finite
 from schedir.runtime.parameters.sharded_parameters import guard_shard_step
-from schedir.runtime.parameters.weight_versions import WeightVersions
 from schedir.runtime.rank_resources import RankResources, RankService
 from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
@@ -193,13 +192,6 @@ class State:
         self.accumulate_grads, self.debug = resources.accumulate_grads, resources.debug
         self.stream, self.has_backward = program.streams[rank], program.has_backward
         self.is_evaluating = self.has_evaluated = False  # `has_evaluated`: at least once.
-        self.weight_versions: dict[int, WeightVersions] = {}  # By stage.
-        for s, stage in (
-            self.stages.items() if self.has_backward and self.shape.optimizer_steps > 1 else ()
-        ):
-            if s >= program.frozen_stages:
-                own = ((k, i) for k, i in enumerate(self.stream) if i.stage == s)
-                self.weight_versions[s] = stage.create_weight_versions(self.shape, own)
         self.services: dict[type[Service], Service] = {}
         self.batch = StepInputs()
         self.grad_scale: float | Tensor = 1.0  # The factor of the sum of gradients.
@@ -259,6 +251,10 @@ class State:
             return self.resources.service(kind)
         return find_or_create(self.services, kind, self)
 
+    def list_services(self) -> list[Service]:
+        """Return the services of the rank and those of the program, in order of creation."""
+        return [*self.resources.services.values(), *self.services.values()]
+
     def require_inputs(self, batch: StepInputs) -> None:
         """Check that the inputs of a step are complete for this rank.
 
@@ -302,8 +298,8 @@ class State:
         if self.resources.host_optimizer_state is not None:
             self.resources.host_optimizer_state.to_resting_state()
         self.begin_update()
-        for versions in self.weight_versions.values():
-            versions.begin_step()
+        for service in self.list_services():
+            service.begin_step()
 
     def finish_step(self) -> Tensor | None:
         """End a step or an evaluation: wait for pending sends, and restore the parameters.
@@ -329,8 +325,8 @@ class State:
         for stage in self.stages.values() if self.is_evaluating else ():
             if stage.sharded_parameters is not None:
                 stage.sharded_parameters.require_unwritten()
-        for versions in self.weight_versions.values():
-            versions.end_step()
+        for service in self.list_services():
+            service.finish_step()
         self.transport.on_step_end()
         self.restore_parameters()
         self.first_step_checks.end_step(self.losses)
@@ -364,15 +360,6 @@ class State:
                 stage.sharded_parameters.begin_step(has_backward=self.has_backward)
             if not self.is_evaluating:
                 stage.gradients.zero()
-
-    def save_weight_version(self, step: Instr) -> None:
-        """Store the weights after an optimizer step, for the computes of later updates.
-
-        Args:
-            step: The OptimizerStep; its `mb` is the number of the update.
-        """
-        for versions in self.weight_versions.values():
-            versions.keep_version(step.mb + 1, self.index_of[step])
 
     def step_optimizer(self, finite: Tensor, stage: int | None = None) -> None:
         """Run the optimizer step if the update is finite.
@@ -485,8 +472,10 @@ class State:
 
     def restore_parameters(self) -> None:
         """Restore the parameters of all modules to their state between steps."""
-        for s, stage in self.stages.items():
-            stage.restore_parameters(self.weight_versions.get(s))
+        for service in self.list_services():
+            service.restore()
+        for stage in self.stages.values():
+            stage.restore_parameters()
 
     def abort_step(self, *, has_begun: bool) -> None:
         """Clean up after an error in a step.

@@ -26,6 +26,7 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.services.stage_weight_versions import StageWeightVersions
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
@@ -255,7 +256,7 @@ def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
     stepped(world, 0)
     most = [0] * shape.ranks
     for r, rank in enumerate(world.executors):
-        for versions in rank.state.weight_versions.values():
+        for versions in rank.state.service(StageWeightVersions).by_stage.values():
             _counted(versions, most, r)
     stepped(world, 1)
     assert most == count_peak_versions(world.program).tolist()

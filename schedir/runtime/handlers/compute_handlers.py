@@ -43,6 +43,7 @@ from schedir.runtime.model_checks.parameter_guard import require_stage_parameter
 from schedir.runtime.parameters.overlapped_reduction import BackwardRoot, GradientReduction
 from schedir.runtime.rank_state import Call, State, chain_calls
 from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.stage_weight_versions import find_weight_versions
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import require_input_tensors
 from schedir.runtime.value_slots import Slot
@@ -58,7 +59,7 @@ def forward(state: State, i: Instr) -> Call:
     )
     trains, versions = (
         state.has_backward and i.stage >= state.program.frozen_stages,
-        state.weight_versions.get(i.stage),
+        find_weight_versions(state, i.stage),
     )
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i]) if trains else None
     is_recomputed = Instr(RECOMPUTE, i.stage, mb) in state.index_of

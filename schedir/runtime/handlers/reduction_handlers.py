@@ -28,12 +28,13 @@ from schedir.runtime.parameters.sharded_parameters import require_sharded_state
 from schedir.runtime.parameters.tied_parameters import TiedWeight, make_tie_reducer, sum_into_copies
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.stage_weight_versions import StageWeightVersions, find_weight_versions
 from schedir.transports.transport import ChainedWork, Work
 
 
 def reduce_grads(state: State, i: Instr) -> Call:
     """Link ReduceGrads: sum the gradients of a stage over the data-parallel replicas."""
-    gradients, versions = state.stages[i.stage].gradients, state.weight_versions.get(i.stage)
+    gradients, versions = state.stages[i.stage].gradients, find_weight_versions(state, i.stage)
     scale_flat = make_scaler(state, i.stage, i.mb)
     reductions = state.service(PendingReductions)
     start, at = state.transport.start_collective, state.index_of[i]
@@ -310,7 +311,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
         if not last:  # The gradients of the last update stay for the caller.
             if not released:
                 state.begin_update()
-            state.save_weight_version(i)
+            state.service(StageWeightVersions).keep_next(i)
 
     def waits() -> None:
         # If gradients were released, the wait was earlier. Newer reductions are of the next update.

@@ -28,6 +28,15 @@ class Service:
         """
         raise NotImplementedError
 
+    def begin_step(self) -> None:
+        """Begin a step or an evaluation, whose inputs, weights and gradients are prepared."""
+
+    def finish_step(self) -> None:
+        """End a step or an evaluation after its last instruction, before `restore`."""
+
+    def restore(self) -> None:
+        """Restore the modules to their state between steps, also after an error."""
+
 
 _Kind = TypeVar("_Kind", bound=Service)
 
