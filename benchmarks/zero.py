@@ -371,11 +371,7 @@ class Witness:
             state.grad_scale,
             state.is_update_finite,
         ]
-        away = (
-            []
-            if state.resources.host_optimizer_state is None
-            else state.resources.host_optimizer_state.list_host_memory()
-        )
+        away = [t for service in state.list_services() for t in service.list_host_tensors()]
         lived = self.alive.bytes(
             [
                 *tree_leaves(sent),

@@ -165,7 +165,8 @@ def _collect_rank_state(state: State) -> RankCheckpointState:
     program, held = state.program, state.resources
 
     def is_read(begins: bool) -> None:
-        held.snapshots.cancel_request()
+        for service in state.list_services():
+            service.on_load()
         held.is_in_step = begins
 
     return RankCheckpointState(

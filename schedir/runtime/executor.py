@@ -18,11 +18,11 @@ from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobat
 from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
 from schedir.runtime.extra_programs import ExtraProgram, ProgramOrder, resolve_extra_programs
 from schedir.runtime.model_checks.rank_consistency import check_rank_agreement
-from schedir.runtime.offload.memory_tiers import MemoryTiers
+from schedir.runtime.offload.memory_tiers import require_spill_dir
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
 from schedir.runtime.parameters.tied_parameters import fingerprint_parameters
 from schedir.runtime.program_runner import ProgramRunner
-from schedir.runtime.rank_resources import Loss, RankResources, find_device
+from schedir.runtime.rank_resources import Loss, RankResources
 from schedir.runtime.rank_state import State
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.runtime.warm_up import WARM_UP_STEPS as WARM_UP_STEPS
@@ -248,9 +248,8 @@ class Executor(ProgramRunner):
             arguments.require_loss_scale(loss_scale),
         )
         programs = [program, *(other for other, _ in extra_runs)]
-        tiers = MemoryTiers(
-            find_device(stages), rank, programs, arguments.require_spill_dir(spill_dir)
-        )
+        spill_folder = arguments.require_spill_dir(spill_dir)
+        require_spill_dir(spill_folder, programs)
         weights = check_rank_agreement(
             program, rank, stages, transport, boundaries,
             optimizer, max_norm, loss_scale, seed, tied_weights,
@@ -262,7 +261,7 @@ class Executor(ProgramRunner):
             SerializedTransport(transport) if transport.uses_static_buffers else transport,
             loss, optimizer, max_norm, loss_scale, seed, weights, parameter_copies,
             other_rank_stages, accumulate_grads, debug,
-            tiers,
+            spill_folder,
         )  # fmt: skip
         resources.allocate_buffers([(program, boundaries), *extra_runs])
         super().__init__(program, resources, boundaries, 0, record_timestamps=record_timestamps)

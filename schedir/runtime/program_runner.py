@@ -282,6 +282,8 @@ class ProgramRunner(DispatchPosition):
         self.resources.parameter_guard.require_unchanged(self.program.name)
         state.require_inputs(batch)
         self.is_profiled = self.is_warm and torch.autograd.profiler._is_profiler_enabled
+        for service in state.list_services():
+            batch = service.prepare_step(batch)
         if state.optimistic_step is not None and state.optimistic_step.begin_step():
             recorded = RecordedState(state, batch, self.unstepped_parameters)
             batch, state.optimistic_step.restore_step_state = recorded.batch, recorded.restore

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from math import inf
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
@@ -18,12 +19,6 @@ from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.parameter_guard import ParameterGuard
-from schedir.runtime.offload.copy_lanes import CopyLanes
-from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
-from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
-from schedir.runtime.offload.host_optimizer_state import HostOptimizerState, require_stagewise_steps
-from schedir.runtime.offload.memory_tiers import MemoryTiers
-from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
@@ -66,11 +61,10 @@ class RankResources:
         other_rank_stages: The stages of other ranks, if they are in this process.
         accumulate_grads: Add to the existing gradients, as autograd does.
         debug: Allow checks for which the host reads results from a GPU.
-        memory_tiers: The host and disk memory of the rank. By default there is no disk memory.
+        spill_dir: The directory for values that programs move to the disk, or None.
 
     Raises:
-        ModelError: The parameters are on several devices, or the optimizer cannot step one stage
-            at a time although the program offloads its state.
+        ModelError: The parameters are on several devices.
     """
 
     def __init__(
@@ -89,9 +83,9 @@ class RankResources:
         other_rank_stages: Sequence[nn.Module] = (),
         accumulate_grads: bool = False,
         debug: bool = False,
-        memory_tiers: MemoryTiers | None = None,
+        spill_dir: Path | None = None,
     ) -> None:
-        self.debug = debug
+        self.program, self.debug = program, debug
         self.accumulate_grads = accumulate_grads
         self.rank, self.transport, self.loss = rank, transport, loss
         self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
@@ -128,23 +122,7 @@ class RankResources:
         self.parameter_guard = ParameterGuard({s: stages[s] for s in self.stages})
         self.can_step = True  # False in warm-up steps in which the optimizer must not step.
         self.device = find_device(stages)
-        self.snapshots = SnapshotCopies(self.device)
-        self.copy_lanes, self.memory_tiers = (
-            CopyLanes(self.device),
-            memory_tiers or MemoryTiers(self.device, rank, (), None),
-        )
-        # The offloaded optimizer state, if the program offloads it.
-        self.host_optimizer_state: HostOptimizerState | None = None
-        if program.optimizer_placement != "device" and program.has_backward:
-            trained = {s: stages[s].parameters() for s in self.stages if s >= program.frozen_stages}
-            parameters = {
-                s: [parameter_copies.get(p, p) for p in own] for s, own in trained.items()
-            }
-            require_stagewise_steps(program, parameters, optimizer)
-            if optimizer is not None:
-                self.host_optimizer_state = self._create_optimizer_state(
-                    program, parameters, optimizer
-                )
+        self.spill_dir = spill_dir
         self.random_streams = RandomStreams(seed, self.device)
         self.optimistic_step: OptimisticStep | None = None
         if program.norm_check == "after_step" and program.has_backward:
@@ -169,26 +147,6 @@ class RankResources:
             kind: The class of the service.
         """
         return find_or_create(self.services, kind, self)
-
-    def _create_optimizer_state(
-        self, program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike
-    ) -> HostOptimizerState:
-        """Return the object that moves or steps the optimizer state off the device."""
-        names: dict[Tensor, str] = {
-            p: f"{name} of stage {s}"
-            for s, stage in self.stages.items()
-            for p, name in stage.gradients.names.items()
-        }
-        given = parameters, optimizer, self.copy_lanes, self.device, names
-        try:
-            if program.optimizer_placement == "disk":
-                return DiskOptimizerState(*given, self.memory_tiers)
-            if program.optimizer_placement == "cpu_step":
-                return CpuOptimizer(*given, self.stages, self.shard_spec.replica)
-            return HostOptimizerState(*given)
-        except ModelError as error:
-            error.program = program.name
-            raise
 
     def allocate_buffers(self, runs: Sequence[tuple[Program, BoundaryTable]]) -> None:
         """Allocate the message buffers, which all programs of the rank share.

@@ -26,13 +26,12 @@ from schedir.ir.isa.instructions import (
     PeerRule,
     Value,
 )
-from schedir.ir.program import UNSHARED_SLOTS, Program
+from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import list_stream_numbers
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.first_step_checks import OUTPUT_KINDS, FirstStepChecks
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions
-from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.runtime.offload.copy_lanes import LaneObserver
 from schedir.runtime.parameters.mixed_precision import step_if_finite
 from schedir.runtime.parameters.sharded_parameters import guard_shard_step
@@ -230,11 +229,6 @@ class State:
         # The finiteness and the clipping factor of an update that is made one stage at a time.
         self.is_update_finite: Tensor | None = None
         self.clip_factor: Tensor | None = None
-        # For each instruction that fills a slot of saved activations, the one that freed the slot.
-        self.saved_freed_by = find_freeing_instructions(program, rank, Value.SAVED)
-        self.offload_moves = OffloadMoves(
-            has_fixed_slots=bool(program.slots) and program.slots[rank].saved != UNSHARED_SLOTS
-        )
 
     @overload
     def service(self, kind: type[_ProgramKind]) -> _ProgramKind: ...
@@ -295,8 +289,6 @@ class State:
         for shared, copy in self.resources.parameter_copies.items():
             if copy is not shared:
                 copy.detach().copy_(shared.detach())
-        if self.resources.host_optimizer_state is not None:
-            self.resources.host_optimizer_state.to_resting_state()
         self.begin_update()
         for service in self.list_services():
             service.begin_step()
@@ -361,13 +353,15 @@ class State:
             if not self.is_evaluating:
                 stage.gradients.zero()
 
-    def step_optimizer(self, finite: Tensor, stage: int | None = None) -> None:
+    def step_optimizer(
+        self, finite: Tensor, step: Callable[[Tensor], object] | None = None
+    ) -> None:
         """Run the optimizer step if the update is finite.
 
         Args:
             finite: 0-dimensional bool tensor: True if the update is finite.
-            stage: The stage to step, if the optimizer state is offloaded. By default all stages
-                are stepped.
+            step: A function that steps some of the stages if its argument is True. By default all
+                stages are stepped.
         """
         finite = finite if self.resources.can_step else torch.zeros_like(finite)
         if self.optimizer is not None:
@@ -377,10 +371,10 @@ class State:
                 else nullcontext()
             )
             with draws, guard_shard_step(self.optimizer, self.shard_spec.zero):
-                if stage is None:
+                if step is None:
                     step_if_finite(finite, self.optimizer)
-                elif self.resources.host_optimizer_state is not None:
-                    self.resources.host_optimizer_state.step(stage, finite)
+                else:
+                    step(finite)
 
     def get_update_result(self) -> tuple[Tensor, Tensor]:
         """Return `Executor.grad_norm` and `Executor.finite_updates` of the last step."""
@@ -487,8 +481,8 @@ class State:
             has_begun: True if an instruction of the step had begun.
         """
         self.restore_parameters()
-        if self.resources.host_optimizer_state is not None:
-            self.resources.host_optimizer_state.fail()
+        for service in self.list_services():
+            service.fail(has_begun=has_begun)
         if self.optimistic_step is not None:
             self.optimistic_step.fail(has_begun=has_begun)
 

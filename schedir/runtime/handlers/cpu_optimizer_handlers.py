@@ -14,12 +14,13 @@ from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.runtime.handlers.reduction_handlers import check_and_clip_grads
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.rank_state import Call, State
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
 
 
 def _get_cpu_optimizer(state: State) -> CpuOptimizer | None:
     """Return the CPU optimizer, or None for a rank without an optimizer."""
-    optimizer = state.resources.host_optimizer_state
+    optimizer = state.service(OptimizerPlacement).optimizer_state
     assert optimizer is None or isinstance(optimizer, CpuOptimizer), "the program steps on the host"
     return optimizer
 

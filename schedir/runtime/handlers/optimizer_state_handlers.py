@@ -5,6 +5,7 @@ See `handler_registry` for the arguments and the result of a handler.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from schedir.ir.isa.instructions import Instr, Opcode, Value
@@ -14,25 +15,27 @@ from schedir.runtime.handlers.reduction_handlers import check_and_clip_grads
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState, ErrorWrapper
 from schedir.runtime.offload.host_optimizer_state import HostOptimizerState
 from schedir.runtime.rank_state import Call, State, find_freeing_instructions
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
 
 
 def _get_host_state(state: State) -> HostOptimizerState:
-    assert state.resources.host_optimizer_state is not None, "the program offloads the state"
-    return state.resources.host_optimizer_state
+    optimizer_state = state.service(OptimizerPlacement).optimizer_state
+    assert optimizer_state is not None, "the rank has an optimizer"
+    return optimizer_state
 
 
 def _get_disk_state(state: State) -> DiskOptimizerState:
-    assert isinstance(state.resources.host_optimizer_state, DiskOptimizerState), (
-        "the program keeps the state on the disk"
-    )
-    return state.resources.host_optimizer_state
+    optimizer_state = _get_host_state(state)
+    assert isinstance(optimizer_state, DiskOptimizerState), "the program keeps the state on disk"
+    return optimizer_state
 
 
 def read_state_from_disk(state: State, i: Instr) -> Call:
     """Link ReadStateFromDisk: read the optimizer state of a stage into a host buffer."""
     slots, wrap_error = state.program.slots, _make_error_wrapper(state, i)
-    if isinstance(states := state.resources.host_optimizer_state, DiskOptimizerState):
+    states = state.service(OptimizerPlacement).optimizer_state
+    if isinstance(states, DiskOptimizerState):
         buffers = slots[state.rank].state_host if slots else UNSHARED_SLOTS
         stages = len(state.shape.stages_on_rank[state.rank])
         states.buffer_count = max(states.buffer_count, min(buffers, 2 * stages))
@@ -94,7 +97,9 @@ def stage_optimizer_step(state: State, i: Instr) -> Call:
             _get_host_state(state).finish_load(i.stage)
         if state.is_update_finite is None:
             state.is_update_finite = check_and_clip_grads(state, i.mb)
-        state.step_optimizer(state.is_update_finite, i.stage)
+        if state.optimizer is not None:
+            step = partial(_get_host_state(state).step, i.stage)
+            state.step_optimizer(state.is_update_finite, step)
 
     update = state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, i.stage, update, run)

@@ -27,6 +27,7 @@ from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.runtime.parameters.sharded_parameters import require_sharded_state
 from schedir.runtime.parameters.tied_parameters import TiedWeight, make_tie_reducer, sum_into_copies
 from schedir.runtime.rank_state import Call, State
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.stage_weight_versions import StageWeightVersions, find_weight_versions
 from schedir.transports.transport import ChainedWork, Work
@@ -290,6 +291,9 @@ def check_and_clip_grads(state: State, update: int) -> Tensor:
 def optimizer_step(state: State, i: Instr) -> Call:
     """Link OptimizerStep: wait for the reductions, step the optimizer, and end the update."""
     reductions = state.service(PendingReductions)
+    placement = (
+        None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
+    )
     ahead, by_stage = state.optimistic_step, state.program.optimizer_placement != "device"
     last, released = (
         i.mb == state.shape.optimizer_steps - 1,
@@ -317,8 +321,8 @@ def optimizer_step(state: State, i: Instr) -> Call:
         # If gradients were released, the wait was earlier. Newer reductions are of the next update.
         if not released:
             reductions.wait()
-        if state.resources.host_optimizer_state is not None:
-            state.resources.host_optimizer_state.finish(is_last_update=last)
+        if placement is not None and placement.optimizer_state is not None:
+            placement.optimizer_state.finish(is_last_update=last)
 
     # Stage replicas draw the same random numbers as this rank.
     first, update = min(state.stages), state.shape.microbatches + i.mb

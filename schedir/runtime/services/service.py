@@ -13,7 +13,12 @@ below for all services of a program and its rank. They name no service.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Self, TypeVar
+
+from torch import Tensor
+
+from schedir.runtime.step_inputs import StepInputs
 
 
 class Service:
@@ -28,6 +33,17 @@ class Service:
         """
         raise NotImplementedError
 
+    def prepare_step(self, batch: StepInputs) -> StepInputs:
+        """Prepare a step or an evaluation, before anything else of it changes.
+
+        Args:
+            batch: The inputs of the step.
+
+        Returns:
+            The inputs that the step must read.
+        """
+        return batch
+
     def begin_step(self) -> None:
         """Begin a step or an evaluation, whose inputs, weights and gradients are prepared."""
 
@@ -36,6 +52,32 @@ class Service:
 
     def restore(self) -> None:
         """Restore the modules to their state between steps, also after an error."""
+
+    def fail(self, *, has_begun: bool) -> None:
+        """Clean up after an error in a step.
+
+        Args:
+            has_begun: True if an instruction of the step had begun.
+        """
+
+    def on_load(self) -> None:
+        """React to a checkpoint that is about to be loaded, or that was loaded."""
+
+    def list_device_tensors(self) -> Iterable[Tensor]:
+        """Return tensors on the device that the service keeps, to count their memory."""
+        return ()
+
+    def list_host_tensors(self) -> Iterable[Tensor]:
+        """Return host memory that stands for device memory on a CPU, and must not be counted."""
+        return ()
+
+    def count_bytes(self, tier: str) -> int:
+        """Return the bytes of the values that the service keeps in a memory tier.
+
+        Args:
+            tier: "host" or "disk".
+        """
+        return 0
 
 
 _Kind = TypeVar("_Kind", bound=Service)
