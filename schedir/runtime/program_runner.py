@@ -27,6 +27,7 @@ from schedir.runtime.handlers.handler_registry import link_stream
 from schedir.runtime.rank_resources import RankResources
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.recording.recorder import RecordedTransport, Timestamps, make_timestamps
+from schedir.runtime.services.update_checks import UpdateChecks
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.runtime.warm_up import RecordedState, UnsteppedParameters, warm_up
@@ -134,7 +135,7 @@ class ProgramRunner(DispatchPosition):
 
         A 0-dimensional float64 tensor on the rank's device; 0 if the program does not clip.
         """
-        return (self.resources.get_last_update_result or self.state.get_update_result)()[0]
+        return self.state.service(UpdateChecks).read_last_result()[0]
 
     @property
     def finite_updates(self) -> Tensor:
@@ -142,7 +143,7 @@ class ProgramRunner(DispatchPosition):
 
         A bool tensor of shape (updates,) on the rank's device.
         """
-        return (self.resources.get_last_update_result or self.state.get_update_result)()[1]
+        return self.state.service(UpdateChecks).read_last_result()[1]
 
     def run_step(self, batch: StepInputs) -> Tensor | None:
         """Run one training step, after the warm-up steps if it is the first one.

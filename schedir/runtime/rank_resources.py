@@ -120,7 +120,6 @@ class RankResources:
             for s in shape.stages_on_rank[rank]
         }
         self.parameter_guard = ParameterGuard({s: stages[s] for s in self.stages})
-        self.can_step = True  # False in warm-up steps in which the optimizer must not step.
         self.device = find_device(stages)
         self.spill_dir = spill_dir
         self.random_streams = RandomStreams(seed, self.device)
@@ -133,8 +132,6 @@ class RankResources:
             )  # fmt: skip
         self.services: dict[type[Service], Service] = {}
         self.is_in_step = False  # Also True after a step that failed.
-        # Returns the gradient norm and the finite updates of the last step.
-        self.get_last_update_result: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.buffer_sizes: dict[Value, list[int]] = {}  # Bytes of each slot, by kind.
         self.receive_buffers: dict[SlotKey, Tensor] = {}  # Static memory of received values.
         # Static memory of sent values, by kind, slot, and the instructions that changed their form.

@@ -33,8 +33,7 @@ from schedir.runtime.model_checks.first_step_checks import OUTPUT_KINDS, FirstSt
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions
 from schedir.runtime.offload.copy_lanes import LaneObserver
-from schedir.runtime.parameters.mixed_precision import step_if_finite
-from schedir.runtime.parameters.sharded_parameters import guard_shard_step
+from schedir.runtime.parameters.mixed_precision import OptimizerLike
 from schedir.runtime.rank_resources import RankResources, RankService
 from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
@@ -89,11 +88,6 @@ def find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
                 if receive is not None:
                     acks[receive], used = used, []
     return acks
-
-
-_TIED_RANDOM_WARNING = (
-    "an optimizer draws different random numbers for the copies of a tied weight: they will differ"
-)
 
 
 class Call(NamedTuple):
@@ -184,7 +178,7 @@ class State:
             resources.tied_weights,
             resources.shard_spec,
         )
-        self.optimizer, self.loss_scale = resources.optimizer, resources.loss_scale
+        self.loss_scale = resources.loss_scale
         self.optimistic_step = (
             resources.optimistic_step if program.norm_check == "after_step" else None
         )
@@ -193,16 +187,7 @@ class State:
         self.is_evaluating = self.has_evaluated = False  # `has_evaluated`: at least once.
         self.services: dict[type[Service], Service] = {}
         self.batch = StepInputs()
-        self.grad_scale: float | Tensor = 1.0  # The factor of the sum of gradients.
-        self.loss_gradient: Tensor | None = None  # The initial gradient of backwards. None is 1.
         self.losses = [torch.zeros((), device=self.device)] * self.shape.microbatches
-        self.grad_norm = torch.zeros((), dtype=torch.float64, device=self.device)
-        # The sum of squares of all gradients, by update, until the update is clipped. There may be
-        # several: a rank without gradients may reduce the norm of the next update first.
-        self.squared_norms: dict[int, Tensor] = {}
-        self.finite_updates = torch.ones(
-            self.shape.optimizer_steps, dtype=torch.bool, device=self.device
-        )
         # Sends that may not have arrived, by index in the stream, with the sent tensor.
         self.pending_sends: dict[int, tuple[Work, Tensor]] = {}
         # Within the context `record_as(k)`, the recorder attributes started work to instruction k.
@@ -226,9 +211,11 @@ class State:
             self.slot_tables, self.slot_assignment, self.receive_buffers, parts, self.device
         )
         self.sends_before_reuse = _find_sends_before_reuse(program, rank)
-        # The finiteness and the clipping factor of an update that is made one stage at a time.
-        self.is_update_finite: Tensor | None = None
-        self.clip_factor: Tensor | None = None
+
+    @property
+    def optimizer(self) -> OptimizerLike | None:
+        """The optimizer of the rank."""
+        return self.resources.optimizer
 
     @overload
     def service(self, kind: type[_ProgramKind]) -> _ProgramKind: ...
@@ -275,17 +262,9 @@ class State:
             self.random_streams.begin_without_update(numbers)
         else:
             self.random_streams.begin_step(numbers)
-        self.is_update_finite = None
         self.transport.on_step_begin(self.program_number)
         self.first_step_checks.begin_step()
-        self.batch, self.grad_scale = batch, batch.grad_scale
-        if self.loss_scale is not None:
-            gradient = (self.loss_scale.value * self.grad_scale).float()
-            if self.loss_gradient is None:
-                self.loss_gradient = gradient
-            else:  # In place, because a graph may refer to this tensor.
-                self.loss_gradient.copy_(gradient)
-            self.grad_scale = self.loss_scale.inverse
+        self.batch = batch
         for shared, copy in self.resources.parameter_copies.items():
             if copy is not shared:
                 copy.detach().copy_(shared.detach())
@@ -312,8 +291,6 @@ class State:
             # Sum by microbatch, so the order of execution does not change the bits. Sum before
             # `on_step_end`, because a loss may be in receive memory.
             total = sum(self.losses, torch.zeros((), device=self.device))
-        if not self.is_evaluating:
-            self.resources.get_last_update_result = self.get_update_result
         for stage in self.stages.values() if self.is_evaluating else ():
             if stage.sharded_parameters is not None:
                 stage.sharded_parameters.require_unwritten()
@@ -352,36 +329,6 @@ class State:
                 stage.sharded_parameters.begin_step(has_backward=self.has_backward)
             if not self.is_evaluating:
                 stage.gradients.zero()
-
-    def step_optimizer(
-        self, finite: Tensor, step: Callable[[Tensor], object] | None = None
-    ) -> None:
-        """Run the optimizer step if the update is finite.
-
-        Args:
-            finite: 0-dimensional bool tensor: True if the update is finite.
-            step: A function that steps some of the stages if its argument is True. By default all
-                stages are stepped.
-        """
-        finite = finite if self.resources.can_step else torch.zeros_like(finite)
-        if self.optimizer is not None:
-            draws = (
-                self.random_streams.warn_of_draws(_TIED_RANDOM_WARNING)
-                if self.resources.has_separate_copies
-                else nullcontext()
-            )
-            with draws, guard_shard_step(self.optimizer, self.shard_spec.zero):
-                if step is None:
-                    step_if_finite(finite, self.optimizer)
-                else:
-                    step(finite)
-
-    def get_update_result(self) -> tuple[Tensor, Tensor]:
-        """Return `Executor.grad_norm` and `Executor.finite_updates` of the last step."""
-        if self.optimistic_step is None:
-            return self.grad_norm, self.finite_updates
-        norm = self.optimistic_step.get_last_norm()
-        return norm, norm.isfinite().view(1)
 
     def find_slot(self, kind: Value, stage: int, mb: int, index: int | None = None) -> Slot:
         """Return the slot of a value.
@@ -434,24 +381,6 @@ class State:
             return value
         carried = self.boundaries[mb].get_value_tensors(kind, stage)
         return (value,) if carried.is_single_tensor else carried.place_tensors(value)[1]
-
-    def compute_loss_gradient(self, mb: int) -> Tensor:
-        """Return the initial gradient of the backward of a microbatch.
-
-        It is NaN if the loss is not finite. The gradients of the update are then NaN, too, so all
-        ranks detect it. With `accumulate_grads` it is `grad_scale`, because gradients are not
-        scaled later.
-
-        Args:
-            mb: The microbatch.
-
-        Returns:
-            A 0-dimensional tensor.
-        """
-        loss = self.losses[mb]
-        if self.accumulate_grads:
-            return torch.as_tensor(self.grad_scale, dtype=loss.dtype, device=loss.device)
-        return loss - loss + (1.0 if self.loss_gradient is None else self.loss_gradient)
 
     def complete_send(self, send: int) -> None:
         """Wait for a send if it is pending, and then free the sent tensor.

@@ -42,6 +42,7 @@ from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.model_checks.parameter_guard import require_stage_parameters
 from schedir.runtime.parameters.overlapped_reduction import BackwardRoot, GradientReduction
 from schedir.runtime.rank_state import Call, State, chain_calls
+from schedir.runtime.services.loss_gradients import LossGradients
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.stage_weight_versions import find_weight_versions
 from schedir.runtime.stage_state import StageState
@@ -307,6 +308,7 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
     """
     mb, last = i.mb, i.stage == state.shape.stages - 1
     taken, give = find_input_slots(state, i), _make_output_writer(state, i)
+    first_gradients = state.service(LossGradients)
     gives_gradients = bool(_select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives))
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i])
     # Deferred weight gradients may keep a received gradient after its slot gets another value.
@@ -319,7 +321,7 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
 
     def run() -> None:
         xs, roots = saved.peek()
-        dys = (state.compute_loss_gradient(mb),) if last else take()
+        dys = (first_gradients.compute(mb),) if last else take()
         is_first_step = state.first_step_checks.is_active
         if is_first_step:
             # With detached tensors, a hook that keeps a gradient adds a reference to its memory.

@@ -11,11 +11,11 @@ from typing import Final
 import torch
 
 from schedir.ir.isa.instructions import Instr, Opcode
-from schedir.runtime.handlers.reduction_handlers import check_and_clip_grads
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
 
 
 def _get_cpu_optimizer(state: State) -> CpuOptimizer | None:
@@ -46,15 +46,12 @@ def _wait_for_host_grads(state: State) -> None:
 
 def _decide_update(state: State, update: int) -> None:
     """Check and clip the gradients of an update, and give the result to the CPU optimizer."""
-    state.is_update_finite = check_and_clip_grads(state, update)
-    can_update = (
-        state.is_update_finite
-        if state.resources.can_step
-        else torch.zeros_like(state.is_update_finite)
-    )
+    checks = state.service(UpdateChecks)
+    finite = checks.check_once(update)
+    can_update = finite if state.service(OptimizerSteps).can_step else torch.zeros_like(finite)
     if (optimizer := _get_cpu_optimizer(state)) is not None:
-        optimizer.set_grad_check(can_update, state.clip_factor)
-    state.clip_factor = None
+        optimizer.set_grad_check(can_update, checks.clip_factor)
+    checks.clip_factor = None
 
 
 def check_grads_finite(state: State, i: Instr) -> Call:
@@ -75,7 +72,7 @@ def host_optimizer_step(state: State, i: Instr) -> Call:
 
     def run() -> None:
         optimizer = _get_cpu_optimizer(state)
-        if state.is_update_finite is None:
+        if state.service(UpdateChecks).is_finite is None:
             _decide_update(state, i.mb)
         if optimizer is not None:
             optimizer.begin_step(i.stage, make_error, state.get_lane_observer())

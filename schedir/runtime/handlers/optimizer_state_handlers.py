@@ -11,12 +11,12 @@ from typing import Final
 from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.autograd.random_streams import UPDATE
-from schedir.runtime.handlers.reduction_handlers import check_and_clip_grads
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState, ErrorWrapper
 from schedir.runtime.offload.host_optimizer_state import HostOptimizerState
 from schedir.runtime.rank_state import Call, State, find_freeing_instructions
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
 
 
 def _get_host_state(state: State) -> HostOptimizerState:
@@ -91,15 +91,14 @@ def reload_state(state: State, i: Instr) -> Call:
 
 def stage_optimizer_step(state: State, i: Instr) -> Call:
     """Link StageOptimizerStep: step the parameters of a stage on the device."""
+    checks, steps = state.service(UpdateChecks), state.service(OptimizerSteps)
 
     def run() -> None:
         if state.optimizer is not None:
             _get_host_state(state).finish_load(i.stage)
-        if state.is_update_finite is None:
-            state.is_update_finite = check_and_clip_grads(state, i.mb)
+        finite = checks.check_once(i.mb)
         if state.optimizer is not None:
-            step = partial(_get_host_state(state).step, i.stage)
-            state.step_optimizer(state.is_update_finite, step)
+            steps.run(finite, partial(_get_host_state(state).step, i.stage))
 
     update = state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, i.stage, update, run)

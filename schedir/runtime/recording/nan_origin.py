@@ -195,7 +195,7 @@ class StepResidue:
         each = [are_finite(stage.gradients.reduced_flat) for stage in self.trained_stages.values()]
         if len(each) < len(self):
             each += torch.stack(state.losses).isfinite().unbind()
-        return torch.stack(each) if each else state.finite_updates[:0]
+        return torch.stack(each) if each else torch.zeros(0, dtype=torch.bool, device=state.device)
 
     def find_nonfinite(self, finite: Sequence[float]) -> list[Instr]:
         """Return the instructions that produced values that are not finite.
@@ -238,7 +238,7 @@ def rerun_step(
     reductions = executor.state.service(PendingReductions)
     usual = (
         executor.calls,
-        executor.state.optimizer,
+        executor.resources.optimizer,
         executor.record_timestamps,
         reductions.starts_after_backward,
     )
@@ -254,7 +254,7 @@ def rerun_step(
         return Call(call.wait, run) if i.op in COMPUTE_OPS else call
 
     executor.calls = [watch(k, i, executor.calls[k]) for k, i in enumerate(executor.state.stream)]
-    executor.state.optimizer, executor.record_timestamps = None, False
+    executor.resources.optimizer, executor.record_timestamps = None, False
     # An overlapped sum over replicas would show the NaN of another replica as the rank's own.
     reductions.starts_after_backward = True
     executor.random_streams.step -= 1  # Draw the same random numbers.
@@ -263,7 +263,7 @@ def rerun_step(
     finally:
         (
             executor.calls,
-            executor.state.optimizer,
+            executor.resources.optimizer,
             executor.record_timestamps,
             reductions.starts_after_backward,
         ) = usual

@@ -14,6 +14,7 @@ below for all services of a program and its rank. They name no service.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
@@ -59,6 +60,14 @@ class Service:
         Args:
             has_begun: True if an instruction of the step had begun.
         """
+
+    def undo_steps(self, *, makes_update: bool) -> AbstractContextManager[None]:
+        """Return a context in which steps are run that are undone, such as warm-up steps.
+
+        Args:
+            makes_update: True if the optimizer may step, because the caller restores its state.
+        """
+        return nullcontext()
 
     def on_load(self) -> None:
         """React to a checkpoint that is about to be loaded, or that was loaded."""
