@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,58 +20,13 @@ from schedir.runtime.extra_programs import ExtraProgram, ProgramOrder, resolve_e
 from schedir.runtime.model_checks.rank_consistency import check_rank_agreement
 from schedir.runtime.offload.memory_tiers import require_spill_dir
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
-from schedir.runtime.parameters.tied_parameters import fingerprint_parameters
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss, RankResources
-from schedir.runtime.rank_state import State
+from schedir.runtime.services.sharded_stages import ShardedStages
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.runtime.warm_up import WARM_UP_STEPS as WARM_UP_STEPS
 from schedir.transports.serialized_transport import SerializedTransport
 from schedir.transports.transport import Transport
-
-# ---------------------------------------------------------------- full parameters
-
-# With ZeRO, the weights of a rank are sharded between steps. This context gathers them.
-
-
-@contextmanager
-def gather_full_parameters(state: State) -> Iterator[None]:
-    """Gather every parameter of the rank's stages, and shard them again at the end.
-
-    The caller may write to parameters within this context. All processes must enter and leave it
-    together, and must write the same values.
-
-    Args:
-        state: The state of a rank between two steps.
-
-    Raises:
-        ModelError: Replicas wrote different values.
-    """
-    weights = [
-        stage.sharded_parameters
-        for stage in state.stages.values()
-        if stage.sharded_parameters is not None
-    ]
-    for one in weights:
-        one.summon_full(state.transport.start_collective)
-    try:
-        yield
-        if state.shard_spec.zero:
-            # The version of a tensor does not show a write to `.data`, so always compare values.
-            state.transport.check_agreement(_checksum_parameters(state))
-    finally:
-        for one in weights:
-            one.write_back()
-
-
-def _checksum_parameters(state: State) -> dict[str, str]:
-    """Return the checksums of the parameters by description, for `check_agreement`."""
-    modules = {s: stage.module for s, stage in state.stages.items()}
-    return {
-        f"the values of {p.names[0]} in stage {s}, slice {state.transport.tp_rank}": p.values_digest
-        for s, own in fingerprint_parameters(modules).items()
-        for p in own
-    }
 
 
 class Executor(ProgramRunner):
@@ -274,7 +229,8 @@ class Executor(ProgramRunner):
             runner.progress = self.progress
         self.program_order = ProgramOrder(programs, rank, transport)
         self.current_runner: ProgramRunner = self  # The runner of the current or last step.
-        resources.shard_parameters()
+        for service in self.state.list_services():
+            service.finish_setup()
 
     def step(
         self,
@@ -427,4 +383,4 @@ class Executor(ProgramRunner):
             ModelError: At the end of the context: replicas wrote different values.
         """
         self._require_no_failed_step()
-        return gather_full_parameters(self.state)
+        return self.state.service(ShardedStages).gather_full()

@@ -23,7 +23,6 @@ from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
 from schedir.runtime.parameters.optimistic_step import OptimisticStep
-from schedir.runtime.parameters.sharded_parameters import shard_optimizer_state
 from schedir.runtime.parameters.tied_parameters import (
     TiedWeight,
     has_separate_copies,
@@ -163,25 +162,6 @@ class RankResources:
         }
         programs = [program for program, _ in runs]
         self.receive_buffers = self.transport.allocate_buffers(received, self.device, programs)
-
-    def shard_parameters(self) -> None:
-        """Shard the parameters and the optimizer state over the replicas (ZeRO).
-
-        Call this last in the construction of an executor, because it cannot be undone.
-        """
-        alias_shards: dict[nn.Parameter, Tensor] = {}
-        shard_ranges: dict[nn.Parameter, tuple[torch.Size, int, int]] = {}
-        for stage in self.stages.values():
-            if (weights := stage.sharded_parameters) is not None:
-                weights.shard_weights(alias_shards)
-                for bucket, shard in zip(weights.buckets, weights.shards, strict=True):
-                    alias_shards |= dict.fromkeys(bucket.parameters[:1], shard)
-                    ranges = bucket.list_shard_ranges(self.shard_spec.replica)
-                    for p, shape, (low, high, _) in zip(
-                        bucket.parameters, bucket.shapes, ranges, strict=True
-                    ):
-                        shard_ranges[p] = shape, low, high
-        shard_optimizer_state(self.optimizer, shard_ranges)
 
 
 class RankService(Service):

@@ -202,13 +202,8 @@ class State:
             zip(SLOT_KINDS, map(SlotTable, count_slots(program)[rank].tolist()), strict=True)
         )
         self.receive_buffers = resources.receive_buffers
-        parts = [
-            stage.sharded_parameters
-            for stage in self.stages.values()
-            if stage.sharded_parameters is not None
-        ]
         self.first_step_checks = FirstStepChecks(
-            self.slot_tables, self.slot_assignment, self.receive_buffers, parts, self.device
+            self.slot_tables, self.slot_assignment, self.receive_buffers, self.device
         )
         self.sends_before_reuse = _find_sends_before_reuse(program, rank)
 
@@ -291,9 +286,6 @@ class State:
             # Sum by microbatch, so the order of execution does not change the bits. Sum before
             # `on_step_end`, because a loss may be in receive memory.
             total = sum(self.losses, torch.zeros((), device=self.device))
-        for stage in self.stages.values() if self.is_evaluating else ():
-            if stage.sharded_parameters is not None:
-                stage.sharded_parameters.require_unwritten()
         for service in self.list_services():
             service.finish_step()
         self.transport.on_step_end()
@@ -324,11 +316,10 @@ class State:
                 alias.data = one.data
             if self.accumulate_grads:
                 alias.grad = None
-        for stage in self.stages.values():
-            if stage.sharded_parameters is not None:
-                stage.sharded_parameters.begin_step(has_backward=self.has_backward)
-            if not self.is_evaluating:
-                stage.gradients.zero()
+        for service in self.list_services():
+            service.begin_update()
+        for stage in () if self.is_evaluating else self.stages.values():
+            stage.gradients.zero()
 
     def find_slot(self, kind: Value, stage: int, mb: int, index: int | None = None) -> Slot:
         """Return the slot of a value.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from schedir.ir.isa.instructions import Opcode, Value
 from schedir.runtime.autograd.stage_inputs import StageInputAdapter
@@ -77,8 +77,18 @@ class StageState:
             self.local_ties.install_substitutes()
 
     def restore_parameters(self) -> None:
-        """Restore the module's own parameters, in their state between steps."""
-        if self.sharded_parameters is not None:
-            self.sharded_parameters.to_resting_state()
+        """Give the module its own Parameters again, in the place of substitutes."""
         if self.local_ties is not None:
             self.local_ties.restore()
+
+    @property
+    def parameter_shards(self) -> Mapping[nn.Parameter, Tensor]:
+        """The replica's shard of each parameter that is stored only as a shard (ZeRO)."""
+        return {} if self.sharded_parameters is None else self.sharded_parameters.parameter_shards
+
+    def list_static_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that the stage has in all steps."""
+        yield from (*self.module.parameters(), *self.module.buffers())
+        yield from (*self.gradients.flat, *self.gradients.reduced_flat)
+        if self.sharded_parameters is not None:
+            yield from (*self.sharded_parameters.flat, *self.sharded_parameters.shards)

@@ -145,9 +145,9 @@ def test_a_file_without_a_name_that_folders_may_leave(tmp_path: Path) -> None:
     for k in range(2):
         world.step(*batch(4, k))
     arenas = [
-        rank.resources.service(MemoryTiers).spill_file.arena
+        file.arena
         for rank in world.executors
-        if rank.resources.service(MemoryTiers).spill_file
+        if (file := rank.resources.service(MemoryTiers).spill_file)
     ]
     made = [(arena.allocated_bytes, len(arena.free_blocks)) for arena in arenas]
     for rank, (_, rooms) in zip(world.executors, made, strict=True):

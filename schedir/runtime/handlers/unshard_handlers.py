@@ -30,6 +30,7 @@ from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.runtime.parameters.sharded_parameters import ShardedParameters
 from schedir.runtime.rank_state import Call, Handler, State, chain_calls
 from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.sharded_stages import ShardedStages
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.value_slots import Slot
 from schedir.transports.transport import ChainedWork, CompletedWork, Work
@@ -93,6 +94,7 @@ def _wrap_weight_reader(handler: Handler, state: State, i: Instr) -> Call:
     call, stage = handler(state, i), state.stages[i.stage]
     waits = [call.wait]
     if stage.sharded_parameters is not None and i.op in _WEIGHT_READERS:
+        state.service(ShardedStages)  # It shards the weights between steps.
         waits.append(stage.sharded_parameters.finish_unshard)
     if stage.gradients.is_grad_sharded and i.op in GRAD_ADDING_OPS:
         reductions = state.service(PendingReductions)

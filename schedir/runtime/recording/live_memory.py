@@ -96,10 +96,7 @@ def _list_static_tensors(executor: Executor) -> Iterable[object]:
     """Yield the tensors that a rank has in all steps. Some have memory only part of the time."""
     state = executor.state
     for stage in executor.stages.values():
-        yield from (*stage.module.parameters(), *stage.module.buffers())
-        yield from (*stage.gradients.flat, *stage.gradients.reduced_flat)
-        if stage.sharded_parameters is not None:
-            yield from (*stage.sharded_parameters.flat, *stage.sharded_parameters.shards)
+        yield from stage.list_static_tensors()
     yield from tree_leaves([*getattr(unwrap_optimizer(state.optimizer), "state", {}).values()])
     if isinstance(state.optimizer, MainOptimizer):
         for p in state.optimizer.main_parameters:

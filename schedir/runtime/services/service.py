@@ -34,6 +34,12 @@ class Service:
         """
         raise NotImplementedError
 
+    def finish_setup(self) -> None:
+        """End the construction of an executor, by what cannot be undone.
+
+        Only the services of the first program and of the rank get this call.
+        """
+
     def prepare_step(self, batch: StepInputs) -> StepInputs:
         """Prepare a step or an evaluation, before anything else of it changes.
 
@@ -45,8 +51,14 @@ class Service:
         """
         return batch
 
+    def begin_update(self) -> None:
+        """Begin an update of a step, before its gradients are set to zero."""
+
     def begin_step(self) -> None:
         """Begin a step or an evaluation, whose inputs, weights and gradients are prepared."""
+
+    def begin_optimizer_step(self) -> None:
+        """Prepare the parameters for the optimizer. The gradients are checked and clipped."""
 
     def finish_step(self) -> None:
         """End a step or an evaluation after its last instruction, before `restore`."""
@@ -68,6 +80,9 @@ class Service:
             makes_update: True if the optimizer may step, because the caller restores its state.
         """
         return nullcontext()
+
+    def require_savable(self) -> None:
+        """Raise `CheckpointError` if a checkpoint cannot save or load the present state."""
 
     def on_load(self) -> None:
         """React to a checkpoint that is about to be loaded, or that was loaded."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from schedir.runtime.parameters.mixed_precision import are_finite, step_if_finite
-from schedir.runtime.parameters.sharded_parameters import guard_shard_step, require_sharded_state
+from schedir.runtime.parameters.sharded_parameters import guard_shard_step
 from schedir.runtime.rank_resources import RankResources, RankService
 from schedir.runtime.rank_state import ProgramService, State
 
@@ -167,17 +167,8 @@ class UpdateChecks(ProgramService):
         for stage in state.stages.values():
             if shrink is not None:
                 stage.gradients.scale(shrink)
-            if stage.sharded_parameters is not None:
-                stage.sharded_parameters.require_unwritten()
-                stage.sharded_parameters.to_resting_state()
-        if state.program.zero:
-            cut = (
-                s.sharded_parameters.full_views
-                for s in state.stages.values()
-                if s.sharded_parameters is not None
-            )
-            shapes = {p: view.shape for views in cut for p, view in views}
-            require_sharded_state(state.optimizer, shapes)
+        for service in state.list_services():
+            service.begin_optimizer_step()
         return finite
 
     def _judge_by_norm(self, update: int) -> NormVerdict:
