@@ -346,7 +346,7 @@ class Executor(ProgramRunner):
 
     def _switch_program(self, runner: ProgramRunner) -> None:
         """Make `runner` the current runner. All processes must do so together."""
-        self._require_no_failed_step()
+        self.state.require_no_failed_step()
         self.program_order.start_run(runner.state.program_number)
         self.current_runner = runner
 
@@ -361,12 +361,8 @@ class Executor(ProgramRunner):
             ModelError: The processes call it after different steps.
             ExecutionError: An earlier step failed.
         """
-        if self.state.optimistic_step is not None:
-            self._require_no_failed_step()
-            self.state.transport.check_agreement(
-                {"the step of the last update": str(self.random_streams.step)}
-            )
-            self.state.optimistic_step.finish_validation()
+        for service in self.state.list_services():
+            service.validate()
 
     def checkpoint_state(self) -> CheckpointState:
         """Return the state that `schedir.checkpoints` saves and loads."""
@@ -382,5 +378,5 @@ class Executor(ProgramRunner):
             ExecutionError: An earlier step failed.
             ModelError: At the end of the context: replicas wrote different values.
         """
-        self._require_no_failed_step()
+        self.state.require_no_failed_step()
         return self.state.service(ShardedStages).gather_full()

@@ -22,7 +22,6 @@ from schedir.runtime.model_checks.parameter_guard import ParameterGuard
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
-from schedir.runtime.parameters.optimistic_step import OptimisticStep
 from schedir.runtime.parameters.tied_parameters import (
     TiedWeight,
     has_separate_copies,
@@ -122,13 +121,6 @@ class RankResources:
         self.device = find_device(stages)
         self.spill_dir = spill_dir
         self.random_streams = RandomStreams(seed, self.device)
-        self.optimistic_step: OptimisticStep | None = None
-        if program.norm_check == "after_step" and program.has_backward:
-            own = self.stages.values()
-            self.optimistic_step = OptimisticStep(
-                [stage.gradients for stage in own], [stage.module for stage in own],
-                optimizer, loss_scale, self.random_streams, self.device, debug,
-            )  # fmt: skip
         self.services: dict[type[Service], Service] = {}
         self.is_in_step = False  # Also True after a step that failed.
         self.buffer_sizes: dict[Value, list[int]] = {}  # Bytes of each slot, by kind.

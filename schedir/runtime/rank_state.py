@@ -179,9 +179,6 @@ class State:
             resources.shard_spec,
         )
         self.loss_scale = resources.loss_scale
-        self.optimistic_step = (
-            resources.optimistic_step if program.norm_check == "after_step" else None
-        )
         self.accumulate_grads, self.debug = resources.accumulate_grads, resources.debug
         self.stream, self.has_backward = program.streams[rank], program.has_backward
         self.is_evaluating = self.has_evaluated = False  # `has_evaluated`: at least once.
@@ -403,8 +400,15 @@ class State:
         self.restore_parameters()
         for service in self.list_services():
             service.fail(has_begun=has_begun)
-        if self.optimistic_step is not None:
-            self.optimistic_step.fail(has_begun=has_begun)
+
+    def require_no_failed_step(self) -> None:
+        """Raise ExecutionError if an earlier step failed."""
+        if self.resources.is_in_step:
+            raise ExecutionError(
+                f"an earlier step failed on rank {self.rank}, so messages may still be in transit",
+                program=self.program.name,
+                hint="create a new executor and a new transport",
+            )
 
     def wrap_error(self, index: int, error: Exception) -> ExecutionError:
         """Return an error as the `ExecutionError` of an instruction.

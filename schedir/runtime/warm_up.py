@@ -77,9 +77,6 @@ def undo_steps(state: State) -> Iterator[None]:
     tensors = dict.fromkeys(t for t in tree_leaves(restored) if isinstance(t, Tensor))
     copies = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
     step = state.random_streams.step
-    was_warm_up = state.optimistic_step is not None and state.optimistic_step.is_warm_up
-    if state.optimistic_step is not None:
-        state.optimistic_step.is_warm_up = True
     try:
         with ExitStack() as stack:
             for service in state.list_services():
@@ -91,8 +88,6 @@ def undo_steps(state: State) -> Iterator[None]:
             yield
     finally:
         state.random_streams.step = step
-        if state.optimistic_step is not None:
-            state.optimistic_step.is_warm_up = was_warm_up
         for p, gradient in gradients:
             p.grad = gradient
         with torch.no_grad():

@@ -29,7 +29,7 @@ from schedir.runtime.services.loss_gradients import LossGradients
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.stage_weight_versions import StageWeightVersions, find_weight_versions
-from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks, compute_clip_factor
+from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
 from schedir.transports.transport import ChainedWork, Work
 
 
@@ -229,7 +229,6 @@ def optimizer_step(state: State, i: Instr) -> Call:
     placement = (
         None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
     )
-    ahead = state.optimistic_step
     last, released = (
         i.mb == state.shape.optimizer_steps - 1,
         not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS),
@@ -256,36 +255,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
     # Stage replicas draw the same random numbers as this rank.
     first, update = min(state.stages), state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, first, update, run)
-    if ahead is None:
-        return Call(waits if placement is not None else reductions.wait, seeded)
-    ahead.apply_update, ahead.judge_norm = (
-        seeded,
-        partial(compute_clip_factor, state.resources.max_norm),
-    )
-    own = make_local_squared_norm(state)
-
-    def wait() -> None:
-        reductions.wait()
-        ahead.wait_for_previous_norm()
-
-    def claim() -> None:
-        checks.grad_norm = own()
-        ahead.step(checks.grad_norm)
-
-    return Call(wait, claim)
-
-
-def reduce_norm_after_step(state: State, i: Instr) -> Call:
-    """Link ReduceNormAfterStep: sum the squares of all gradients after the optimistic step."""
-    start, ahead = state.transport.start_collective, state.optimistic_step
-    checks = state.service(UpdateChecks)
-    assert ahead is not None, "the program validates the update after the step"
-
-    def run() -> None:
-        total = checks.grad_norm
-        ahead.track_norm(total, start("all_reduce", "model", total, total))
-
-    return Call(None, run)
+    return Call(waits if placement is not None else reductions.wait, seeded)
 
 
 HANDLERS: Final = {
@@ -295,5 +265,4 @@ HANDLERS: Final = {
     Opcode.ReduceSequenceParallelGrads: reduce_sequence_parallel_grads,
     Opcode.ReduceNorm: reduce_norm,
     Opcode.OptimizerStep: optimizer_step,
-    Opcode.ReduceNormAfterStep: reduce_norm_after_step,
 }

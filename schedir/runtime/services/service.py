@@ -73,6 +73,19 @@ class Service:
             has_begun: True if an instruction of the step had begun.
         """
 
+    def needs_rerun(self) -> bool:
+        """Return whether the step, which has ended, must run again."""
+        return False
+
+    def lift_guard(self) -> None:
+        """Allow writes to the memory that several ranks of this process share."""
+
+    def validate(self) -> None:
+        """Make the weights and the optimizer state those of the last update.
+
+        All processes call this after the same step.
+        """
+
     def undo_steps(self, *, makes_update: bool) -> AbstractContextManager[None]:
         """Return a context in which steps are run that are undone, such as warm-up steps.
 
