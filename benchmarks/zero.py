@@ -64,6 +64,8 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.rank_state import Call
 from schedir.runtime.services.loss_gradients import LossGradients
+from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.runtime.services.pending_sends import PendingSends
 from schedir.runtime.services.update_checks import UpdateChecks
 from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 from schedir.schedules.schedule_expansion import expand_schedule
@@ -348,8 +350,8 @@ class Witness:
     def __init__(self, executor: Executor, own: Footprint, alive: Alive) -> None:
         self.executor, self.own, self.alive = executor, own, alive
         self.found = Measured(0, [], 0)
-        self.calls = executor.calls
-        executor.calls = [Call(wait, partial(self.run, k, run)) for k, (wait, run) in
+        self.calls = executor.runner.calls
+        executor.runner.calls = [Call(wait, partial(self.run, k, run)) for k, (wait, run) in
                           enumerate(self.calls)]  # fmt: skip
 
     def run(self, k: int, run: Callable[[], None]) -> None:
@@ -365,7 +367,7 @@ class Witness:
             if kind in state.slot_tables
             for slot in state.slot_tables[kind].values
         ]
-        sent += [tensor for _, tensor in state.pending_sends.values()]
+        sent += [tensor for _, tensor in state.service(PendingSends).works.values()]
         checks = state.service(UpdateChecks)
         numbers = [
             checks.grad_norm,
@@ -378,7 +380,7 @@ class Witness:
         lived = self.alive.bytes(
             [
                 *tree_leaves(sent),
-                *tree_leaves(state.receive_buffers),
+                *tree_leaves(state.service(MessageBuffers).received),
                 *state.losses,
                 *numbers,
                 *away,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from operator import index
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -289,20 +288,6 @@ def require_seed(value: object) -> int:
         return index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ModelError(f"seed must be an integer, not {describe(value)}") from None
-
-
-def require_spill_dir(value: object) -> Path | None:
-    """Return the folder of the spill file, or None.
-
-    Args:
-        value: The path of the folder, or None.
-
-    Raises:
-        ModelError: `value` is not a path, or an empty string.
-    """
-    if value is None or (isinstance(value, str | Path) and str(value)):
-        return None if value is None else Path(value)
-    raise ModelError(f"spill_dir must be a path, not {describe(value)}", hint="spill_dir='/nvme'")
 
 
 def require_max_norm(value: float | None, program: Program) -> float:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple, Self, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedir.analysis.memory.buffer_slots import (
     SLOT_KINDS,
     assign_slots,
     count_slots,
-    find_slot_reuses,
 )
 from schedir.errors import ExecutionError, InstructionSite, describe_exception
 from schedir.ir.isa.instructions import (
-    INSTRUCTIONS,
-    LOCAL_HANDOVER,
-    SEND_OPS,
-    TP_SPLIT_OPS,
     Instr,
-    Opcode,
-    PeerRule,
     Value,
 )
 from schedir.ir.program import Program
@@ -33,61 +26,12 @@ from schedir.runtime.model_checks.first_step_checks import OUTPUT_KINDS, FirstSt
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions
 from schedir.runtime.offload.copy_lanes import LaneObserver
-from schedir.runtime.parameters.mixed_precision import OptimizerLike
-from schedir.runtime.rank_resources import RankResources, RankService
+from schedir.runtime.rank_resources import RankOptions, RankResources, RankService
 from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import StepInputs
 from schedir.runtime.value_slots import OutputSlot, Slot, SlotTable
-from schedir.transports.transport import Transport, Work, allocate_bytes, describe_peer_error
-
-# ---------------------------------------------------------------- implied acknowledgements
-
-# Gloo has no query for the completion of a send, only a wait. A wait that comes too early may block
-# the receiver. But a message from the receiver, sent after it used the first message, proves that
-# the first message has arrived.
-
-
-# For each opcode, the send opcodes whose values it consumes, with the direction of their stage.
-_SENDS_BY_CONSUMER: Final = {
-    row.op: [
-        (send, LOCAL_HANDOVER[token][1])
-        for token in row.needs
-        for send in SEND_OPS
-        if token in LOCAL_HANDOVER and LOCAL_HANDOVER[token][0] in INSTRUCTIONS[send].needs
-    ]
-    for row in INSTRUCTIONS
-}
-
-
-def find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
-    """Return, for each receive of a rank, the sends whose arrival it proves.
-
-    Args:
-        program: The program.
-        rank: The pipeline rank.
-
-    Returns:
-        By the index of a receive in the stream, the indices of the sends. Each send is listed once,
-        with the first receive that proves its arrival, if there is one.
-    """
-    stream = program.streams[rank]
-    neighbors = {hop: program.neighbor_stages(hop).tolist() for hop in PeerRule}
-    index_of: dict[tuple[int | None, ...], int] = {instr: k for k, instr in enumerate(stream)}
-    peers = {program.peer_rank(i) for i in stream if i.op in SEND_OPS}
-    acks: dict[int, list[int]] = {}
-    for peer in peers:
-        used: list[int] = []  # Sends that the peer used since its last send to this rank.
-        for op, stage, mb in program.streams[peer]:
-            row = INSTRUCTIONS[op]
-            for send, hop in _SENDS_BY_CONSUMER[op]:
-                k = index_of.pop((send, neighbors[hop][stage], mb), None)
-                used += [k] if k is not None else []
-            if row.peer and op in SEND_OPS and used:
-                receive = index_of.get((row.partner, neighbors[row.peer][stage], mb))
-                if receive is not None:
-                    acks[receive], used = used, []
-    return acks
+from schedir.transports.transport import Transport, describe_peer_error
 
 
 class Call(NamedTuple):
@@ -142,6 +86,22 @@ _ProgramKind = TypeVar("_ProgramKind", bound="ProgramService")
 _RankKind = TypeVar("_RankKind", bound=RankService)
 
 
+class WorkObserver:
+    """Observes the work that instructions start. This one observes nothing."""
+
+    def attribute_to(self, k: int) -> AbstractContextManager[object]:
+        """Return a context whose started work belongs to another instruction.
+
+        Args:
+            k: The index of the other instruction in the stream.
+        """
+        return nullcontext()
+
+    def make_lane_observer(self) -> LaneObserver | None:
+        """Return the observer of the current instruction's work on a lane of the rank."""
+        return None
+
+
 class State:
     """The state of one program on a rank: its slots, pending messages and step inputs.
 
@@ -153,7 +113,7 @@ class State:
         resources: The resources of the rank.
         transport: The transport, which may be a wrapper that records timestamps.
         boundaries: The tensors that pass between stages.
-        program_number: The index of the program among those of the rank.
+        observer: Observes the work that instructions start. By default nothing is observed.
     """
 
     def __init__(
@@ -162,52 +122,30 @@ class State:
         resources: RankResources,
         transport: Transport,
         boundaries: BoundaryTable,
-        program_number: int = 0,
+        observer: WorkObserver | None = None,
     ) -> None:
         self.program, self.shape = program, program.shape
-        self.rank = rank = resources.rank
         self.resources, self.transport, self.boundaries = resources, transport, boundaries
-        self.program_number = program_number
-        self.stages, self.random_streams, self.device = (
-            resources.stages,
-            resources.random_streams,
-            resources.device,
-        )
-        self.loss, self.tied_weights, self.shard_spec = (
-            resources.loss,
-            resources.tied_weights,
-            resources.shard_spec,
-        )
-        self.loss_scale = resources.loss_scale
-        self.accumulate_grads, self.debug = resources.accumulate_grads, resources.debug
-        self.stream, self.has_backward = program.streams[rank], program.has_backward
-        self.is_evaluating = self.has_evaluated = False  # `has_evaluated`: at least once.
+        self.observer = observer or WorkObserver()
+        self.rank, self.device = resources.rank, resources.device
+        self.stages, self.random_streams = resources.stages, resources.random_streams
+        self.stream = program.streams[resources.rank]
+        self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         self.services: dict[type[Service], Service] = {}
+        self.is_evaluating = False
         self.batch = StepInputs()
         self.losses = [torch.zeros((), device=self.device)] * self.shape.microbatches
-        # Sends that may not have arrived, by index in the stream, with the sent tensor.
-        self.pending_sends: dict[int, tuple[Work, Tensor]] = {}
-        # Within the context `record_as(k)`, the recorder attributes started work to instruction k.
-        self.record_as: Callable[[int], AbstractContextManager[object]] = nullcontext
-        # Returns the observer of the begin and end of an instruction's work on a lane of the rank.
-        self.get_lane_observer: Callable[[], LaneObserver | None] = lambda: None
-        # For each receive, the sends whose arrival it proves. Both are indices in the stream.
-        self.implied_acks = find_implied_acks(program, rank)
-        self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
-        self.slot_assignment = assign_slots(program, rank)
-        self.slot_tables = dict(
-            zip(SLOT_KINDS, map(SlotTable, count_slots(program)[rank].tolist()), strict=True)
-        )
-        self.receive_buffers = resources.receive_buffers
+        self.slot_assignment = assign_slots(program, self.rank)
+        counts = count_slots(program)[self.rank].tolist()
+        self.slot_tables = dict(zip(SLOT_KINDS, map(SlotTable, counts), strict=True))
         self.first_step_checks = FirstStepChecks(
-            self.slot_tables, self.slot_assignment, self.receive_buffers, self.device
+            self.slot_tables, self.slot_assignment, self.device
         )
-        self.sends_before_reuse = _find_sends_before_reuse(program, rank)
 
     @property
-    def optimizer(self) -> OptimizerLike | None:
-        """The optimizer of the rank."""
-        return self.resources.optimizer
+    def options(self) -> RankOptions:
+        """The loss and the options of the rank."""
+        return self.resources.options
 
     @overload
     def service(self, kind: type[_ProgramKind]) -> _ProgramKind: ...
@@ -227,6 +165,10 @@ class State:
     def list_services(self) -> list[Service]:
         """Return the services of the rank and those of the program, in order of creation."""
         return [*self.resources.services.values(), *self.services.values()]
+
+    def list_modules(self) -> list[nn.Module]:
+        """Return the modules of the local stages, and the loss if it is a module."""
+        return [*(stage.module for stage in self.stages.values()), *self.options.loss_modules]
 
     def require_inputs(self, batch: StepInputs) -> None:
         """Check that the inputs of a step are complete for this rank.
@@ -248,24 +190,23 @@ class State:
         """
         microbatches = self.shape.microbatches
         numbers = list_stream_numbers(
-            microbatches, self.shard_spec.replica * microbatches, self.shape.optimizer_steps
+            microbatches,
+            self.resources.shard_spec.replica * microbatches,
+            self.shape.optimizer_steps,
         )
         if self.is_evaluating:
             self.random_streams.begin_without_update(numbers)
         else:
             self.random_streams.begin_step(numbers)
-        self.transport.on_step_begin(self.program_number)
         self.first_step_checks.begin_step()
         self.batch = batch
-        for shared, copy in self.resources.parameter_copies.items():
-            if copy is not shared:
-                copy.detach().copy_(shared.detach())
+        self.resources.ties.copy_shared_parameters()
         self.begin_update()
         for service in self.list_services():
             service.begin_step()
 
     def finish_step(self) -> Tensor | None:
-        """End a step or an evaluation: wait for pending sends, and restore the parameters.
+        """End a step or an evaluation: finish all services, and restore the parameters.
 
         Returns:
             The sum of the losses, 0-dimensional, on a rank with the last stage, and None on other
@@ -275,9 +216,6 @@ class State:
             ModelError: A check of the first step failed, or a stage wrote to weights that it must
                 not write to.
         """
-        for work, _ in self.pending_sends.values():
-            work.wait()
-        self.pending_sends.clear()
         total = None
         if self.shape.stages - 1 in self.stages:
             # Sum by microbatch, so the order of execution does not change the bits. Sum before
@@ -307,12 +245,7 @@ class State:
 
     def begin_update(self) -> None:
         """Prepare an update: set gradients to zero, and prepare the sharded weights."""
-        for alias, one in self.resources.aliases.items():
-            # The caller may have replaced the `data` of the Parameter.
-            if not self.shard_spec.zero and alias.data_ptr() != one.data_ptr():
-                alias.data = one.data
-            if self.accumulate_grads:
-                alias.grad = None
+        self.resources.ties.begin_update()
         for service in self.list_services():
             service.begin_update()
         for stage in () if self.is_evaluating else self.stages.values():
@@ -334,28 +267,6 @@ class State:
             return OutputSlot(self.slot_tables[kind], fills[last], kind, stage, mb)
         return Slot(self.slot_tables[kind], fills[last])
 
-    def get_send_buffer(
-        self, kind: Value, number: int, form_changes: tuple[Opcode, ...]
-    ) -> Tensor | None:
-        """Return the memory from which the value in a slot is sent. It is allocated once.
-
-        Args:
-            kind: The kind of the value.
-            number: The number of its slot.
-            form_changes: The opcodes that changed the form of the value.
-
-        Returns:
-            A flat uint8 tensor, or None if the transport sends a value from the memory in which it
-            was computed. The next instruction that fills the slot waits for the send, or runs in a
-            later step.
-        """
-        buffers = self.resources.send_buffers
-        if self.transport.uses_static_buffers and (kind, number, form_changes) not in buffers:
-            split = any(op in TP_SPLIT_OPS for op in form_changes)
-            size = self.resources.buffer_sizes[kind][number] // (self.program.tp if split else 1)
-            buffers[kind, number, form_changes] = allocate_bytes(self.device, size)
-        return buffers.get((kind, number, form_changes))
-
     def get_outgoing_tensors(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
         """Return the tensors of a value that is in its slot, before it is sent or handed over.
 
@@ -370,23 +281,12 @@ class State:
         carried = self.boundaries[mb].get_value_tensors(kind, stage)
         return (value,) if carried.is_single_tensor else carried.place_tensors(value)[1]
 
-    def complete_send(self, send: int) -> None:
-        """Wait for a send if it is pending, and then free the sent tensor.
-
-        Args:
-            send: The index of the send in the stream.
-        """
-        if send in self.pending_sends:
-            work, tensor = self.pending_sends.pop(send)
-            work.wait()
-            del tensor  # Not before the wait: on a GPU the memory may be reused at once.
-
     def restore_parameters(self) -> None:
         """Restore the parameters of all modules to their state between steps."""
         for service in self.list_services():
             service.restore()
         for stage in self.stages.values():
-            stage.restore_parameters()
+            stage.local_ties.restore()
 
     def abort_step(self, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
@@ -454,51 +354,3 @@ class ProgramService(Service):
 
     def __init__(self, state: State) -> None:
         self.state = state
-
-    @classmethod
-    def create(cls, owner: State) -> Self:
-        """Create the service of a program.
-
-        Args:
-            owner: The state of the program.
-        """
-        return cls(owner)
-
-
-def _find_sends_before_reuse(program: Program, rank: int) -> dict[int, list[int]]:
-    """Return, for each instruction that reuses slots, the sends that must end first (indices)."""
-    sends: dict[int, list[int]] = {}
-    stream = program.streams[rank]
-    for _, fill, free in _find_slot_reuses(program, rank):
-        if stream[free].op in SEND_OPS:
-            sends.setdefault(fill, []).append(free)
-    return sends
-
-
-def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[int, int]:
-    """Return, for each instruction that reuses a slot, the instruction that freed the slot.
-
-    Args:
-        program: The program.
-        rank: The pipeline rank.
-        kind: The kind of values in the slots.
-
-    Returns:
-        Both instructions as indices in the stream of the rank.
-    """
-    return {fill: free for _, fill, free in _find_slot_reuses(program, rank, kind)}
-
-
-def _find_slot_reuses(
-    program: Program, rank: int, *kinds: Value
-) -> Iterator[tuple[Value, int, int]]:
-    """Yield (kind, fill, free) for each reuse of a slot of these kinds; by default of all kinds.
-
-    `fill` is the index in the stream of the instruction that fills the slot again, and `free` the
-    index of the one that freed it.
-    """
-    lo, end = map(int, program.offsets[rank : rank + 2])
-    for kind, (fills, frees) in find_slot_reuses(program).items():
-        for fill, free in zip(fills.tolist(), frees.tolist(), strict=True):
-            if lo <= fill < end and (kind in kinds or not kinds):
-                yield kind, fill - lo, free - lo

@@ -40,8 +40,8 @@ class StageState:
     ) -> None:
         self.module = module
         self.input_adapter = StageInputAdapter()
-        self.local_ties = LocalTies(module, stand_ins) if stand_ins else None
-        self.install_substitutes()
+        self.local_ties = LocalTies(module, stand_ins)
+        self.local_ties.install_substitutes()
         self.gradients = GradientBuffers(module, max_bucket_bytes, shard_spec, tied_parameters)
         self.sharded_parameters = (
             ShardedParameters(self.gradients, shard_spec, aliases) if shard_spec.zero else None
@@ -69,17 +69,7 @@ class StageState:
         self.checked_read_modes: set[bool] = set()
         # Modes in which recomputation compared the trained weights by value.
         self.checked_recompute_modes: set[bool] = set()
-        self.restore_parameters()
-
-    def install_substitutes(self) -> None:
-        """Let the module compute with its substitutes for Parameters of other stages."""
-        if self.local_ties is not None:
-            self.local_ties.install_substitutes()
-
-    def restore_parameters(self) -> None:
-        """Give the module its own Parameters again, in the place of substitutes."""
-        if self.local_ties is not None:
-            self.local_ties.restore()
+        self.local_ties.restore()
 
     @property
     def parameter_shards(self) -> Mapping[nn.Parameter, Tensor]:

@@ -28,7 +28,9 @@ from schedir.runtime.boundaries.boundary import (
 )
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank_resources import find_device
+from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.pending_sends import PendingSends
 from schedir.torch_pipelining.actions import find_split_stages
 from schedir.torch_pipelining.stages import require_outermost_wrapper, require_reducible
 from schedir.transports.gloo import GlooTransport, ProcessTransport
@@ -179,7 +181,7 @@ class CachedExecutor:
             return False
         if any(one.submod is not other for one, other in zip(stages, self.modules, strict=True)):
             return False
-        guard = self.executor.resources.parameter_guard
+        guard = self.executor.runner.parameter_guard
         if _boundary_dtypes(stages[0].device, guard.parameters) != self.requirements.dtypes:
             return False
         try:
@@ -194,7 +196,7 @@ class CachedExecutor:
         Ranks that wait for this rank get an error.
         """
         state = self.executor.state
-        state.pending_sends.clear()
+        state.service(PendingSends).works.clear()
         state.service(PendingReductions).works.clear()
         for stage in state.stages.values():
             stage.arrivals.clear()
@@ -307,7 +309,7 @@ def make_executor(
             accumulate_grads=not (trains and program.shape.placement_rows > 1),
             record_timestamps=False,
         )
-    received = tree_leaves(executor.state.receive_buffers)
+    received = tree_leaves(executor.state.service(MessageBuffers).received)
     return CachedExecutor(
         requirements[rank],
         tuple(stage.submod for stage in stages),

@@ -237,7 +237,7 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
         assert torch.equal(step(right, x, y), step(ahead, x, y))
         for ranks in (right, ahead):
             for rank in ranks.executors:
-                group = rank.state.optimizer.param_groups[0]  # type: ignore[union-attr]
+                group = rank.resources.optimizer.param_groups[0]  # type: ignore[union-attr]
                 if isinstance(group["lr"], Tensor):
                     group["lr"].mul_(0.9)
                 else:
@@ -275,7 +275,10 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
         assert torch.equal(right.step(*given), ahead.step(*given))
     ahead.validate_last_update()
     assert same(right, ahead)
-    values = [[float(rank.state.loss_scale.value) for rank in w.executors] for w in (right, ahead)]  # type: ignore[union-attr]
+    values = [
+        [float(rank.state.options.loss_scale.value) for rank in w.executors]  # type: ignore[union-attr]
+        for w in (right, ahead)
+    ]
     assert values[0] == values[1] != [2.0**24] * 3
 
 

@@ -222,7 +222,7 @@ def test_a_scale_and_what_is_extra_go_on(tmp_path: Path) -> None:
     save(one, tmp_path, step=3, extra_state={"cursor": [1, 2], "text": "a"})
     assert load(two, tmp_path) == {"step": 3, "extra": {"cursor": [1, 2], "text": "a"}}
     for rank, other in zip(one.executors, two.executors, strict=True):
-        scale, found = rank.state.loss_scale, other.state.loss_scale
+        scale, found = rank.state.options.loss_scale, other.state.options.loss_scale
         assert scale is not None and found is not None
         assert float(scale.value) == float(found.value) == 16 and int(found.good_steps) == 1
         assert rank.random_streams.step == other.random_streams.step == 3
@@ -378,7 +378,7 @@ def state_of(ranks: InProcessExecutor) -> list[Tensor]:
     for rank in ranks.executors:
         for stage in rank.stages.values():
             found += [t.clone() for t in (*stage.module.parameters(), *stage.module.buffers())]
-        kept: Any = getattr(rank.state.optimizer, "state", {})
+        kept: Any = getattr(rank.resources.optimizer, "state", {})
         found += [t.clone() for state in kept.values() for t in state.values()]
     return found
 

@@ -251,7 +251,7 @@ def sets_up(folder: Path) -> None:
     executor: Any = SimpleNamespace(
         position=None, program=program, rank=0, state=SimpleNamespace(device=torch.device("cpu"))
     )
-    executor.current_runner = executor
+    executor.runner = executor.current_runner = executor
     executor.state.stream, executor.position = program.streams[0], 0
     with Watchdog(own, 1.5) as watchdog:
         own.black_box.enter_phase(ProcessPhase.SET_UP)

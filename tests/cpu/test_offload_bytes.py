@@ -58,8 +58,8 @@ class Tiered(Witness):
     def __init__(self, rank: Executor, own: Footprint, tiers: dict[str, Footprint]) -> None:
         super().__init__(rank, own)
         self.most_on = dict.fromkeys(tiers, 0)
-        for k, (wait, run) in enumerate(rank.calls):
-            rank.calls[k] = Call(wait, partial(self.after, k, run, tiers))
+        for k, (wait, run) in enumerate(rank.runner.calls):
+            rank.runner.calls[k] = Call(wait, partial(self.after, k, run, tiers))
 
     def after(self, k: int, run: Any, tiers: dict[str, Footprint]) -> None:
         run()

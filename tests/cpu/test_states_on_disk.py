@@ -142,8 +142,8 @@ def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
         stepped(world, 0)
         (rank,) = world.executors
         seen: dict[str, list[int]] = {"device": [], "host": [], "disk": []}
-        rank.calls = [
-            call._replace(run=partial(_look, rank, call.run, seen)) for call in rank.calls
+        rank.runner.calls = [
+            call._replace(run=partial(_look, rank, call.run, seen)) for call in rank.runner.calls
         ]
         stepped(world, 1)
         (device,) = compute_footprints(world.program, sizes)

@@ -196,8 +196,8 @@ def test_as_much_is_on_each_tier_as_was_predicted() -> None:
         (rank,) = world.executors
         (own,) = compute_footprints(world.program, sizes)
         here: list[int] = []
-        rank.calls = [
-            call._replace(run=partial(_look, rank, call.run, here)) for call in rank.calls
+        rank.runner.calls = [
+            call._replace(run=partial(_look, rank, call.run, here)) for call in rank.runner.calls
         ]
         stepped(world, 1)
         assert max(here) == own.dynamic_memory["state"][1].max()

@@ -91,10 +91,15 @@ def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
             world.step(*batch(2, seed)[:2])
         own = world.executors[0]
         parameters = [p for s in own.stages.values() for p in s.module.parameters()]
-        inner = getattr(own.state.optimizer, "inner", own.state.optimizer)
+        inner = getattr(own.resources.optimizer, "inner", own.resources.optimizer)
         states = [t for state in inner.state.values() for t in state.values()]
         found.append(
-            [*parameters, *states, own.state.loss_scale.value, own.state.loss_scale.good_steps]
+            [
+                *parameters,
+                *states,
+                own.state.options.loss_scale.value,
+                own.state.options.loss_scale.good_steps,
+            ]
         )
     assert [p.data_ptr() for p in found[1][: len(places)]] == places
     assert len(found[0]) > len(places) + 2

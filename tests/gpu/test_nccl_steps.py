@@ -189,7 +189,7 @@ def failing(rank: int, folder: str, how: str) -> None:
     executor.step(*given)
     if transport.rank == 1:
         k = executor.state.index_of[Instr(Opcode.Forward, 1, 1)]
-        wait, forward = executor.calls[k]
+        wait, forward = executor.runner.calls[k]
         fail = {"dies": partial(os.kill, os.getpid(), signal.SIGKILL),
                 "hangs": partial(torch.cuda._sleep, HANG)}[how]  # fmt: skip
 
@@ -197,7 +197,7 @@ def failing(rank: int, folder: str, how: str) -> None:
             fail()
             forward()
 
-        executor.calls[k] = Call(wait, fails)
+        executor.runner.calls[k] = Call(wait, fails)
     own = RunMember(folder, ProcessLayout.from_program(program), rank)
     own.black_box.enter_phase(ProcessPhase.STEP, executor.random_streams.step)
     with Watchdog(own, PATIENCE) as watchdog, watchdog.watch(executor):

@@ -224,10 +224,8 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
     require_type(layer, nn.Module, "nn.Linear(8, 8)")
     require_type(x, Tensor, "torch.randn(2, 8)")
     kind = _original_type(layer)
-    unsplit, split = (
-        deepcopy(layer),
-        make_backward_splittable(deepcopy(layer), *_OPT_IN_TYPES & {kind}),
-    )
+    unsplit = deepcopy(layer)
+    split = make_backward_splittable(deepcopy(layer), *_OPT_IN_TYPES & {kind})
     unsplit.__class__ = kind
     if not hasattr(split, "deferred_names"):
         raise _unknown_type_error(kind)

@@ -50,13 +50,13 @@ def add_weight_checks(
         stage has copies.
     """
     stage, holders = state.stages[i.stage], state.shape.placement_rows
-    tied = {
-        id(weight.local_copies[i.stage])
-        for weight in state.tied_weights
-        if i.stage in weight.local_copies
-    }
+    tied = {id(p) for p in state.resources.ties.list_local_copies(i.stage)}
     copied, on_cpu = holders > 1, state.device.type == "cpu"
-    if not state.has_backward or i.stage < state.program.frozen_stages or not (copied or tied):
+    if (
+        not state.program.has_backward
+        or i.stage < state.program.frozen_stages
+        or not (copied or tied)
+    ):
         return run
 
     def weights() -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Call
         use: Callable[[], None] = partial(
             versions.use, int(state.shape.weight_version(i.stage, i.mb))
         )
-    elif stage.local_ties is not None:
+    elif stage.local_ties.substitutions:
         use = stage.local_ties.install_substitutes
     else:
         return run

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from schedir.ir.isa.instructions import (
@@ -119,11 +119,9 @@ def _allocate_on_device(occupants: Sequence[SavedActivations], value: SavedActiv
 
 def offload_to_disk(state: State, i: Instr) -> Call:
     """Link OffloadToDisk: write the saved activations of a microbatch from the host to the disk."""
-    k, tiers, value = (
-        state.index_of[i],
-        state.service(MemoryTiers),
-        _get_saved_activations(state, i),
-    )
+    k = state.index_of[i]
+    tiers = state.service(MemoryTiers)
+    value = _get_saved_activations(state, i)
     spills = tiers.open_spill_file(state.program.name)
     max_on_disk = _count_max_on_disk(state)
 
@@ -153,11 +151,9 @@ def offload_to_disk(state: State, i: Instr) -> Call:
 
 def reload_from_disk(state: State, i: Instr) -> Call:
     """Link ReloadFromDisk: read the saved activations of a microbatch from the disk to the host."""
-    k, tiers, value = (
-        state.index_of[i],
-        state.service(MemoryTiers),
-        _get_saved_activations(state, i),
-    )
+    k = state.index_of[i]
+    tiers = state.service(MemoryTiers)
+    value = _get_saved_activations(state, i)
     spills = tiers.open_spill_file(state.program.name)
     max_blocks = _count_host_buffers(state)
 
@@ -190,7 +186,7 @@ def _start_copy(
             raise state.wrap_error(k, error) from error
 
     lane = INSTRUCTIONS[state.stream[k].op].lane
-    lanes, observer = state.service(CopyLanes), state.get_lane_observer()
+    lanes, observer = state.service(CopyLanes), state.observer.make_lane_observer()
     return lanes.start(lane, run, value.nbytes, after, observer)
 
 
@@ -283,11 +279,7 @@ def _record_saved_tensors(
     """
     batch = state.batch
     if not isinstance(batch.inputs, UnpackedMicrobatches):
-        state.batch = batch._replace(
-            inputs=UnpackedMicrobatches(batch.inputs),
-            targets=UnpackedMicrobatches(batch.targets),
-            keywords=UnpackedMicrobatches(batch.keywords),
-        )
+        state.batch = batch.view(UnpackedMicrobatches)
     with value.record_saved():
         run()
     value.mark_resident(find_resident())
@@ -304,8 +296,8 @@ def _get_slot_tensors(value: object) -> list[Tensor]:
 def _make_resident_finder(state: State, i: Instr) -> Callable[[], set[int]]:
     """Return a function that finds the storages that the rank keeps while it runs a stage."""
     modules = [*state.stages[i.stage].module.modules()]
-    if i.stage == state.shape.stages - 1 and isinstance(state.loss, nn.Module):
-        modules += state.loss.modules()
+    for loss in state.options.loss_modules if i.stage == state.shape.stages - 1 else ():
+        modules += loss.modules()
 
     def has() -> set[int]:
         batch = state.batch

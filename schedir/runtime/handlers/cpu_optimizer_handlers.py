@@ -31,7 +31,7 @@ def offload_grads(state: State, i: Instr) -> Call:
     def run() -> None:
         if (optimizer := _get_cpu_optimizer(state)) is not None:
             optimizer.offload_gradient(
-                i.stage, is_first_update=not i.mb, observer=state.get_lane_observer()
+                i.stage, is_first_update=not i.mb, observer=state.observer.make_lane_observer()
             )
 
     return Call(state.service(PendingReductions).wait, run)
@@ -75,7 +75,7 @@ def host_optimizer_step(state: State, i: Instr) -> Call:
         if state.service(UpdateChecks).is_finite is None:
             _decide_update(state, i.mb)
         if optimizer is not None:
-            optimizer.begin_step(i.stage, make_error, state.get_lane_observer())
+            optimizer.begin_step(i.stage, make_error, state.observer.make_lane_observer())
 
     return Call(partial(_wait_for_host_grads, state), run)
 
@@ -87,7 +87,7 @@ def reload_weights(state: State, i: Instr) -> Call:
     def run() -> None:
         if (optimizer := _get_cpu_optimizer(state)) is not None:
             optimizer.reload_weights(
-                i.stage, is_last_update=last, observer=state.get_lane_observer()
+                i.stage, is_last_update=last, observer=state.observer.make_lane_observer()
             )
 
     return Call(None, run)

@@ -13,10 +13,11 @@ from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.autograd.random_streams import UPDATE
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState, ErrorWrapper
 from schedir.runtime.offload.host_optimizer_state import HostOptimizerState
-from schedir.runtime.rank_state import Call, State, find_freeing_instructions
+from schedir.runtime.rank_state import Call, State
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
+from schedir.runtime.value_slots import find_freeing_instructions
 
 
 def _get_host_state(state: State) -> HostOptimizerState:
@@ -41,8 +42,8 @@ def read_state_from_disk(state: State, i: Instr) -> Call:
         states.buffer_count = max(states.buffer_count, min(buffers, 2 * stages))
 
     def run() -> None:
-        if state.optimizer is not None:
-            _get_disk_state(state).fetch(i.stage, state.get_lane_observer(), wrap_error)
+        if state.resources.optimizer is not None:
+            _get_disk_state(state).fetch(i.stage, state.observer.make_lane_observer(), wrap_error)
 
     return Call(None, run)
 
@@ -52,8 +53,8 @@ def write_state_to_disk(state: State, i: Instr) -> Call:
     wrap_error = _make_error_wrapper(state, i)
 
     def run() -> None:
-        if state.optimizer is not None:
-            _get_disk_state(state).spill(i.stage, state.get_lane_observer(), wrap_error)
+        if state.resources.optimizer is not None:
+            _get_disk_state(state).spill(i.stage, state.observer.make_lane_observer(), wrap_error)
 
     return Call(None, run)
 
@@ -81,10 +82,10 @@ def reload_state(state: State, i: Instr) -> Call:
     )
 
     def run() -> None:
-        if state.optimizer is not None:
+        if state.resources.optimizer is not None:
             if freed_by is not None:
                 _get_host_state(state).finish_store(state.stream[freed_by].stage)
-            _get_host_state(state).load(i.stage, state.get_lane_observer())
+            _get_host_state(state).load(i.stage, state.observer.make_lane_observer())
 
     return Call(None, run)
 
@@ -94,10 +95,10 @@ def stage_optimizer_step(state: State, i: Instr) -> Call:
     checks, steps = state.service(UpdateChecks), state.service(OptimizerSteps)
 
     def run() -> None:
-        if state.optimizer is not None:
+        if state.resources.optimizer is not None:
             _get_host_state(state).finish_load(i.stage)
         finite = checks.check_once(i.mb)
-        if state.optimizer is not None:
+        if state.resources.optimizer is not None:
             steps.run(finite, partial(_get_host_state(state).step, i.stage))
 
     update = state.shape.microbatches + i.mb
@@ -110,9 +111,9 @@ def offload_state(state: State, i: Instr) -> Call:
     wrap_error = _make_error_wrapper(state, i)
 
     def run() -> None:
-        if state.optimizer is not None:
+        if state.resources.optimizer is not None:
             try:
-                _get_host_state(state).store(i.stage, state.get_lane_observer())
+                _get_host_state(state).store(i.stage, state.observer.make_lane_observer())
             except OSError as error:
                 raise wrap_error(error) from error
 

@@ -44,7 +44,7 @@ def reduce_grads(state: State, i: Instr) -> Call:
         flat = scale_flat(k)
         if state.program.dp == 1:
             return []
-        with state.record_as(at):
+        with state.observer.attribute_to(at):
             return [start("all_reduce", "dp", flat, flat)]
 
     reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin, versions)
@@ -89,10 +89,8 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
 
 def reduce_replicated_stages(state: State, i: Instr) -> Call:
     """Link ReduceReplicatedStages: sum the gradients of a stage over its stage replicas."""
-    gradients, replica_ranks = (
-        state.stages[i.stage].gradients,
-        find_sharing_ranks([i.stage], state.shape),
-    )
+    gradients = state.stages[i.stage].gradients
+    replica_ranks = find_sharing_ranks([i.stage], state.shape)
     start, reductions = state.transport.start_collective, state.service(PendingReductions)
 
     def run() -> None:
@@ -100,7 +98,7 @@ def reduce_replicated_stages(state: State, i: Instr) -> Call:
             reductions.works.append(start("all_reduce", replica_ranks, flat, flat))
 
     # The sum over data-parallel replicas comes first. Without replicas there is no need to wait.
-    return Call(reductions.wait if state.shard_spec != ShardSpec() else None, run)
+    return Call(reductions.wait if state.resources.shard_spec != ShardSpec() else None, run)
 
 
 def reduce_tied(state: State, i: Instr) -> Call:
@@ -115,11 +113,11 @@ def reduce_tied(state: State, i: Instr) -> Call:
             reductions.works,
             partial(_get_tied_gradient, state, w),
         )
-        for w in state.tied_weights
+        for w in state.resources.ties.weights
     ]
 
     def run() -> None:
-        for weight in state.tied_weights if state.accumulate_grads else ():
+        for weight in state.resources.ties.weights if state.options.accumulate_grads else ():
             for copy in weight.local_copies.values():  # A step may not use a copy.
                 copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
         for begin in sums:
@@ -199,13 +197,15 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
         # One rank counts a parameter that several ranks have in full.
         if state.shape.first_rank_per_stage[s] == state.rank
         and (is_tp_sharded(p) or state.transport.tp_rank == 0)
-        and not any(p is w.local_copies.get(s) and s > w.stages[0] for w in state.tied_weights)
+        and not any(
+            p is w.local_copies.get(s) and s > w.stages[0] for w in state.resources.ties.weights
+        )
     ]
 
     of_replicas = state.transport.start_collective
     parts = [
         [gradients.shard_views[k][p] for gradients, p in counted]
-        for k in state.shard_spec.shard_indices
+        for k in state.resources.shard_spec.shard_indices
     ]
 
     def own() -> Tensor:
@@ -214,8 +214,8 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
             zero() if (sum_ := compute_sum_of_squares(part)) is None else sum_ for part in parts
         ]
         each = torch.stack(sums)
-        if len(parts) < state.shard_spec.replicas:
-            each = each.new_empty(state.shard_spec.replicas)
+        if len(parts) < state.resources.shard_spec.replicas:
+            each = each.new_empty(state.resources.shard_spec.replicas)
             of_replicas("all_gather", "dp", each, torch.stack(sums)).wait()
         return each.sum()
 
@@ -229,17 +229,15 @@ def optimizer_step(state: State, i: Instr) -> Call:
     placement = (
         None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
     )
-    last, released = (
-        i.mb == state.shape.optimizer_steps - 1,
-        not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS),
-    )
+    last = i.mb == state.shape.optimizer_steps - 1
+    released = not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS)
 
     def run() -> None:
         finite = checks.finish_update(i.mb)
         if placement is None:
             steps.run(finite)
-        if state.loss_scale is not None:
-            state.loss_scale.update(finite)
+        if state.options.loss_scale is not None:
+            state.options.loss_scale.update(finite)
         if not last:  # The gradients of the last update stay for the caller.
             if not released:
                 state.begin_update()

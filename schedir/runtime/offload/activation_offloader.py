@@ -23,7 +23,9 @@ from schedir.ir.isa.instructions import Value
 from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.offload.arena import ArenaBlock
 from schedir.runtime.offload.copy_lanes import LaneJob
-from schedir.runtime.rank_state import ProgramService, State, find_freeing_instructions
+from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.step_inputs import Microbatches, MicrobatchView
+from schedir.runtime.value_slots import find_freeing_instructions
 
 BLOCK_ALIGNMENT = 64  # Bytes; storages begin at multiples of it in a block.
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -388,18 +390,16 @@ class OffloadMoves(ProgramService):
             yield from value.list_device_tensors()
 
 
-class UnpackedMicrobatches(Sequence[Any]):
+class UnpackedMicrobatches(MicrobatchView):
     """Microbatches that are taken from their source only once each, and then kept.
 
     Args:
         source: The microbatches. The attribute `unpacked` has those that were taken, by number.
     """
 
-    def __init__(self, source: Sequence[Any] | Tensor) -> None:
-        self.source, self.unpacked = source, dict[int, Any]()
-
-    def __len__(self) -> int:
-        return len(self.source)
+    def __init__(self, source: Microbatches) -> None:
+        super().__init__(source)
+        self.unpacked = dict[int, Any]()
 
     def __getitem__(self, mb: Any) -> Any:
         if mb not in self.unpacked:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from schedir.errors import ModelError
+from schedir.errors import ModelError, describe
 from schedir.ir.isa.instructions import INSTRUCTIONS, Lane
 from schedir.ir.program import Program
 from schedir.passes.memory.offload_placement import DISK_TRIP
@@ -53,8 +53,8 @@ class MemoryTiers(RankService):
             ModelError: The directory is unusable.
         """
         if self.spill_file is None:
-            assert self.resources.spill_dir is not None, "`require_spill_dir` refuses this"
-            self.spill_file = SpillFile(self.resources.spill_dir, program)
+            assert self.resources.options.spill_dir is not None, "`require_spill_dir` refuses this"
+            self.spill_file = SpillFile(self.resources.options.spill_dir, program)
         return self.spill_file
 
     def count_bytes(self, tier: str) -> int:
@@ -68,17 +68,24 @@ class MemoryTiers(RankService):
         return self.spill_file.arena.used_bytes if self.spill_file is not None else 0
 
 
-def require_spill_dir(spill_dir: Path | None, programs: Sequence[Program]) -> None:
-    """Refuse programs that use the disk if there is no directory for their file.
+def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None:
+    """Return the folder of the spill file, or None.
 
     Args:
-        spill_dir: The directory, or None.
+        value: The path of the folder, or None.
         programs: The programs that a rank runs.
 
     Raises:
-        ModelError: A program uses the disk, and `spill_dir` is None.
+        ModelError: `value` is not a path, or an empty string. Or it is None, and a program uses the
+            disk.
     """
-    for program in programs if spill_dir is None else ():
+    if isinstance(value, str | Path) and str(value):
+        return Path(value)
+    if value is not None:
+        raise ModelError(
+            f"spill_dir must be a path, not {describe(value)}", hint="spill_dir='/nvme'"
+        )
+    for program in programs:
         if not program.used_opcodes.isdisjoint(_DISK_OPS):
             moves_activations = not program.used_opcodes.isdisjoint(DISK_TRIP)
             what = "activations" if moves_activations else "the optimizer state"
@@ -87,6 +94,7 @@ def require_spill_dir(spill_dir: Path | None, programs: Sequence[Program]) -> No
                 program=program.name,
                 hint="Executor(..., spill_dir='/nvme'), or [memory] spill_dir = \"/nvme\"",
             )
+    return None
 
 
 def allocate_host_memory(size: int, pinned: bool) -> Tensor:

@@ -17,10 +17,9 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +34,11 @@ from schedir.runtime.parameters.mixed_precision import (
     unwrap_optimizer,
 )
 from schedir.runtime.parameters.unvalidated_update_guard import (
+    TableCopies,
     UnvalidatedUpdateGuard,
+    copy_tables,
     list_optimizer_tables,
+    restore_tables,
 )
 from schedir.runtime.rank_state import ProgramService, State
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
@@ -71,10 +73,10 @@ class OptimisticStep(ProgramService):
         resources = state.resources
         self.gradients = [stage.gradients for stage in state.stages.values()]
         self.modules = [stage.module for stage in state.stages.values()]
-        self.optimizer, self.loss_scale = resources.optimizer, resources.loss_scale
+        self.optimizer, self.loss_scale = resources.optimizer, resources.options.loss_scale
         self.random_streams, self.device = resources.random_streams, state.device
         self.unstepped_parameters = UnsteppedParameters(state)
-        self.judge_norm = partial(compute_clip_factor, resources.max_norm)
+        self.judge_norm = partial(compute_clip_factor, resources.options.max_norm)
         checks = state.service(UpdateChecks)
         checks.judge, checks.read_result = lambda update: self.verdict, self.read_result
         self.apply_update: Callable[[], None] = lambda: None
@@ -266,7 +268,7 @@ class OptimisticStep(ProgramService):
             self.guard = None
 
     def _make_guard(self) -> UnvalidatedUpdateGuard:
-        looks = self.state.debug or self.device.type == "cpu"
+        looks = self.state.options.debug or self.device.type == "cpu"
         return UnvalidatedUpdateGuard(
             self.modules, self.optimizer, self.loss_scale, compares_values=looks
         )
@@ -275,8 +277,8 @@ class OptimisticStep(ProgramService):
 
     def _save_state(self) -> _UnvalidatedUpdate:
         """Copy the gradients, and all state that an update changes."""
-        tables = list_optimizer_tables(self.optimizer)
         tensors = dict.fromkeys(self._list_changed_tensors())
+        tables = copy_tables(self.optimizer)
         self.saved_copies = {
             t: self.saved_copies[t] if t in self.saved_copies else torch.empty_like(t)
             for t in tensors
@@ -287,7 +289,7 @@ class OptimisticStep(ProgramService):
         with torch.no_grad():
             for some in groups.values():  # one kernel copies tensors of one device and type
                 torch._foreach_copy_([self.saved_copies[t] for t in some], some)
-        return _UnvalidatedUpdate([(table, dict(table)) for table in tables], self.saved_copies)
+        return _UnvalidatedUpdate(tables, self.saved_copies)
 
     def _list_changed_tensors(self) -> Iterator[Tensor]:
         """Yield the gradients and the tensors that an update changes."""
@@ -314,7 +316,7 @@ class OptimisticStep(ProgramService):
         with torch.no_grad():
             self._undo_update()
             self.update_by_norm()
-            _restore_tables(later)
+            restore_tables(later)
             for t, now in numbers:
                 t.copy_(now)
         self.pending_update, self.waits_for_norm = None, True
@@ -322,7 +324,7 @@ class OptimisticStep(ProgramService):
     def _undo_update(self) -> None:
         """Restore all state that the update has changed."""
         assert self.pending_update is not None
-        _restore_tables(self.pending_update.tables)
+        restore_tables(self.pending_update.tables)
         for t, before in self.pending_update.copies.items():
             t.copy_(before)
 
@@ -351,7 +353,7 @@ class _UnvalidatedUpdate:
 
     def __init__(
         self,
-        tables: Sequence[tuple[dict[Any, Any], dict[Any, Any]]],
+        tables: TableCopies,
         copies: dict[Tensor, Tensor],
         norm: _Norm | None = None,
     ) -> None:
@@ -389,12 +391,6 @@ class _Norm:
                 (self.host_value,) = self.scalar_copy.read()
             self.is_read = True
         return self.host_value
-
-
-def _restore_tables(tables: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
-    for table, before in tables:
-        table.clear()
-        table.update(before)
 
 
 def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") -> None:

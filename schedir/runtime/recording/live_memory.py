@@ -43,13 +43,15 @@ class LiveMemory(TorchDispatchMode):
         self.created_storages: dict[StorageWeakRef, int] = {}
 
     def __enter__(self) -> Self:
-        self.calls = self.executor.calls
-        self.executor.calls = [Call(wait, partial(self._run, run)) for wait, run in self.calls]
+        self.calls = self.executor.runner.calls
+        self.executor.runner.calls = [
+            Call(wait, partial(self._run, run)) for wait, run in self.calls
+        ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error_info: Any) -> None:
-        self.executor.calls = self.calls
+        self.executor.runner.calls = self.calls
         super().__exit__(*error_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,8 +75,10 @@ class LiveMemory(TorchDispatchMode):
             device, before = self._count_live_bytes(), device
         services = self.executor.state.list_services()
         for tier in TIERS:
-            moved = sum(service.count_bytes(tier) for service in services)
-            used = device if tier == TIERS[0] else moved
+            if tier == TIERS[0]:
+                used = device
+            else:
+                used = sum(service.count_bytes(tier) for service in services)
             self.peak_by_tier[tier] = max(self.peak_by_tier[tier], used)
 
     def _count_live_bytes(self) -> int:
@@ -97,11 +101,12 @@ def _list_static_tensors(executor: Executor) -> Iterable[object]:
     state = executor.state
     for stage in executor.stages.values():
         yield from stage.list_static_tensors()
-    yield from tree_leaves([*getattr(unwrap_optimizer(state.optimizer), "state", {}).values()])
-    if isinstance(state.optimizer, MainOptimizer):
-        for p in state.optimizer.main_parameters:
+    yield from tree_leaves(
+        [*getattr(unwrap_optimizer(state.resources.optimizer), "state", {}).values()]
+    )
+    if isinstance(state.resources.optimizer, MainOptimizer):
+        for p in state.resources.optimizer.main_parameters:
             yield from (p, p.grad)
-    yield from tree_leaves(state.receive_buffers)
     for service in state.list_services():
         yield from service.list_device_tensors()
 

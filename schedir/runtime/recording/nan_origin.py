@@ -237,7 +237,7 @@ def rerun_step(
     found: list[NanOrigin] = []
     reductions = executor.state.service(PendingReductions)
     usual = (
-        executor.calls,
+        executor.runner.calls,
         executor.resources.optimizer,
         executor.record_timestamps,
         reductions.starts_after_backward,
@@ -253,7 +253,9 @@ def rerun_step(
         gives = partial(_list_outputs, executor, i)
         return Call(call.wait, run) if i.op in COMPUTE_OPS else call
 
-    executor.calls = [watch(k, i, executor.calls[k]) for k, i in enumerate(executor.state.stream)]
+    executor.runner.calls = [
+        watch(k, i, executor.runner.calls[k]) for k, i in enumerate(executor.state.stream)
+    ]
     executor.resources.optimizer, executor.record_timestamps = None, False
     # An overlapped sum over replicas would show the NaN of another replica as the rank's own.
     reductions.starts_after_backward = True
@@ -262,7 +264,7 @@ def rerun_step(
         executor.step(inputs, targets, scale, keywords)
     finally:
         (
-            executor.calls,
+            executor.runner.calls,
             executor.resources.optimizer,
             executor.record_timestamps,
             reductions.starts_after_backward,

@@ -33,7 +33,7 @@ class OptimizerPlacement(RankService):
         super().__init__(resources)
         program, optimizer = resources.program, resources.optimizer
         parameters = {
-            s: [resources.parameter_copies.get(p, p) for p in stage.module.parameters()]
+            s: [resources.ties.parameter_copies.get(p, p) for p in stage.module.parameters()]
             for s, stage in resources.stages.items()
             if s >= program.frozen_stages
         }

@@ -9,7 +9,8 @@ from schedir.runtime.parameters.overlapped_reduction import (
     GradientReduction,
     find_last_accumulations,
 )
-from schedir.runtime.rank_state import ProgramService, State, find_freeing_instructions
+from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.value_slots import find_freeing_instructions
 from schedir.transports.transport import Work
 
 

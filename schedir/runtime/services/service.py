@@ -23,7 +23,14 @@ from schedir.runtime.step_inputs import StepInputs
 
 
 class Service:
-    """The state of one feature. Each of these methods does nothing by default."""
+    """The state of one feature. Each of these methods does nothing by default.
+
+    Args:
+        owner: The `State` of the program, or the `RankResources` of the rank.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        pass
 
     @classmethod
     def create(cls, owner: Any) -> Self:
@@ -32,7 +39,7 @@ class Service:
         Args:
             owner: The `State` of the program, or the `RankResources` of the rank.
         """
-        raise NotImplementedError
+        return cls(owner)
 
     def finish_setup(self) -> None:
         """End the construction of an executor, by what cannot be undone.

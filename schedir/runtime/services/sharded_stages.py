@@ -45,12 +45,12 @@ class ShardedStages(ProgramService):
                     bucket.parameters, bucket.shapes, ranges, strict=True
                 ):
                     shard_ranges[p] = shape, low, high
-        shard_optimizer_state(self.state.optimizer, shard_ranges)
+        shard_optimizer_state(self.state.resources.optimizer, shard_ranges)
 
     def begin_update(self) -> None:
         """Give all parameters their full shapes."""
         for weights in self.sharded:
-            weights.begin_step(has_backward=self.state.has_backward)
+            weights.begin_step(has_backward=self.state.program.has_backward)
 
     def begin_optimizer_step(self) -> None:
         """Give the optimizer the shards.
@@ -62,7 +62,7 @@ class ShardedStages(ProgramService):
             weights.require_unwritten()
             weights.to_resting_state()
         shapes = {p: view.shape for weights in self.sharded for p, view in weights.full_views}
-        require_sharded_state(self.state.optimizer, shapes)
+        require_sharded_state(self.state.resources.optimizer, shapes)
 
     def finish_step(self) -> None:
         """Refuse an evaluation that wrote to a weight.

@@ -23,9 +23,9 @@ class StageWeightVersions(ProgramService):
         for s, stage in state.stages.items():
             if s >= state.program.frozen_stages:
                 own = ((k, i) for k, i in enumerate(state.stream) if i.stage == s)
-                stage.install_substitutes()
+                stage.local_ties.install_substitutes()
                 self.by_stage[s] = WeightVersions(stage.module, state.shape, own)
-                stage.restore_parameters()
+                stage.local_ties.restore()
 
     def begin_step(self) -> None:
         """Keep the weights of the first update."""
@@ -63,6 +63,6 @@ def find_weight_versions(state: State, stage: int) -> WeightVersions | None:
         state: The state of the program.
         stage: The stage.
     """
-    if not state.has_backward or state.shape.optimizer_steps == 1:
+    if not state.program.has_backward or state.shape.optimizer_steps == 1:
         return None
     return state.service(StageWeightVersions).by_stage.get(stage)

@@ -51,7 +51,7 @@ class OptimizerSteps(RankService):
             return
         draws = (
             resources.random_streams.warn_of_draws(_TIED_RANDOM_WARNING)
-            if resources.has_separate_copies
+            if resources.ties.has_separate_copies
             else nullcontext()
         )
         with draws, guard_shard_step(optimizer, resources.shard_spec.zero):
@@ -173,7 +173,7 @@ class UpdateChecks(ProgramService):
 
     def _judge_by_norm(self, update: int) -> NormVerdict:
         total = self.squared_norms.pop(update)
-        verdict = compute_clip_factor(self.state.resources.max_norm, total)
+        verdict = compute_clip_factor(self.state.resources.options.max_norm, total)
         self.grad_norm = total.sqrt()
         return verdict
 
