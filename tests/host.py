@@ -384,6 +384,7 @@ class Host:
         **dict.fromkeys(MESSAGES, message),
         **dict.fromkeys(pieces.SLICES, pieces.reshape),
         **dict.fromkeys(pieces.SUMS, pieces.meet),
+        **dict.fromkeys(pieces.EXCHANGES, pieces.exchange),
         O.ReduceGrads: reduce_grads,
         O.ReduceReplicatedStages: reduce_holders,
         O.ReduceTied: reduce_tied,
