@@ -4,6 +4,7 @@ from schedir.planner.config_export import plan_program, train_config
 from schedir.planner.estimate.simulated_estimate import simulate_plan, simulated_program
 from schedir.planner.hardware.cluster_presets import cluster_preset, cluster_presets
 from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.hardware.stacks import Stack, stack_preset, stack_presets
 from schedir.planner.launch_options import launcher_options
 from schedir.planner.parallel_plan import (
     GpuMemory,
@@ -28,6 +29,7 @@ __all__ = [
     "ParallelPlan",
     "PlanEstimate",
     "SoftwareConstants",
+    "Stack",
     "StateBytes",
     "StepBreakdown",
     "TransformerSpec",
@@ -48,6 +50,8 @@ __all__ = [
     "prediction_regret",
     "simulate_plan",
     "simulated_program",
+    "stack_preset",
+    "stack_presets",
     "stage_time",
     "train_config",
 ]
