@@ -1,5 +1,6 @@
 """Planner: find parallel plans for a model on a cluster, with their step times and memory."""
 
+from schedir.planner.calibration import CalibratedConstant, Calibration, MeasuredRun, calibrate
 from schedir.planner.config_export import plan_program, train_config
 from schedir.planner.estimate.simulated_estimate import simulate_plan, simulated_program
 from schedir.planner.hardware.cluster_presets import cluster_preset, cluster_presets
@@ -24,8 +25,11 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.retired_names import make_attribute_error
 
 __all__ = [
+    "CalibratedConstant",
+    "Calibration",
     "GpuMemory",
     "HostMemory",
+    "MeasuredRun",
     "ParallelPlan",
     "PlanEstimate",
     "SoftwareConstants",
@@ -34,6 +38,7 @@ __all__ = [
     "StepBreakdown",
     "TransformerSpec",
     "all_plans",
+    "calibrate",
     "cluster_preset",
     "cluster_presets",
     "embedding_time",

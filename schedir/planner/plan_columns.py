@@ -12,7 +12,7 @@ from schedir.errors import UsageError
 from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS
 from schedir.planner.parallel_plan import Attention, ParallelPlan, RankOrder
 from schedir.planner.transformer.layer_division import (
-    Division,
+    DivisionRule,
     RankGroupShare,
     compute_rank_shares,
     divide_layers,
@@ -87,7 +87,7 @@ class PlanColumns:
     attention: Attention = "softmax"
     rank_order: RankOrder = "tp-pp-dp"
     layers_per_stage: tuple[int, ...] = ()
-    division: Division = "even"
+    division: DivisionRule = "even"
 
     def __len__(self) -> int:
         return len(self.pp)

@@ -20,7 +20,7 @@ from schedir.planner.estimate.schedule_formulas import (
 )
 from schedir.planner.parallel_plan import Attention, ParallelPlan, RankOrder
 from schedir.planner.plan_columns import COLUMN_NAMES, RECOMPUTE_MODES, SCHEDULE_NAMES, PlanColumns
-from schedir.planner.transformer.layer_division import Division
+from schedir.planner.transformer.layer_division import DivisionRule
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
@@ -59,7 +59,7 @@ class FieldFilter(NamedTuple):
     attention: Attention = "softmax"
     rank_order: RankOrder = "tp-pp-dp"
     offload: bool = False
-    division: Division = "even"
+    division: DivisionRule = "even"
 
 
 _DEGREE_FIELDS: Final = ("pp", "tp", "dp", "stages_per_rank", "microbatch_size", "cp", "ep")

@@ -27,7 +27,7 @@ from schedir.planner.plan_columns import PlanColumns, simulation_only_error
 from schedir.planner.plan_enumeration import build_field_filter, enumerate_plans, warn_cross_node_tp
 from schedir.planner.plan_estimate import strip_estimates
 from schedir.planner.plan_table import PlanTable, estimate_closed_form
-from schedir.planner.transformer.layer_division import Division, get_layers_per_stage
+from schedir.planner.transformer.layer_division import DivisionRule, get_layers_per_stage
 from schedir.planner.transformer.layer_ops import require_even_division
 from schedir.planner.transformer.memory_estimate import StateBytes, get_state_bytes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
@@ -121,7 +121,7 @@ def plan(
     attention: Attention = "softmax",
     rank_order: RankOrder = "tp-pp-dp",
     offload: bool = False,
-    division: Division = "even",
+    division: DivisionRule = "even",
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes | None = None,
 ) -> list[PlanEstimate]:

@@ -61,6 +61,8 @@ class Cluster:
         jitter: Standard deviation of the step time of one replica, as a share of its mean. The
             planner adds the time that replicas wait for the slowest one.
         kernel_us: Time to issue a kernel, in microseconds.
+        uncertainty: Standard deviation of predicted step times, as a share. A calibration sets it.
+        calibrated_gpus: The number of GPUs of the largest run of a calibration.
         peak: Floating-point operations per second of the data sheet. The model FLOPs utilization
             (MFU) is a share of it. The default is `flops`.
         num_sms: Number of multiprocessors of a GPU. The tiles of a matrix product are distributed
@@ -103,6 +105,8 @@ class Cluster:
     itemsize: int = 2
     processors: int | None = None
     host_memory: float | None = None
+    uncertainty: float = 0.0
+    calibrated_gpus: int | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -110,7 +114,14 @@ class Cluster:
             if value is None and f.default is None:
                 continue
             number = parse_cluster_field(f.name, value)
-            if f.name in ("nodes", "gpus_per_node", "num_sms", "itemsize", "processors"):
+            if f.name in (
+                "nodes",
+                "gpus_per_node",
+                "num_sms",
+                "itemsize",
+                "processors",
+                "calibrated_gpus",
+            ):
                 if number != int(number):
                     raise UsageError(
                         f"cluster: {f.name} must be an integer, not {describe(value)}",

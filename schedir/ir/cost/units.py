@@ -66,6 +66,8 @@ _UNIT_BY_FIELD: Final = {
     "latency": _LATENCY_UNIT,
     "network_latency": _LATENCY_UNIT,
     "jitter": _Unit(parse_decimal, "0.02", can_be_zero=True),
+    "uncertainty": _Unit(parse_decimal, "0.05", can_be_zero=True),
+    "calibrated_gpus": _Unit(parse_decimal, "16"),
     "kernel_us": _Unit(parse_decimal, "4", can_be_zero=True),
     "peak": _FLOPS_UNIT,
     "num_sms": _Unit(parse_decimal, "108"),

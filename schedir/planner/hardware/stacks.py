@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from schedir.errors import UsageError, describe
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import Attention, ParallelPlan, RankOrder
-from schedir.planner.transformer.layer_division import Division, divide_layers
+from schedir.planner.transformer.layer_division import DivisionRule, divide_layers
 from schedir.planner.transformer.memory_estimate import ADAM, ADAM_MAIN_GRADS, StateBytes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
@@ -33,7 +33,7 @@ class Stack(NamedTuple):
 
     constants: SoftwareConstants
     state_bytes: StateBytes
-    division: Division
+    division: DivisionRule
     attention: Attention
     rank_order: RankOrder
     source: str

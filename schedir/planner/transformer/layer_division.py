@@ -80,10 +80,10 @@ def divide_by_compute(model: TransformerSpec, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-Division = Literal["even", "compute"]
+DivisionRule = Literal["even", "compute"]
 
 
-def divide_layers(model: TransformerSpec, stages: int, division: Division) -> tuple[int, ...]:
+def divide_layers(model: TransformerSpec, stages: int, division: DivisionRule) -> tuple[int, ...]:
     """Return the number of layers of each stage, by `divide_evenly` or `divide_by_compute`.
 
     Args:
