@@ -86,6 +86,15 @@ def test_any_result_counts(config: str, tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).exists()
 
 
+def test_a_missing_data_file_is_reported_before_old_results(config: str, tmp_path: Path) -> None:
+    (tmp_path / "loss.csv").write_text("of an earlier run")
+    output = f'output.dir="{tmp_path}"'
+    assert "loss.csv" in refused(config, output).fact
+    for name in ("source", "validation"):
+        error = refused(config, output, f'data.{name}="{tmp_path / "none.txt"}"')
+        assert "none.txt" in error.fact and "loss.csv" not in error.fact
+
+
 def test_nothing_is_replaced_before_processes_agree(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,10 @@ def select_ranks(subject: str, value: PerStage, shape: PipelineShape) -> Any:
         return value
     if len(value) not in (shape.ranks, shape.stages):
         per_stage = f" and {shape.stages} stages" if shape.stages != shape.ranks else ""
-        raise CostsError(f"{subject} has {len(value)} numbers for {shape.ranks} ranks{per_stage}")
+        raise CostsError(
+            f"{subject} has {len(value)} numbers for {shape.ranks} ranks{per_stage}",
+            hint=f"give {shape.ranks} numbers, one per rank, or one number for all ranks",
+        )
     return value[: shape.ranks]
 
 
