@@ -32,7 +32,7 @@ BUDGET = {
     "schedir/schedules": 740,
     "schedir/tensor_parallel": 330,
     "schedir/testing": 860,
-    "schedir/torch_pipelining": 1_560,
+    "schedir/torch_pipelining": 1_660,
     "schedir/traces": 870,
     "schedir/training": 3_620,
     "schedir/transports": 1_920,
