@@ -10,6 +10,7 @@ from torch.distributed.pipelining import schedules as theirs
 from schedir.errors import UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
+from schedir.runtime.autograd.splittable_layers import SplitLinear
 from schedir.schedules.schedule_algebra import Schedule as ScheduleFunction
 from schedir.schedules.schedule_algebra import apply_schedule_defaults
 from schedir.torch_pipelining.program_selection import ProgramSource, load_schedule_or_program
@@ -82,6 +83,10 @@ def patch_torchtitan(
     pipeline_parallel.get_schedule_class = get_schedule_class
     vee = replacement if is_vee else theirs.ScheduleZBVZeroBubble
     pipeline_parallel.ScheduleZBVZeroBubble = vee
+    if options.get("runtime") == "schedir" and metadata.version("torchtitan") == KNOWN_VERSIONS[-1]:
+        # Its models keep the forward of each layer before the executor could make it splittable.
+        linear = import_module("torchtitan.models.common.linear")
+        linear.Linear.forward = SplitLinear.forward
     return replacement
 
 
