@@ -27,6 +27,7 @@ from schedir.checkpoints.checkpoint_directory import (
 from schedir.checkpoints.checkpoint_group import CheckpointGroup
 from schedir.errors import CheckpointError, ExecutionError, ModelError, UsageError
 from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.schedules import one_f_one_b
 from tests.cpu.layouts import Layout, Model, executor_of, steps
 from tests.cpu.spawn import run
@@ -245,7 +246,7 @@ def written_by_one(rank: int, folder: Path) -> str:
     saver.schedule_save(0)
     steps(executor, 0, 1)
     if rank == 0:
-        executor.state.resources.snapshots.request({})
+        executor.state.service(SnapshotCopies).request({})
     with pytest.raises(ModelError) as caught:
         saver.write()
     saver.wait()

@@ -75,7 +75,7 @@ def made(case: Case, program: Program, transport: Any, device: torch.device) -> 
         program, transport, device, max_norm=norm, record_timestamps=case.record
     )
     parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
-    executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, eps=1e-3, fused=True)
+    executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, eps=1e-3, fused=True)
     return executor
 
 
