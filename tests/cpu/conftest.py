@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cpu.training import CONFIG, end_all
+from tests.cpu.training import end_all, write_config
 
 # Bits are compared between processes: each has the same one thread.
 torch.set_num_threads(1)
@@ -12,11 +12,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 40)
-    path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(text=text))
-    return str(path)
+    return str(write_config(tmp_path))
 
 
 @pytest.fixture(autouse=True)
