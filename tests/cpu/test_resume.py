@@ -249,7 +249,7 @@ def test_a_full_disk_ends_a_run_and_the_last_whole_checkpoint_stays(
     assert run(config, [*ALONE, *words(folder)]) == 0
 
 
-@pytest.mark.parametrize("how", ["tampered", "truncated"])
+@pytest.mark.parametrize("how", ["tampered", "manifest"])
 def test_a_checkpoint_that_is_not_whole_is_passed_over(
     config: str,
     unbroken: bytes,
@@ -258,12 +258,16 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
     how: str,
 ) -> None:
     folder = broken(6)
-    file = next((folder / "saved" / "step-00000004").glob("*.distcp"))
+    newest = folder / "saved" / "step-00000004"
+    file = next(newest.glob("*.distcp")) if how == "tampered" else newest / "manifest.jsonl"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    file.write_bytes(data if how == "tampered" else data[:-1])
+    file.write_bytes(data if how == "tampered" else b"{}\n")
     assert run(config, [*ALONE, *words(folder)]) == 0
-    assert "resumed at step 2 from " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    wrong = file.name if how == "tampered" else "its manifest"
+    assert f"\nskipped: step-00000004 is not complete: {wrong}" in said
+    assert f"\nresumed at step 2 from {folder / 'saved' / 'step-00000002'}\n" in said
     assert losses(folder) == unbroken
 
 

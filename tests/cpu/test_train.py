@@ -27,8 +27,8 @@ from tests.proofs import proofs
 
 def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_path: Path) -> None:
     traces = tmp_path / "traces"
-    many = train(config, tmp_path / "many", f'output.trace="{traces}"')
-    one = alone(config, tmp_path / "one", "output.record=false")
+    many = train(config, tmp_path / "many", "output.record=true", f'output.trace="{traces}"')
+    one = alone(config, tmp_path / "one")
     assert len(many) == 6 and many[-1] < many[0]
     assert many == pytest.approx(one, rel=1e-5)
 
@@ -66,7 +66,7 @@ def test_a_program_is_checked_once(
 ) -> None:
     """By the run: its executor, and what predicts each report, find the proof."""
     seen = proofs(monkeypatch)
-    alone(config, tmp_path)
+    alone(config, tmp_path, "output.record=true")
     assert seen == [("complete", "interleaved"), ("proof", "interleaved")]
 
 
@@ -105,7 +105,7 @@ def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) ->
         "pipeline.stages_per_rank=1",
         "pipeline.layers_per_stage=[3, 1]",
     ]
-    many = train(config, tmp_path / "many", *half, *uneven)
+    many = train(config, tmp_path / "many", *half, *uneven, "output.record=true")
     assert many == pytest.approx(alone(config, tmp_path / "one", *whole), rel=1e-5)
 
 

@@ -131,11 +131,14 @@ class Run:
     a run if `environment` has the variables of torchrun.
     """
 
-    def __init__(self, words: list[str], folder: Path, **environment: str) -> None:
+    def __init__(
+        self, words: list[str], folder: Path, *, cwd: Path | None = None, **environment: str
+    ) -> None:
         said = folder.parent / f"said-{folder.name}-{environment.get('RANK', '')}"
         said.mkdir(parents=True)
         self.out, self.err = said / "out", said / "err"
-        self.process = CONTEXT.Process(target=_process, args=(words, said, environment))
+        cwd = cwd or (Path(words[0]).parent if words[0].endswith(".py") else ROOT)
+        self.process = CONTEXT.Process(target=_process, args=(words, said, cwd, environment))
         self.process.start()
         self.pid = self.process.pid or 0
         _RUNS.append(self)
@@ -214,16 +217,17 @@ def fork(
     return [run.finish(max(0, over - time.monotonic())) for run in runs]
 
 
-def _process(words: list[str], said: Path, environment: dict[str, str]) -> None:
+def _process(words: list[str], said: Path, cwd: Path, environment: dict[str, str]) -> None:
     os.environ |= environment
     _heed()
-    os.chdir(ROOT)
+    os.chdir(cwd)
+    vars(launcher)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _fork_rank})
+    vars(subprocess_handler)["Popen"] = _fork_rank
     for descriptor, name in ((1, "out"), (2, "err")):
         with (said / name).open("w") as file:
             os.dup2(file.fileno(), descriptor)
     if words[0].endswith(".py"):
         folder = str(Path(words[0]).parent)
-        os.chdir(folder)
         sys.argv = words
         # As Python starts a script: it finds our tree only if it looks for it.
         sys.path[:] = [folder, *(path for path in sys.path if path not in ("", str(ROOT)))]
@@ -234,10 +238,8 @@ def _process(words: list[str], said: Path, environment: dict[str, str]) -> None:
         exec(compile(Path(words[0]).read_text(), words[0], "exec"), main_module.__dict__)
     elif words[0] == "-m":
         sys.argv[1:] = words[2:]
-        subprocess_handler.Popen = _fork_rank  # type: ignore[misc,assignment]
         run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        launcher.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _fork_rank})
         sys.exit(main(words))
 
 
@@ -262,8 +264,8 @@ def _fork_rank(args: Sequence[str], env: dict[str, str], **how: Any) -> subproce
 
 
 def train(config: str, folder: Path, *sets: str) -> list[float]:
-    """The losses of a run of as many processes as it asks for."""
-    code, out, err = forked(config, folder, *sets)
+    """The losses of a run of as many processes as it asks for, without a picture unless told."""
+    code, out, err = forked(config, folder, "output.record=false", *sets)
     assert code == 0, err
     assert err == "" and out.startswith("predicted memory ") and "\nstep " in out
     return losses(folder)
@@ -271,7 +273,7 @@ def train(config: str, folder: Path, *sets: str) -> list[float]:
 
 def alone(config: str, folder: Path, *sets: str) -> list[float]:
     """The losses of the same run in this process."""
-    assert run(config, [*sets, *ALONE, f'output.dir="{folder}"']) == 0
+    assert run(config, ["output.record=false", *sets, *ALONE, f'output.dir="{folder}"']) == 0
     return losses(folder)
 
 
