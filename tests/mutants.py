@@ -42,7 +42,7 @@ from tests.mutations_of_states import STEPPED, on_host
 from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY, moved
 from tests.mutations_of_turns import TURNED
-from tests.threads import verdict
+from tests.oracle_threads import verdict
 
 
 @cache

@@ -14,8 +14,8 @@ from typing import Any
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Lane, Opcode, Scope
 from schedir.ir.program import Program
-from tests.carried import met
-from tests.host import SENDING, TAKING
+from tests.oracle_host import SENDING, TAKING
+from tests.oracle_values import met
 
 O = Opcode
 

@@ -12,6 +12,7 @@ import pytest
 
 from schedir.io.timeline_file import load_timeline
 from schedir.training.train import run
+from tests.check_calls import proofs
 from tests.cpu.training import (
     ALONE,
     TORCHRUN,
@@ -22,7 +23,6 @@ from tests.cpu.training import (
     losses,
     train,
 )
-from tests.proofs import proofs
 
 
 def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from schedir.errors import MemoryLimitError
 from schedir.ir.isa.instructions import Opcode
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.what_if import Advice, advise
-from tests.offloaded import offloaded
+from tests.offload_programs import offloaded
 
 
 def run(costs: Costs, *, spilled: bool = False, **options: object) -> Timeline:

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import Instr, Opcode
 from tests import away, sequenced, sharded, snapshots
-from tests.carried import Wrong
+from tests.oracle_values import Wrong
 
 if TYPE_CHECKING:
-    from tests.host import Host
+    from tests.oracle_host import Host
 
 NEXT = {  # what a state must have been through, where that leaves it, and on which queue
     Opcode.ReloadState: ("on the host", "loaded", "back"),

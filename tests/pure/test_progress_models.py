@@ -30,11 +30,11 @@ from schedir.verify.check import build_complete_graph, check
 from tests.commands import refused as refuses
 from tests.commands import said
 from tests.edits import written
-from tests.host import MESSAGES, SENDING
 from tests.mutants import legal, mutate, refusal, reordered
 from tests.oracle import Machine
+from tests.oracle_host import MESSAGES, SENDING
+from tests.oracle_threads import verdict
 from tests.strategies import with_slots
-from tests.threads import verdict
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models.txt"
 LOOP, VEE = "stages_per_rank 2", "stages_per_rank 2 placement vee"

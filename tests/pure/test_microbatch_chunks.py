@@ -27,8 +27,8 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE_OPS, Instr, Opcode, find_segment_collectives
 from tests.commands import said
 from tests.mutants import known
-from tests.pure.test_cut import NAMES, edited, refused, shape_of
-from tests.threads import verdict
+from tests.oracle_threads import verdict
+from tests.pure.test_stage_segments import NAMES, edited, refused, shape_of
 
 
 @pytest.mark.parametrize("schedule", known(), ids=NAMES)

@@ -11,7 +11,7 @@ from schedir import PipelineShape, compile, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.errors import UsageError
 from schedir.hang_diagnosis.program_matching import match_program
-from tests.flight import Layout, a_group_each, job_of, one_group, record, stopped
+from tests.flight_recorder_dumps import Layout, a_group_each, job_of, one_group, record, stopped
 
 
 @pytest.mark.parametrize("layout", [one_group, a_group_each])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from schedir.ir.isa.instructions import Instr
 
 if TYPE_CHECKING:
-    from tests.host import Host
+    from tests.oracle_host import Host
 
 
 def copied(host: Host) -> list[int]:

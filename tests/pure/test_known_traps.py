@@ -30,7 +30,7 @@ from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
 from schedir.verify.check import check
 from tests.edits import written
-from tests.threads import verdict
+from tests.oracle_threads import verdict
 
 VEE = "stages_per_rank 2 placement vee"
 LOOP = "stages_per_rank 2"

@@ -36,7 +36,7 @@ from schedir.predict.what_if import advise
 from tests.edits import Edit, move, pull, push
 from tests.mutants import known
 from tests.oracle import Machine
-from tests.threads import verdict
+from tests.oracle_threads import verdict
 
 O = Opcode
 MET = (O.TPGatherAct, O.TPReduceAct, O.TPGatherGrad, O.TPReduceGrad)

@@ -14,7 +14,7 @@ from schedir.errors import SchedirError
 from schedir.verify.check import check
 from tests.mutants import MUTATIONS, legal
 from tests.mutations_of_turns import TURNED
-from tests.threads import verdict
+from tests.oracle_threads import verdict
 
 MOVES = ("late_send", "early_receive", "swap_neighbours", "swap_pairs", *TURNED)
 

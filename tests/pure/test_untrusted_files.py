@@ -26,7 +26,7 @@ from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import F
 from schedir.testing import compute_programs
 from schedir.training.config.config_file import read_config
-from tests.confined import Said, confined
+from tests.limited_process import Said, confined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits as Linux has them")
 

@@ -63,8 +63,8 @@ from typing import NamedTuple
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.program import Program
-from tests.carried import Entry, Event, Message, Slot, SlotValue, Wrong
-from tests.host import COMPUTES, Host
+from tests.oracle_host import COMPUTES, Host
+from tests.oracle_values import Entry, Event, Message, Slot, SlotValue, Wrong
 
 SMALL = Sizes()
 

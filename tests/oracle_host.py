@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import Instr, Opcode
 from tests import away, pieces, sequenced, sharded, snapshots, stepped, strange
-from tests.carried import Entry, Event, Message, Slot, SlotValue, Tensor, Wrong, met
+from tests.oracle_values import Entry, Event, Message, Slot, SlotValue, Tensor, Wrong, met
 
 if TYPE_CHECKING:
-    from tests.threads import Machine
+    from tests.oracle_threads import Machine
 
 O = Opcode
 COMPUTES = (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import Instr, Opcode
-from tests.carried import Event
+from tests.oracle_values import Event
 
 if TYPE_CHECKING:
-    from tests.host import Host
+    from tests.oracle_host import Host
 
 HERE = "device"
 ROOMS = {HERE: "saved", "host": "host"}  # the disk has room

@@ -39,7 +39,7 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import random_compute_program
 from tests.mutants import refusal
 from tests.oracle import Machine
-from tests.threads import verdict
+from tests.oracle_threads import verdict
 
 OF_SKIPS = (Opcode.SendSkip, Opcode.RecvSkip, Opcode.SendSkipGrad, Opcode.RecvSkipGrad)
 SMALL: list[tuple[Schedule, PipelineShape, Skips]] = [

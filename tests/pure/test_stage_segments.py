@@ -38,7 +38,7 @@ from schedir.ir.pipeline.placement import find_named_placement
 from schedir.passes.splitting.stage_segmentation import count_segments, divide_over_stages
 from tests import commands
 from tests.mutants import known
-from tests.threads import verdict
+from tests.oracle_threads import verdict
 
 _SUMS = {*find_segment_collectives(sequence_parallel=False)}
 WHOLE = Costs(F=5, B=10, I=5, W=5, send=0.5)

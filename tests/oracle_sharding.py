@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import TIERS, Instr, Opcode, Value
 from tests import away
-from tests.carried import Event, SlotValue
+from tests.oracle_values import Event, SlotValue
 
 if TYPE_CHECKING:
-    from tests.host import Host
+    from tests.oracle_host import Host
 
 READS = (Opcode.Forward, Opcode.Backward, Opcode.BackwardInput, Opcode.Recompute)
 TURNS = (Opcode.Unshard, Opcode.Reshard, Opcode.ReduceScatter)

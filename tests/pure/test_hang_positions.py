@@ -19,7 +19,7 @@ from schedir.hang_diagnosis.program_matching import match_program
 from schedir.hang_diagnosis.rank_positions import ChainEnd, ProgramVerdict, diagnose_copies
 from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
 from schedir.ir.isa.instructions import TRANSFER_OPS
-from tests.flight import Recorder, a_group_each, job_of, one_group, record, stopped
+from tests.flight_recorder_dumps import Recorder, a_group_each, job_of, one_group, record, stopped
 from tests.museum.cases import cases
 
 GOLDEN = Path(__file__).parents[1] / "golden"

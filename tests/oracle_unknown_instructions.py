@@ -19,11 +19,11 @@ from schedir.ir.isa.instructions import (
     Scope,
     Value,
 )
-from tests.carried import Slot, SlotValue
-from tests.sharded import OWN_VALUES as OF_PARTS
+from tests.oracle_sharding import OWN_VALUES as OF_PARTS
+from tests.oracle_values import Slot, SlotValue
 
 if TYPE_CHECKING:
-    from tests.host import Host
+    from tests.oracle_host import Host
 
 KNOWN_VALUES = 14
 OWN_VALUES = (  # that the host knows all the same

@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import Instr, Opcode
-from tests.carried import Wrong
+from tests.oracle_values import Wrong
 
 if TYPE_CHECKING:
-    from tests.host import Host
+    from tests.oracle_host import Host
 
 SUMS = (Opcode.TPReduceAct, Opcode.TPReduceGrad)
 ADDEND, OWN, ALL = "addend", "own tokens", "all tokens"

@@ -37,7 +37,7 @@ from schedir.verify.check import check
 from tests.commands import refused, said
 from tests.edits import written
 from tests.mutants import MUTATIONS, reordered, ties
-from tests.sequences import verdict
+from tests.oracle_step_sequences import verdict
 
 Runs = list[list[Program]]
 

@@ -18,7 +18,7 @@ from schedir.schedules.schedule_algebra import Schedule, get_schedule_name
 from schedir.testing import compute_programs
 from tests.edits import written
 from tests.mutants import MUTATIONS, known, trial
-from tests.threads import verdict
+from tests.oracle_threads import verdict
 
 seeds = st.integers(0, 2**32 - 1)
 

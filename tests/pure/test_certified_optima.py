@@ -8,7 +8,7 @@ import pytest
 from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.cp_sat import PROOF_TOLERANCE
 from schedir.schedule_search.search import search_schedule
-from tests.certified import Case, cases
+from tests.certified_optima import Case, cases
 
 
 def test_half_of_the_cases_have_no_optimal_schedule_in_the_zoo() -> None:

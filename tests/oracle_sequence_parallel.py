@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from schedir.ir.isa.instructions import Instr
 
 if TYPE_CHECKING:
-    from tests.host import Host
+    from tests.oracle_host import Host
 
 
 def reduce(host: Host, i: Instr) -> None:

@@ -24,7 +24,7 @@ from schedir.errors import SchedirError, UsageError
 from schedir.ir.isa.instructions import BACKWARD_WEIGHT_OPS
 from schedir.ir.pipeline.placement import find_named_placement
 from tests.mutants import known
-from tests.threads import verdict
+from tests.oracle_threads import verdict
 
 PIECES = 5
 SHARES = (0.2, 1, 0.2, 1, 0.2)

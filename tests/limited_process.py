@@ -1,6 +1,6 @@
 """Commands one after the other in a process of little memory and time: what hostile input gets.
 
-    python -m tests.confined '[["check", "a.sched"], ...]'
+    python -m tests.limited_process '[["check", "a.sched"], ...]'
 
 prints, as JSON, the exit code of each and what it wrote to standard error.  A command that
 takes more than a second of the processor's time, or 200 MB, ends in an error that is no refusal.
@@ -39,7 +39,7 @@ def confined(commands: Sequence[Sequence[str]], cwd: Path) -> list[Said]:
     """What each of some commands comes to, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-         "from tests.confined import main; main()"],
+         "from tests.limited_process import main; main()"],
         input=json.dumps(commands), capture_output=True, text=True, cwd=cwd, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

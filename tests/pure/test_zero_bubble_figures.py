@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from schedir import search_schedule
-from tests.published import PRINTED, Row, rows
+from tests.zero_bubble_figures import PRINTED, Row, rows
 
 SMALL = [row for row in rows() if row.shape.ranks == 8]
 

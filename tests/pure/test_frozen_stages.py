@@ -49,8 +49,8 @@ from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pa
 from schedir.testing import compute_programs, shapes
 from schedir.verify.check import check, check_draft
 from tests.mutants import known
+from tests.oracle_threads import verdict
 from tests.strategies import costs
-from tests.threads import verdict
 
 O = Opcode
 TWO_OF_FOUR = PipelineShape(4, 8)

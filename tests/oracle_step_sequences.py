@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from schedir.ir.program import Program
-from tests.carried import Entry, Event, Message, Slot, Wrong
-from tests.host import Host
-from tests.threads import Machine, Verdict
+from tests.oracle_host import Host
+from tests.oracle_threads import Machine, Verdict
+from tests.oracle_values import Entry, Event, Message, Slot, Wrong
 
 
 def verdict(runs: Sequence[Sequence[Program]], model: str, seed: int) -> Verdict:

@@ -15,8 +15,8 @@ from schedir.ir.dataflow import Dataflow
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.training.config.config_file import read_config
 from schedir.training.train import build_program
+from tests.check_calls import proofs
 from tests.commands import said
-from tests.proofs import proofs
 
 MINE = """
 import pickle

@@ -23,7 +23,7 @@ from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
 from schedir.ir.isa.instructions import RECV_OPS
 from schedir.ir.stream import Stream
 from tests.commands import refused, said
-from tests.flight import Recorder, job_of, record, stopped
+from tests.flight_recorder_dumps import Recorder, job_of, record, stopped
 from tests.museum.cases import cases
 
 GOLDEN = Path(__file__).parents[1] / "golden"
