@@ -40,7 +40,7 @@ from tests.cpu.replicas import (
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import zb
 from tests.cpu.virtual_gpu import install
-from tests.legal import too_early
+from tests.timeline_legality import too_early
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "written_late.txt"
 ONE = PipelineShape(1, 3)
