@@ -27,7 +27,7 @@ BUDGET = {
     "schedir/passes": 2_590,
     "schedir/planner": 3_960,
     "schedir/predict": 1_490,
-    "schedir/runtime": 9_250,
+    "schedir/runtime": 9_300,
     "schedir/schedule_search": 2_780,
     "schedir/schedules": 740,
     "schedir/tensor_parallel": 330,
