@@ -81,7 +81,9 @@ GROUPS = {
          "planner.peak_memory",
          "planner.launcher_options", "planner.plan_program", "planner.simulated_program",
          "planner.prediction_regret",
-         "planner.improve_schedule", "planner.stage_time"],
+         "planner.improve_schedule", "planner.stage_time", "planner.calibrate",
+         "planner.Calibration", "planner.CalibratedConstant", "planner.MeasuredRun",
+         "planner.stack_preset", "planner.stack_presets", "planner.Stack"],
     ),
     "Instrument other trainers": (
         "Runs of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines: "

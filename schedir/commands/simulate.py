@@ -102,9 +102,12 @@ def _count_ring_bytes(
 ) -> NDArray[np.float64]:
     """Return the bytes that each process sends in each instruction of one kind."""
     shape, (token,) = program.shape, row.needs
-    members = {"tp": program.tp, "dp": program.dp, "stage_replicas": shape.placement_rows}[
-        ring.members
-    ]
+    members = {
+        "tp": program.tp,
+        "ep": program.ep,
+        "dp": program.dp,
+        "stage_replicas": shape.placement_rows,
+    }[ring.members]
     if ring.size:
         full_bytes = sizes.for_stages(ring.size, shape.stages)[
             InstructionIndex.from_program(program).stage[positions]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import groupby, zip_longest
+from math import exp
 from typing import TYPE_CHECKING, Any, Final
 
 from schedir.errors import format_bytes
@@ -50,6 +51,7 @@ LAST_COLUMNS: Final = (
 )
 _BYTE_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS_PER_DAY: Final = 86400.0
+_QUANTILE: Final = 1.645  # standard deviations of an interval of 90 %
 _MAX_OPTION_LENGTH: Final = 100  # printed characters of an option; `--json` has all
 
 
@@ -126,7 +128,7 @@ def format_plans(
         ),
         *(f"  {line}\n" for line in _format_layers(request, plan)),
     ]
-    lines += [f"  note: {note}\n" for note in _list_notes(request, plan)]
+    lines += [f"  note: {note}\n" for note in _list_notes(request, plans, plan)]
     if plan.offload_comparison:
         lines.append(f"  offload: {plan.offload_comparison}\n")
     if plan.explanation:
@@ -253,8 +255,23 @@ def _format_repeats(numbers: Sequence[int]) -> str:
     return ", ".join(f"{n} x {number}" if n > 1 else f"{number}" for number, n in runs)
 
 
-def _list_notes(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
-    """Yield warnings about a plan."""
+def _list_notes(
+    request: PlanRequest, plans: Sequence[PlanEstimate], plan: PlanEstimate
+) -> Iterator[str]:
+    """Yield warnings about a plan, and how certain its step time is."""
+    cluster = request.cluster
+    if cluster.uncertainty:
+        share = exp(_QUANTILE * cluster.uncertainty)
+        low, high = (format_seconds(plan.step_time * x) for x in (1 / share, share))
+        alike = sum(one.step_time <= plans[0].step_time * share for one in plans)
+        yield f"the step takes {low} to {high} in 90 % of runs" + (
+            f"; plans 1 to {alike} cannot be told apart" if alike > 1 else ""
+        )
+    if cluster.calibrated_gpus and cluster.gpu_count > cluster.calibrated_gpus:
+        yield (
+            f"{cluster.gpu_count:,} GPUs are an extrapolation: the cluster is calibrated with runs "
+            f"on at most {cluster.calibrated_gpus:,}"
+        )
     if plan.tp > request.cluster.gpus_per_node:
         yield (
             f"tp {plan.tp} is more than the {request.cluster.gpus_per_node} GPUs of a node: the "

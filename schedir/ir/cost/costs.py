@@ -118,6 +118,8 @@ class Costs(CostFields):
         host_step: Optimizer step of one stage on the host.
         reload_weights: Copy of a stage's updated weights to the device.
         check_grads_finite: Test for infinite gradients of a rank, before the step on the host.
+        dispatch: All-to-all that sends tokens, or gradients of outputs, to the ranks of experts.
+        combine: All-to-all that sends outputs of experts, or gradients of tokens, back.
 
     Raises:
         CostsError: A cost is negative or not finite, has rows of different lengths, or is an array
