@@ -35,6 +35,7 @@ EXTRAS: Final = {
     "megatron.core": Extra("megatron", "0.16"),
     "numba": Extra("fast"),
     "ortools": Extra("solver"),
+    "pandas": Extra("notebook"),
     "tokenizers": Extra("tokenizers", "0.20"),
     "torch": Extra("torch", "2.10"),
 }

@@ -8,6 +8,7 @@ from typing import Final, Literal, NamedTuple, get_args
 from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_SEQUENCES
 from schedir.ir.cost.zero_states import ZERO_LEVEL_COUNT
+from schedir.ir.notebook_repr import render_html
 from schedir.predict.activation_bytes import Recompute
 from schedir.retired_names import get_rename_hint
 
@@ -325,3 +326,6 @@ class PlanEstimate(ParallelPlan):
     fits: bool = True
     host_memory: HostMemory = NO_HOST_MEMORY
     offload_comparison: str = ""
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
