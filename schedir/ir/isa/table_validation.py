@@ -25,6 +25,7 @@ from schedir.ir.isa.instructions import (
     Lane,
     LaneRow,
     Opcode,
+    PeerRule,
     ProducerRule,
     Row,
     Scope,
@@ -50,6 +51,7 @@ _DEFAULTED_ATTRIBUTES: Final = {
 }
 # Values with a begin and an end, between which they take memory.
 _LIFETIME_RULES: Final = (*_CHAINED_RULES, ProducerRule.ALL)
+_SKIP_PEERS: Final = (PeerRule.SKIP_TO, PeerRule.SKIP_FROM)
 
 
 class TableError(Exception):
@@ -189,6 +191,8 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
             yield "a message must be of a microbatch"
         if len(row.gives) + len(row.needs) != 1:
             yield "a message must need or give exactly one value"
+        if row.peer in _SKIP_PEERS and row.cost not in ("", "send"):
+            yield f"a cluster has no price for a message along a skip with the cost {row.cost!r}"
     elif row.partner not in (None, row.op):
         yield "without a peer, its partner must be its own kind"
     elif row.partner is None and row.group:
@@ -253,6 +257,8 @@ def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow])
         yield "a row with a form must need and give one value that crosses between stages"
         return
     (token,) = row.gives
+    if values[token].peer in _SKIP_PEERS:
+        yield f"{token.name} crosses along a skip: a cluster has no price for its forms"
     handed = values[token].local_source
     others = (
         [value.value for value in values if value.local_source is token] if handed is None else []
