@@ -27,6 +27,7 @@ from schedir.runtime.boundaries.boundary import (
 )
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank_resources import find_device
+from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.torch_pipelining.actions import find_split_stages
 from schedir.torch_pipelining.fsdp_stages import list_parameter_groups
 from schedir.torch_pipelining.stages import require_outermost_wrapper, require_reducible
@@ -194,7 +195,7 @@ class CachedExecutor:
         """
         state = self.executor.state
         state.pending_sends.clear()
-        state.pending_reductions.clear()
+        state.service(PendingReductions).works.clear()
         for stage in state.stages.values():
             stage.arrivals.clear()
         self.transport.disconnect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    script = [*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")]
+    script = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")]
     code_, out, err = finish(start(script, cwd=tmp_path))
     assert code_ == 0, err
     assert out == refusal + "done\n"
