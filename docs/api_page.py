@@ -69,7 +69,8 @@ GROUPS = {
     "Plan": (
         "Parallel plans for a model and a cluster, with the time and the memory of a step: "
         "[plan a cluster](../how-to/plan-a-cluster.md).",
-        ["planner.plan", "planner.estimate_step", "planner.TransformerSpec", "planner.load_model",
+        ["planner.plan", "planner.prefer_simplest", "planner.estimate_step",
+         "planner.TransformerSpec", "planner.load_model",
          "planner.ParallelPlan",
          "planner.PlanEstimate", "planner.StepBreakdown", "planner.StateBytes", "planner.GpuMemory",
          "planner.cluster_preset",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from inspect import getdoc
 
-from docs.pages import entries, page, table
+from docs.pages import entries, one_line, page, table
 from schedir import Cluster
 from schedir.planner import (
     SoftwareConstants,
@@ -15,6 +15,7 @@ from schedir.planner import (
     stack_presets,
 )
 from schedir.planner.calibration import CONSTANTS
+from schedir.planner.plan_simplicity import measure_complexity
 from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "sequence")  # columns of the table of models
@@ -56,6 +57,7 @@ def blocks() -> dict[str, str]:
     ]
     links = [f"[`{name}`](../../schedir/planner/hardware/clusters/{name}.toml)" for name in presets]
     return {
+        "simplest": one_line(str(getdoc(measure_complexity)).split("\n\n")[1]),
         "models": table(["name", "parameters", *SHAPE, "source"], models),
         "clusters": table(["field", *links], clusters),
         "stacks": table(

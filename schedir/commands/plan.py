@@ -19,6 +19,7 @@ from schedir.commands.common.plan_request import (
     NAME_OPTIONS,
     PlanRequest,
     find_plans,
+    find_preferred_plans,
     improve_plan_schedules,
     list_all_plans,
     optimize_plan_divisions,
@@ -435,9 +436,15 @@ def run(args: argparse.Namespace) -> str:
     if args.picture is not None:
         require_writable(args.picture)
     with _open_output(args.output) as path:
-        best = find_plans(request, args.top)
-        best = optimize_plan_divisions(request, best) if args.cut else best
-        plans, programs, note = improve_plan_schedules(request, best, args.time_limit * args.search)
+        if args.cut or args.search:  # these options ask for the fastest plan, simple or not
+            best, fastest = find_plans(request, args.top), None
+        else:
+            best, fastest = find_preferred_plans(request, args.top)
+        plans = optimize_plan_divisions(request, best) if args.cut else best
+        programs: dict[PlanEstimate, Program] = {}
+        note = ""
+        if args.search:
+            plans, programs, note = improve_plan_schedules(request, plans, args.time_limit)
         if not 1 <= args.take <= len(plans):
             raise UsageError(
                 f"--select: there is no plan {args.take}, the plans are 1 to {len(plans)}",
@@ -454,7 +461,9 @@ def run(args: argparse.Namespace) -> str:
     if args.json:
         return format_plans_json(request, plans)
     return (
-        format_plans(request, plans, args.take, args.tokens) + note + _describe_written_files(args)
+        format_plans(request, plans, args.take, args.tokens, fastest)
+        + note
+        + _describe_written_files(args)
     )
 
 

@@ -15,6 +15,7 @@ from schedir.planner.parallel_plan import (
     StepBreakdown,
 )
 from schedir.planner.plan_search import all_plans, estimate_step, plan
+from schedir.planner.plan_simplicity import prefer_simplest
 from schedir.planner.regret import prediction_regret
 from schedir.planner.schedule_improvement import improve_schedule
 from schedir.planner.transformer.layer_division_search import optimize_layer_division
@@ -53,6 +54,7 @@ __all__ = [
     "plan",
     "plan_program",
     "prediction_regret",
+    "prefer_simplest",
     "simulate_plan",
     "simulated_program",
     "stack_preset",

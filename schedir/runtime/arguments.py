@@ -46,16 +46,24 @@ def require_shape(value: object) -> tuple[int, ...]:
 
 
 def require_program(value: object) -> Program:
-    """Return `value` if it is a program.
+    """Return `value` if it is a program that executors can run.
 
     Args:
         value: The argument to check.
 
     Raises:
         UsageError: `value` is not a `Program`.
+        ModelError: The program has expert parallelism.
     """
     require_type(value, Program, _PROGRAM_EXAMPLE)
     assert isinstance(value, Program)
+    if value.ep > 1:
+        raise ModelError(
+            f"the program has ep={value.ep}, but executors have no all-to-alls of experts",
+            program=value.name,
+            hint="compile without ep, and let the modules of stages call the all-to-alls; check, "
+            "simulate and draw accept programs with ep",
+        )
     return value
 
 

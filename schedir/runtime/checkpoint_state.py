@@ -165,7 +165,8 @@ def _collect_rank_state(state: State) -> RankCheckpointState:
     program, held = state.program, state.resources
 
     def is_read(begins: bool) -> None:
-        held.snapshots.cancel_request()
+        for service in state.list_services():
+            service.on_load()
         held.is_in_step = begins
 
     return RankCheckpointState(
@@ -192,14 +193,8 @@ def _require_between_steps(state: State) -> None:
         raise CheckpointError(
             "an earlier step or load failed, and may have changed only some of the weights"
         )
-    if any(
-        stage.sharded_parameters is not None and stage.sharded_parameters.summoned_flat
-        for stage in held.stages.values()
-    ):
-        raise CheckpointError(
-            "weights are unsharded within full_parameters(), but checkpoints need sharded weights",
-            hint="leave `with executor.full_parameters():` before you save or load",
-        )
+    for service in state.list_services():
+        service.require_savable()
 
 
 def _collect_stage_state(state: State, s: int) -> StageCheckpointState:
@@ -209,5 +204,4 @@ def _collect_stage_state(state: State, s: int) -> StageCheckpointState:
         ranges = bucket.list_shard_ranges(state.shard_spec.replica)
         each = zip(bucket.parameters, bucket.shapes, ranges, strict=True)
         found |= {p: ShardRange(tuple(shape), low, high) for p, shape, (low, high, _) in each}
-    pieces = {} if stage.sharded_parameters is None else stage.sharded_parameters.parameter_shards
-    return StageCheckpointState(stage.module, stage.gradients.names, found, pieces)
+    return StageCheckpointState(stage.module, stage.gradients.names, found, stage.parameter_shards)

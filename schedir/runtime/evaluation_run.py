@@ -33,12 +33,7 @@ def evaluation_mode(state: State) -> Iterator[None]:
     backs = [make_buffer_restorer(module) for module in modules]
     names = {p: name for module in modules for name, p in module.named_parameters()}
     # Sharded parameters are gathered into other memory, and `ShardedParameters` checks them.
-    parts = {
-        p
-        for s in state.stages.values()
-        if s.sharded_parameters is not None
-        for p in s.sharded_parameters.parameter_shards
-    }
+    parts = {p for stage in state.stages.values() for p in stage.parameter_shards}
     others = [p for p in names if p not in parts]
     by_value = [*names] if state.device.type == "cpu" and not state.has_evaluated else []
     before = [*get_write_traces(others), *compute_checksums(by_value)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,60 +18,15 @@ from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobat
 from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
 from schedir.runtime.extra_programs import ExtraProgram, ProgramOrder, resolve_extra_programs
 from schedir.runtime.model_checks.rank_consistency import check_rank_agreement
-from schedir.runtime.offload.memory_tiers import MemoryTiers
+from schedir.runtime.offload.memory_tiers import require_spill_dir
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
-from schedir.runtime.parameters.tied_parameters import fingerprint_parameters
 from schedir.runtime.program_runner import ProgramRunner
-from schedir.runtime.rank_resources import Loss, RankResources, find_device
-from schedir.runtime.rank_state import State
+from schedir.runtime.rank_resources import Loss, RankResources
+from schedir.runtime.services.sharded_stages import ShardedStages
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.runtime.warm_up import WARM_UP_STEPS as WARM_UP_STEPS
 from schedir.transports.serialized_transport import SerializedTransport
 from schedir.transports.transport import Transport
-
-# ---------------------------------------------------------------- full parameters
-
-# With ZeRO, the weights of a rank are sharded between steps. This context gathers them.
-
-
-@contextmanager
-def gather_full_parameters(state: State) -> Iterator[None]:
-    """Gather every parameter of the rank's stages, and shard them again at the end.
-
-    The caller may write to parameters within this context. All processes must enter and leave it
-    together, and must write the same values.
-
-    Args:
-        state: The state of a rank between two steps.
-
-    Raises:
-        ModelError: Replicas wrote different values.
-    """
-    weights = [
-        stage.sharded_parameters
-        for stage in state.stages.values()
-        if stage.sharded_parameters is not None
-    ]
-    for one in weights:
-        one.summon_full(state.transport.start_collective)
-    try:
-        yield
-        if state.shard_spec.zero:
-            # The version of a tensor does not show a write to `.data`, so always compare values.
-            state.transport.check_agreement(_checksum_parameters(state))
-    finally:
-        for one in weights:
-            one.write_back()
-
-
-def _checksum_parameters(state: State) -> dict[str, str]:
-    """Return the checksums of the parameters by description, for `check_agreement`."""
-    modules = {s: stage.module for s, stage in state.stages.items()}
-    return {
-        f"the values of {p.names[0]} in stage {s}, slice {state.transport.tp_rank}": p.values_digest
-        for s, own in fingerprint_parameters(modules).items()
-        for p in own
-    }
 
 
 class Executor(ProgramRunner):
@@ -248,9 +203,8 @@ class Executor(ProgramRunner):
             arguments.require_loss_scale(loss_scale),
         )
         programs = [program, *(other for other, _ in extra_runs)]
-        tiers = MemoryTiers(
-            find_device(stages), rank, programs, arguments.require_spill_dir(spill_dir)
-        )
+        spill_folder = arguments.require_spill_dir(spill_dir)
+        require_spill_dir(spill_folder, programs)
         weights = check_rank_agreement(
             program, rank, stages, transport, boundaries,
             optimizer, max_norm, loss_scale, seed, tied_weights,
@@ -262,7 +216,7 @@ class Executor(ProgramRunner):
             SerializedTransport(transport) if transport.uses_static_buffers else transport,
             loss, optimizer, max_norm, loss_scale, seed, weights, parameter_copies,
             other_rank_stages, accumulate_grads, debug,
-            tiers,
+            spill_folder,
         )  # fmt: skip
         resources.allocate_buffers([(program, boundaries), *extra_runs])
         super().__init__(program, resources, boundaries, 0, record_timestamps=record_timestamps)
@@ -275,7 +229,8 @@ class Executor(ProgramRunner):
             runner.progress = self.progress
         self.program_order = ProgramOrder(programs, rank, transport)
         self.current_runner: ProgramRunner = self  # The runner of the current or last step.
-        resources.shard_parameters()
+        for service in self.state.list_services():
+            service.finish_setup()
 
     def step(
         self,
@@ -391,7 +346,7 @@ class Executor(ProgramRunner):
 
     def _switch_program(self, runner: ProgramRunner) -> None:
         """Make `runner` the current runner. All processes must do so together."""
-        self._require_no_failed_step()
+        self.state.require_no_failed_step()
         self.program_order.start_run(runner.state.program_number)
         self.current_runner = runner
 
@@ -406,12 +361,8 @@ class Executor(ProgramRunner):
             ModelError: The processes call it after different steps.
             ExecutionError: An earlier step failed.
         """
-        if self.state.optimistic_step is not None:
-            self._require_no_failed_step()
-            self.state.transport.check_agreement(
-                {"the step of the last update": str(self.random_streams.step)}
-            )
-            self.state.optimistic_step.finish_validation()
+        for service in self.state.list_services():
+            service.validate()
 
     def checkpoint_state(self) -> CheckpointState:
         """Return the state that `schedir.checkpoints` saves and loads."""
@@ -427,5 +378,5 @@ class Executor(ProgramRunner):
             ExecutionError: An earlier step failed.
             ModelError: At the end of the context: replicas wrote different values.
         """
-        self._require_no_failed_step()
-        return gather_full_parameters(self.state)
+        self.state.require_no_failed_step()
+        return self.state.service(ShardedStages).gather_full()

@@ -312,8 +312,8 @@ class InProcessExecutor:
     def _lift_guards(self) -> None:
         """Lift the guards of all ranks before any rank writes to memory that ranks share."""
         for rank in self.executors:
-            if rank.state.optimistic_step is not None:
-                rank.state.optimistic_step.lift_guard()
+            for service in rank.state.list_services():
+                service.lift_guard()
 
     def _run_once(
         self, runners: Sequence[ProgramRunner], batch: StepInputs, order_seed: int | None

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.total_order import find_total_order
-from schedir.errors import ExecutionError, ModelError
+from schedir.errors import ModelError
 from schedir.io.black_box import POSITION_FIELD, POSITION_TIME_FIELD, BlackBox
 from schedir.io.profiler_range_names import format_range_names
 from schedir.ir.program import Program
@@ -27,9 +27,10 @@ from schedir.runtime.handlers.handler_registry import link_stream
 from schedir.runtime.rank_resources import RankResources
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.recording.recorder import RecordedTransport, Timestamps, make_timestamps
+from schedir.runtime.services.update_checks import UpdateChecks
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
-from schedir.runtime.warm_up import RecordedState, UnsteppedParameters, warm_up
+from schedir.runtime.warm_up import warm_up
 from schedir.transports.serialized_transport import SerializedTransport
 
 # ---------------------------------------------------------------- position in the program
@@ -95,7 +96,6 @@ class ProgramRunner(DispatchPosition):
                 self.timestamps.attribute_to,
                 self.timestamps.make_lane_observer,
             )
-        self.unstepped_parameters = UnsteppedParameters(self.state)
         super().__init__()
         self.calls = link_stream(self.state)
 
@@ -134,7 +134,7 @@ class ProgramRunner(DispatchPosition):
 
         A 0-dimensional float64 tensor on the rank's device; 0 if the program does not clip.
         """
-        return (self.resources.get_last_update_result or self.state.get_update_result)()[0]
+        return self.state.service(UpdateChecks).read_last_result()[0]
 
     @property
     def finite_updates(self) -> Tensor:
@@ -142,7 +142,7 @@ class ProgramRunner(DispatchPosition):
 
         A bool tensor of shape (updates,) on the rank's device.
         """
-        return (self.resources.get_last_update_result or self.state.get_update_result)()[1]
+        return self.state.service(UpdateChecks).read_last_result()[1]
 
     def run_step(self, batch: StepInputs) -> Tensor | None:
         """Run one training step, after the warm-up steps if it is the first one.
@@ -278,13 +278,12 @@ class ProgramRunner(DispatchPosition):
             ModelError: The trained parameters have changed.
         """
         state = self.state
-        self._require_no_failed_step()
+        state.require_no_failed_step()
         self.resources.parameter_guard.require_unchanged(self.program.name)
         state.require_inputs(batch)
         self.is_profiled = self.is_warm and torch.autograd.profiler._is_profiler_enabled
-        if state.optimistic_step is not None and state.optimistic_step.begin_step():
-            recorded = RecordedState(state, batch, self.unstepped_parameters)
-            batch, state.optimistic_step.restore_step_state = recorded.batch, recorded.restore
+        for service in state.list_services():
+            batch = service.prepare_step(batch)
         self.progress[POSITION_FIELD] = 0
         state.begin_step(batch)
 
@@ -297,23 +296,13 @@ class ProgramRunner(DispatchPosition):
         Raises:
             ExecutionError: The validation of the update failed.
         """
-        optimistic_step = self.state.optimistic_step
         self.is_in_step = True  # An error in the validation counts as a failed step.
         try:
-            must_repeat = optimistic_step is not None and optimistic_step.end_step()
+            must_repeat = any([service.needs_rerun() for service in self.state.list_services()])
         except Exception as error:
             raise self.state.wrap_error(self.position, error) from error
         self.is_in_step = False
         return must_repeat
-
-    def _require_no_failed_step(self) -> None:
-        """Raise ExecutionError if an earlier step failed."""
-        if self.is_in_step:
-            raise ExecutionError(
-                f"an earlier step failed on rank {self.rank}, so messages may still be in transit",
-                program=self.program.name,
-                hint="create a new executor and a new transport",
-            )
 
     @cached_property
     def _profiler_range_names(self) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from math import inf
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +19,22 @@ from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.parameter_guard import ParameterGuard
-from schedir.runtime.offload.copy_lanes import CopyLanes
-from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
-from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
-from schedir.runtime.offload.host_optimizer_state import HostOptimizerState, require_stagewise_steps
-from schedir.runtime.offload.memory_tiers import MemoryTiers
-from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
-from schedir.runtime.parameters.optimistic_step import OptimisticStep
-from schedir.runtime.parameters.sharded_parameters import shard_optimizer_state
 from schedir.runtime.parameters.tied_parameters import (
     TiedWeight,
     has_separate_copies,
     make_substitutes,
 )
+from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
 from schedir.transports.transport import SlotKey, Transport
 
 Loss = Callable[[Any, Any], Tensor]  # Its arguments: the output of the last stage, and a target.
+
+
+_Kind = TypeVar("_Kind", bound="RankService")
 
 
 class RankResources:
@@ -62,11 +59,10 @@ class RankResources:
         other_rank_stages: The stages of other ranks, if they are in this process.
         accumulate_grads: Add to the existing gradients, as autograd does.
         debug: Allow checks for which the host reads results from a GPU.
-        memory_tiers: The host and disk memory of the rank. By default there is no disk memory.
+        spill_dir: The directory for values that programs move to the disk, or None.
 
     Raises:
-        ModelError: The parameters are on several devices, or the optimizer cannot step one stage
-            at a time although the program offloads its state.
+        ModelError: The parameters are on several devices.
     """
 
     def __init__(
@@ -85,9 +81,9 @@ class RankResources:
         other_rank_stages: Sequence[nn.Module] = (),
         accumulate_grads: bool = False,
         debug: bool = False,
-        memory_tiers: MemoryTiers | None = None,
+        spill_dir: Path | None = None,
     ) -> None:
-        self.debug = debug
+        self.program, self.debug = program, debug
         self.accumulate_grads = accumulate_grads
         self.rank, self.transport, self.loss = rank, transport, loss
         self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
@@ -122,60 +118,23 @@ class RankResources:
             for s in shape.stages_on_rank[rank]
         }
         self.parameter_guard = ParameterGuard({s: stages[s] for s in self.stages})
-        self.can_step = True  # False in warm-up steps in which the optimizer must not step.
         self.device = find_device(stages)
-        self.snapshots = SnapshotCopies(self.device)
-        self.copy_lanes, self.memory_tiers = (
-            CopyLanes(self.device),
-            memory_tiers or MemoryTiers(self.device, rank, (), None),
-        )
-        # The offloaded optimizer state, if the program offloads it.
-        self.host_optimizer_state: HostOptimizerState | None = None
-        if program.optimizer_placement != "device" and program.has_backward:
-            trained = {s: stages[s].parameters() for s in self.stages if s >= program.frozen_stages}
-            parameters = {
-                s: [parameter_copies.get(p, p) for p in own] for s, own in trained.items()
-            }
-            require_stagewise_steps(program, parameters, optimizer)
-            if optimizer is not None:
-                self.host_optimizer_state = self._create_optimizer_state(
-                    program, parameters, optimizer
-                )
+        self.spill_dir = spill_dir
         self.random_streams = RandomStreams(seed, self.device)
-        self.optimistic_step: OptimisticStep | None = None
-        if program.norm_check == "after_step" and program.has_backward:
-            own = self.stages.values()
-            self.optimistic_step = OptimisticStep(
-                [stage.gradients for stage in own], [stage.module for stage in own],
-                optimizer, loss_scale, self.random_streams, self.device, debug,
-            )  # fmt: skip
+        self.services: dict[type[Service], Service] = {}
         self.is_in_step = False  # Also True after a step that failed.
-        # Returns the gradient norm and the finite updates of the last step.
-        self.get_last_update_result: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.buffer_sizes: dict[Value, list[int]] = {}  # Bytes of each slot, by kind.
         self.receive_buffers: dict[SlotKey, Tensor] = {}  # Static memory of received values.
         # Static memory of sent values, by kind, slot, and the instructions that changed their form.
         self.send_buffers: dict[tuple[Value, int, tuple[Opcode, ...]], Tensor] = {}
 
-    def _create_optimizer_state(
-        self, program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike
-    ) -> HostOptimizerState:
-        """Return the object that moves or steps the optimizer state off the device."""
-        names: dict[Tensor, str] = {
-            p: f"{name} of stage {s}"
-            for s, stage in self.stages.items()
-            for p, name in stage.gradients.names.items()
-        }
-        given = parameters, optimizer, self.copy_lanes, self.device, names
-        try:
-            if program.optimizer_placement == "disk":
-                return DiskOptimizerState(*given, self.memory_tiers)
-            if program.optimizer_placement == "cpu_step":
-                return CpuOptimizer(*given, self.stages, self.shard_spec.replica)
-            return HostOptimizerState(*given)
-        except ModelError as error:
-            error.program = program.name
-            raise
+    def service(self, kind: type[_Kind]) -> _Kind:
+        """Return the rank's service of a kind, which the first call creates.
+
+        Args:
+            kind: The class of the service.
+        """
+        return find_or_create(self.services, kind, self)
 
     def allocate_buffers(self, runs: Sequence[tuple[Program, BoundaryTable]]) -> None:
         """Allocate the message buffers, which all programs of the rank share.
@@ -196,24 +155,25 @@ class RankResources:
         programs = [program for program, _ in runs]
         self.receive_buffers = self.transport.allocate_buffers(received, self.device, programs)
 
-    def shard_parameters(self) -> None:
-        """Shard the parameters and the optimizer state over the replicas (ZeRO).
 
-        Call this last in the construction of an executor, because it cannot be undone.
+class RankService(Service):
+    """The state of a feature that all programs of a rank share.
+
+    Args:
+        resources: The resources of the rank.
+    """
+
+    def __init__(self, resources: RankResources) -> None:
+        self.resources = resources
+
+    @classmethod
+    def create(cls, owner: RankResources) -> Self:
+        """Create the service of a rank.
+
+        Args:
+            owner: The resources of the rank.
         """
-        alias_shards: dict[nn.Parameter, Tensor] = {}
-        shard_ranges: dict[nn.Parameter, tuple[torch.Size, int, int]] = {}
-        for stage in self.stages.values():
-            if (weights := stage.sharded_parameters) is not None:
-                weights.shard_weights(alias_shards)
-                for bucket, shard in zip(weights.buckets, weights.shards, strict=True):
-                    alias_shards |= dict.fromkeys(bucket.parameters[:1], shard)
-                    ranges = bucket.list_shard_ranges(self.shard_spec.replica)
-                    for p, shape, (low, high, _) in zip(
-                        bucket.parameters, bucket.shapes, ranges, strict=True
-                    ):
-                        shard_ranges[p] = shape, low, high
-        shard_optimizer_state(self.optimizer, shard_ranges)
+        return cls(owner)
 
 
 def compute_buffer_sizes(

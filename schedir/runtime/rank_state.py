@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, NamedTuple, overload
+from typing import Any, Final, NamedTuple, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -27,22 +26,16 @@ from schedir.ir.isa.instructions import (
     PeerRule,
     Value,
 )
-from schedir.ir.program import UNSHARED_SLOTS, Program
+from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import list_stream_numbers
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.first_step_checks import OUTPUT_KINDS, FirstStepChecks
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions
-from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.runtime.offload.copy_lanes import LaneObserver
-from schedir.runtime.parameters.mixed_precision import step_if_finite
-from schedir.runtime.parameters.overlapped_reduction import (
-    GradientReduction,
-    find_last_accumulations,
-)
-from schedir.runtime.parameters.sharded_parameters import guard_shard_step
-from schedir.runtime.parameters.weight_versions import WeightVersions
-from schedir.runtime.rank_resources import RankResources
+from schedir.runtime.parameters.mixed_precision import OptimizerLike
+from schedir.runtime.rank_resources import RankResources, RankService
+from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import StepInputs
 from schedir.runtime.value_slots import OutputSlot, Slot, SlotTable
@@ -97,11 +90,6 @@ def find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
     return acks
 
 
-_TIED_RANDOM_WARNING = (
-    "an optimizer draws different random numbers for the copies of a tied weight: they will differ"
-)
-
-
 class Call(NamedTuple):
     """A linked instruction.
 
@@ -150,6 +138,10 @@ def chain_calls(*calls: Callback | None) -> Callback | None:
     return all_of if between else both
 
 
+_ProgramKind = TypeVar("_ProgramKind", bound="ProgramService")
+_RankKind = TypeVar("_RankKind", bound=RankService)
+
+
 class State:
     """The state of one program on a rank: its slots, pending messages and step inputs.
 
@@ -186,41 +178,15 @@ class State:
             resources.tied_weights,
             resources.shard_spec,
         )
-        self.optimizer, self.loss_scale = resources.optimizer, resources.loss_scale
-        self.optimistic_step = (
-            resources.optimistic_step if program.norm_check == "after_step" else None
-        )
+        self.loss_scale = resources.loss_scale
         self.accumulate_grads, self.debug = resources.accumulate_grads, resources.debug
         self.stream, self.has_backward = program.streams[rank], program.has_backward
         self.is_evaluating = self.has_evaluated = False  # `has_evaluated`: at least once.
-        self.weight_versions: dict[int, WeightVersions] = {}  # By stage.
-        for s, stage in (
-            self.stages.items() if self.has_backward and self.shape.optimizer_steps > 1 else ()
-        ):
-            if s >= program.frozen_stages:
-                own = ((k, i) for k, i in enumerate(self.stream) if i.stage == s)
-                self.weight_versions[s] = stage.create_weight_versions(self.shape, own)
+        self.services: dict[type[Service], Service] = {}
         self.batch = StepInputs()
-        self.grad_scale: float | Tensor = 1.0  # The factor of the sum of gradients.
-        self.loss_gradient: Tensor | None = None  # The initial gradient of backwards. None is 1.
         self.losses = [torch.zeros((), device=self.device)] * self.shape.microbatches
-        self.grad_norm = torch.zeros((), dtype=torch.float64, device=self.device)
-        # The sum of squares of all gradients, by update, until the update is clipped. There may be
-        # several: a rank without gradients may reduce the norm of the next update first.
-        self.squared_norms: dict[int, Tensor] = {}
-        self.finite_updates = torch.ones(
-            self.shape.optimizer_steps, dtype=torch.bool, device=self.device
-        )
         # Sends that may not have arrived, by index in the stream, with the sent tensor.
         self.pending_sends: dict[int, tuple[Work, Tensor]] = {}
-        self.pending_reductions: list[Work] = []
-        # Reduce-scatters of gradients, oldest first, with the index of their instruction.
-        self.pending_reduce_scatters: deque[tuple[int, list[Work]]] = deque()
-        # Sums over replicas, and the last backward before each. The sum overlaps with this backward
-        # unless `reduce_after_backward` is True.
-        self.reductions: dict[Instr, GradientReduction] = {}
-        self.overlapped_reductions = find_last_accumulations(self.stream) if program.dp > 1 else {}
-        self.reduce_after_backward = False
         # Within the context `record_as(k)`, the recorder attributes started work to instruction k.
         self.record_as: Callable[[int], AbstractContextManager[object]] = nullcontext
         # Returns the observer of the begin and end of an instruction's work on a lane of the rank.
@@ -233,25 +199,34 @@ class State:
             zip(SLOT_KINDS, map(SlotTable, count_slots(program)[rank].tolist()), strict=True)
         )
         self.receive_buffers = resources.receive_buffers
-        parts = [
-            stage.sharded_parameters
-            for stage in self.stages.values()
-            if stage.sharded_parameters is not None
-        ]
         self.first_step_checks = FirstStepChecks(
-            self.slot_tables, self.slot_assignment, self.receive_buffers, parts, self.device
+            self.slot_tables, self.slot_assignment, self.receive_buffers, self.device
         )
         self.sends_before_reuse = _find_sends_before_reuse(program, rank)
-        # For each instruction that starts a new full gradient, the reduction that freed its slot.
-        self.gradient_freed_by = find_freeing_instructions(program, rank, Value.WGRAD)
-        # The finiteness and the clipping factor of an update that is made one stage at a time.
-        self.is_update_finite: Tensor | None = None
-        self.clip_factor: Tensor | None = None
-        # For each instruction that fills a slot of saved activations, the one that freed the slot.
-        self.saved_freed_by = find_freeing_instructions(program, rank, Value.SAVED)
-        self.offload_moves = OffloadMoves(
-            has_fixed_slots=bool(program.slots) and program.slots[rank].saved != UNSHARED_SLOTS
-        )
+
+    @property
+    def optimizer(self) -> OptimizerLike | None:
+        """The optimizer of the rank."""
+        return self.resources.optimizer
+
+    @overload
+    def service(self, kind: type[_ProgramKind]) -> _ProgramKind: ...
+    @overload
+    def service(self, kind: type[_RankKind]) -> _RankKind: ...
+    def service(self, kind: Any) -> Any:
+        """Return the service of a kind, which the first call creates.
+
+        Args:
+            kind: A subclass of `ProgramService`, whose service only this program has, or of
+                `RankService`, whose service all programs of the rank share.
+        """
+        if issubclass(kind, RankService):
+            return self.resources.service(kind)
+        return find_or_create(self.services, kind, self)
+
+    def list_services(self) -> list[Service]:
+        """Return the services of the rank and those of the program, in order of creation."""
+        return [*self.resources.services.values(), *self.services.values()]
 
     def require_inputs(self, batch: StepInputs) -> None:
         """Check that the inputs of a step are complete for this rank.
@@ -279,25 +254,15 @@ class State:
             self.random_streams.begin_without_update(numbers)
         else:
             self.random_streams.begin_step(numbers)
-        self.is_update_finite = None
         self.transport.on_step_begin(self.program_number)
         self.first_step_checks.begin_step()
-        self.batch, self.grad_scale = batch, batch.grad_scale
-        if self.loss_scale is not None:
-            gradient = (self.loss_scale.value * self.grad_scale).float()
-            if self.loss_gradient is None:
-                self.loss_gradient = gradient
-            else:  # In place, because a graph may refer to this tensor.
-                self.loss_gradient.copy_(gradient)
-            self.grad_scale = self.loss_scale.inverse
+        self.batch = batch
         for shared, copy in self.resources.parameter_copies.items():
             if copy is not shared:
                 copy.detach().copy_(shared.detach())
-        if self.resources.host_optimizer_state is not None:
-            self.resources.host_optimizer_state.to_resting_state()
         self.begin_update()
-        for versions in self.weight_versions.values():
-            versions.begin_step()
+        for service in self.list_services():
+            service.begin_step()
 
     def finish_step(self) -> Tensor | None:
         """End a step or an evaluation: wait for pending sends, and restore the parameters.
@@ -318,13 +283,8 @@ class State:
             # Sum by microbatch, so the order of execution does not change the bits. Sum before
             # `on_step_end`, because a loss may be in receive memory.
             total = sum(self.losses, torch.zeros((), device=self.device))
-        if not self.is_evaluating:
-            self.resources.get_last_update_result = self.get_update_result
-        for stage in self.stages.values() if self.is_evaluating else ():
-            if stage.sharded_parameters is not None:
-                stage.sharded_parameters.require_unwritten()
-        for versions in self.weight_versions.values():
-            versions.end_step()
+        for service in self.list_services():
+            service.finish_step()
         self.transport.on_step_end()
         self.restore_parameters()
         self.first_step_checks.end_step(self.losses)
@@ -353,48 +313,10 @@ class State:
                 alias.data = one.data
             if self.accumulate_grads:
                 alias.grad = None
-        for stage in self.stages.values():
-            if stage.sharded_parameters is not None:
-                stage.sharded_parameters.begin_step(has_backward=self.has_backward)
-            if not self.is_evaluating:
-                stage.gradients.zero()
-
-    def save_weight_version(self, step: Instr) -> None:
-        """Store the weights after an optimizer step, for the computes of later updates.
-
-        Args:
-            step: The OptimizerStep; its `mb` is the number of the update.
-        """
-        for versions in self.weight_versions.values():
-            versions.keep_version(step.mb + 1, self.index_of[step])
-
-    def step_optimizer(self, finite: Tensor, stage: int | None = None) -> None:
-        """Run the optimizer step if the update is finite.
-
-        Args:
-            finite: 0-dimensional bool tensor: True if the update is finite.
-            stage: The stage to step, if the optimizer state is offloaded. By default all stages
-                are stepped.
-        """
-        finite = finite if self.resources.can_step else torch.zeros_like(finite)
-        if self.optimizer is not None:
-            draws = (
-                self.random_streams.warn_of_draws(_TIED_RANDOM_WARNING)
-                if self.resources.has_separate_copies
-                else nullcontext()
-            )
-            with draws, guard_shard_step(self.optimizer, self.shard_spec.zero):
-                if stage is None:
-                    step_if_finite(finite, self.optimizer)
-                elif self.resources.host_optimizer_state is not None:
-                    self.resources.host_optimizer_state.step(stage, finite)
-
-    def get_update_result(self) -> tuple[Tensor, Tensor]:
-        """Return `Executor.grad_norm` and `Executor.finite_updates` of the last step."""
-        if self.optimistic_step is None:
-            return self.grad_norm, self.finite_updates
-        norm = self.optimistic_step.get_last_norm()
-        return norm, norm.isfinite().view(1)
+        for service in self.list_services():
+            service.begin_update()
+        for stage in () if self.is_evaluating else self.stages.values():
+            stage.gradients.zero()
 
     def find_slot(self, kind: Value, stage: int, mb: int, index: int | None = None) -> Slot:
         """Return the slot of a value.
@@ -448,24 +370,6 @@ class State:
         carried = self.boundaries[mb].get_value_tensors(kind, stage)
         return (value,) if carried.is_single_tensor else carried.place_tensors(value)[1]
 
-    def compute_loss_gradient(self, mb: int) -> Tensor:
-        """Return the initial gradient of the backward of a microbatch.
-
-        It is NaN if the loss is not finite. The gradients of the update are then NaN, too, so all
-        ranks detect it. With `accumulate_grads` it is `grad_scale`, because gradients are not
-        scaled later.
-
-        Args:
-            mb: The microbatch.
-
-        Returns:
-            A 0-dimensional tensor.
-        """
-        loss = self.losses[mb]
-        if self.accumulate_grads:
-            return torch.as_tensor(self.grad_scale, dtype=loss.dtype, device=loss.device)
-        return loss - loss + (1.0 if self.loss_gradient is None else self.loss_gradient)
-
     def complete_send(self, send: int) -> None:
         """Wait for a send if it is pending, and then free the sent tensor.
 
@@ -477,42 +381,12 @@ class State:
             work.wait()
             del tensor  # Not before the wait: on a GPU the memory may be reused at once.
 
-    def wait_for_reductions(self) -> None:
-        """Wait for all pending reductions."""
-        while self.pending_reduce_scatters:
-            self._wait_for_reduce_scatter()
-        for work in self.pending_reductions:
-            work.wait()
-        self.pending_reductions.clear()
-
-    def allocate_gradient(self, stage: int, index: int) -> None:
-        """Allocate the full gradient of a stage, after the reduction that frees its slot.
-
-        It does nothing if the full gradient exists already.
-
-        Args:
-            stage: The stage.
-            index: The index in the stream of the instruction that adds to the gradient.
-        """
-        gradients = self.stages[stage].gradients
-        if gradients.is_allocated:
-            return
-        while self.pending_reduce_scatters and self.pending_reduce_scatters[0][
-            0
-        ] <= self.gradient_freed_by.get(index, -1):
-            self._wait_for_reduce_scatter()
-        gradients.allocate()
-
-    def _wait_for_reduce_scatter(self) -> None:
-        """Wait for the oldest pending reduce-scatter."""
-        _, works = self.pending_reduce_scatters.popleft()
-        for work in works:
-            work.wait()
-
     def restore_parameters(self) -> None:
         """Restore the parameters of all modules to their state between steps."""
-        for s, stage in self.stages.items():
-            stage.restore_parameters(self.weight_versions.get(s))
+        for service in self.list_services():
+            service.restore()
+        for stage in self.stages.values():
+            stage.restore_parameters()
 
     def abort_step(self, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
@@ -524,10 +398,17 @@ class State:
             has_begun: True if an instruction of the step had begun.
         """
         self.restore_parameters()
-        if self.resources.host_optimizer_state is not None:
-            self.resources.host_optimizer_state.fail()
-        if self.optimistic_step is not None:
-            self.optimistic_step.fail(has_begun=has_begun)
+        for service in self.list_services():
+            service.fail(has_begun=has_begun)
+
+    def require_no_failed_step(self) -> None:
+        """Raise ExecutionError if an earlier step failed."""
+        if self.resources.is_in_step:
+            raise ExecutionError(
+                f"an earlier step failed on rank {self.rank}, so messages may still be in transit",
+                program=self.program.name,
+                hint="create a new executor and a new transport",
+            )
 
     def wrap_error(self, index: int, error: Exception) -> ExecutionError:
         """Return an error as the `ExecutionError` of an instruction.
@@ -562,6 +443,26 @@ class State:
         if stage not in self.stages or self.shape.rank_of_stage(stage, mb) != self.rank:
             return None
         return self.stages[stage]
+
+
+class ProgramService(Service):
+    """The state of a feature that each program of a rank has for itself.
+
+    Args:
+        state: The state of the program.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    @classmethod
+    def create(cls, owner: State) -> Self:
+        """Create the service of a program.
+
+        Args:
+            owner: The state of the program.
+        """
+        return cls(owner)
 
 
 def _find_sends_before_reuse(program: Program, rank: int) -> dict[int, list[int]]:

@@ -70,31 +70,24 @@ def undo_steps(state: State) -> Iterator[None]:
         modules.append(state.loss)
     gradients = [(p, p.grad) for p in find_unmanaged_parameters(state)]
     restored: list[object] = [*own, *(gradient for _, gradient in gradients)]
-    last_update_result = state.resources.get_last_update_result
     if state.loss_scale is not None:
         restored += [state.loss_scale.value, state.loss_scale.good_steps]
     if makes_update:
         restored += [*inner.param_groups, *inner.state.values()]
     tensors = dict.fromkeys(t for t in tree_leaves(restored) if isinstance(t, Tensor))
     copies = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
-    rank, step = state.resources, state.random_streams.step
-    could_step = rank.can_step  # It is False within another such context that set it.
-    rank.can_step = could_step and makes_update
-    was_warm_up = state.optimistic_step is not None and state.optimistic_step.is_warm_up
-    if state.optimistic_step is not None:
-        state.optimistic_step.is_warm_up = True
+    step = state.random_streams.step
     try:
         with ExitStack() as stack:
+            for service in state.list_services():
+                stack.enter_context(service.undo_steps(makes_update=makes_update))
             for module in modules:
                 stack.enter_context(preserve_buffers(module, state.device))
             if makes_update:
                 stack.enter_context(_restore_optimizer_tables(inner))
             yield
     finally:
-        rank.can_step, state.random_streams.step = could_step, step
-        rank.get_last_update_result = last_update_result
-        if state.optimistic_step is not None:
-            state.optimistic_step.is_warm_up = was_warm_up
+        state.random_streams.step = step
         for p, gradient in gradients:
             p.grad = gradient
         with torch.no_grad():

@@ -30,6 +30,7 @@ from schedir.runtime.parameters.mixed_precision import (
     MainOptimizer,
     use_float32_gradients,
 )
+from schedir.runtime.parameters.optimistic_step import OptimisticStep
 from schedir.testing import random_compute_program, shapes
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport, can_share_memory
@@ -77,9 +78,9 @@ def gpts(
 def repeated(ranks: InProcessExecutor) -> int:
     """How many steps were run again, on every rank."""
     (number,) = {
-        rank.state.optimistic_step.repeated_steps
+        rank.state.service(OptimisticStep).repeated_steps
         for rank in ranks.executors
-        if rank.state.optimistic_step
+        if rank.program.norm_check == "after_step"
     }
     return number
 
@@ -305,9 +306,9 @@ def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
             losses.append(0.0 if loss is None else float(loss))
         norm = float(executor.grad_norm)
         executor.validate_last_update()
-        again = (
-            executor.state.optimistic_step.repeated_steps if executor.state.optimistic_step else 0
-        )
+        again = 0
+        if executor.program.norm_check == "after_step":
+            again = executor.state.service(OptimisticStep).repeated_steps
         found.append((losses, norm, [p.tolist() for p in ps], again))
     (*one, _), (*other, again) = found
     return one == other, again

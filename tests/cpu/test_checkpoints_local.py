@@ -308,6 +308,17 @@ class Counts:
         self.inner.step()
 
 
+class Slashed(torch.optim.SGD):
+    """Keeps something by a name that a checkpoint would take for two."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["of/old"] = p.detach().clone()
+
+
 class Extra(nn.Linear):
     def get_extra_state(self) -> Any:
         return {"a": 1}
@@ -358,6 +369,7 @@ NOT_SAVED: dict[str, Any] = {
     "a count beside an optimizer": lambda: two(optimizer=Counts),
     "Adafactor": lambda: two(optimizer=lambda p: torch.optim.Adafactor(p)),
     "a state that is no tensor": lambda: two(linears(nn.Linear, Extra)),
+    "a state whose name would be two": lambda: two(optimizer=partial(Slashed, lr=0.1)),
     "a step that failed": _failed,
     "shown whole": lambda: _whole(two(zero=3)),
 }
@@ -394,11 +406,14 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
     wrong: dict[str, dict[str, Any]] = {
         "one name for two": {"name_map": lambda s, n: n},
         "one name for two of a stage": {"name_map": lambda s, n: str(s)},
+        "no name": {"name_map": lambda s, n: None},
         "what JSON cannot say": {"extra_state": {"a": {1, 2}}},
+        "no mapping": {"extra_state": [1]},
     }
     for name, how in wrong.items():
         with pytest.raises(CheckpointError) as error:
             save(two(), tmp_path / name, step=1, **how)
+        assert not [*(tmp_path / name).glob("step-*")]
         texts.append(f"{name}\n{error.value}\n")
     save(two(), tmp_path, step=1)
     for name, make in NOT_READ.items():

@@ -105,7 +105,7 @@ def test_what_is_undone_within_another_does_not_end_it() -> None:
     world = trained(adamw=True, main=False)
     (rank,) = world.executors
     before = [p.detach().clone() for s in rank.stages.values() for p in s.module.parameters()]
-    rank.state.optimizer = torch.optim.AdamW(
+    rank.resources.optimizer = torch.optim.AdamW(
         [p for s in rank.stages.values() for p in s.module.parameters()], fused=True
     )
     with undo_steps(rank.state):

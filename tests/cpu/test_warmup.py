@@ -142,7 +142,7 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]
                 transport = Streamed(program)
                 executor = gpt_executor(program, transport, max_norm=1.0 if case.clip else None)
                 parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
-                executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=fused)
+                executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=fused)
                 assert not executor.is_warm
                 executor.is_warm = not warm
                 inputs, targets, scale = own_batch(program, transport)
@@ -244,7 +244,7 @@ def asked(rank: int, warm: bool) -> dict[str, list[int]]:
             norm = 1.0 if case.clip else None
             executor = gpt_executor(program, transport, max_norm=norm, record_timestamps=False)
             parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
-            executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
+            executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
             given = own_batch(program, transport)
             with CachingAllocator(gpu) as allocator:
                 if warm:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from schedir.errors import format_bytes
 from schedir.io.terminal import format_json, format_table
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
+from schedir.planner.plan_simplicity import PREFERENCE_TOLERANCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -94,16 +95,21 @@ def describe_plan(plan: PlanEstimate) -> str:
 
 
 def format_plans(
-    request: PlanRequest, plans: Sequence[PlanEstimate], selected_number: int, tokens: float | None
+    request: PlanRequest,
+    plans: Sequence[PlanEstimate],
+    selected_number: int,
+    tokens: float | None,
+    fastest: PlanEstimate | None = None,
 ) -> str:
     """Return the table of plans, and the details of one of them.
 
     Args:
         request: The request of the plans.
-        plans: The plans, the shortest step first.
+        plans: The plans, the preferred one first.
         selected_number: The number of the plan to detail, from 1.
         tokens: The number of tokens of the training run, or None.  With it, the duration is
             printed.
+        fastest: The fastest plan, if the first one was preferred to it.
     """
     model, cluster = request.model, request.cluster
     plan = plans[selected_number - 1]
@@ -114,6 +120,7 @@ def format_plans(
         f"sequences of {model.sequence:,} tokens; {cluster.gpu_count:,} "
         f"GPU{'s' * (cluster.gpu_count > 1)} of {request.display_names[1]} ({nodes})\n",
         _format_table(plans, cluster.memory),
+        *_describe_preference(plans[0], fastest),
         f"plan {selected_number}: {describe_plan(plan)}\n",
         *_join_columns(
             _format_step_times(plan),
@@ -156,6 +163,15 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
             for k, plan in enumerate(plans, 1)
         ],
     )  # fmt: skip
+
+
+def _describe_preference(first: PlanEstimate, fastest: PlanEstimate | None) -> Iterator[str]:
+    """Yield a line about the fastest plan, if a simpler one was preferred."""
+    if fastest is not None and first.step_time > fastest.step_time:
+        yield (
+            f"plan 1 is the simplest within {100 * PREFERENCE_TOLERANCE:g} % of the fastest. The "
+            f"fastest takes {format_seconds(fastest.step_time)}: {describe_plan(fastest)}\n"
+        )
 
 
 def _format_cell(value: int | str) -> str:

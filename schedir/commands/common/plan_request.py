@@ -208,6 +208,28 @@ def find_plans(request: PlanRequest, max_plans: int) -> list[PlanEstimate]:
         progress.clear()
 
 
+def find_preferred_plans(
+    request: PlanRequest, max_plans: int
+) -> tuple[list[PlanEstimate], PlanEstimate]:
+    """Return the plans that fit into memory: the preferred one first, then the fastest first.
+
+    Args:
+        request: The planning request.
+        max_plans: The largest number of plans.
+
+    Returns:
+        The plans, and the fastest plan, which may be beyond `max_plans`.
+
+    Raises:
+        UsageError: No plan fits.
+    """
+    from schedir.planner import prefer_simplest
+    from schedir.planner.plan_search import MAX_SIMULATED_PLANS
+
+    plans = find_plans(request, max(max_plans, MAX_SIMULATED_PLANS))
+    return prefer_simplest(plans)[:max_plans], plans[0]
+
+
 def improve_plan_schedules(
     request: PlanRequest, plans: list[PlanEstimate], seconds: float
 ) -> tuple[list[PlanEstimate], dict[PlanEstimate, Program], str]:
@@ -216,18 +238,18 @@ def improve_plan_schedules(
     Args:
         request: The planning request.
         plans: The plans, the shortest step first.
-        seconds: The time limit of the search for each plan.  0 disables the search.
+        seconds: The time limit of the search for each plan.
 
     Returns:
         The plans with the shortest step first, the programs of the plans that became shorter, and a
-        line about the use of numba.  The line is "" without a search.
+        line about the use of numba.  The line is "" if no plan was searched.
     """
     from schedir.planner import improve_schedule
     from schedir.schedule_search.search_results import combine_numba, describe_numba
 
     result, programs, progress = [*plans], dict[Any, Any](), ProgressLine()
     uses = []
-    for k, plan in enumerate(plans[: _MAX_SEARCHED_PLANS if seconds else 0]):
+    for k, plan in enumerate(plans[:_MAX_SEARCHED_PLANS]):
         progress.show(f"searching for a shorter schedule of plan {k + 1}")
         with suppress(SchedirError):  # the search does not support all plans
             new = improve_schedule(

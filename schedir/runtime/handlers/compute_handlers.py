@@ -42,6 +42,9 @@ from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.model_checks.parameter_guard import require_stage_parameters
 from schedir.runtime.parameters.overlapped_reduction import BackwardRoot, GradientReduction
 from schedir.runtime.rank_state import Call, State, chain_calls
+from schedir.runtime.services.loss_gradients import LossGradients
+from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.stage_weight_versions import find_weight_versions
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import require_input_tensors
 from schedir.runtime.value_slots import Slot
@@ -57,7 +60,7 @@ def forward(state: State, i: Instr) -> Call:
     )
     trains, versions = (
         state.has_backward and i.stage >= state.program.frozen_stages,
-        state.weight_versions.get(i.stage),
+        find_weight_versions(state, i.stage),
     )
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i]) if trains else None
     is_recomputed = Instr(RECOMPUTE, i.stage, mb) in state.index_of
@@ -305,6 +308,7 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
     """
     mb, last = i.mb, i.stage == state.shape.stages - 1
     taken, give = find_input_slots(state, i), _make_output_writer(state, i)
+    first_gradients = state.service(LossGradients)
     gives_gradients = bool(_select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives))
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i])
     # Deferred weight gradients may keep a received gradient after its slot gets another value.
@@ -317,7 +321,7 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
 
     def run() -> None:
         xs, roots = saved.peek()
-        dys = (state.compute_loss_gradient(mb),) if last else take()
+        dys = (first_gradients.compute(mb),) if last else take()
         is_first_step = state.first_step_checks.is_active
         if is_first_step:
             # With detached tensors, a hook that keeps a gradient adds a reference to its memory.
@@ -448,9 +452,12 @@ def backward_weight(state: State, i: Instr) -> Call:
 
 def _make_reduction_finder(state: State, i: Instr) -> Callable[[], GradientReduction | None]:
     """Return a function that returns the reduction which overlaps with an instruction, or None."""
-    if (reduction := state.overlapped_reductions.get(i)) is None:
+    reductions = state.service(PendingReductions)
+    if (reduction := reductions.overlapped.get(i)) is None:
         return lambda: None
-    return lambda: None if state.reduce_after_backward else state.reductions[reduction]
+    return lambda: (
+        None if reductions.starts_after_backward else reductions.by_instruction[reduction]
+    )
 
 
 HANDLERS: Final = {

@@ -29,6 +29,8 @@ from schedir.runtime.handlers.reduction_handlers import make_scaler
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.runtime.parameters.sharded_parameters import ShardedParameters
 from schedir.runtime.rank_state import Call, Handler, State, chain_calls
+from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.sharded_stages import ShardedStages
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.value_slots import Slot
 from schedir.transports.transport import ChainedWork, CompletedWork, Work
@@ -60,6 +62,7 @@ def reduce_scatter(state: State, i: Instr) -> Call:
     """
     gradients, share = state.stages[i.stage].gradients, state.shard_spec
     start, at = state.transport.start_collective, state.index_of[i]
+    reductions = state.service(PendingReductions)
     final = not any(j[:2] == i[:2] and j.mb > i.mb for j in state.stream)
     scaled = make_scaler(state, i.stage, 0 if final else None)
 
@@ -77,10 +80,10 @@ def reduce_scatter(state: State, i: Instr) -> Call:
             own = bucket.get_shard(flat, share.replica)
             return [ChainedWork(start("reduce_scatter", "dp", own, flat), partial(keep, k))]
 
-    state.reductions[i] = reduction = GradientReduction(gradients, begin)
+    reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin)
 
     def run() -> None:
-        state.pending_reduce_scatters.append((at, reduction.end()))
+        reductions.reduce_scatters.append((at, reduction.end()))
         gradients.is_allocated = not gradients.is_grad_sharded
 
     return Call(None, run)
@@ -91,9 +94,11 @@ def _wrap_weight_reader(handler: Handler, state: State, i: Instr) -> Call:
     call, stage = handler(state, i), state.stages[i.stage]
     waits = [call.wait]
     if stage.sharded_parameters is not None and i.op in _WEIGHT_READERS:
+        state.service(ShardedStages)  # It shards the weights between steps.
         waits.append(stage.sharded_parameters.finish_unshard)
     if stage.gradients.is_grad_sharded and i.op in GRAD_ADDING_OPS:
-        waits.append(partial(state.allocate_gradient, i.stage, state.index_of[i]))
+        reductions = state.service(PendingReductions)
+        waits.append(partial(reductions.allocate_gradient, i.stage, state.index_of[i]))
     if (
         stage.sharded_parameters is not None
         and not stage.sharded_parameters.keeps_full_weights

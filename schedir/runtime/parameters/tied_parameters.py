@@ -116,7 +116,9 @@ def _fingerprint(
         constant = bool((sample == sample[:1]).all())
         if constant and not bool((flat == flat[:1]).all()):
             sample, constant = flat, False  # the numbers that differ are not in the sample
-        numbers = sample.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        # A copy, because `numpy` fixes the size of a storage, and FSDP frees that of the weight.
+        copy = sample.clone(memory_format=torch.contiguous_format)
+        numbers = copy.view(torch.uint8).cpu().numpy().tobytes()
         values = sha256(kind.encode() + numbers).hexdigest()[:16]
     return ParameterFingerprint(
         tuple(names),

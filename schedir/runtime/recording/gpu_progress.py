@@ -27,6 +27,7 @@ from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.recording.stream_events import make_event
+from schedir.runtime.services.pending_reductions import PendingReductions
 
 # The number of steps that may be unfinished: the host issues one while the GPU runs another.
 MAX_STEPS_IN_FLIGHT: Final = 2
@@ -80,7 +81,8 @@ class GpuProgress:
         if self.step_events[-1].issued[k]:
             self.step_events = [*self.step_events[1:], self.step_events[0]]
             self.step_events[-1].begin_step(self.executor.random_streams.step)
-        step, reductions = self.step_events[-1], self.executor.state.pending_reductions
+        step = self.step_events[-1]
+        reductions = self.executor.state.service(PendingReductions).works
         before = len(reductions)
         run()
         step.works[k] = [*reductions[before:], *started()]
