@@ -330,18 +330,22 @@ def fit_constants(
     """
     rows = CONSTANTS.values()
     precision = np.diag([1 / row.prior_deviation**2 for row in rows])
-    prior = np.log(_get_constants(cluster))
+    prior = now = np.log(_get_constants(cluster))
+    seconds, slopes = _differentiate(cluster, estimate)
     for _ in range(_ITERATIONS):
-        now = np.log(_get_constants(cluster))
-        seconds, slopes = _differentiate(cluster, estimate)
         error = measured - np.log(seconds)
         weights = 1 / (1 + (error / (_MISFIT * _RUN_NOISE)) ** 2) / _RUN_NOISE**2
         information = slopes.T @ (slopes * weights[:, None]) + precision
         gradient = slopes.T @ (weights * error) - precision @ (now - prior)
         step = np.clip(np.linalg.solve(information, gradient), -0.5, 0.5)
         cluster = _set_constants(cluster, np.exp(now + step))
-        if np.abs(step).max() < 1e-3:
+        now, largest = np.log(_get_constants(cluster)), np.abs(step).max()
+        if largest < 5e-3:  # A tenth of the noise of a run.
             break
+        if largest > 0.1:
+            seconds, slopes = _differentiate(cluster, estimate)
+        else:  # The slopes are still right.
+            seconds = estimate(cluster)
     return cluster, np.array(np.linalg.inv(information), float)
 
 

@@ -10,7 +10,7 @@ from tests.lines_of_code import PRODUCT, lines_by_folder
 from tests.pure.test_layout import ROOT
 
 BUDGET = {
-    "docs": 1_300,
+    "docs": 1_320,
     "kernels": 480,
     "schedir": 700,
     "schedir/analysis": 1_890,
@@ -25,7 +25,7 @@ BUDGET = {
     "schedir/megatron": 890,
     "schedir/models": 820,
     "schedir/passes": 2_590,
-    "schedir/planner": 3_960,
+    "schedir/planner": 3_970,
     "schedir/predict": 1_500,
     "schedir/runtime": 9_300,
     "schedir/schedule_search": 2_790,
