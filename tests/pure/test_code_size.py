@@ -35,7 +35,7 @@ BUDGET = {
     "schedir/torch_pipelining": 1_560,
     "schedir/traces": 870,
     "schedir/training": 3_620,
-    "schedir/transports": 1_920,
+    "schedir/transports": 1_926,
     "schedir/verify": 930,
     "viz": 2_330,
 }
