@@ -91,11 +91,9 @@ def run_processes(
         try:
             for rank in range(world_size):
                 pipe, child_pipe = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_run_child,
-                    args=(rank, world_size, folder, timeout, child_pipe, work),
-                    daemon=False,  # a daemon cannot start children, such as data loader workers
-                )
+                # No daemon: a daemon cannot start children, such as data loader workers.
+                call = rank, world_size, folder, timeout, child_pipe, work
+                process = context.Process(target=_run_child, args=call, daemon=False)
                 # Python warns of forks in a process with threads.
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)
@@ -137,13 +135,12 @@ def collect_results(
             code = processes[rank].exitcode
             reports[rank] = report._replace(traceback=f"{DIED_MESSAGE}, with exit code {code}")
     for rank in silent:
-        path = _stack_path(directory, rank)
-        stack = path.read_text() if path.exists() else ""
-        tb = stack or f"was killed {grace:g} s after the first failure"
+        tb = f"was killed {grace:g} s after the first failure"
+        if (path := _stack_path(directory, rank)).exists():
+            tb = path.read_text() or tb
         reports[rank] = _Report(time.monotonic(), traceback=tb)
-    failed = {rank: r for rank, r in reports.items() if r.traceback}
-    first = sorted(failed, key=lambda rank: failed[rank].timestamp)
-    raise RankError({rank: failed[rank].traceback for rank in first}, hung)
+    failed = sorted((r.timestamp, rank) for rank, r in reports.items() if r.traceback)
+    raise RankError({rank: reports[rank].traceback for _, rank in failed}, hung)
 
 
 def end_processes(processes: list[Any]) -> None:

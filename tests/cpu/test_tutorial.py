@@ -51,7 +51,7 @@ def run(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
         assert main(words[1:]) == 0, step.text
         return capsys.readouterr().out
     if words[0] == "schedir":
-        code, out, err = Run(words[1:], folder / f"run {words[2:]}", cwd=folder).finish()
+        code, out, err = Run(words[1:], folder / f"run {words[2:]}", cwd=str(folder)).finish()
         assert code == 0, (step.text, out, err)
         return out
     argv = [sys.executable, *words[1:]]

@@ -132,12 +132,12 @@ class Run:
     """
 
     def __init__(
-        self, words: list[str], folder: Path, *, cwd: Path | None = None, **environment: str
+        self, words: list[str], folder: Path, *, cwd: str = "", **environment: str
     ) -> None:
         said = folder.parent / f"said-{folder.name}-{environment.get('RANK', '')}"
         said.mkdir(parents=True)
         self.out, self.err = said / "out", said / "err"
-        cwd = cwd or (Path(words[0]).parent if words[0].endswith(".py") else ROOT)
+        cwd = cwd or str(Path(words[0]).parent if words[0].endswith(".py") else ROOT)
         self.process = CONTEXT.Process(target=_process, args=(words, said, cwd, environment))
         self.process.start()
         self.pid = self.process.pid or 0
@@ -217,7 +217,7 @@ def fork(
     return [run.finish(max(0, over - time.monotonic())) for run in runs]
 
 
-def _process(words: list[str], said: Path, cwd: Path, environment: dict[str, str]) -> None:
+def _process(words: list[str], said: Path, cwd: str, environment: dict[str, str]) -> None:
     os.environ |= environment
     _heed()
     os.chdir(cwd)
