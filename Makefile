@@ -28,9 +28,9 @@ docs: $(READY)
 	$(BIN)/sphinx-build -b html -c docs -E -W --keep-going -q . build/site
 	@echo "open build/site/index.html"
 
-# Every script of benchmarks/ on small sizes; `make cpu` leaves out those that start training runs.
+# All cases and examples of tests/pure, and every script of benchmarks/ on small sizes.
 campaign: $(READY)
-	ALL_CASES=1 $(BIN)/pytest -n 2 tests/cpu/test_benchmarks.py
+	ALL_CASES=1 $(BIN)/pytest -n 2 tests/pure tests/cpu/test_benchmarks.py
 
 # Tests with the lowest and the newest supported torch, which are downloads of gigabytes, and a plain
 # install in each Python of this machine.

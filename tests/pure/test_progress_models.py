@@ -27,8 +27,9 @@ from schedir.passes.communication.transfer_overlap import post_receives_early
 from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.verify.check import build_complete_graph, check
-from tests.commands import refused as refuses
-from tests.commands import said
+from tests.cases import examples
+from tests.commands import run_command
+from tests.commands import run_refused_command as refuses
 from tests.edits import written
 from tests.mutants import legal, mutate, refusal, reordered
 from tests.oracle import Machine
@@ -137,7 +138,7 @@ def test_groups_of_both_ways_are_apart_from_what_goes_alone() -> None:
     assert [model for model in MODELS if verdict(program, model).kind == "ok"] == ["torch_lazy"]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(seeds, st.sampled_from(REORDER), models)
 def test_times_of_any_groups(seed: int, name: str, progress_model: ProgressModel) -> None:
     """The graph and the machine of turns agree on who starts when, however transfers are joined."""
@@ -175,7 +176,7 @@ def _agrees(
         assert left[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(seeds, st.sampled_from(REORDER), models, st.sampled_from([0.0, 1.0, 2.0, 4.0]))
 def test_times_where_small_messages_wait_for_nobody(
     seed: int, name: str, progress_model: ProgressModel, limit: float
@@ -185,7 +186,7 @@ def test_times_where_small_messages_wait_for_nobody(
     _agrees(with_slots(program, random.Random(seed)), progress_model, eager, seed)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(seeds, st.sampled_from(REORDER), models, st.integers(0, 4), st.data())
 def test_small_messages_by_execution(
     seed: int, name: str, progress_model: ProgressModel, limit: int, data: st.DataObject
@@ -205,7 +206,7 @@ def test_small_messages_by_execution(
     assert bool(why) == (ran.kind != "ok"), (why, ran)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(seeds, st.sampled_from(REORDER), models, st.data())
 def test_the_least_limit_is_the_least(
     seed: int, name: str, progress_model: ProgressModel, data: st.DataObject
@@ -341,7 +342,7 @@ def _past_first_uses(program: Program, model: str, seed: int) -> bool:
             hosts[rank].pop(0)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(seeds, models)
 def test_hosts_meet_where_communicators_are_made(seed: int, progress_model: ProgressModel) -> None:
     rng = random.Random(seed)
@@ -398,7 +399,7 @@ def test_check_says_from_which_size_on_a_program_hangs(
     argv = ["check", path, "--sizes", "activation=16MB"]
     assert "messages of at most 16 MB do not wait for their receives" in refuses(capsys, *argv)
     assert "16 MB do not wait" in refuses(capsys, *argv, "--eager-limit", "15MB")
-    assert said(capsys, *argv, "--eager-limit", "16000KB").endswith(
+    assert run_command(capsys, *argv, "--eager-limit", "16000KB").endswith(
         ", if messages of at most 16 MB do not wait for their receive\n"
     )
     assert "--sizes activation=16MB" in refuses(capsys, "check", path, "--eager-limit", "1")
@@ -408,11 +409,11 @@ def test_check_says_from_which_size_on_a_program_hangs(
 
 
 def test_check_says_where_communicators_are_made(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
+    out = run_command(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
     assert out.endswith("and blocking_serial, if each communicator is created at its first use\n")
     assert "lazy_communicators and blocking_hosts cannot both be given" in refuses(
         capsys, "check", "gpipe", "--lazy-communicators", "--blocking-hosts"
     )
     for option, known in (("--lazy-communicators", False), ("--host-device-sync", True)):
-        facts = json.loads(said(capsys, "check", "gpipe", "--json", option))
+        facts = json.loads(run_command(capsys, "check", "gpipe", "--json", option))
         assert ("models_where_hosts_block" in facts) == known

@@ -31,7 +31,8 @@ from schedir.traces.kineto import read_trace
 from schedir.traces.trace_import import read_run
 from schedir.verify.check import check
 from tests import kineto
-from tests.commands import refused, said
+from tests.cases import examples
+from tests.commands import run_command, run_refused_command
 
 UNIT = 1e-5  # seconds of a unit of cost
 
@@ -59,7 +60,7 @@ OVERLAPPED = [
 ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.sampled_from(PROGRAMS), st.integers(0, 2**31), st.booleans(), st.integers(1, 2))
 def test_what_is_written_is_read(program: Program, seed: int, packed: bool, replicas: int) -> None:
     runs = [run_of(program, seed + k) for k in range(2)]
@@ -102,7 +103,7 @@ def test_batches_have_one_kernel(program: Program, seed: int, own: bool) -> None
     assert (got.spans["end"][sent] >= want.spans["end"][sent] * UNIT - 2e-9).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(
     st.sampled_from(PROGRAMS),
     st.integers(0, 2**31),
@@ -201,13 +202,13 @@ def test_wrong_files(what: str, traces: Path, capsys: pytest.CaptureFixture[str]
         edited(of_rank(traces, 1), edit)
         fact = "none of 2 files has a range of an instruction"
     out = traces / "x.timeline"
-    assert fact in refused(capsys, "import", str(traces), "-o", str(out))
+    assert fact in run_refused_command(capsys, "import", str(traces), "-o", str(out))
     assert not out.exists()
 
 
 def test_a_rank_is_missing(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_rank(traces, 0).unlink()
-    text = refused(capsys, "import", str(traces), "-o", str(traces / "x.timeline"))
+    text = run_refused_command(capsys, "import", str(traces), "-o", str(traces / "x.timeline"))
     assert "the traces have stage 1, but not stage 0" in text and "a rank missing?" in text
 
 
@@ -263,40 +264,46 @@ def test_processes_of_their_own_read_the_same(
 
 def test_steps(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(traces / "x.timeline")
-    text = refused(capsys, "import", str(traces), "-o", out, "--step", "7")
+    text = run_refused_command(capsys, "import", str(traces), "-o", out, "--step", "7")
     assert "do not all have ProfilerStep 7" in text and "they have 5" in text
     edited(of_rank(traces, 0), renamed("ProfilerStep#5", "ProfilerStep#4"))
-    text = refused(capsys, "import", str(traces), "-o", out)
+    text = run_refused_command(capsys, "import", str(traces), "-o", out)
     assert "the traces of the ranks have no ProfilerStep in common" in text
     for rank in (0, 1):
         edited(of_rank(traces, rank), without("ProfilerStep"))
-    assert "the complete trace" in said(capsys, "import", str(traces), "-o", out)
+    assert "the complete trace" in run_command(capsys, "import", str(traces), "-o", out)
 
 
 def test_options_and_names(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(path) for path in sorted(traces.iterdir())]
     out = str(traces / "x.timeline")
-    assert "cannot read nowhere: no such file" in refused(capsys, "import", "nowhere", "-o", out)
-    assert "must end in .timeline" in refused(capsys, "import", *files, "-o", "x.csv")
-    text = refused(capsys, "import", *files, "-o", out, "--costs", "F=1")
+    assert "cannot read nowhere: no such file" in run_refused_command(
+        capsys, "import", "nowhere", "-o", out
+    )
+    assert "must end in .timeline" in run_refused_command(capsys, "import", *files, "-o", "x.csv")
+    text = run_refused_command(capsys, "import", *files, "-o", out, "--costs", "F=1")
     assert "--costs does not apply to traces" in text
-    text = refused(capsys, "import", *files, "-o", out, "--ranks", "3")
+    text = run_refused_command(capsys, "import", *files, "-o", out, "--ranks", "3")
     assert "--ranks is 3, but these traces have 2 pipeline ranks" in text
     empty = traces / "empty"
     empty.mkdir()
-    text = refused(capsys, "import", str(empty), "-o", out)
+    text = run_refused_command(capsys, "import", str(empty), "-o", out)
     assert "has no traces" in text and "hint" not in text
     below = empty / "below"
     below.mkdir()
     (below / "x.json").write_text("[]")
-    assert f"hint: {below} has traces" in refused(capsys, "import", str(empty), "-o", out)
-    assert "not a trace of torch.profiler" in refused(capsys, "import", str(below), "-o", out)
-    text = said(capsys, "import", str(traces / "*.json"), "-o", str(traces / "x.sched"))
+    assert f"hint: {below} has traces" in run_refused_command(
+        capsys, "import", str(empty), "-o", out
+    )
+    assert "not a trace of torch.profiler" in run_refused_command(
+        capsys, "import", str(below), "-o", out
+    )
+    text = run_command(capsys, "import", str(traces / "*.json"), "-o", str(traces / "x.sched"))
     assert "2 ranks, 2 stages, 3 microbatches" in text
-    assert "complete and in order" in said(capsys, "check", str(traces / "x.sched"))
+    assert "complete and in order" in run_command(capsys, "check", str(traces / "x.sched"))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 2**31), st.booleans())
 def test_cut_files_are_refused_in_a_sentence(seed: int, packed: bool) -> None:
     program = PROGRAMS[1]
@@ -311,7 +318,7 @@ def test_cut_files_are_refused_in_a_sentence(seed: int, packed: bool) -> None:
         assert str(path) in str(caught.value) and len(str(caught.value)) < 400
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 2**31))
 def test_changed_files_are_read_or_refused(seed: int) -> None:
     """Whatever stands in a file, it is read, or refused in words: never a traceback."""

@@ -52,7 +52,8 @@ from schedir.schedules.schedule_algebra import (
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import random_compute_program
 from schedir.verify.check import check
-from tests.commands import refused
+from tests.cases import examples
+from tests.commands import run_refused_command
 from tests.laws import TRIPLES, run
 from tests.oracle import Machine
 
@@ -287,7 +288,7 @@ def test_a_delay_that_cannot_be(capsys: pytest.CaptureFixture[str], wrong: str) 
         "-O",
         f"weight_delay={wrong}",
     ]
-    assert "delay" in refused(capsys, "check", "one_f_one_b", *shape)
+    assert "delay" in run_refused_command(capsys, "check", "one_f_one_b", *shape)
 
 
 def test_a_delay_that_a_file_contradicts(
@@ -295,7 +296,9 @@ def test_a_delay_that_a_file_contradicts(
 ) -> None:
     path = tmp_path / "x.sched"
     path.write_text(to_text(compile(one_f_one_b, two_buffers(2, 2, 3))))
-    assert "-O weight_delay" in refused(capsys, "check", str(path), "-O", "weight_delay=2")
+    assert "-O weight_delay" in run_refused_command(
+        capsys, "check", str(path), "-O", "weight_delay=2"
+    )
     assert main(["check", str(path), "-O", "weight_delay=1"]) == 0
 
 
@@ -327,7 +330,7 @@ def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told
         check(program, model, blocking_hosts=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
 def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
     """Whatever the order of a draft, its updates end in an order that all ranks can keep."""
