@@ -14,8 +14,3 @@ ALL = bool(os.environ.get("ALL_CASES"))
 def cases(usual: Sequence[T], more: Sequence[T]) -> list[T]:
     """Those that are always tried, and with ALL_CASES=1 those, too, that take the same ways."""
     return [*usual, *(more if ALL else ())]
-
-
-def examples(most: int) -> int:
-    """Return how many examples a property gets: `most` with ALL_CASES=1, and a quarter without."""
-    return most if ALL else max(10, most // 4)

@@ -19,7 +19,6 @@ from schedir.predict.calibrate import calibrate, compute_unexplained_share, form
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, Schedule, W
-from tests.cases import examples
 from tests.clock_noise import measured
 from tests.laws import TWO_WAY, ZOO, least, shape_of
 from tests.strategies import compute_programs, costs
@@ -133,14 +132,14 @@ def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
     return lower(draft, given, "per_edge", overlap=overlap), given
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=150)
 @given(cases())
 def test_who_looks_late_changes_no_prediction(case: tuple[Program, Costs]) -> None:
     run = measured(*case)
     assert again(run).span == pytest.approx(run.span, abs=1e-9)
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=50)
 @given(cases())
 def test_the_hosts_time_is_counted_where_it_is_lost(case: tuple[Program, Costs]) -> None:
     """But for that before the first instruction of all, which nobody sees."""
@@ -148,7 +147,7 @@ def test_the_hosts_time_is_counted_where_it_is_lost(case: tuple[Program, Costs])
     assert again(run).span == pytest.approx(run.span, abs=0.25 + 1e-9)
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=50)
 @given(cases(), st.lists(st.floats(0, 1e-3), min_size=8, max_size=8))
 def test_clocks_that_differ_a_little(case: tuple[Program, Costs], ahead: list[float]) -> None:
     """What one direction gains by them, the other loses; a rank's own times are its clock's."""

@@ -12,7 +12,6 @@ import pytest
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import SchedirError
 from schedir.verify.check import check
-from tests.cases import ALL
 from tests.mutants import MUTATIONS, legal
 from tests.mutations_of_turns import TURNED
 from tests.oracle_threads import verdict
@@ -20,7 +19,7 @@ from tests.oracle_threads import verdict
 MOVES = ("late_send", "early_receive", "swap_neighbours", "swap_pairs", *TURNED)
 
 
-@pytest.mark.parametrize("seed", range(60 if ALL else 30))
+@pytest.mark.parametrize("seed", range(60))
 def test_two_replicas_finish_where_the_checker_says_that_one_does(seed: int) -> None:
     rng = random.Random(seed)
     program = legal(rng, turns=True)

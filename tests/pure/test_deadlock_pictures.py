@@ -20,7 +20,6 @@ from schedir.schedules import gpipe
 from schedir.verify.check import check
 from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.palette import ACCENT_COLOR
-from tests.cases import examples
 from tests.commands import run_refused_command
 from tests.museum.cases import Case, cases
 from tests.mutants import mutate
@@ -55,7 +54,7 @@ def arrows(picture: ElementTree.Element) -> int:
     return sum("marker-end" in path.attrib for path in picture.iter(f"{SVG}path"))
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from(MOVES))
 def test_a_deadlock(seed: int, move: str) -> None:
     try:

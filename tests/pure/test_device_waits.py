@@ -97,8 +97,8 @@ def lives(program: Program) -> bool:
     return all(k == len(own) for k, own in zip(at, lists, strict=True))
 
 
-def test_checker_equals_hosts_that_wait_for_their_device() -> None:
-    """`with_slots` leaves a third of the programs without slots."""
+@pytest.mark.parametrize("slots", [False, True])
+def test_checker_equals_hosts_that_wait_for_their_device(slots: bool) -> None:
     verdicts = {True: 0, False: 0}
     for seed in range(80):
         rng = random.Random(seed)
@@ -109,7 +109,7 @@ def test_checker_equals_hosts_that_wait_for_their_device() -> None:
             program = start_gathers_early(
                 post_receives_early(program, "per_edge", rng.choice([0, 1, 3])), 3
             )
-        program = with_slots(program, rng)
+        program = with_slots(program, rng) if slots else program
         if refusal(program, "per_edge"):
             continue
         try:

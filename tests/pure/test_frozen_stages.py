@@ -48,7 +48,6 @@ from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pair
 from schedir.testing import compute_programs, shapes
 from schedir.verify.check import check, check_draft
-from tests.cases import examples
 from tests.mutants import known
 from tests.oracle_threads import verdict
 from tests.strategies import costs
@@ -76,7 +75,7 @@ def compute(program: Program) -> list[list[str]]:
     ]
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(st.data())
 def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
     """Of any schedule or draft, under every model; the rest of the compute keeps its order."""
@@ -297,7 +296,7 @@ def test_a_draft_may_say_what_is_left_out(schedule: Any, shape: PipelineShape) -
     assert bool(pairs) == (schedule is not behind)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(st.data())
 def test_greedy_knows_of_it(data: st.DataObject) -> None:
     shape = data.draw(shapes())

@@ -19,7 +19,6 @@ from schedir.hang_diagnosis.program_matching import match_program
 from schedir.hang_diagnosis.rank_positions import ChainEnd, ProgramVerdict, diagnose_copies
 from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
 from schedir.ir.isa.instructions import TRANSFER_OPS
-from tests.cases import examples
 from tests.flight_recorder_dumps import Recorder, a_group_each, job_of, one_group, record, stopped
 from tests.museum.cases import cases
 
@@ -51,7 +50,7 @@ def culprits(verdict: ProgramVerdict) -> set[int]:
     }
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(st.data())
 def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> None:
     """Under any model, hosts that block or run ahead, in any step, and any process groups."""

@@ -17,7 +17,6 @@ from schedir.schedules import gpipe, one_f_one_b
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import shapes
 from schedir.verify.check import check
-from tests.cases import examples
 from tests.strategies import costs
 
 
@@ -41,7 +40,7 @@ def test_time_decides() -> None:
     assert simulate(found, slow).span < simulate(expand_schedule(gpipe, shape), slow).span
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=150)
 @given(st.data())
 def test_whatever_comes_out_is_legal(data: st.DataObject) -> None:
     shape = data.draw(shapes())

@@ -36,7 +36,6 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs, shapes_for
-from tests.cases import examples
 from tests.interleavings import shortest
 from tests.strategies import costs
 
@@ -111,7 +110,7 @@ def test_nothing_of_the_zoo_is_shorter() -> None:
     assert tried > tight > 300
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=150)
 @given(st.data())
 def test_no_program_is_shorter(data: st.DataObject) -> None:
     """Whatever its order is, with whole backwards and others, and in bytes, too."""
@@ -141,7 +140,7 @@ def _mixed_up(made: Program, rng: random.Random) -> Program:
     return replace(made, streams=streams)
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=150)
 @given(st.data())
 def test_no_order_is_shorter(data: st.DataObject) -> None:
     """Of uneven memory, of whole backwards, and whatever is to be short."""
@@ -161,7 +160,7 @@ def test_no_order_is_shorter(data: st.DataObject) -> None:
         assert least.value * FINE <= took, least.explanation
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=200)
 @given(st.data())
 def test_what_does_not_fit_waits(data: st.DataObject) -> None:
     """Each lag holds in any order, within what that order holds at most."""
@@ -194,7 +193,7 @@ def lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> Non
             assert all(ends[j - lag] < begins[j] for j in range(lag, len(begins)))
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=150)
 @given(st.data())
 def test_what_crosses_is_late(data: st.DataObject) -> None:
     """Of any three that follow each other on any stage, as one of the options says at least."""
@@ -267,7 +266,7 @@ def test_bytes_that_sums_round_are_as_many(saved: float) -> None:
 # ---------------------------------------------------------------- against all orders
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
     shape = data.draw(

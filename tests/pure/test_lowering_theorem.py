@@ -29,7 +29,6 @@ from schedir.schedules import interleaved, interleaved_zb
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs, tied_weights
 from schedir.verify.check import check
-from tests.cases import examples
 from tests.mutants import mutate
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
@@ -48,7 +47,7 @@ def programs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
     return lower(draft, draw.draw(st.sampled_from([None, priced]))), priced
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=200)
 @given(compute_programs(), st.data())
 def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.DataObject) -> None:
     program, _ = programs(data, draft)
@@ -56,7 +55,7 @@ def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.
         check(program, model)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=100)
 @given(compute_programs(), st.data(), models, st.integers(1, 3))
 def test_overlap_keeps_programs_legal(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, ahead: int
@@ -77,7 +76,7 @@ def test_overlap_keeps_programs_legal(
         )
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=200)
 @given(st.integers(0, 2**32), models, st.booleans())
 def test_nobody_trusts_the_order_that_a_program_brings(
     seed: int, progress_model: ProgressModel, made_up: bool
@@ -128,7 +127,7 @@ def agrees(program: Program, progress_model: ProgressModel, priced: Costs) -> No
     assert timeline.span == max(machine.ended.values(), default=0.0)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=100)
 @given(compute_programs(ranks=3, microbatches=4), st.data(), models)
 def test_graph_equals_the_machine(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
@@ -145,7 +144,7 @@ def test_graph_equals_the_machine(
     )
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=200)
 @given(compute_programs(ranks=3, microbatches=3), st.data(), models)
 def test_graph_equals_the_machine_on_shuffled_programs(
     draft: Program, data: st.DataObject, progress_model: ProgressModel

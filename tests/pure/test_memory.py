@@ -24,7 +24,6 @@ from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import F, I, W
 from schedir.testing import compute_programs
-from tests.cases import examples
 from tests.commands import run_command, run_refused_command
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
@@ -118,7 +117,7 @@ def slots_by_hand(machine: Machine, rank: int) -> dict[tuple[str, int, int], int
     return found
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(compute_programs(), st.data(), st.randoms(use_true_random=False))
 def test_peaks_are_those_counted_by_hand(
     draft: Program, data: st.DataObject, rng: random.Random

@@ -25,7 +25,6 @@ from schedir import (
 from schedir.errors import CompletenessError, OrderError, SchedirError, ShapeError, UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE_OPS, Instr, Opcode, find_segment_collectives
-from tests.cases import examples
 from tests.commands import run_command
 from tests.mutants import known
 from tests.oracle_threads import verdict
@@ -219,7 +218,7 @@ WITH_SKIPS: dict[Any, tuple[PipelineShape, tuple[tuple[int, int], ...]]] = {
 }
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=25)
 @given(
     st.sampled_from(sorted(WITH_SKIPS, key=lambda one: str(one.__name__))),
     st.integers(2, 3), st.sampled_from([1, 2, "gf"]), st.booleans(), st.booleans(),

@@ -43,7 +43,6 @@ from schedir.predict.what_if import advise
 from schedir.schedules.greedy import greedy_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import parse_eager_limit
-from tests.cases import examples
 from tests.oracle import Machine
 from tests.strategies import with_slots
 
@@ -68,7 +67,7 @@ def naive(value: Any, stage: int, mb: int) -> float:
 
 
 @given(compute_programs(), st.data())
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data: Any) -> None:
     costs = Costs(**{name: data.draw(arrays(drafted.shape), name) for name in COSTS})
     model = data.draw(st.sampled_from(["per_device", "per_edge", "per_direction"]))
@@ -83,7 +82,7 @@ def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data:
 
 
 @given(compute_programs(), st.data())
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 def test_a_draft_takes_as_long_as_with_arrays_of_one_number(drafted: Program, data: Any) -> None:
     """What is one number for all microbatches is said in any of three ways, and gives the same."""
     shape = drafted.shape

@@ -25,7 +25,6 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import INSTRUCTIONS
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
-from tests.cases import examples
 from tests.mutants import mutate
 from tests.oracle import Machine
 from tests.strategies import with_slots
@@ -91,7 +90,7 @@ def whole_costs(rng: random.Random, stages: int) -> Costs:
     return Costs(**{name: per_stage() for name in names})
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @example(4790, "move_anywhere", "per_edge")
 @example(1420, "reduce_early", "per_edge")
 @example(1497, "swap_neighbours", "per_direction")

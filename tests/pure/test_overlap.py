@@ -17,7 +17,6 @@ from schedir.passes.communication.transfer_overlap import (
     start_gathers_early,
 )
 from schedir.testing import compute_programs
-from tests.cases import examples
 from tests.edits import written
 
 O = Opcode
@@ -47,7 +46,7 @@ def around(program: Program) -> Iterator[tuple[int, int, int, list[int]]]:
                 yield k, at[instr._replace(op=receive)], user, computes
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=100)
 @given(compute_programs(), st.booleans(), st.integers(1, 3))
 def test_a_gather_begins_some_computes_ahead(draft: Program, grouped: bool, ahead: int) -> None:
     """Between a gather and its consumer are `ahead` computes, or all that follow its receive."""

@@ -23,7 +23,6 @@ from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing.strategies import random_compute_program, shapes
 from schedir.verify.check import check
-from tests.cases import examples
 
 
 def test_names_are_rows() -> None:
@@ -122,7 +121,7 @@ def test_an_own_stage_may_have_two_names() -> None:
     assert found == [[(0, 0), (1, 0), (0, 1), (1, 1)], [(1, 2), (1, 3)], [(0, 2), (0, 3)]]
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=25)
 @given(shapes(placements=["rows"]), st.randoms(use_true_random=False), st.booleans())
 def test_any_holders(shape: PipelineShape, rng: random.Random, tied: bool) -> None:
     """Each holder runs its part, reduces, and meets the others of its stage, under all models."""

@@ -28,7 +28,6 @@ from schedir.planner.transformer.layer_division_search import (
 )
 from schedir.planner.transformer.memory_estimate import ADAM, count_layer_params
 from schedir.predict.activation_bytes import Recompute
-from tests.cases import examples
 
 MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
 NODE = Cluster(nodes=1, gpus_per_node=8, flops=250e12, memory=80e9, hbm_bandwidth=1.7e12,
@@ -61,7 +60,7 @@ def choices(draw: st.DrawFn) -> tuple[planner.ParallelPlan, planner.TransformerS
     return choice, replace(MODEL, layers=int(layers.sum()), tied=draw(st.booleans()))
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(choices())
 def test_parts_add_up_and_work_is_a_bound(
     case: tuple[planner.ParallelPlan, planner.TransformerSpec],
@@ -119,7 +118,7 @@ def compositions(total: int, parts: int, least: list[int]) -> Iterator[tuple[int
             yield each
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_balanced_against_all_divisions(data: st.DataObject) -> None:
     ranks, layers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))

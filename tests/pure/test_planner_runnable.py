@@ -19,7 +19,6 @@ from schedir.planner.config_export import plan_program, train_config
 from schedir.planner.launch_options import launcher_options
 from schedir.predict.activation_bytes import Recompute
 from schedir.training.config import config_file
-from tests.cases import examples
 
 RECOMPUTE: Final[tuple[Recompute, ...]] = get_args(Recompute)
 MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
@@ -133,7 +132,7 @@ def choices(draw: st.DrawFn) -> planner.ParallelPlan:
 
 
 @settings(
-    max_examples=examples(60),
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -34,7 +34,6 @@ from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.testing import random_compute_program
 from schedir.verify.check import check
-from tests.cases import examples
 from tests.commands import run_command, run_refused_command
 from tests.edits import written
 from tests.mutants import MUTATIONS, reordered, ties
@@ -223,7 +222,7 @@ def legal(programs: list[Program], progress_model: ProgressModel) -> bool:
     return True
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=80)
 @given(st.integers(0, 2**32), st.booleans())
 def test_execution_agrees(seed: int, alike: bool) -> None:
     rng = random.Random(seed)

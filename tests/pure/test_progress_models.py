@@ -27,7 +27,6 @@ from schedir.passes.communication.transfer_overlap import post_receives_early
 from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.verify.check import build_complete_graph, check
-from tests.cases import examples
 from tests.commands import run_command
 from tests.commands import run_refused_command as refuses
 from tests.edits import written
@@ -138,7 +137,7 @@ def test_groups_of_both_ways_are_apart_from_what_goes_alone() -> None:
     assert [model for model in MODELS if verdict(program, model).kind == "ok"] == ["torch_lazy"]
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=150)
 @given(seeds, st.sampled_from(REORDER), models)
 def test_times_of_any_groups(seed: int, name: str, progress_model: ProgressModel) -> None:
     """The graph and the machine of turns agree on who starts when, however transfers are joined."""
@@ -176,7 +175,7 @@ def _agrees(
         assert left[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=150)
 @given(seeds, st.sampled_from(REORDER), models, st.sampled_from([0.0, 1.0, 2.0, 4.0]))
 def test_times_where_small_messages_wait_for_nobody(
     seed: int, name: str, progress_model: ProgressModel, limit: float
@@ -186,7 +185,7 @@ def test_times_where_small_messages_wait_for_nobody(
     _agrees(with_slots(program, random.Random(seed)), progress_model, eager, seed)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=300)
 @given(seeds, st.sampled_from(REORDER), models, st.integers(0, 4), st.data())
 def test_small_messages_by_execution(
     seed: int, name: str, progress_model: ProgressModel, limit: int, data: st.DataObject
@@ -206,7 +205,7 @@ def test_small_messages_by_execution(
     assert bool(why) == (ran.kind != "ok"), (why, ran)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=100)
 @given(seeds, st.sampled_from(REORDER), models, st.data())
 def test_the_least_limit_is_the_least(
     seed: int, name: str, progress_model: ProgressModel, data: st.DataObject
@@ -342,7 +341,7 @@ def _past_first_uses(program: Program, model: str, seed: int) -> bool:
             hosts[rank].pop(0)
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=200)
 @given(seeds, models)
 def test_hosts_meet_where_communicators_are_made(seed: int, progress_model: ProgressModel) -> None:
     rng = random.Random(seed)

@@ -42,7 +42,6 @@ from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
-from tests.cases import examples
 from tests.mutants import MUTATIONS, lowered, mutate, updating
 from tests.pure.test_check import naive
 from tests.strategies import costs, with_slots
@@ -103,7 +102,7 @@ def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> N
     assert ordered == {Proof(model, *host) for model in MODELS for host in hosts}
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_each_proof_holds_by_itself(seed: int) -> None:
     """One order proves all models at once, and is not taken at its word here."""
@@ -140,7 +139,7 @@ def said(call: object, *args: object, **options: object) -> str:
     return ""
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=200)
 @given(st.integers(0, 2**32), st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS))
 def test_what_is_simulated_is_what_is_right(
     seed: int, name: str, progress_model: ProgressModel

@@ -36,7 +36,6 @@ from schedir.schedules.schedule_algebra import B, F, I, R, RankSchedule, W
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
-from tests.cases import examples
 from tests.laws import ZOO, least, shape_of
 
 SIZES = Sizes(saved=10, recompute_inputs=1)
@@ -166,7 +165,7 @@ def test_an_r_goes_before_a_forward_that_waits() -> None:
     assert simulate(early, costs).span < simulate(late, costs).span
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(compute_programs(), st.sets(st.integers(0, 30)), st.booleans())
 def test_of_any_draft(program: Program, some: set[int], late: bool) -> None:
     how: dict[str, Any] = {"recompute_at": "late"} if late else {}

@@ -33,7 +33,6 @@ from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, Lane, Opcode
 from schedir.ir.pipeline.placement import find_named_placement
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.what_if import advise
-from tests.cases import examples
 from tests.edits import Edit, move, pull, push
 from tests.mutants import known
 from tests.oracle import Machine
@@ -78,7 +77,7 @@ def test_whole_zoo(schedule: Any) -> None:
         assert span == pytest.approx(simulate(uncut, whole).span)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(data=st.data())
 def test_where_ranks_meet(data: st.DataObject) -> None:
     """Of any letters: each compute finds what its letter says just before it, and what is dropped,

@@ -43,7 +43,6 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
-from tests.cases import examples
 from tests.commands import run_command
 from tests.laws import ZOO, least, shape_of
 from tests.oracle import Machine
@@ -64,7 +63,7 @@ def varied(draft: Program, data: st.DataObject, progress_model: ProgressModel) -
     return program
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=200)
 @given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
 def test_no_two_values_share_a_slot_at_once(
     draft: Program, progress_model: ProgressModel, data: st.DataObject, rng: random.Random
@@ -110,7 +109,7 @@ def test_no_two_values_share_a_slot_at_once(
                     )
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=200)
 @given(compute_programs(), models, st.data())
 def test_the_fewest_are_the_most_that_overlap(
     draft: Program, progress_model: ProgressModel, data: st.DataObject
@@ -133,7 +132,7 @@ def test_the_fewest_are_the_most_that_overlap(
         assert [used[kind] for kind in SLOT_KINDS] == few[rank].tolist()
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=100)
 @given(compute_programs(), models, st.data())
 def test_one_fewer_is_refused(
     draft: Program, progress_model: ProgressModel, data: st.DataObject
@@ -154,7 +153,7 @@ def test_one_fewer_is_refused(
     assert f"needs {counts[kind] + 1}" in caught.value.hint
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=150)
 @given(compute_programs(), models, st.data())
 def test_enough_keeps_the_predicted_time(
     draft: Program, progress_model: ProgressModel, data: st.DataObject
@@ -335,7 +334,7 @@ def test_a_group_waits_for_the_slots_of_all() -> None:
     assert simulate(replace(program, slots=()), priced, progress_model="per_edge").span == 23
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=100)
 @given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
 def test_what_remains_is_known(
     draft: Program, progress_model: ProgressModel, data: st.DataObject, rng: random.Random

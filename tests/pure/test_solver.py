@@ -27,7 +27,6 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedule_search.search import search_schedule
 from schedir.schedule_search.search_results import LowerBound
-from tests.cases import examples
 from tests.certified_optima import Case, cases
 from tests.interleavings import shortest
 
@@ -108,7 +107,7 @@ def tiny(draw: st.DrawFn) -> SchedulingProblem:
 
 
 @given(tiny())
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_solver_finds_what_trying_every_order_finds(problem: SchedulingProblem) -> None:
     best = shortest(problem)
     found = solved(problem)

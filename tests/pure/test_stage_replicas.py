@@ -22,7 +22,6 @@ from schedir.schedules import chimera, dualpipe
 from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check
-from tests.cases import examples
 from tests.laws import shape_of
 
 APART: tuple[ProgressModel, ...] = (
@@ -79,7 +78,7 @@ def mirrored(ranks: int, units: int, schedule: Schedule | str, costs: Costs, tie
 amounts = st.sampled_from([0.0, 0.25, 1.0, 3.0, 10.0])
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(
     st.sampled_from([2, 4, 6]), st.integers(1, 2),
     st.sampled_from([chimera, dualpipe, "FIW", "BF"]),

@@ -31,7 +31,6 @@ from schedir.traces.kineto import read_trace
 from schedir.traces.trace_import import read_run
 from schedir.verify.check import check
 from tests import kineto
-from tests.cases import examples
 from tests.commands import run_command, run_refused_command
 
 UNIT = 1e-5  # seconds of a unit of cost
@@ -60,7 +59,7 @@ OVERLAPPED = [
 ]
 
 
-@settings(deadline=None, max_examples=examples(40))
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(PROGRAMS), st.integers(0, 2**31), st.booleans(), st.integers(1, 2))
 def test_what_is_written_is_read(program: Program, seed: int, packed: bool, replicas: int) -> None:
     runs = [run_of(program, seed + k) for k in range(2)]
@@ -103,7 +102,7 @@ def test_batches_have_one_kernel(program: Program, seed: int, own: bool) -> None
     assert (got.spans["end"][sent] >= want.spans["end"][sent] * UNIT - 2e-9).all()
 
 
-@settings(deadline=None, max_examples=examples(25))
+@settings(deadline=None, max_examples=25)
 @given(
     st.sampled_from(PROGRAMS),
     st.integers(0, 2**31),
@@ -303,7 +302,7 @@ def test_options_and_names(traces: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "complete and in order" in run_command(capsys, "check", str(traces / "x.sched"))
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31), st.booleans())
 def test_cut_files_are_refused_in_a_sentence(seed: int, packed: bool) -> None:
     program = PROGRAMS[1]
@@ -318,7 +317,7 @@ def test_cut_files_are_refused_in_a_sentence(seed: int, packed: bool) -> None:
         assert str(path) in str(caught.value) and len(str(caught.value)) < 400
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31))
 def test_changed_files_are_read_or_refused(seed: int) -> None:
     """Whatever stands in a file, it is read, or refused in words: never a traceback."""

@@ -52,7 +52,6 @@ from schedir.schedules.schedule_algebra import (
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import random_compute_program
 from schedir.verify.check import check
-from tests.cases import examples
 from tests.commands import run_refused_command
 from tests.laws import TRIPLES, run
 from tests.oracle import Machine
@@ -330,7 +329,7 @@ def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told
         check(program, model, blocking_hosts=True)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
     """Whatever the order of a draft, its updates end in an order that all ranks can keep."""

@@ -23,7 +23,6 @@ from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from schedir.testing import compute_programs
-from tests.cases import examples
 from tests.strategies import costs
 
 WEIGHTS, GRADIENT = "unsharded weights", "unsharded gradients"
@@ -83,7 +82,7 @@ def while_it_runs(program: Program, sizes: Sizes, name: str, rank: int) -> list[
     return found
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=80)
 @given(compute_programs(), st.sampled_from([2, 3]), st.randoms(use_true_random=False), st.data())
 def test_what_is_whole_is_counted_by_hand(
     draft: Program, zero: int, rng: random.Random, data: st.DataObject

@@ -41,7 +41,6 @@ from schedir.schedules import (
 )
 from schedir.schedules.schedule_algebra import RankSchedule, Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
-from tests.cases import examples
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, run, shape_of
 from tests.zero_bubble_figures import PRINTED, Row, rows
 
@@ -316,7 +315,7 @@ def test_every_schedule_finishes_everywhere(name: str) -> None:
                 simulate(program, costs, progress_model=model)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(ZOO)), st.integers(1, 6), st.integers(1, 20), st.integers(1, 2))
 def test_any_number_of_microbatches(name: str, ranks: int, m: int, v: int) -> None:
     """It is drafted and finishes, or is refused for being too few."""
