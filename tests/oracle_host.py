@@ -394,6 +394,7 @@ class Host:
         **dict.fromkeys(MESSAGES, message),
         **dict.fromkeys(oracle_segments.SLICES, oracle_segments.reshape),
         **dict.fromkeys(oracle_segments.SUMS, oracle_segments.meet),
+        **dict.fromkeys(oracle_segments.EXCHANGES, oracle_segments.exchange),
         O.ReduceGrads: reduce_grads,
         O.ReduceReplicatedStages: reduce_holders,
         O.ReduceTied: reduce_tied,

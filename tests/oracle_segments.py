@@ -2,6 +2,8 @@
 
 Where ranks enter a region (f), all take the same forward, and each gives an addend of the gradient
 back; where they leave it (g), each gives an addend of the activation, and all take the same back.
+Where experts begin (d) and end (c), a forward and a backward give values of other ranks' tokens,
+and an all-to-all exchanges them.
 If they share the sequence, what is the same for all is what each has of its own tokens: in a region
 it takes all tokens, and what it makes of all of them is summed to the rank's own.
 
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
 
 SUMS = (Opcode.TPReduceAct, Opcode.TPReduceGrad)
 ADDEND, OWN, ALL = "addend", "own tokens", "all tokens"
+# By all-to-all: the letter of its boundaries, and True if it exchanges gradients.
+EXCHANGES = {
+    Opcode.Dispatch: ("d", False),
+    Opcode.Combine: ("c", False),
+    Opcode.DispatchGrad: ("d", True),
+    Opcode.CombineGrad: ("c", True),
+}
 SLICES = (Opcode.TPScatterAct, Opcode.TPGatherAct, Opcode.TPScatterGrad, Opcode.TPGatherGrad)
 
 
@@ -33,6 +42,8 @@ def given(host: Host, i: Instr) -> object:
     goes, letter = i.op is Opcode.Forward, met(host, i.stage - (i.op is not Opcode.Forward))
     if letter == ("g" if goes else "f"):
         return ADDEND
+    if letter in ("d", "c"):
+        return f"not exchanged at {letter}"
     inside = letter and letter in "fg" and host.machine.program.sequence_parallel
     return OWN if inside else True
 
@@ -57,6 +68,18 @@ def meet(host: Host, i: Instr) -> None:
     slot = (f"{kind}_in", i.stage, i.mb)
     host.expect(host.take(*slot), kind, maker, i.mb, came)
     host.make(host.give(*slot), kind, maker, i.mb, made)
+
+
+def exchange(host: Host, i: Instr) -> None:
+    """Exchanges the tokens of a boundary, or their gradients, in their place."""
+    letter, grad = EXCHANGES[i.op]
+    if met(host, i.stage if grad else i.stage - 1) != letter:
+        raise Wrong(f"{i}: the program has no such all-to-all there")
+    host.queue("all-to-alls")
+    kind, maker = ("grad", i.stage + 1) if grad else ("act", i.stage - 1)
+    slot = (f"{kind}_in", i.stage, i.mb)
+    host.expect(host.take(*slot), kind, maker, i.mb, f"not exchanged at {letter}")
+    host.make(host.give(*slot), kind, maker, i.mb, True)
 
 
 def reshape(host: Host, i: Instr) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import lcm
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,15 @@ from schedir.analysis.memory.footprint import (
 )
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError, require_type
+from schedir.extras import require_package
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.instruction_index import NO_POSITION, Positions
 from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, RECV_OPS, TIERS, Instr, Lane
 from schedir.ir.notebook_repr import render_html
 from schedir.ir.program import OPCODES, WORD_DTYPE, Program
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Spans = NDArray[Any]  # a structured array with the fields of SPAN_DTYPE
 Times = NDArray[np.float64]
@@ -176,6 +180,32 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         return render_html(self)
+
+    def to_dataframe(self) -> DataFrame:
+        """Return a pandas DataFrame with a row for each instruction, rank by rank.
+
+        Returns:
+            The columns rank, lane, op, stage, microbatch, start and end. The times are in `unit`.
+            An instruction that has no stage or no microbatch has -1 there.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        require_package("pandas", "to_dataframe")
+        from pandas import DataFrame
+
+        spans = self.spans
+        return DataFrame(
+            {
+                "rank": spans["rank"],
+                "lane": [Lane(lane).name.lower() for lane in spans["lane"].tolist()],
+                "op": [INSTRUCTIONS[op].text for op in spans["op"].tolist()],
+                "stage": spans["stage"],
+                "microbatch": spans["mb"],
+                "start": spans["start"],
+                "end": spans["end"],
+            }
+        )
 
     @property
     def ranks(self) -> int:

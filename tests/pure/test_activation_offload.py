@@ -93,7 +93,8 @@ def test_nothing_goes_that_is_needed_at_once() -> None:
     program = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload="all")
     assert [len(own) for own in moved(program)] == [8, 0, 0, 0] or moved(program)[2] == []
     with pytest.warns(UserWarning, match="offload has 3.0, but no activation of it is moved"):
-        named = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload=[2, (3, 0)])
+        which: Any = [2, (3, 0)]
+        named = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload=which)
     assert [len(own) for own in moved(named)] == [0, 0, 8, 0]
 
 
@@ -393,7 +394,8 @@ def test_what_is_said_in_other_forms_is_the_same() -> None:
         one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload=[0], offload_to_disk=[0]
     )
     assert len(moved(once, Opcode.OffloadToDisk)[0]) == 8
-    for which in ([1.5], [True], [(0, 1.5)], b"all"):
+    wrong: list[Any] = [[1.5], [True], [(0, 1.5)], b"all"]
+    for which in wrong:
         with pytest.raises(UsageError, match="offload must be"):
             compile(one_f_one_b, PipelineShape(4, 8), offload=which)
 

@@ -53,7 +53,11 @@ def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], na
     assert bound is not None and bound.value <= run.span * (1 + 1e-9)
     row = facts(capsys, "simulate", name, SAID)
     assert row["bound"] == bound.value and row["gap"] == max(run.span / bound.value - 1, 0)
-    line = run_command(capsys, "simulate", name, SAID).splitlines()[-1]
+    (line,) = (
+        line
+        for line in run_command(capsys, "simulate", name, SAID).splitlines()
+        if "shorter" in line
+    )
     assert f"is shorter than {bound.value:.6g}: " in line
     assert ("with full backwards" in line) == (name in ("one_f_one_b", "gpipe"))
     gain = 1 - bound.value / run.span
@@ -63,7 +67,7 @@ def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], na
 def test_what_is_proved_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """One rank is never idle, whatever it does."""
     told = run_command(capsys, "simulate", "gpipe", "--ranks=1")
-    assert told.endswith("is shorter than 6: proved shortest\n")
+    assert "is shorter than 6: proved shortest\n" in told
     assert facts(capsys, "simulate", "gpipe", "--ranks=1")["gap"] == 0
     assert "to gain" in run_command(capsys, "compare", "gpipe", "--ranks=1").splitlines()[0]
     assert run_command(capsys, "explain", "gpipe", "--ranks=1").endswith(
@@ -87,10 +91,8 @@ def test_nothing_is_said_where_nothing_is_known(capsys: pytest.CaptureFixture[st
 
 
 def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = facts(capsys, "compare", "zb_h1", "zb_v", str(RUN), "--ranks=4", "--microbatches=8")
-    told = run_command(
-        capsys, "compare", "zb_h1", "zb_v", str(RUN), "--ranks=4", "--microbatches=8"
-    )
+    compared = ("compare", "zb_h1", "zb_v", str(RUN), "--costs=F=1,I=1,W=1")
+    rows, told = facts(capsys, *compared), run_command(capsys, *compared)
     assert [row["bound"] is None for row in rows] == [False, False, True]
     for row, line in zip(rows, told.splitlines()[2:], strict=False):
         cells = re.split(r" {2,}", line.strip())

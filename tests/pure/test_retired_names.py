@@ -15,7 +15,7 @@ def hint(error: SchedirError) -> str:
 
 def test_an_option_of_compile() -> None:
     with pytest.raises(UsageError) as refused:
-        schedir.compile(schedir.schedules.gpipe, PipelineShape(2, 2), open=True)
+        schedir.compile(schedir.schedules.gpipe, PipelineShape(2, 2), open=True)  # type: ignore[call-arg]
     assert "more microbatches" in hint(refused.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -109,3 +110,26 @@ def test_the_commands(
         capsys, "simulate", "gpipe", "-o", "x.json"
     )
     assert not Path("x.json").exists()
+
+
+def test_schedules_are_compared_at_the_times_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prediction has the shape, the mean times and the unit of the run, unless options differ."""
+    monkeypatch.chdir(tmp_path)
+    costs = Costs(F=(1, 1, 1.5), B=(2, 2, 3), send=0.25, step=1)
+    program = schedir.compile("one_f_one_b", ranks=3, microbatches=4)
+    schedir.save_timeline(replace(schedir.simulate(program, costs), unit="s"), "run.timeline")
+    found = run_command(capsys, "calibrate", "run.timeline").strip()
+    compare = ("compare", "run.timeline", "eager_1f1b", "zb_h1", "--json")
+    rows = json.loads(run_command(capsys, *compare))
+    assert rows == json.loads(run_command(capsys, *compare, f"--costs={found}"))
+    assert [(row["ranks"], row["microbatches"], row["unit"]) for row in rows] == [(3, 4, "s")] * 3
+    eager = schedir.simulate(schedir.compile("eager_1f1b", ranks=3, microbatches=4), costs)
+    assert rows[1]["span"] == pytest.approx(eager.span, rel=1e-4)
+    twice = json.loads(run_command(capsys, *compare, "--costs=F=2,B=4"))
+    assert twice[1]["span"] == 2 * schedir.simulate(eager.program, Costs(F=1, B=2)).span
+    text = run_refused_command(
+        capsys, "compare", "gpipe", "--ranks=4", "--costs=F=1,B=2,step=1:1:1:1:1:1:1:1"
+    )
+    assert "hint: give 4 numbers, one per rank, or one number for all ranks" in text

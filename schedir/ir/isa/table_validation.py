@@ -169,8 +169,11 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
         yield "it frees a value that it does not need"
     if row.is_compute and (row.lane is not Lane.COMPUTE or row.scope is not Scope.MICROBATCH):
         yield "a compute must be per microbatch, on the lane COMPUTE"
-    if row.between_segments and (row.ring is None or row.ring.members != "tp"):
-        yield "a row between segments must be a collective of the tensor-parallel group"
+    if row.between_segments and (row.ring is None or row.ring.members not in ("tp", "ep")):
+        yield (
+            "a row between segments must be a collective of the tensor-parallel or the "
+            "expert-parallel group"
+        )
     if row.traffic is not None and row.traffic.program_attribute not in (
         "",
         "checkpoint_snapshots",
