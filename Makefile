@@ -29,10 +29,10 @@ docs: $(READY)
 	@echo "open build/site/index.html"
 
 # What `make cpu` has samples of: every script of benchmarks/ on small sizes, all faults and kills of
-# processes, and the tests of NCCL on a CPU.
+# processes, and the tests of NCCL on a CPU; and of `make pure` all cases.
 CAMPAIGN := benchmarks faults kills deaths gpu_tests hangs
 campaign: $(READY)
-	ALL_CASES=1 $(BIN)/pytest -n 2 $(CAMPAIGN:%=tests/cpu/test_%.py)
+	ALL_CASES=1 $(BIN)/pytest -n 2 tests/pure $(CAMPAIGN:%=tests/cpu/test_%.py)
 
 # Tests with the lowest and the newest supported torch, which are downloads of gigabytes, and a plain
 # install in each Python of this machine.

@@ -1,4 +1,4 @@
-"""Running the command line, in this process and as a person does."""
+"""Run the command line, in this process or in one of its own."""
 
 import os
 import re
@@ -13,16 +13,16 @@ from schedir.__main__ import main
 ENV = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a command that must go well prints."""
+def run_command(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Return what a command prints that must succeed."""
     code = main(argv)
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     return out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The one message of a command that must be refused."""
+def run_refused_command(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Return the one error message of a command that must be refused."""
     code = main(argv)
     out, err = capsys.readouterr()
     assert code == 2 and not out, (code, out, err)
@@ -30,6 +30,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return err
 
 
-def command(*argv: str) -> "subprocess.CompletedProcess[str]":
+def run_process(*argv: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command in a process of its own."""
     argv = (sys.executable, "-m", "schedir", *argv)
     return subprocess.run(argv, capture_output=True, text=True, timeout=120, env=ENV)

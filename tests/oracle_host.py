@@ -10,7 +10,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import Instr, Opcode
-from tests import away, pieces, sequenced, sharded, snapshots, stepped, strange
+from tests import (
+    oracle_activation_offload,
+    oracle_optimizer_offload,
+    oracle_segments,
+    oracle_sequence_parallel,
+    oracle_sharding,
+    oracle_snapshots,
+    oracle_unknown_instructions,
+)
 from tests.oracle_values import Entry, Event, Message, Slot, SlotValue, Tensor, Wrong, met
 
 if TYPE_CHECKING:
@@ -29,7 +37,7 @@ PER_STAGE = {
     O.ReduceSequenceParallelGrads,
     O.Snapshot,
 }
-PER_STAGE |= {*stepped.NEXT}
+PER_STAGE |= {*oracle_optimizer_offload.NEXT}
 LARGEST = 256
 Part = tuple[int, str]  # of a stage's gradient: the microbatch's "plain" weights, or "split" ones
 
@@ -58,7 +66,7 @@ class Host:
         self.gone: dict[int, Event] = {}  # when a stage's gradient is on the host
         self.update = 0  # that states are stepped in
         self.released: Event | None = None  # when its gradients are let go
-        for each in (sharded, away, stepped):
+        for each in (oracle_sharding, oracle_activation_offload, oracle_optimizer_offload):
             each.begin(self)
         self.entries: list[Entry] = []
 
@@ -83,7 +91,9 @@ class Host:
         """Whether these can run as one."""
         if len(group) > 1:
             messages = all(i.op in MESSAGES for i in group) and len(group) <= LARGEST
-            cell = all(strange.computes(i.op) for i in group) and len(group) == 2
+            cell = (
+                all(oracle_unknown_instructions.computes(i.op) for i in group) and len(group) == 2
+            )
             if not (messages or cell):
                 raise Wrong(f"{len(group)} instructions from {group[0]} on cannot run as one")
 
@@ -91,13 +101,13 @@ class Host:
         self.entry = Entry(self.rank, group)
         for instr in group:
             self.address(instr)
-            if instr.op in sharded.READS:
-                sharded.read(self, instr)
+            if instr.op in oracle_sharding.READS:
+                oracle_sharding.read(self, instr)
             if instr.op in self.ISSUE:
                 self.ISSUE[instr.op](self, instr)
-                strange.beside(self, instr)
+                oracle_unknown_instructions.beside(self, instr)
             else:
-                strange.issue(self, instr)
+                oracle_unknown_instructions.issue(self, instr)
         for slot, value in self.given:
             if slot in self.slots:
                 raise Wrong(f"{self.entry} fills {slot}, which is still in use")
@@ -110,10 +120,10 @@ class Host:
         per_rank = i.op in (O.ReduceNorm, O.OptimizerStep, O.CheckGradsFinite)
         per_stage = i.op in PER_STAGE
         most = self.machine.updates if per_rank or per_stage else self.machine.microbatches
-        if i.op in sharded.TURNS:
+        if i.op in oracle_sharding.TURNS:
             per_stage, most = True, i.mb + 1
         elif i.op not in self.ISSUE:
-            per_rank, per_stage, most = strange.address(self, i)
+            per_rank, per_stage, most = oracle_unknown_instructions.address(self, i)
         here = per_rank or per_stage or self.runs(i.stage, i.mb)
         if i.stage not in ([0] if per_rank else self.own) or i.mb >= most or not here:
             raise Wrong(f"there is no {i} on rank {self.rank}")
@@ -141,13 +151,13 @@ class Host:
     def take(self, *slot: object) -> SlotValue:
         """The same, and the slot is free again."""
         value = self.look(*slot)
-        strange.expect(self, slot, value)
+        oracle_unknown_instructions.expect(self, slot, value)
         self.slots.pop(slot, None)
         return value
 
     def give(self, *slot: object) -> SlotValue:
         """Fill a slot with what will be there when the entry has ended."""
-        value = SlotValue(self.entry.done, state=strange.made(self, slot))
+        value = SlotValue(self.entry.done, state=oracle_unknown_instructions.made(self, slot))
         self.given.append((slot, value))
         return value
 
@@ -165,7 +175,7 @@ class Host:
         """Add parts of a gradient to the stage's one sum, when the entry runs."""
         self.give("added", *parts, i.stage, i.mb)
         added = [(i.mb, part) for part in parts]
-        sharded.add(self, i.stage)
+        oracle_sharding.add(self, i.stage)
         self.entry.actions.append(lambda: self.sums[i.stage].extend(added))
 
     def total(self, stage: int, update: int) -> None:
@@ -199,7 +209,7 @@ class Host:
             self.look("parameters", version)
         if i.stage > 0:
             found = self.take("act_in", i.stage, i.mb)
-            self.expect(found, "act", i.stage - 1, i.mb, pieces.taken(self, i))
+            self.expect(found, "act", i.stage - 1, i.mb, oracle_segments.taken(self, i))
         if i.stage in self.machine.skips.values():
             begin = self.machine.beginning(i.stage)
             self.expect(self.take("skip_in", i.stage, i.mb), "skip", begin, i.mb, True)
@@ -209,11 +219,11 @@ class Host:
             self.give("loss", i.mb)
         elif self.runs(i.stage + 1, i.mb):
             to = self.give("act_in", i.stage + 1, i.mb)
-            self.make(to, "act", i.stage, i.mb, pieces.given(self, i))
+            self.make(to, "act", i.stage, i.mb, oracle_segments.given(self, i))
         else:
             self.make(self.give("act_out", i.stage, i.mb), "act", i.stage, i.mb)
         if self.machine.trains and i.stage >= self.machine.frozen:
-            away.save(self, i)
+            oracle_activation_offload.save(self, i)
 
     def backward_input(self, i: Instr) -> None:
         self.hand_back(i)
@@ -227,10 +237,10 @@ class Host:
     def hand_back(self, i: Instr) -> None:
         """The gradient of the input, in B and in I."""
         self.queue("compute")
-        away.use(self, i)
+        oracle_activation_offload.use(self, i)
         if i.stage < self.machine.stages - 1:
             found = self.take("grad_in", i.stage, i.mb)
-            self.expect(found, "grad", i.stage + 1, i.mb, pieces.taken(self, i))
+            self.expect(found, "grad", i.stage + 1, i.mb, oracle_segments.taken(self, i))
         if i.stage in self.machine.skips:
             end = self.machine.skips[i.stage]
             self.expect(self.take("skip_grad_in", i.stage, i.mb), "skip_grad", end, i.mb, True)
@@ -240,7 +250,7 @@ class Host:
             return  # nobody wants it
         if self.runs(i.stage - 1, i.mb):
             to = self.give("grad_in", i.stage - 1, i.mb)
-            self.make(to, "grad", i.stage, i.mb, pieces.given(self, i))
+            self.make(to, "grad", i.stage, i.mb, oracle_segments.given(self, i))
         else:
             self.make(self.give("grad_out", i.stage, i.mb), "grad", i.stage, i.mb)
 
@@ -298,7 +308,7 @@ class Host:
     def reduce_grads(self, i: Instr) -> None:
         """Over replicas, which all run this Stream."""
         self.queue("reductions")
-        sharded.meet_replicas(self, i, "dp")
+        oracle_sharding.meet_replicas(self, i, "dp")
         if self.machine.zero:
             self.wrong("what replicas hold a part each of is reduced to parts")
         for mb in self.machine.mbs(i.mb):
@@ -314,7 +324,7 @@ class Host:
         """The holders of a stage meet."""
         self.queue("reductions")
         self.take("half grad", i.stage, i.mb)
-        sharded.reduced(self, i.stage)
+        oracle_sharding.reduced(self, i.stage)
         self.give("grad", i.stage, i.mb)
         self.collective(("holders", i.stage), len(self.machine.holders), i.mb)
 
@@ -326,7 +336,7 @@ class Host:
             raise Wrong(f"{i}: not the rank's first copy of a tied weight")
         for stage in copies:
             self.take("grad", stage, i.mb)
-            sharded.reduced(self, stage)
+            oracle_sharding.reduced(self, stage)
             self.give("tied grad", stage, i.mb)
         party = met(self.machine.ties, self.machine.own, self.rank)
         if len(party) > 1:
@@ -334,7 +344,7 @@ class Host:
 
     def final(self, update: int) -> list[Slot]:
         """Where the rank's gradients are when nothing is left to add."""
-        sequenced.expect(self, *self.trained, update=update)
+        oracle_sequence_parallel.expect(self, *self.trained, update=update)
         tied = self.machine.tied
         return [("tied grad" if s in tied else "grad", s, update) for s in self.trained]
 
@@ -349,7 +359,7 @@ class Host:
         self.queue("reductions")
         for slot in self.final(i.mb):
             self.look(*slot)
-        sharded.reduced(self, *self.trained)
+        oracle_sharding.reduced(self, *self.trained)
         self.give("norm", i.mb)
         self.collective("all ranks", len(self.machine.lists), i.mb)
 
@@ -358,9 +368,9 @@ class Host:
         self.queue("compute")
         for slot in self.final(i.mb) + [("norm", i.mb)] * self.machine.program.clip_grad_norm:
             self.take(*slot)
-        sharded.step(self)
-        snapshots.step(self, i)
-        stepped.end(self, i)
+        oracle_sharding.step(self)
+        oracle_snapshots.step(self, i)
+        oracle_optimizer_offload.end(self, i)
         self.give("parameters", i.mb + 1)
 
     def judge(self) -> None:
@@ -371,7 +381,7 @@ class Host:
         right |= {("loss", mb) for mb in microbatches if self.runs(self.machine.stages - 1, mb)}
         if self.machine.zero and not self.machine.trains:
             right |= {("parts", stage) for stage in self.trained}
-        for slot in self.slots.keys() - right - strange.kept(self):
+        for slot in self.slots.keys() - right - oracle_unknown_instructions.kept(self):
             raise Wrong(f"{slot} is left on rank {self.rank}")
         for slot in right - self.slots.keys():
             raise Wrong(f"{slot} is missing on rank {self.rank}")
@@ -382,20 +392,20 @@ class Host:
         O.BackwardInput: backward_input,
         O.BackwardWeight: backward_weight,
         **dict.fromkeys(MESSAGES, message),
-        **dict.fromkeys(pieces.SLICES, pieces.reshape),
-        **dict.fromkeys(pieces.SUMS, pieces.meet),
-        **dict.fromkeys(pieces.EXCHANGES, pieces.exchange),
+        **dict.fromkeys(oracle_segments.SLICES, oracle_segments.reshape),
+        **dict.fromkeys(oracle_segments.SUMS, oracle_segments.meet),
+        **dict.fromkeys(oracle_segments.EXCHANGES, oracle_segments.exchange),
         O.ReduceGrads: reduce_grads,
         O.ReduceReplicatedStages: reduce_holders,
         O.ReduceTied: reduce_tied,
-        O.ReduceSequenceParallelGrads: sequenced.reduce,
+        O.ReduceSequenceParallelGrads: oracle_sequence_parallel.reduce,
         O.ReduceNorm: reduce_norm,
         O.OptimizerStep: step,
-        O.Unshard: sharded.unshard,
-        O.Reshard: sharded.reshard,
-        O.ReduceScatter: sharded.reduce_scatter,
-        O.Snapshot: snapshots.snapshot,
-        **dict.fromkeys(away.MOVED, away.move),
-        **dict.fromkeys(stepped.NEXT, stepped.turn),
-        O.CheckGradsFinite: stepped.release,
+        O.Unshard: oracle_sharding.unshard,
+        O.Reshard: oracle_sharding.reshard,
+        O.ReduceScatter: oracle_sharding.reduce_scatter,
+        O.Snapshot: oracle_snapshots.snapshot,
+        **dict.fromkeys(oracle_activation_offload.MOVED, oracle_activation_offload.move),
+        **dict.fromkeys(oracle_optimizer_offload.NEXT, oracle_optimizer_offload.turn),
+        O.CheckGradsFinite: oracle_optimizer_offload.release,
     }

@@ -25,7 +25,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import Instr, Opcode
-from tests import away, sequenced, sharded, snapshots
+from tests import (
+    oracle_activation_offload,
+    oracle_sequence_parallel,
+    oracle_sharding,
+    oracle_snapshots,
+)
 from tests.oracle_values import Wrong
 
 if TYPE_CHECKING:
@@ -53,7 +58,9 @@ def kept(host: Host) -> list[int]:
 
 
 def begin(host: Host) -> None:
-    host.states = dict.fromkeys(kept(host), (f"on the {_lies(host)}", away.ALWAYS))
+    host.states = dict.fromkeys(
+        kept(host), (f"on the {_lies(host)}", oracle_activation_offload.ALWAYS)
+    )
     host.gone, host.update, host.released = {}, 0, None
 
 
@@ -78,12 +85,12 @@ def turn(host: Host, i: Instr) -> None:
     elif i.op is Opcode.StageOptimizerStep:
         _step(host, i)
     elif i.op is Opcode.OffloadState:
-        away.leave(host, "state")
-        away.enter(host, "state_host")
+        oracle_activation_offload.leave(host, "state")
+        oracle_activation_offload.enter(host, "state_host")
     elif i.op is Opcode.ReadStateFromDisk:
-        away.enter(host, "state_host")
+        oracle_activation_offload.enter(host, "state_host")
     elif i.op is Opcode.WriteStateToDisk:
-        away.leave(host, "state_host")
+        oracle_activation_offload.leave(host, "state_host")
     elif i.op is Opcode.OffloadGrads:
         host.gone[i.stage] = host.entry.done
         _reduced(host, i)
@@ -92,17 +99,17 @@ def turn(host: Host, i: Instr) -> None:
 
 
 def _load(host: Host, i: Instr) -> None:
-    away.enter(host, "state")
-    away.leave(host, "state_host")
+    oracle_activation_offload.enter(host, "state")
+    oracle_activation_offload.leave(host, "state_host")
     _reduced(host, i)
-    if i.stage in snapshots.copied(host):
+    if i.stage in oracle_snapshots.copied(host):
         host.look("copy", i.stage)
 
 
 def _reduced(host: Host, i: Instr) -> None:
     """Have the entry find the stage's gradient, to which nothing is added any more."""
-    sequenced.reduced(host, i)
-    sequenced.expect(host, i.stage, update=i.mb)
+    oracle_sequence_parallel.reduced(host, i)
+    oracle_sequence_parallel.expect(host, i.stage, update=i.mb)
 
 
 def _step_there(host: Host, i: Instr) -> None:
@@ -110,7 +117,7 @@ def _step_there(host: Host, i: Instr) -> None:
         if stage not in host.gone:
             host.wrong(f"the gradient of stage {stage} is not on the host")
         host.entry.waits.append(host.gone[stage])
-    for stage in snapshots.copied(host) if not i.mb else ():
+    for stage in oracle_snapshots.copied(host) if not i.mb else ():
         host.look("copy", stage)
     if releases(host):
         if (released := host.released) is None:
@@ -149,7 +156,7 @@ def _step(host: Host, i: Instr) -> None:
             host.total(stage, i.mb)
         if host.machine.zero:
             host.look("parts", stage)
-    sharded.none_whole(host)
+    oracle_sharding.none_whole(host)
 
 
 def end(host: Host, i: Instr) -> None:

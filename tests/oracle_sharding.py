@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schedir.ir.isa.instructions import TIERS, Instr, Opcode, Value
-from tests import away
+from tests import oracle_activation_offload
 from tests.oracle_values import Event, SlotValue
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def begin(host: Host) -> None:
     machine = host.machine
     if machine.zero:
         for stage in host.trained:
-            host.slots["parts", stage] = SlotValue(away.ALWAYS, state={True: TIERS[0], False: ""})
+            host.slots["parts", stage] = SlotValue(
+                oracle_activation_offload.ALWAYS, state={True: TIERS[0], False: ""}
+            )
 
 
 def meet_replicas(host: Host, i: Instr, lane: str) -> None:
@@ -80,7 +82,7 @@ def unshard(host: Host, i: Instr) -> None:
     meet_replicas(host, i, "params")
     host.take("parts", i.stage)
     host.give("unsharded_params", i.stage)
-    away.enter(host, "unsharded_params")
+    oracle_activation_offload.enter(host, "unsharded_params")
     entry = host.entry
 
     def gather() -> None:
@@ -96,7 +98,7 @@ def reshard(host: Host, i: Instr) -> None:
     host.queue("compute")
     host.take("unsharded_params", i.stage)
     host.give("parts", i.stage)
-    away.leave(host, "unsharded_params")
+    oracle_activation_offload.leave(host, "unsharded_params")
 
     def let_go() -> None:
         del host.whole[i.stage]
@@ -123,7 +125,7 @@ def reduce_scatter(host: Host, i: Instr) -> None:
         host.take(*slot)
     if i.stage in host.adding:
         host.adding.remove(i.stage)
-        away.leave(host, "wgrad")
+        oracle_activation_offload.leave(host, "wgrad")
     result = ("half grad" if len(host.machine.holders) > 1 else "grad", i.stage, 0)
     host.slots.pop(result, None)  # of the turn before, to which it adds
     host.give(*result)
@@ -141,7 +143,7 @@ def add(host: Host, stage: int) -> None:
     entry, before = host.entry, [*host.reducing[stage]]
     if host.machine.zero > 1 and stage not in host.adding:
         host.adding.add(stage)
-        away.enter(host, "wgrad")
+        oracle_activation_offload.enter(host, "wgrad")
     if host.machine.program.reduce_scatter_at == "each_backward":
         entry.waits += [other.done for other in before]
 

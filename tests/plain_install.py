@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from schedir import Costs, PipelineShape, check, compile, schedules, simulate
 from schedir.analysis.dependency_graph import Graph
-from tests import flight, kineto
+from tests import flight_recorder_dumps, kineto
 
 MOST_MEGABYTES = 250  # of a whole environment, pip included
 SHAPE = "--ranks 4 --microbatches 8"
@@ -83,7 +83,9 @@ def _write_inputs(folder: Path) -> None:
     (folder / "traces").mkdir()
     kineto.write(folder / "traces", 2 * [simulate(check(program), Costs(F=1, B=2))], seed=1)
     (folder / "dumps").mkdir()
-    for recorder in flight.record(flight.stopped(Graph(program), 0, blocking_hosts=True)):
+    for recorder in flight_recorder_dumps.record(
+        flight_recorder_dumps.stopped(Graph(program), 0, blocking_hosts=True)
+    ):
         recorder.save(folder / "dumps")
 
 

@@ -17,7 +17,7 @@ from schedir.checkpoints.local_state import TensorPiece
 from schedir.checkpoints.tensor_slices import split_range_into_slices
 from schedir.models import gpt
 from schedir.training.train import run
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 from tests.cpu.layouts import whole
 from tests.cpu.training import ALONE, CONFIG
 
@@ -73,7 +73,7 @@ def test_transformers_gives_the_same_logits(
     transformers = pytest.importorskip("transformers")
     to = tmp_path / "model"
     words = ("--to", str(to), "--as", "transformers", "--dtype", "float32")
-    assert f"wrote {to}: step 2, " in said(capsys, *EXPORT, str(trained), *words)
+    assert f"wrote {to}: step 2, " in run_command(capsys, *EXPORT, str(trained), *words)
     numbers = whole(trained, 2)
     tied = "weights/head.weight" not in numbers
     config = gpt.GPTConfig(vocab=256, layers=2, hidden=48, heads=3, context=16, tied=tied)
@@ -101,7 +101,7 @@ def test_safetensors_reads_what_was_saved(
     for dtype in (None, "float32", "bfloat16", "float16"):
         to = tmp_path / f"{dtype}.safetensors"
         words = [] if dtype is None else ["--dtype", dtype]
-        said(capsys, *EXPORT, str(trained), "--to", str(to), *words)
+        run_command(capsys, *EXPORT, str(trained), "--to", str(to), *words)
         found = load_file(to)
         assert found.keys() == weights.keys()
         for name, value in weights.items():
@@ -127,7 +127,7 @@ def test_all_shapes_and_types(
         "optimizer/cube/step": torch.tensor(1.0),
     }
     made("run", 1, tensors, also={"head": "cube"})
-    assert said(capsys, *EXPORT, "run", "--to", "a.safetensors").startswith(
+    assert run_command(capsys, *EXPORT, "run", "--to", "a.safetensors").startswith(
         "wrote a.safetensors: step 1, 5 tensors of bfloat16, bool, float32, float64 and int64, "
     )
     found = load_file("a.safetensors")
@@ -143,7 +143,7 @@ def test_all_shapes_and_types(
     assert all(
         told["data_offsets"][0] % own[name].element_size() == 0 for name, told in header.items()
     )
-    assert said(capsys, *EXPORT, "run", "--to", "b.safetensors", "--dtype", "float32")
+    assert run_command(capsys, *EXPORT, "run", "--to", "b.safetensors", "--dtype", "float32")
     found = load_file("b.safetensors")
     assert found["cube"].dtype == torch.float32 and found["count"].equal(torch.tensor(7))
 
@@ -183,7 +183,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
         f"unsaid {as_gpt}", f"odd {as_gpt}", f"wider {as_gpt}", f"more {as_gpt}", f"other {as_gpt}",
         f"windowed {as_gpt}",
     ):  # fmt: skip
-        found.append(f"{words}\n{refused(capsys, *EXPORT, *words.split())}")
+        found.append(f"{words}\n{run_refused_command(capsys, *EXPORT, *words.split())}")
     golden = Path(__file__).parents[1] / "golden" / "checkpoint_export.txt"
     if "UPDATE_GOLDEN" in os.environ:
         golden.write_text("\n".join(found))
@@ -212,7 +212,7 @@ def test_what_is_there_is_replaced_whole_and_only_when_told(
         assert main((*EXPORT, "gpt", "--to", "model", "--as", "transformers")) == 2
     assert not Path("model").exists()
     capsys.readouterr()
-    out = said(capsys, *words)
+    out = run_command(capsys, *words)
     assert out.startswith("skipped: step-00000002 is not complete: ")
     assert load_file("a.safetensors")["w"].equal(value)
     assert sorted(p.name for p in Path().iterdir()) == ["a.safetensors", "gpt", "run"]

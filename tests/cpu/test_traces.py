@@ -22,7 +22,7 @@ from schedir.predict.timeline import Timeline
 from schedir.schedules import one_f_one_b
 from schedir.traces.trace_import import read_run
 from schedir.transports.gloo import GlooTransport
-from tests.commands import said
+from tests.commands import run_command
 from tests.cpu import profiled
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import gpt_executor, own_batch, paired
@@ -74,7 +74,7 @@ def test_import(
 ) -> None:
     folder, order = runs
     out = folder / f"{name}.timeline"
-    text = said(capsys, "import", str(folder / name), "-o", str(out))
+    text = run_command(capsys, "import", str(folder / name), "-o", str(out))
     assert f"ProfilerStep {profiled.STEPS}:" in text
     timeline = load_timeline(out)
     program = timeline.program
@@ -108,11 +108,13 @@ def test_every_command_takes_it(
 ) -> None:
     folder, _ = runs
     out = str(folder / f"{name}-all.timeline")
-    said(capsys, "import", str(folder / name), "-o", out)
-    assert "finish under per_device" in said(capsys, "check", out, "--progress-model", "per_device")
-    costs = said(capsys, "calibrate", out).strip()
+    run_command(capsys, "import", str(folder / name), "-o", out)
+    assert "finish under per_device" in run_command(
+        capsys, "check", out, "--progress-model", "per_device"
+    )
+    costs = run_command(capsys, "calibrate", out).strip()
     predicted = str(folder / "predicted.timeline")
-    said(capsys, "simulate", out, "--costs", costs, "-o", predicted)
+    run_command(capsys, "simulate", out, "--costs", costs, "-o", predicted)
     for argv in (
         ["simulate", out],
         ["explain", out],
@@ -121,7 +123,7 @@ def test_every_command_takes_it(
         ["export", out, "--to", "torch-2.13", "-o", str(folder / "run.csv")],
         ["print", out],
     ):
-        assert said(capsys, *argv)
+        assert run_command(capsys, *argv)
 
 
 def test_another_step_and_any_order(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:

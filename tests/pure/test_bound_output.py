@@ -24,7 +24,7 @@ from schedir.schedule_search.search import search_schedule
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import get_placement_mark, get_weight_delay_mark, has_free_v
 from schedir.viz import compare, gantt
-from tests.commands import said
+from tests.commands import run_command
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
 UNEVEN = Costs(F=(1, 1.2, 0.9, 1.4), I=(1.1, 1, 1.3, 1), W=(0.5, 0.7, 0.6, 0.9), send=0.1)
@@ -40,7 +40,7 @@ def run_of(name: str, costs: Costs | None = None, v: int | None = None) -> Timel
 
 
 def facts(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    return json.loads(said(capsys, *argv, "--json"))
+    return json.loads(run_command(capsys, *argv, "--json"))
 
 
 # ---------------------------------------------------------------- in tables and lines
@@ -54,7 +54,9 @@ def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], na
     row = facts(capsys, "simulate", name, SAID)
     assert row["bound"] == bound.value and row["gap"] == max(run.span / bound.value - 1, 0)
     (line,) = (
-        line for line in said(capsys, "simulate", name, SAID).splitlines() if "shorter" in line
+        line
+        for line in run_command(capsys, "simulate", name, SAID).splitlines()
+        if "shorter" in line
     )
     assert f"is shorter than {bound.value:.6g}: " in line
     assert ("with full backwards" in line) == (name in ("one_f_one_b", "gpipe"))
@@ -64,20 +66,22 @@ def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], na
 
 def test_what_is_proved_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """One rank is never idle, whatever it does."""
-    told = said(capsys, "simulate", "gpipe", "--ranks=1")
+    told = run_command(capsys, "simulate", "gpipe", "--ranks=1")
     assert "is shorter than 6: proved shortest\n" in told
     assert facts(capsys, "simulate", "gpipe", "--ranks=1")["gap"] == 0
-    assert "to gain" in said(capsys, "compare", "gpipe", "--ranks=1").splitlines()[0]
-    assert said(capsys, "explain", "gpipe", "--ranks=1").endswith("activations saves nothing\n")
-    assert said(capsys, "compare", "gpipe", "--ranks=1").split("%")[1].split()[0] == "none"
+    assert "to gain" in run_command(capsys, "compare", "gpipe", "--ranks=1").splitlines()[0]
+    assert run_command(capsys, "explain", "gpipe", "--ranks=1").endswith(
+        "activations saves nothing\n"
+    )
+    assert run_command(capsys, "compare", "gpipe", "--ranks=1").split("%")[1].split()[0] == "none"
 
 
 def test_nothing_is_said_where_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     for source in ("dualpipe", "forward_only"):
-        assert "no schedule" not in said(capsys, "simulate", source)
+        assert "no schedule" not in run_command(capsys, "simulate", source)
         assert facts(capsys, "simulate", source)["bound"] is None
     # Of a run as it is: what its instructions cost is not known, nor that costs explain it.
-    assert "no schedule" not in said(capsys, "simulate", str(RUN))
+    assert "no schedule" not in run_command(capsys, "simulate", str(RUN))
     assert facts(capsys, "simulate", str(RUN))["gap"] is None
     # Its program at costs that are said is a prediction.
     run = load_timeline(RUN)
@@ -88,7 +92,7 @@ def test_nothing_is_said_where_nothing_is_known(capsys: pytest.CaptureFixture[st
 
 def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     compared = ("compare", "zb_h1", "zb_v", str(RUN), "--costs=F=1,I=1,W=1")
-    rows, told = facts(capsys, *compared), said(capsys, *compared)
+    rows, told = facts(capsys, *compared), run_command(capsys, *compared)
     assert [row["bound"] is None for row in rows] == [False, False, True]
     for row, line in zip(rows, told.splitlines()[2:], strict=False):
         cells = re.split(r" {2,}", line.strip())
@@ -99,7 +103,7 @@ def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     for row in facts(capsys, "recommend", "--ranks=4", "--microbatches=8", SAID):
         assert (row["bound"] is None) == (row["parameters_held"] > 1)
         assert row["bound"] is None or row["bound"] <= row["span"] * (1 + 1e-9)
-    assert " to gain " in said(capsys, "recommend", "--ranks=4").splitlines()[0]
+    assert " to gain " in run_command(capsys, "recommend", "--ranks=4").splitlines()[0]
 
 
 def test_bytes_are_the_memory_where_they_are_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +165,7 @@ def test_explain_says_the_most_that_an_order_saves(capsys: pytest.CaptureFixture
         compute_program_bound(run.program, costs, split_backward=split) for split in (False, True)
     ]
     most = [1 - bound.value / run.span for bound in bounds if bound is not None]
-    line = said(capsys, "explain", "one_f_one_b", SAID).splitlines()[-1]
+    line = run_command(capsys, "explain", "one_f_one_b", SAID).splitlines()[-1]
     assert abs(most[0]) < 1e-9 < most[1]
     assert line == (
         "another order of these stages with no more activations saves nothing with full "
@@ -184,7 +188,7 @@ def test_explain_of_a_run_bounds_its_simulation(
     spans = run.spans.copy()
     spans["end"][run.critical_path[-1]] += 1  # no mean explains that
     schedir.save_timeline(replace(run, spans=spans), tmp_path / "x.timeline")
-    told = said(capsys, "explain", str(tmp_path / "x.timeline"))
+    told = run_command(capsys, "explain", str(tmp_path / "x.timeline"))
     assert "no advice: a simulation" in told and "another order" not in told
     assert facts(capsys, "explain", str(tmp_path / "x.timeline"))["bound"] is None
 
@@ -228,11 +232,11 @@ def test_a_bound_that_is_none_is_refused(bound: Any) -> None:
 
 
 def test_draw_marks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = said(capsys, "draw", "zb_h1", SAID)
+    told = run_command(capsys, "draw", "zb_h1", SAID)
     bound = compute_program_bound(run_of("zb_h1", UNEVEN).program, UNEVEN)
     assert bound is not None and f"is shorter than {bound.value:.6g}: " in told.splitlines()[-1]
     for argv in (("draw", "zb_h1", SAID), ("compare", "zb_h1", "--ranks=4", SAID)):
-        said(capsys, *argv, "-o", str(tmp_path / "x.svg"))
+        run_command(capsys, *argv, "-o", str(tmp_path / "x.svg"))
         assert "no order is shorter" in (tmp_path / "x.svg").read_text()
-    said(capsys, "draw", str(RUN), "-o", str(tmp_path / "x.svg"))
+    run_command(capsys, "draw", str(RUN), "-o", str(tmp_path / "x.svg"))
     assert "no order is shorter" not in (tmp_path / "x.svg").read_text()

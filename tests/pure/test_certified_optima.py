@@ -8,6 +8,7 @@ import pytest
 from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.cp_sat import PROOF_TOLERANCE
 from schedir.schedule_search.search import search_schedule
+from tests.cases import ALL
 from tests.certified_optima import Case, cases
 
 
@@ -23,10 +24,11 @@ def bound_in_5_ms(case: Case) -> float:
     return compute_bound(case.problem, 0.005).value
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
-def test_no_bound_is_above_an_optimum(case: Case) -> None:
-    for bound in (compute_bound(case.problem, 0.0).value, bound_in_5_ms(case)):
-        assert bound <= case.optimum * (1 + 1e-9)
+def test_no_bound_is_above_an_optimum() -> None:
+    bounds = {
+        case: max(compute_bound(case.problem, 0.0).value, bound_in_5_ms(case)) for case in cases()
+    }
+    assert not [case for case, bound in bounds.items() if bound > case.optimum * (1 + 1e-9)]
 
 
 def test_seven_in_ten_bounds_are_exact() -> None:
@@ -34,7 +36,11 @@ def test_seven_in_ten_bounds_are_exact() -> None:
     assert sum(exact) >= 0.7 * len(exact)
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if c.cells <= 72][::8], ids=str)
+SMALL = [case for case in cases() if case.cells <= 72][::8]
+SLOW = "4x4 v=2 vee k=10 split span"  # takes as long as all others together
+
+
+@pytest.mark.parametrize("case", [case for case in SMALL if ALL or str(case) != SLOW], ids=str)
 def test_a_search_finds_the_optimum(case: Case) -> None:
     """As orders are counted: in a simulation messages queue, and may make it longer."""
     found = search_schedule(

@@ -30,7 +30,7 @@ from schedir.viz.palette import (
     lightness,
     recolor,
 )
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 
 
 def timeline(schedule: Schedule = one_f_one_b, m: int = 8, **cost: float) -> Timeline:
@@ -163,10 +163,10 @@ def test_the_same_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_
         "--axis-label",
         "in µs",
     ]
-    said(capsys, "draw", "gpipe", *look, "--time-range", "3:9", "-o", str(file))
+    run_command(capsys, "draw", "gpipe", *look, "--time-range", "3:9", "-o", str(file))
     text = file.read_text()
     assert ">mine</text>" in text and ">in µs</text>" in text and "#ff8800" in text
-    said(capsys, "compare", "gpipe", "zb_h1", "--title=a", "--title=", "-o", str(file))
+    run_command(capsys, "compare", "gpipe", "zb_h1", "--title=a", "--title=", "-o", str(file))
     assert ">a</text>" in file.read_text() and "zb_h1" not in file.read_text()
     for wrong, named in (
         ("--colors=F", "--colors"),
@@ -175,7 +175,7 @@ def test_the_same_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_
         ("--time-range=9:3", "a time range is (begin, end) with "),
         ("--palette=x", "palette must be plain or grey or bright"),
     ):
-        assert named in refused(capsys, "draw", "gpipe", wrong, "-o", "x.svg")
+        assert named in run_refused_command(capsys, "draw", "gpipe", wrong, "-o", "x.svg")
     for option in (
         "--title=x",
         "--palette=grey",
@@ -184,4 +184,4 @@ def test_the_same_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_
         "--time-range=1:2",
     ):
         name = option.split("=")[0]
-        assert f"{name} is for Gantt charts" in refused(capsys, "draw", "gpipe", option)
+        assert f"{name} is for Gantt charts" in run_refused_command(capsys, "draw", "gpipe", option)

@@ -21,7 +21,7 @@ from schedir.checkpoints.checkpoint_directory import (
     StoredSlice,
     TensorMeta,
 )
-from tests.commands import ENV, refused, said
+from tests.commands import ENV, run_command, run_refused_command
 
 KINDS = {
     "weights/up": TensorMeta((4, 2), "bfloat16"),
@@ -59,7 +59,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_table_of_all_and_what_the_newest_has(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = said(capsys, "checkpoint", "inspect", "run")
+    out = run_command(capsys, "checkpoint", "inspect", "run")
     first = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "(when)", out)
     assert re.findall(r"^ (\d) +(\S+ B) +\(when\) +(.*)$", first, re.M) == [
         (step, "104 B", "by file sizes") for step in "246"
@@ -80,7 +80,7 @@ def test_what_is_not_whole_is_told_and_passed_over(
     (saved / "step-00000006" / MANIFEST_NAME).unlink()
     file = saved / "step-00000004" / "__0_0"
     file.write_bytes(b"?" + file.read_bytes()[1:])
-    out = said(capsys, "checkpoint", "inspect", "run")
+    out = run_command(capsys, "checkpoint", "inspect", "run")
     assert f"step 6: step-00000006 is not complete: {MANIFEST_NAME} is missing\n" in out
     assert "\nstep 4\n" in out  # its sizes are right
     assert main(["checkpoint", "inspect", "run", "--verify"]) == 2
@@ -90,14 +90,14 @@ def test_what_is_not_whole_is_told_and_passed_over(
     assert main(["checkpoint", "inspect", "run", "--step", "2", "--verify"]) == 0
     file.write_bytes(b"?")
     capsys.readouterr()
-    assert "4 is not complete: __0_0 has 1 bytes, not 104\n" in said(
+    assert "4 is not complete: __0_0 has 1 bytes, not 104\n" in run_command(
         capsys, "checkpoint", "inspect", "run"
     )
 
 
 def test_a_program_reads_the_same(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved / "step-00000002" / "__0_0").unlink()
-    facts = json.loads(said(capsys, "checkpoint", "inspect", "run", "--json"))
+    facts = json.loads(run_command(capsys, "checkpoint", "inspect", "run", "--json"))
     assert [(one["step"], one["whole"], one["bytes"]) for one in facts["checkpoints"]] == [
         (2, False, 104), (4, None, 104), (6, None, 104),
     ]  # fmt: skip
@@ -134,7 +134,9 @@ def test_what_is_not_there_is_refused(saved: Path, capsys: pytest.CaptureFixture
     for words in (
         "nowhere", "empty", "run --step 5", "run/step-00000006", "empty --step 5", "run --step x",
     ):  # fmt: skip
-        found.append(f"{words}\n{refused(capsys, 'checkpoint', 'inspect', *words.split())}")
+        found.append(
+            f"{words}\n{run_refused_command(capsys, 'checkpoint', 'inspect', *words.split())}"
+        )
     if "UPDATE_GOLDEN" in os.environ:
         golden.write_text("\n".join(found))
     assert "\n".join(found) == golden.read_text()

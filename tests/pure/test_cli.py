@@ -20,7 +20,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import get_built_in_schedules, gpipe, one_f_one_b
 from schedir.schedules.schedule_expansion import expand_schedule
-from tests.commands import ENV, command, refused, said
+from tests.commands import ENV, run_command, run_process, run_refused_command
 
 IN_PAIRS = """
 from schedir import B, F
@@ -59,29 +59,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_itself() -> None:
-    done = command("print", "mine.py:in_pairs", "--ranks", "4", "--microbatches", "8")
+    done = run_process("print", "mine.py:in_pairs", "--ranks", "4", "--microbatches", "8")
     assert (done.returncode, done.stderr) == (0, "")
     program = from_text(done.stdout)
     assert (program.name, program.shape) == ("in_pairs", PipelineShape(4, 8))
-    refusal = command("print", "gpip")
+    refusal = run_process("print", "gpip")
     assert (refusal.returncode, refusal.stdout) == (2, "")
     assert refusal.stderr == (
         "UsageError: 'gpip' is not a built-in schedule, a file.py:function, a file.sched or a "
         "file.timeline\n"
         "  hint: did you mean 'gpipe'?\n"
     )
-    drawn = command("draw", "mine.py:in_pairs", "--microbatches", "4", "-o", "x.png")
+    drawn = run_process("draw", "mine.py:in_pairs", "--microbatches", "4", "-o", "x.png")
     assert (drawn.returncode, drawn.stdout, drawn.stderr) == (0, "wrote x.png\n", "")
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "--help")
+    out = run_command(capsys, "--help")
     assert all(word in out for word in ["print", "check", "simulate", "draw", "train", "compare"])
-    assert "--microbatches" in said(capsys, "print", "--help")
+    assert "--microbatches" in run_command(capsys, "print", "--help")
 
 
 def test_help_of_train_tells_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "train", "--help")
+    out = run_command(capsys, "train", "--help")
     lines = {
         line.split()[0]: line
         for line in out.splitlines()
@@ -119,19 +119,22 @@ def test_a_full_disk_is_said(command: str) -> None:
     assert done.returncode == 2 and done.stderr.startswith("UsageError: cannot write to standard")
 
 
-@pytest.mark.parametrize("argv", ["print gpipe", "simulate gpipe", "draw gpipe -o x.svg"])
+@pytest.mark.parametrize("argv", ["print gpipe", "draw gpipe -o x.svg"])  # to stdout, to a file
 def test_nobody_listens(argv: str) -> None:
     """Standard output and error are closed from the start: nothing is lost but what they get."""
     line = f"{sys.executable} -m schedir {argv} >&- 2>&-"
     assert subprocess.run(["bash", "-c", line], env=ENV).returncode == 0
     if argv.endswith(".svg"):
         assert Path("x.svg").read_text().startswith("<?xml")
+
+
+def test_nobody_listens_to_an_error() -> None:
     line = f"{sys.executable} -m schedir print nothing >&- 2>&-"
     assert subprocess.run(["bash", "-c", line], env=ENV).returncode == 2
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "--version") == f"schedir {schedir.__version__}\n"
+    assert run_command(capsys, "--version") == f"schedir {schedir.__version__}\n"
 
 
 def test_interrupt_ends_with_130() -> None:
@@ -190,9 +193,11 @@ def test_show_forms(capsys: pytest.CaptureFixture[str]) -> None:
         expand_schedule(gpipe, PipelineShape(2, 4)),
     )
     shape = ["--ranks", "2", "--microbatches", "4"]
-    assert said(capsys, "print", "gpipe", *shape) == to_text(program)
-    assert said(capsys, "print", "gpipe", *shape, "--no-repeat") == to_text(program, folded=False)
-    assert said(capsys, "print", "gpipe", *shape, "--compute-only") == to_text(compute)
+    assert run_command(capsys, "print", "gpipe", *shape) == to_text(program)
+    assert run_command(capsys, "print", "gpipe", *shape, "--no-repeat") == to_text(
+        program, folded=False
+    )
+    assert run_command(capsys, "print", "gpipe", *shape, "--compute-only") == to_text(compute)
 
 
 def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -201,7 +206,7 @@ def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: P
         "--progress-model blocking_serial "
         "--costs F=1,B=3"
     )
-    assert said(capsys, "print", "interleaved", *options.split(), "-o", "x.sched") == (
+    assert run_command(capsys, "print", "interleaved", *options.split(), "-o", "x.sched") == (
         "wrote x.sched\n"
     )
     program = from_text((folder / "x.sched").read_text())
@@ -212,9 +217,9 @@ def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: P
         True,
     )
     assert program.shape == PipelineShape(4, 8, 2)
-    assert said(capsys, "print", "x.sched") == to_text(program)
+    assert run_command(capsys, "print", "x.sched") == to_text(program)
     again = "--stages-per-rank 2 -O tp=2 -O tied_weights --ranks 4 --placement loop"
-    assert said(capsys, "print", "x.sched", *again.split()) == to_text(program)
+    assert run_command(capsys, "print", "x.sched", *again.split()) == to_text(program)
 
 
 def test_every_built_in_shows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,13 +233,13 @@ def test_placement(capsys: pytest.CaptureFixture[str], where: str) -> None:
         "from schedir import B, F\ndef f(r, P, m):\n    return m * (F[0] + F[1] + B[1] + B[0])\n"
     )
     argv = ["vee.py:f", "--ranks", "2", "--microbatches", "2", "--placement", where]
-    assert f"placement {where}" in said(capsys, "print", *argv, "--compute-only")
+    assert f"placement {where}" in run_command(capsys, "print", *argv, "--compute-only")
 
 
 def test_a_run_is_a_program_too(capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "simulate", "f.sched", "-o", "x.timeline")
-    assert said(capsys, "print", "x.timeline") == Path("f.sched").read_text()
-    assert said(capsys, "check", "x.timeline") == said(capsys, "check", "f.sched")
+    run_command(capsys, "simulate", "f.sched", "-o", "x.timeline")
+    assert run_command(capsys, "print", "x.timeline") == Path("f.sched").read_text()
+    assert run_command(capsys, "check", "x.timeline") == run_command(capsys, "check", "f.sched")
 
 
 def test_a_file_finds_its_neighbours(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -244,7 +249,7 @@ def test_a_file_finds_its_neighbours(capsys: pytest.CaptureFixture[str], folder:
         "from helper import PAIR\ndef f(r, P, m):\n    return m * PAIR\n"
     )
     before = list(sys.path)
-    assert from_text(said(capsys, "print", "sub/random.py:f", "--ranks", "1")).name == "f"
+    assert from_text(run_command(capsys, "print", "sub/random.py:f", "--ranks", "1")).name == "f"
     assert sys.path == before
 
 
@@ -255,11 +260,11 @@ def test_a_file_finds_its_neighbours(capsys: pytest.CaptureFixture[str], folder:
 def test_a_narrow_terminal_cuts_no_number(
     columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = said(capsys, "compare", "gpipe", "zb_v", "--costs", "send=0.1")
+    wide = run_command(capsys, "compare", "gpipe", "zb_v", "--costs", "send=0.1")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("NO_COLOR", "1")
-    lines = said(capsys, "compare", "gpipe", "zb_v", "--costs", "send=0.1").splitlines()
+    lines = run_command(capsys, "compare", "gpipe", "zb_v", "--costs", "send=0.1").splitlines()
     assert [line.split() for line in lines[-2:]] == [s.split() for s in wide.splitlines()[-2:]]
     assert max(map(len, lines)) <= max(80, int(columns))
     assert (lines == wide.splitlines()) == (columns == "200")
@@ -267,30 +272,30 @@ def test_a_narrow_terminal_cuts_no_number(
 
 def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     n = len(compile(one_f_one_b, PipelineShape(4, 8)))
-    assert said(capsys, "check", "one_f_one_b") == (
+    assert run_command(capsys, "check", "one_f_one_b") == (
         f"one_f_one_b: {n} instructions on 4 ranks are complete and in order, and finish under "
         "per_edge, per_pair, per_direction, per_device, torch_lazy and blocking_serial\n"
     )
-    out = said(capsys, "check", "f.sched", "--progress-model", "per_pair")
+    out = run_command(capsys, "check", "f.sched", "--progress-model", "per_pair")
     assert out.endswith("finish under per_pair\n")
 
 
 def test_check_says_that_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     """A forgotten B is a program too."""
-    assert "which run forward only," in said(capsys, "check", "forward_only")
+    assert "which run forward only," in run_command(capsys, "check", "forward_only")
 
 
 def test_check_of_a_file_names_the_models_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
     Path("narrow.sched").write_text(NARROW)
-    err = refused(capsys, "check", "narrow.sched")
+    err = run_refused_command(capsys, "check", "narrow.sched")
     assert (
         "DeadlockError" in err and "hint: it finishes under per_edge and per_direction; it" in err
     )
-    assert said(capsys, "check", "narrow.sched", "--progress-model", "per_edge").endswith(
+    assert run_command(capsys, "check", "narrow.sched", "--progress-model", "per_edge").endswith(
         "under per_edge\n"
     )
     for argv in (["simulate"], ["draw", "-o", "x.png"], ["compare"]):
-        assert "DeadlockError" in refused(capsys, argv[0], "narrow.sched", *argv[1:])
+        assert "DeadlockError" in run_refused_command(capsys, argv[0], "narrow.sched", *argv[1:])
 
 
 # A send behind a compute that needs an answer to it: fine where queues move by themselves.
@@ -311,10 +316,14 @@ def test_check_says_what_cpus_finish(capsys: pytest.CaptureFixture[str]) -> None
     Path("late.sched").write_text(LATE)
     Path("narrow.sched").write_text(NARROW)
     argv = ["check", "late.sched", "--progress-model", "per_edge"]
-    assert "under per_edge; if hosts block, as CPU hosts do, under none" in said(capsys, *argv)
-    assert json.loads(said(capsys, *argv, "--json"))["models_where_hosts_block"] == []
-    assert "issues nothing meanwhile" in refused(capsys, *argv, "--blocking-hosts")
-    out = said(capsys, "check", "narrow.sched", "--progress-model", "per_edge", "--blocking-hosts")
+    assert "under per_edge; if hosts block, as CPU hosts do, under none" in run_command(
+        capsys, *argv
+    )
+    assert json.loads(run_command(capsys, *argv, "--json"))["models_where_hosts_block"] == []
+    assert "issues nothing meanwhile" in run_refused_command(capsys, *argv, "--blocking-hosts")
+    out = run_command(
+        capsys, "check", "narrow.sched", "--progress-model", "per_edge", "--blocking-hosts"
+    )
     assert out.endswith("under per_edge, if hosts block, as CPU hosts do\n")
 
 
@@ -322,16 +331,16 @@ def test_check_says_what_lives_through_a_wait_for_the_device(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     argv = ["check", "gpipe", "--ranks", "3", "--progress-model", "per_edge", "--host-device-sync"]
-    assert said(capsys, *argv).endswith("under per_edge, if hosts wait for their devices\n")
-    assert "a host that waits for its device" in refused(capsys, *argv, "-O", "overlap")
-    facts = json.loads(said(capsys, *argv, "--json"))
+    assert run_command(capsys, *argv).endswith("under per_edge, if hosts wait for their devices\n")
+    assert "a host that waits for its device" in run_refused_command(capsys, *argv, "-O", "overlap")
+    facts = json.loads(run_command(capsys, *argv, "--json"))
     assert facts["models_where_hosts_wait_for_their_device"] == ["per_edge"]
-    assert "--explain-start" in refused(capsys, *argv, "--explain-start", "0:1")
+    assert "--explain-start" in run_refused_command(capsys, *argv, "--explain-start", "0:1")
 
 
 def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     program = from_text(Path("f.sched").read_text())
-    assert json.loads(said(capsys, "check", "f.sched", "--json")) == {
+    assert json.loads(run_command(capsys, "check", "f.sched", "--json")) == {
         "program": "one_f_one_b", "digest": program.digest, "ranks": 4,
         "stages_per_rank": 1, "instructions": len(program), "models": [*MODELS],
         "models_where_hosts_block": [*MODELS],
@@ -339,14 +348,14 @@ def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "simulate", "one_f_one_b", "--costs", "F=1,B=2")
+    out = run_command(capsys, "simulate", "one_f_one_b", "--costs", "F=1,B=2")
     rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     assert rows == [
         ["0", "24", "9", "9", "4"], ["1", "24", "9", "6", "3"],
         ["2", "24", "9", "3", "2"], ["3", "24", "9", "0", "1"],
     ]  # fmt: skip
     assert "span 33, bubble 27.3% of ranks x span, 37.5% of the busy time" in out
-    facts = json.loads(said(capsys, "simulate", "one_f_one_b", "--json"))
+    facts = json.loads(run_command(capsys, "simulate", "one_f_one_b", "--json"))
     assert (facts["span"], facts["peak_in_flight"]) == (33, [4, 3, 2, 1])
     assert facts["bubble_over_ideal"] == 0.375
 
@@ -354,27 +363,27 @@ def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
 def test_costs_reach_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["simulate", "gpipe", "--ranks", "2", "--microbatches", "1", "--json", "--costs"]
     for costs, span in [("F=2,B=3", 10), ("F=1:4,B=0", 5), ("I=1,W=3,F=0", 8), ("send=1", 8)]:
-        assert json.loads(said(capsys, *argv, costs))["span"] == span
+        assert json.loads(run_command(capsys, *argv, costs))["span"] == span
 
 
 @pytest.mark.parametrize("name", ["x.png", "x.svg", "x.pdf"])
 def test_draw(capsys: pytest.CaptureFixture[str], folder: Path, name: str) -> None:
-    assert said(capsys, "draw", "f.sched", "-o", name) == f"wrote {name}\n"
+    assert run_command(capsys, "draw", "f.sched", "-o", name) == f"wrote {name}\n"
     assert (folder / name).stat().st_size > 1000
 
 
 def test_a_draft_in_a_file_can_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "print", "gpipe", "--compute-only", "-o", "d.sched")
-    assert json.loads(said(capsys, "simulate", "d.sched", "--json"))["span"] == 33
-    assert "LoweringLevelError" in refused(capsys, "check", "d.sched")
+    run_command(capsys, "print", "gpipe", "--compute-only", "-o", "d.sched")
+    assert json.loads(run_command(capsys, "simulate", "d.sched", "--json"))["span"] == 33
+    assert "LoweringLevelError" in run_refused_command(capsys, "check", "d.sched")
 
 
 def test_compare_is_fair(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     names = ["gpipe", "one_f_one_b", "interleaved", "f.sched", "mine.py:in_pairs"]
     argv = ["compare", *names, "--stages-per-rank", "2"]
-    out = said(capsys, *argv, "-o", "x.png")
+    out = run_command(capsys, *argv, "-o", "x.png")
     assert (folder / "x.png").exists() and out.endswith("wrote x.png\n")
-    facts = {fact["program"]: fact for fact in json.loads(said(capsys, *argv, "--json"))}
+    facts = {fact["program"]: fact for fact in json.loads(run_command(capsys, *argv, "--json"))}
     assert [facts[name]["stages"] for name in ("gpipe", "interleaved")] == [4, 8]
     # One model: interleaved has the same work, and a bubble half as long.
     assert facts["gpipe"]["span"] == 33 and facts["interleaved"]["span"] == 28.5
@@ -384,21 +393,21 @@ def test_compare_is_fair(capsys: pytest.CaptureFixture[str], folder: Path) -> No
 
 def test_check_why(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "one_f_one_b", "--ranks", "3", "--microbatches", "2", "--costs", "send=1"]
-    chain = json.loads(said(capsys, *words, "--explain-start", "2:1", "--json"))
+    chain = json.loads(run_command(capsys, *words, "--explain-start", "2:1", "--json"))
     assert [(link["instruction"], link["start"]) for link in chain] == [
         ("F 0.0", 0), ("recv_act 1.0", 1), ("F 1.0", 2), ("recv_act 2.0", 3), ("F 2.0", 4),
     ]  # fmt: skip
-    assert "starts at 4 under per_device" in said(capsys, *words, "--explain-start", "2:1")
+    assert "starts at 4 under per_device" in run_command(capsys, *words, "--explain-start", "2:1")
     for wrong in ("3:0", "0:999", "x", "0", "0:-1", "99999999999:0"):
-        assert "--explain-start" in refused(capsys, *words, "--explain-start", wrong)
+        assert "--explain-start" in run_refused_command(capsys, *words, "--explain-start", wrong)
 
 
 def test_options_of_a_schedule_and_overlap(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("--ranks", "2", "--stages-per-rank", "2", "--microbatches", "8")
-    plain = said(capsys, "print", "interleaved", *shape)
-    assert said(capsys, "print", "interleaved(group = None)", *shape) == plain
-    assert said(capsys, "print", "interleaved(group=4)", *shape) != plain
-    assert said(capsys, "print", "interleaved", *shape, "-O", "overlap") != plain
+    plain = run_command(capsys, "print", "interleaved", *shape)
+    assert run_command(capsys, "print", "interleaved(group = None)", *shape) == plain
+    assert run_command(capsys, "print", "interleaved(group=4)", *shape) != plain
+    assert run_command(capsys, "print", "interleaved", *shape, "-O", "overlap") != plain
 
 
 @pytest.mark.parametrize(
@@ -417,4 +426,4 @@ def test_options_of_a_schedule_and_overlap(capsys: pytest.CaptureFixture[str]) -
 def test_options_that_cannot_be_are_refused(
     capsys: pytest.CaptureFixture[str], source: str, word: str
 ) -> None:
-    assert word in refused(capsys, "check", source)
+    assert word in run_refused_command(capsys, "check", source)

@@ -25,7 +25,7 @@ from schedir import (
 )
 from schedir.__main__ import main
 from schedir.errors import ConfigError, CostsError, UsageError
-from tests.commands import said
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 FIVE = ("simulate", "explain", "compare", "recommend", "draw")
@@ -305,10 +305,12 @@ def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture
     of = load_cluster(ROOT / "examples" / "selene.toml")
     costs = of.fill_costs(PipelineShape(4, 4), SIZES, Costs(F=0.01, B=0.02, send=1e-3), tp=2, dp=2)
     told = "--costs=F=0.01,B=0.02,send=1e-3"
-    line = said(capsys, *_shape(command), told).partition("costs from the cluster, in seconds: ")[2]
+    line = run_command(capsys, *_shape(command), told).partition(
+        "costs from the cluster, in seconds: "
+    )[2]
     assert "I=" in line and "reduce_grads=" in line and "send" not in line
     if command in ("simulate", "explain", "compare"):
-        found = json.loads(said(capsys, *_shape(command), told, "--json"))
+        found = json.loads(run_command(capsys, *_shape(command), told, "--json"))
         found = found[-1] if command == "compare" else found
         assert found["filled"]["reduce_grads"] == costs.reduce_grads
         assert found["unit"] == "s" and "send" not in found["filled"]
@@ -322,17 +324,17 @@ def test_a_program_in_a_file_brings_its_groups(
     """tp and dp, which nobody says beside it."""
     told = "--costs=F=0.01,B=0.02"
     file, shape = str(tmp_path / "zb_h1.sched"), _shape("simulate")
-    said(capsys, "print", "zb_h1", *shape[2:8], "-o", file)
-    by_file = said(capsys, "simulate", file, *shape[8:], told, "--json")
-    of_both = [json.loads(text) for text in (by_file, said(capsys, *shape, told, "--json"))]
+    run_command(capsys, "print", "zb_h1", *shape[2:8], "-o", file)
+    by_file = run_command(capsys, "simulate", file, *shape[8:], told, "--json")
+    of_both = [json.loads(text) for text in (by_file, run_command(capsys, *shape, told, "--json"))]
     assert of_both[0]["filled"] == of_both[1]["filled"]
     assert of_both[0]["span"] == of_both[1]["span"]
 
 
 def test_what_stays_free_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     told = [*_shape("simulate"), "--costs=F=0.01,B=0.02", "-O", "tied_weights"]
-    assert "reduce_tied" in said(capsys, *told)
-    assert "reduce_tied" not in said(
+    assert "reduce_tied" in run_command(capsys, *told)
+    assert "reduce_tied" not in run_command(
         capsys, *told[:-3], told[-3] + ",reduce_tied=0.001", "-O", "tied_weights"
     )
 

@@ -20,7 +20,7 @@ from schedir.schedules import gpipe
 from schedir.verify.check import check
 from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.palette import ACCENT_COLOR
-from tests.commands import refused
+from tests.commands import run_refused_command
 from tests.museum.cases import Case, cases
 from tests.mutants import mutate
 
@@ -111,18 +111,18 @@ def test_the_shell_writes_it(
     monkeypatch.chdir(tmp_path)
     case = next(case for case in cases() if case.name == "receives_moved_late")
     Path("late.sched").write_text(case.program)
-    assert "wrote x.svg" in refused(capsys, "check", "late.sched", "-o", "x.svg")
+    assert "wrote x.svg" in run_refused_command(capsys, "check", "late.sched", "-o", "x.svg")
     error = case.refusal("per_device")
     assert error is not None
     assert Path("x.svg").read_text() == draw_deadlock(case.made(), error)
-    assert ".svg" in refused(capsys, "check", "late.sched", "-o", "x.png")
-    assert "-o" in refused(capsys, "check", "late.sched", "late.sched", "-o", "y.svg")
+    assert ".svg" in run_refused_command(capsys, "check", "late.sched", "-o", "x.png")
+    assert "-o" in run_refused_command(capsys, "check", "late.sched", "late.sched", "-o", "y.svg")
     assert main(["check", "late.sched", "--progress-model", "per_edge", "-o", "z.svg"]) == 0
     assert {path.name for path in Path().iterdir()} == {"late.sched", "x.svg"}
     capsys.readouterr()
     less = to_text(case.made(), folded=False).replace("  F 3.1\n", "")
     Path("less.sched").write_text(less)
-    text = refused(capsys, "check", "less.sched", "-o", "z.svg")
+    text = run_refused_command(capsys, "check", "less.sched", "-o", "z.svg")
     assert (
         "F 3.1 is missing" in text
         and "did not write z.svg: the error names no instruction" in text

@@ -23,7 +23,7 @@ from schedir.io.black_box import (
     ProcessPhase,
     compute_run_id,
 )
-from tests.commands import refused
+from tests.commands import run_refused_command
 
 PROGRAM_RUN = compile(schedules.one_f_one_b, PipelineShape(2, 2), progress_model="per_edge")
 LONG = 5 * 10**9
@@ -71,7 +71,9 @@ def test_of_a_run_that_stands_the_cause_and_who_waits(tmp_path: Path, capsys: Ca
     facts = json.loads("\n".join(where(capsys, str(tmp_path), "--json")))
     assert facts["cause"] == {"process": 1, "kind": "busy", "sure": True}
     assert [one["at"] for one in facts["processes"]] == [at, 1] and facts["no_box"] == []
-    assert "leave out --program" in refused(capsys, "diagnose", str(tmp_path), "--program", "gpipe")
+    assert "leave out --program" in run_refused_command(
+        capsys, "diagnose", str(tmp_path), "--program", "gpipe"
+    )
 
 
 def test_a_run_that_goes_on_has_no_cause(tmp_path: Path, capsys: Capture) -> None:
@@ -154,4 +156,4 @@ def test_boxes_of_no_run_are_refused(
         words[word] = value
 
     leave(tmp_path, 0, 3, odd)
-    assert "do not belong to a run of " in refused(capsys, "diagnose", str(tmp_path))
+    assert "do not belong to a run of " in run_refused_command(capsys, "diagnose", str(tmp_path))

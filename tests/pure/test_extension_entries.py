@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -49,13 +50,35 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ran(folder: Path, *argv: str) -> tuple[int, str]:
-    """The exit code and all that python says, with the copy in `folder`."""
+def run_python(folder: Path, *argv: str) -> tuple[int, str]:
+    """Return the exit code and all output of python with the copy in `folder`."""
     done = subprocess.run(
         [sys.executable, *argv], cwd=folder, env={"PYTHONPATH": str(folder), "COLUMNS": "200"},
         capture_output=True, text=True,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
+
+
+COMMANDS = """
+import contextlib, io, json, sys
+from schedir.__main__ import main
+
+results = []
+for argv in json.loads(sys.argv[1]):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = main(argv)
+    results.append((code, output.getvalue()))
+print(json.dumps(results))
+"""
+
+
+def run_commands(folder: Path, *commands: str) -> list[tuple[int, str]]:
+    """Return the exit codes and outputs of commands of the copy, which share a process."""
+    argv = json.dumps([command.split() for command in commands])
+    code, output = run_python(folder, "-c", COMMANDS, argv)
+    assert code == 0, output
+    return [(code, text) for code, text in json.loads(output)]
 
 
 USE = """
@@ -115,20 +138,22 @@ def test_a_trait_is_one_entry(copy: Path) -> None:
     assert text.count(before) == 1
     path.write_text(text.replace(before, before + TRAIT))
     plain = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
-    code, said = ran(copy, "-c", USE, plain.digest)
-    assert code == 0, said
+    code, output = run_python(copy, "-c", USE, plain.digest)
+    assert code == 0, output
 
-    def command(*argv: str) -> tuple[int, str]:
-        return ran(copy, "-m", "schedir", *argv)
-
-    assert "-O echo=N" in command("options")[1]
-    code, said = command("print", "gpipe", "-O", "echo=2")
-    assert code == 0 and "\necho 2\n" in said
-    assert command("print", "x.sched", "-O", "echo=2")[0] == 0
-    code, said = command("print", "x.sched", "-O", "echo=1")
-    assert code == 2 and "has echo 2, not 1\n  hint: leave out -O echo" in said
-    code, said = command("print", "gpipe", "-O", "echo=4")
-    assert code == 2 and "-O echo: must be an integer from 0 to 3" in said
+    options, printed, same, other, too_large = run_commands(
+        copy,
+        "options",
+        "print gpipe -O echo=2",
+        "print x.sched -O echo=2",
+        "print x.sched -O echo=1",
+        "print gpipe -O echo=4",
+    )
+    assert "-O echo=N" in options[1]
+    assert printed[0] == 0 and "\necho 2\n" in printed[1]
+    assert same[0] == 0
+    assert other[0] == 2 and "has echo 2, not 1\n  hint: leave out -O echo" in other[1]
+    assert too_large[0] == 2 and "-O echo: must be an integer from 0 to 3" in too_large[1]
 
 
 PASS = """
@@ -154,19 +179,22 @@ PASSES = (
 
 def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) -> None:
     (copy / "schedir" / "passes" / "mark.py").write_text(PASS)
-
-    def command(*argv: str) -> tuple[int, str]:
-        return ran(copy, "-m", "schedir", *argv)
-
-    out = command("options")[1]
-    assert "-O mark_by=N" in out and "a number behind the name" in out and "-O doubtful " in out
-    assert "program gpipe0\n" in command("print", "gpipe", "-O", "mark_by=0")[1]
-    assert "program gpipe\n" in command("print", "gpipe", "-O", "doubtful")[1]
-    assert "from 0 to 9" in command("print", "gpipe", "-O", "mark_by=10")[1]
-    assert command("print", "gpipe", "-O", "mark_by=1", "-o", "x.sched")[0] == 0
-    code, said = command("print", "x.sched", "-O", "mark_by=0")
-    assert code == 2 and "-O mark_by applies to schedules" in said
-    code, said = ran(
+    options, marked, plain, too_large, written, refused = run_commands(
+        copy,
+        "options",
+        "print gpipe -O mark_by=0",
+        "print gpipe -O doubtful",
+        "print gpipe -O mark_by=10",
+        "print gpipe -O mark_by=1 -o x.sched",
+        "print x.sched -O mark_by=0",
+    )
+    assert all(text in options[1] for text in ("-O mark_by=N", "a number behind", "-O doubtful "))
+    assert "program gpipe0\n" in marked[1]
+    assert "program gpipe\n" in plain[1]
+    assert "from 0 to 9" in too_large[1]
+    assert written[0] == 0
+    assert refused[0] == 2 and "-O mark_by applies to schedules" in refused[1]
+    code, output = run_python(
         copy,
         "-c",
         """if True:
@@ -187,9 +215,8 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
                 raise AssertionError
     """,
     )
-    assert code == 0 and "below 10" in said and "mark_by applies to schedules and drafts" in said, (
-        said
-    )
+    assert code == 0, output
+    assert "below 10" in output and "mark_by applies to schedules and drafts" in output
 
 
 @pytest.mark.parametrize("file", ["count", "import_as_well", "async_"])
@@ -199,13 +226,13 @@ def test_a_command_is_a_row_and_a_file(copy: Path, file: str) -> None:
     table = (folder / "__init__.py").read_text()
     row = f'    "{name}": "say how many instructions a program has",\n'
     (folder / "__init__.py").write_text(table.replace("}\n", row + "}\n", 1))
-    code, said = ran(copy, "-m", "schedir", "--help")
-    listed = re.findall(r"^    (\w+)(?:\s|$)", said, re.M)
-    assert code == 0 and listed[-3:] == ["checkpoint", "options", name]
-    assert "say how many instructions a program has" in said
+    commands, counted, options = run_commands(copy, "--help", f"{name} gpipe", f"{name} --help")
+    listed = re.findall(r"^    (\w+)(?:\s|$)", commands[1], re.M)
+    assert commands[0] == 0 and listed[-3:] == ["checkpoint", "options", name]
+    assert "say how many instructions a program has" in commands[1]
     program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(4, 8))
-    assert ran(copy, "-m", "schedir", name, "gpipe") == (0, f"{len(program)}\n")
-    assert "--microbatches" in ran(copy, "-m", "schedir", name, "--help")[1]
+    assert counted == (0, f"{len(program)}\n")
+    assert "--microbatches" in options[1]
 
 
 def test_each_file_of_a_command_has_a_row() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from docs.command_line_page import command_parsers
 from schedir.commands.common.name_completion import _NAMES
-from tests.commands import ENV, refused, said
+from tests.commands import ENV, run_command, run_refused_command
 
 needs_argcomplete = pytest.mark.skipif(
     find_spec("argcomplete") is None, reason="argcomplete is an optional package"
@@ -61,14 +61,14 @@ def test_names_are_completed(line: str, offers: list[str]) -> None:
 @needs_argcomplete
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_gets_its_code(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "_ARGCOMPLETE" in said(capsys, "completion", shell)
+    assert "_ARGCOMPLETE" in run_command(capsys, "completion", shell)
 
 
 def test_a_missing_package_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("schedir.extras.find_spec", lambda name: None)
-    assert "pip install 'schedir[completion]'" in refused(capsys, "completion", "bash")
+    assert "pip install 'schedir[completion]'" in run_refused_command(capsys, "completion", "bash")
 
 
 def test_completed_arguments_exist() -> None:
@@ -80,7 +80,7 @@ def test_examples_are_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = said(capsys, "examples")
+    text = run_command(capsys, "examples")
     files = [*Path("examples").iterdir()]
     assert text == f"wrote {len(files)} files to examples\n"
     originals = Path(__file__).parents[2] / "examples"
@@ -88,6 +88,6 @@ def test_examples_are_written_once(
         path.name for path in originals.iterdir() if path.is_file()
     }
     Path("examples", "demo.toml").write_text("mine")
-    assert "the folder exists already" in refused(capsys, "examples")
+    assert "the folder exists already" in run_refused_command(capsys, "examples")
     assert Path("examples", "demo.toml").read_text() == "mine"
-    assert "complete and in order" in said(capsys, "check", "examples/mine.py:in_pairs")
+    assert "complete and in order" in run_command(capsys, "check", "examples/mine.py:in_pairs")

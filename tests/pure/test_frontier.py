@@ -17,7 +17,7 @@ import schedir
 from schedir import Costs, PipelineShape, Sizes, compile, schedules, simulate, viz
 from schedir.errors import ShapeError, UsageError
 from schedir.schedule_search.memory_frontier import MemoryFrontier, memory_frontier
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 
 SIZES = Sizes(saved=1e9, deferred_wgrad=4e8, activation=1e8, model_states=5e9)
 UNEVEN = Costs(F=(1, 1, 1, 1.5), I=(1, 1, 1, 1.5), W=(1, 1, 1, 1.5))
@@ -144,16 +144,16 @@ def test_the_command_tells_and_draws_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = said(capsys, *AT, "--frontier", "-o", "x.svg")
+    told = run_command(capsys, *AT, "--frontier", "-o", "x.svg")
     assert "4 in flight" in told and "zb_h1 49 (4 in flight)" in told and Path("x.svg").exists()
-    facts = json.loads(said(capsys, *AT, "--frontier", "--json"))
+    facts = json.loads(run_command(capsys, *AT, "--frontier", "--json"))
     found = memory_frontier(PipelineShape(4, 8), Costs(F=2, I=2, W=1), max_evaluations=300)
     assert facts["levels"] == [
         {"limit": v.limit, "span": v.timeline.span, "bubble": v.timeline.bubble, "bound": v.bound}
         for v in found.levels
     ]
     assert facts["complete"] and facts["memory"] == "in flight"
-    sized = said(capsys, *AT, "--frontier", "--sizes=saved=1GB,deferred_wgrad=0.4GB")
+    sized = run_command(capsys, *AT, "--frontier", "--sizes=saved=1GB,deferred_wgrad=0.4GB")
     assert "1 GB" in sized and "in flight" not in sized
     for wrong in (
         ("--memory-limit=4GB", "--sizes=saved=1GB"),
@@ -162,5 +162,5 @@ def test_the_command_tells_and_draws_it(
         ("--bound=solver",),
         ("-o", "x.sched"),
     ):
-        refused(capsys, *AT, "--frontier", *wrong)
+        run_refused_command(capsys, *AT, "--frontier", *wrong)
     assert not Path("x.sched").exists()

@@ -22,7 +22,7 @@ from schedir.hang_diagnosis.rank_positions import diagnose_copies
 from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
 from schedir.ir.isa.instructions import RECV_OPS
 from schedir.ir.stream import Stream
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 from tests.flight_recorder_dumps import Recorder, job_of, record, stopped
 from tests.museum.cases import cases
 
@@ -179,8 +179,8 @@ def test_the_page_shows_what_is_told() -> None:
 def test_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = _stage(tmp_path, name)
     pattern = str(tmp_path / "nccl_*")
-    assert said(capsys, "diagnose", pattern, *more) == TEXTS[name]
-    facts: dict[str, Any] = json.loads(said(capsys, "diagnose", pattern, *more, "--json"))
+    assert run_command(capsys, "diagnose", pattern, *more) == TEXTS[name]
+    facts: dict[str, Any] = json.loads(run_command(capsys, "diagnose", pattern, *more, "--json"))
     assert len(facts["standing"]) == len([*tmp_path.glob("nccl_*")])
     if "program" in name:
         said_of = [copy["deadlock"] for copy in facts["copies"]]
@@ -198,13 +198,15 @@ def test_of_many_ranks_who_matters_is_told(tmp_path: Path) -> None:
 
 
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no file whose name ends in a rank" in refused(capsys, "diagnose", str(tmp_path))
+    assert "no file whose name ends in a rank" in run_refused_command(
+        capsys, "diagnose", str(tmp_path)
+    )
     _stage(tmp_path, "late, program")
-    assert "do not match gpipe" in refused(
+    assert "do not match gpipe" in run_refused_command(
         capsys, "diagnose", str(tmp_path), "--program", "gpipe", "--microbatches", "6"
     )
     (tmp_path / "nccl_trace_rank_1").write_bytes(b"\x80\x02cos\nsystem\n.")
-    assert "TraceError" in refused(capsys, "diagnose", str(tmp_path))
+    assert "TraceError" in run_refused_command(capsys, "diagnose", str(tmp_path))
 
 
 def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: Path) -> None:

@@ -53,12 +53,12 @@ def test_a_cluster_file(
 
 @pytest.mark.parametrize("value", [DIGITS, "999999999", "-1", "inf", "1e3"])
 @pytest.mark.parametrize("name", [*MODEL, "ffn", "kv_heads", "experts"])
-@pytest.mark.parametrize("table", ["", "[model]\n"])
 def test_a_model_file(
-    name: str, value: str, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With a table and without one."""
     path = tmp_path / "model.toml"
-    path.write_text(table + toml(MODEL | {name: value}))
+    path.write_text("[model]\n" * (value == DIGITS) + toml(MODEL | {name: value}))
     machines = ["--cluster=a100", "--gpus=8", "--batch=8"]
     text = refusal(["plan", "--model", str(path), *machines], capsys)
     assert name in text or "is not known" in text

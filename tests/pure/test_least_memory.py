@@ -7,7 +7,7 @@ import pytest
 import schedir
 from schedir import Costs
 from schedir.commands.common.least_memory import describe_least_memory
-from tests.commands import said
+from tests.commands import run_command
 
 
 @pytest.mark.parametrize(
@@ -27,18 +27,20 @@ from tests.commands import said
 def test_less_memory_at_the_same_span(
     arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said(capsys, "simulate", *arguments.split(), "--ranks=4", "--microbatches=8")
+    text = run_command(capsys, "simulate", *arguments.split(), "--ranks=4", "--microbatches=8")
     lines = text.splitlines()
     (at,) = [k for k, line in enumerate(lines) if line.endswith("proved shortest")]
     below = lines[at + 1] if at + 1 < len(lines) else ""
     assert below == sentence or (not sentence and "is as short" not in text)
     if not sentence.endswith("GB"):
-        assert sentence in said(capsys, "draw", *arguments.split(), "--ranks=4", "--microbatches=8")
+        assert sentence in run_command(
+            capsys, "draw", *arguments.split(), "--ranks=4", "--microbatches=8"
+        )
 
 
 def test_a_search_names_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     limits = ("--no-split-backward", "--max-in-flight=8", "--time-limit=5")
-    text = said(capsys, "search", "--ranks=4", "--microbatches=8", *limits)
+    text = run_command(capsys, "search", "--ranks=4", "--microbatches=8", *limits)
     assert "\none_f_one_b is as short with 4 instead of " in text
 
 

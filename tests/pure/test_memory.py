@@ -24,7 +24,7 @@ from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import F, I, W
 from schedir.testing import compute_programs
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
 
@@ -303,12 +303,12 @@ def test_sizes_of_too_few_stages() -> None:
 def test_slots_cost_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("simulate", "gpipe", "--microbatches", "16", "--progress-model", "per_edge",
             "--costs", "F=1,B=2,send=0.1")  # fmt: skip
-    out = said(
+    out = run_command(
         capsys, *argv, "-O", "buffer_sharing=minimal", "--sizes", "activation=32MB,saved=1.2GB"
     )
     assert "span 60.6" in out and "the span would be 57.6, 5.0% less" in out
     assert "19.33 GB" in out
-    assert "the span would be 57.6, the same" in said(
+    assert "the span would be 57.6, the same" in run_command(
         capsys, *argv, "-O", "buffer_sharing=latency_preserving"
     )
 
@@ -316,12 +316,13 @@ def test_slots_cost_what_the_command_says(capsys: pytest.CaptureFixture[str]) ->
 def test_what_sharing_slots_would_save_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("simulate", "gpipe", "--microbatches", "16", "--sizes", "activation=32MB")
     hint = "with -O buffer_sharing=latency_preserving, no rank uses more than "
-    assert f"{hint}192 MB" in said(capsys, *argv)
+    assert f"{hint}192 MB" in run_command(capsys, *argv)
     assert (
-        "192 MB" in (shared := said(capsys, *argv, "-O", "buffer_sharing=latency_preserving"))
+        "192 MB"
+        in (shared := run_command(capsys, *argv, "-O", "buffer_sharing=latency_preserving"))
         and hint not in shared
     )
-    assert hint not in said(capsys, "simulate", "gpipe", "--microbatches", "1", *argv[4:])
+    assert hint not in run_command(capsys, "simulate", "gpipe", "--microbatches", "1", *argv[4:])
 
 
 @pytest.mark.parametrize(
@@ -338,7 +339,7 @@ def test_what_sharing_slots_would_save_is_said(capsys: pytest.CaptureFixture[str
 def test_commands_refuse(
     capsys: pytest.CaptureFixture[str], options: tuple[str, ...], names: str
 ) -> None:
-    assert names in refused(capsys, "check", "gpipe", *options)
+    assert names in run_refused_command(capsys, "check", "gpipe", *options)
 
 
 @given(compute_programs(), st.data())

@@ -25,7 +25,7 @@ from schedir import (
 from schedir.errors import CompletenessError, OrderError, SchedirError, ShapeError, UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE_OPS, Instr, Opcode, find_segment_collectives
-from tests.commands import said
+from tests.commands import run_command
 from tests.mutants import known
 from tests.oracle_threads import verdict
 from tests.pure.test_stage_segments import NAMES, edited, refused, shape_of
@@ -150,7 +150,7 @@ def test_what_is_ranked_holds_whole_microbatches(
     ):  # fmt: skip
         rows = {
             chunks: json.loads(
-                said(
+                run_command(
                     capsys, *argv, "--ranks=2", "--microbatches=4", "-O", "stage_segments=3", "-O",
                     "tp=2",
                     "--costs=F=1,B=2,tp_reduce=1", "-O", f"microbatch_chunks={chunks}", "--json",
@@ -164,7 +164,7 @@ def test_what_is_ranked_holds_whole_microbatches(
     drawn = list[Any]()
     monkeypatch.setattr("schedir.viz.save", lambda figure, path: drawn.append(figure.axes[0]))
     for chunks in (1, 2):
-        said(
+        run_command(
             capsys, "compare", "gpipe", "one_f_one_b", "--ranks=2", "--microbatches=4", "-O",
             "stage_segments=3",
             "-O", "tp=2", "-O", f"microbatch_chunks={chunks}", "--tradeoff", "-o", "x.png",

@@ -8,10 +8,9 @@ from __future__ import annotations
 import ast
 from collections import Counter, defaultdict
 from dataclasses import fields
+from functools import cache
 from inspect import signature
 from pathlib import Path
-
-import pytest
 
 import schedir
 from schedir.analysis.progress_models import MODELS
@@ -87,7 +86,8 @@ def modules() -> dict[str, Path]:
 FILES = modules()
 
 
-def classes() -> dict[str, list[str]]:
+@cache
+def find_classes() -> dict[str, list[str]]:
     """Return the modules that define each top-level class."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, path in FILES.items():
@@ -95,9 +95,6 @@ def classes() -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(name)
     return found
-
-
-CLASSES = classes()
 
 
 def exported(package: Path) -> set[str]:
@@ -126,7 +123,7 @@ def test_module_names_are_nouns() -> None:
 
 
 def test_class_names_are_nouns() -> None:
-    assert not [name for name in CLASSES if name.strip("_").lower() in VAGUE]
+    assert not [name for name in find_classes() if name.strip("_").lower() in VAGUE]
 
 
 def members(tree: ast.Module) -> set[str]:
@@ -147,23 +144,20 @@ def test_names_of_functions_and_members_say_something() -> None:
 
 
 def test_a_class_name_means_one_class() -> None:
-    twice = {name for name, where in CLASSES.items() if len(where) > 1}
+    twice = {name for name, where in find_classes().items() if len(where) > 1}
     assert twice == set(CLASSES_TWICE)
 
 
-PACKAGES = sorted(name for name, path in MODULES.items() if path.name == "__init__.py")
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_module_does_not_hide_a_function(name: str) -> None:
+def test_no_module_hides_a_function() -> None:
     """The import of a module would replace a function of the same name in its package."""
-    folder = MODULES[name].parent
-    inside = {path.stem for path in folder.glob("*.py")}
-    inside |= {path.parent.name for path in folder.glob("*/__init__.py")}
-    functions = exported(MODULES[name]) & inside
-    if name == "schedir":  # it exports modules, too
-        functions = {each for each in functions if ":" in schedir._LAZY_IMPORTS[each]}
-    assert not functions
+    for name in (name for name, path in MODULES.items() if path.name == "__init__.py"):
+        folder = MODULES[name].parent
+        inside = {path.stem for path in folder.glob("*.py")}
+        inside |= {path.parent.name for path in folder.glob("*/__init__.py")}
+        functions = exported(MODULES[name]) & inside
+        if name == "schedir":  # it exports modules, too
+            functions = {each for each in functions if ":" in schedir._LAZY_IMPORTS[each]}
+        assert not functions, name
 
 
 def test_no_option_has_a_retired_name() -> None:

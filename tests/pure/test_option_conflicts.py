@@ -11,7 +11,7 @@ import pytest
 import schedir
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import gpipe, interleaved, zb_v
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 
 
 def test_a_run_is_checked_under_the_model_that_it_ran_under(
@@ -22,11 +22,13 @@ def test_a_run_is_checked_under_the_model_that_it_ran_under(
         zb_v, PipelineShape(2, 8, placement="vee"), progress_model="per_edge", overlap=True
     )
     schedir.save_timeline(schedir.simulate(program, progress_model="per_edge"), "x.timeline")
-    assert "finish under per_edge, but not under per_pair" in said(capsys, "check", "x.timeline")
-    assert "wait for each other" in refused(
+    assert "finish under per_edge, but not under per_pair" in run_command(
+        capsys, "check", "x.timeline"
+    )
+    assert "wait for each other" in run_refused_command(
         capsys, "check", "x.timeline", "--progress-model=per_device"
     )
-    said(capsys, "export", "x.timeline", "--to", "torch", "-o", "x.csv")
+    run_command(capsys, "export", "x.timeline", "--to", "torch", "-o", "x.csv")
 
 
 def test_ties_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +36,9 @@ def test_ties_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
         ("-O", "tied_weights", "-O", "tied_weights=0=1"),
         ("-O", "tied_weights=0=1", "-O", "tied_weights"),
     ):
-        assert "-O tied_weights is given twice" in refused(capsys, "check", "one_f_one_b", *both)
+        assert "-O tied_weights is given twice" in run_refused_command(
+            capsys, "check", "one_f_one_b", *both
+        )
 
 
 def test_reductions_of_a_rank_are_shared_out_to_its_stages(
@@ -43,30 +47,34 @@ def test_reductions_of_a_rank_are_shared_out_to_its_stages(
     """Costs that `compare` takes are a rank's: a stage of half the weights reduces half as long."""
     costs = "--costs=F=1,B=2,reduce_grads=4"
     alone, compared = (
-        json.loads(said(capsys, *argv, "-O", "dp=2", "--json"))
+        json.loads(run_command(capsys, *argv, "-O", "dp=2", "--json"))
         for argv in (
             ("simulate", "interleaved", "--costs=F=0.5,B=1,reduce_grads=2"),
             ("compare", "interleaved", "one_f_one_b", costs),
         )
     )
     assert compared[0]["span"] == alone["span"]
-    whole = json.loads(said(capsys, "simulate", "one_f_one_b", costs, "-O", "dp=2", "--json"))
+    whole = json.loads(
+        run_command(capsys, "simulate", "one_f_one_b", costs, "-O", "dp=2", "--json")
+    )
     assert compared[1]["span"] == whole["span"]
 
 
 def test_a_pair_has_one_time_for_both(capsys: pytest.CaptureFixture[str]) -> None:
     """It does not make a stage with more of them a slow one."""
-    assert "x the mean" not in said(capsys, "explain", "dualpipe_v", "--costs=F=1,B=2,send=0.1")
+    assert "x the mean" not in run_command(
+        capsys, "explain", "dualpipe_v", "--costs=F=1,B=2,send=0.1"
+    )
     slow = "--costs=F=1:1:1:1.5,B=2:2:2:3,send=0.1"
-    assert "it takes 0.89x the mean" in said(capsys, "explain", "one_f_one_b", slow)
+    assert "it takes 0.89x the mean" in run_command(capsys, "explain", "one_f_one_b", slow)
 
 
 def test_half_a_gigabyte(capsys: pytest.CaptureFixture[str]) -> None:
     """Is said as other numbers are, with or without a 0 in front."""
     for half in ("0.5GB", ".5GB", "500MB", "5e2 MB"):
-        assert "500 MB" in said(capsys, "simulate", "one_f_one_b", f"--sizes=saved={half}")
+        assert "500 MB" in run_command(capsys, "simulate", "one_f_one_b", f"--sizes=saved={half}")
     for no in (".GB", "5.5.5GB", "-.5GB"):
-        assert "saved must be a number" in refused(
+        assert "saved must be a number" in run_refused_command(
             capsys, "simulate", "gpipe", f"--sizes=saved={no}"
         )
 
@@ -75,7 +83,7 @@ def test_no_option_is_left_unread(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said(
+    run_command(
         capsys,
         "print",
         "gpipe",
@@ -89,7 +97,9 @@ def test_no_option_is_left_unread(
     )
     draft = schedir.from_text(Path("d.sched").read_text())
     assert draft.is_draft and (draft.tp, draft.clip_grad_norm) == (2, True)
-    assert "no size 'nonsense'" in refused(capsys, "print", "d.sched", "--sizes=nonsense=1")
+    assert "no size 'nonsense'" in run_refused_command(
+        capsys, "print", "d.sched", "--sizes=nonsense=1"
+    )
 
 
 def test_why_on_hosts_that_block(
@@ -104,14 +114,14 @@ def test_why_on_hosts_that_block(
     starts = []
     for blocks in (False, True):
         asked = ["check", "gpipe", *argv, *["--blocking-hosts"] * blocks]
-        chain = json.loads(said(capsys, *asked, "--json"))
+        chain = json.loads(run_command(capsys, *asked, "--json"))
         run = schedir.simulate(program, costs, blocking_hosts=blocks)
         assert chain[-1]["start"] == run.spans["start"][-1]
-        assert ("under per_device, if hosts block" in said(capsys, *asked)) == blocks
+        assert ("under per_device, if hosts block" in run_command(capsys, *asked)) == blocks
         starts.append(chain[-1]["start"])
     assert starts[0] < starts[1]
     schedir.save_timeline(schedir.simulate(program), "x.timeline")
-    assert "ran without --blocking-hosts" in refused(
+    assert "ran without --blocking-hosts" in run_refused_command(
         capsys, "check", "x.timeline", "--explain-start=0:1", "--blocking-hosts"
     )
 
@@ -131,7 +141,7 @@ def test_an_option_that_compile_does_not_have(option: str, hint: str) -> None:
 
 
 def test_a_draft_is_not_lowered(capsys: pytest.CaptureFixture[str]) -> None:
-    cut = refused(
+    cut = run_refused_command(
         capsys, "print", "gpipe", "-O", "tp=2", "-O", "stage_segments=5", "--compute-only"
     )
     assert "-O stage_segments applies to lowered programs" in cut

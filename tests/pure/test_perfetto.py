@@ -27,7 +27,7 @@ from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import group_opposite_transfers
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 from tests.strategies import compute_programs, costs
 
 Event = dict[str, Any]
@@ -183,12 +183,14 @@ def test_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     export = ("export", "one_f_one_b", "--to=perfetto", "-o")
-    assert said(capsys, *export, "x.json") == "wrote x.json\n"
+    assert run_command(capsys, *export, "x.json") == "wrote x.json\n"
     events = read(Path("x.json").read_text())
-    assert said(capsys, *export, "x.json.gz") == "wrote x.json.gz\n"
+    assert run_command(capsys, *export, "x.json.gz") == "wrote x.json.gz\n"
     assert read(gzip.decompress(Path("x.json.gz").read_bytes()).decode()) == events
     monkeypatch.setattr("schedir.commands.export.COMPRESS_ABOVE_BYTES", 1000)
-    assert said(capsys, *export, "large.json") == "wrote large.json.gz\n"
+    assert run_command(capsys, *export, "large.json") == "wrote large.json.gz\n"
     assert not Path("large.json").exists()
-    assert "must end in .json" in refused(capsys, *export, "x.csv")
-    assert "perfetto" in refused(capsys, "export", "gpipe", "--to", "chrome", "-o", "x.json")
+    assert "must end in .json" in run_refused_command(capsys, *export, "x.csv")
+    assert "perfetto" in run_refused_command(
+        capsys, "export", "gpipe", "--to", "chrome", "-o", "x.json"
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from schedir.planner import prefer_simplest
 from schedir.planner.plan_simplicity import measure_complexity
-from tests.commands import said
+from tests.commands import run_command
 from tests.pure.test_planner_command import AT, PLAN
 
 SIMPLE = replace(PLAN, schedule="one_f_one_b", stages_per_rank=1, recompute="none", zero=0)
@@ -49,14 +49,14 @@ def test_the_command_prints_what_it_prefers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The preferred plan is also the one that is written."""
-    text = said(capsys, *AT, "-o", str(tmp_path / "plan.toml"))
+    text = run_command(capsys, *AT, "-o", str(tmp_path / "plan.toml"))
     assert "\nplan 1 is the simplest within 2 % of the fastest. The fastest takes " in text
-    plans = json.loads(said(capsys, *AT, "--json"))["plans"]
+    plans = json.loads(run_command(capsys, *AT, "--json"))["plans"]
     steps = [plan["step_time"] for plan in plans]
     assert min(steps) == steps[1] < steps[0] <= 1.02 * steps[1]
     written = (tmp_path / "plan.toml").read_text()
     assert f"ranks = {plans[0]['pp']}\n" in written and plans[0]["zero"] < plans[1]["zero"]
-    only = said(capsys, *AT, "--top=1")
+    only = run_command(capsys, *AT, "--top=1")
     assert "within 2 % of the fastest" in only
-    fastest = said(capsys, *AT, "--zero=1", "--schedules=one_f_one_b", "--pp=1", "--tp=1")
+    fastest = run_command(capsys, *AT, "--zero=1", "--schedules=one_f_one_b", "--pp=1", "--tp=1")
     assert "within 2 % of the fastest" not in fastest

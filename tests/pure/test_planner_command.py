@@ -17,7 +17,7 @@ from schedir.errors import UsageError
 from schedir.planner import GpuMemory, PlanEstimate, StepBreakdown, cluster_preset
 from schedir.planner.bottleneck import attach_bottleneck
 from schedir.planner.transformer.model_presets import MODEL_PRESETS, load_model
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 from tests.tutorial import blocks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.txt"
@@ -133,7 +133,7 @@ def test_what_is_wrong_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert REFUSED[argv] in refused(capsys, "plan", *argv)
+    assert REFUSED[argv] in run_refused_command(capsys, "plan", *argv)
     assert not [*tmp_path.iterdir()]
 
 
@@ -148,7 +148,7 @@ def test_a_file_says_a_model(
     assert load_model("plain.toml") == load_model("train.toml")
     assert load_model("plain.toml", sequence=64).sequence == 64
     Path("wrong.toml").write_text(f"{lines}sequnce = 128\n")
-    told = refused(capsys, "plan", "--model=wrong.toml", *AT[6:])
+    told = run_refused_command(capsys, "plan", "--model=wrong.toml", *AT[6:])
     assert "wrong.toml: a model has no field 'sequnce'\n  hint: did you mean 'sequence'?" in told
 
 
@@ -170,7 +170,7 @@ def test_gpus_are_whole_nodes_or_a_part_of_one() -> None:
 
 
 def test_it_is_told_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(said(capsys, *AT, "--top=3", "--json"))
+    told = json.loads(run_command(capsys, *AT, "--top=3", "--json"))
     assert told["batch"] == 32 and told["cluster"]["gpus"] == 4
     assert told["model"]["hidden"] == 256
     assert 1 <= len(told["plans"]) <= 3
@@ -186,7 +186,7 @@ def test_it_is_told_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("--pp=2", "--tp=1,2", "--schedules=gpipe,one_f_one_b", "--recompute=full", "--zero=1")
-    told = json.loads(said(capsys, *AT, *fixed, "--json"))["plans"]
+    told = json.loads(run_command(capsys, *AT, *fixed, "--json"))["plans"]
     assert told
     for plan in told:
         assert plan["pp"] == 2 and plan["tp"] in (1, 2) and plan["zero"] == 1
@@ -199,8 +199,8 @@ def test_the_plan_is_written_and_drawn(
     """As a configuration and as a program, of the plan that is taken; and drawn."""
     monkeypatch.chdir(tmp_path)
     plain = (*AT, "--top=4", "--recompute=none,full")
-    second = json.loads(said(capsys, *plain, "--json"))["plans"][1]
-    told = said(capsys, *plain, "--select=2", "-o", "best.toml", "--picture", "plans.svg")
+    second = json.loads(run_command(capsys, *plain, "--json"))["plans"][1]
+    told = run_command(capsys, *plain, "--select=2", "-o", "best.toml", "--picture", "plans.svg")
     assert told.endswith("wrote best.toml\nwrote plans.svg\n") and "\nplan 2: " in told
     text = Path("best.toml").read_text()
     more = ("--select=2", "-o", "best.toml", "--picture", "plans.svg")
@@ -211,9 +211,9 @@ def test_the_plan_is_written_and_drawn(
     assert found["model"]["hidden"] == 256 and found["model"]["context"] == 128
     assert found["pipeline"]["ranks"] == second["pp"] and found["pipeline"]["tp"] == second["tp"]
     assert found["data"]["microbatch_size"] == second["microbatch_size"]
-    said(capsys, *plain, "-o", "best.sched", "--picture", "all.png", "--tradeoff")
+    run_command(capsys, *plain, "-o", "best.sched", "--picture", "all.png", "--tradeoff")
     program = from_text(Path("best.sched").read_text())
-    first = json.loads(said(capsys, *plain, "--json"))["plans"][0]
+    first = json.loads(run_command(capsys, *plain, "--json"))["plans"][0]
     assert (program.shape.ranks, program.shape.microbatches) == (first["pp"], first["microbatches"])
     assert {path.suffix for path in tmp_path.iterdir()} == {".toml", ".svg", ".sched", ".png"}
 
@@ -225,14 +225,18 @@ def test_a_search_finds_a_shorter_schedule(
     monkeypatch.chdir(tmp_path)
     at = ("plan", "--model=gpt-22b", "--cluster=a100", "--gpus=16", "--batch=32", "--top=1",
           "--pp=4", "--tp=4", "--schedules=one_f_one_b", "--recompute=full")  # fmt: skip
-    (plain,) = json.loads(said(capsys, *at, "--json"))["plans"]
+    (plain,) = json.loads(run_command(capsys, *at, "--json"))["plans"]
     (found,) = json.loads(
-        said(capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.sched", "--json")
+        run_command(
+            capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.sched", "--json"
+        )
     )["plans"]
     assert found["schedule"] == "search" and found["step_time"] < plain["step_time"]
     program = from_text(Path("best.sched").read_text())
     assert program.name == "search" and program.shape.microbatches == found["microbatches"]
-    told = refused(capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml")
+    told = run_refused_command(
+        capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml"
+    )
     assert (
         "plan 1 has a searched schedule, which is a program" in told
         and not Path("best.toml").exists()
@@ -246,9 +250,9 @@ def test_layers_are_divided_so_that_a_step_is_shorter(
     at = ("plan", "--layers=24", "--hidden=2304", "--heads=24", "--vocab=128000", "--batch=64",
           "--sequence=2048", "--cluster=a100", "--nodes=1", "--pp=4", "--tp=1", "--top=1",
           "--schedules=one_f_one_b", "--recompute=none", "--json")  # fmt: skip
-    (even,) = json.loads(said(capsys, *at))["plans"]
+    (even,) = json.loads(run_command(capsys, *at))["plans"]
     (found,) = json.loads(
-        said(capsys, *at, "--optimize-division", "-o", str(tmp_path / "best.toml"))
+        run_command(capsys, *at, "--optimize-division", "-o", str(tmp_path / "best.toml"))
     )["plans"]
     layers = found["layers_per_stage"]
     assert found["step_time"] < 0.85 * even["step_time"]
@@ -272,7 +276,7 @@ def test_the_page_can_be_followed(
         elif kind == "" and body.startswith("schedir ") and "--picture" not in body:
             for line in body.splitlines():
                 if not line.startswith("schedir train"):
-                    said(capsys, *shlex.split(line)[1:])
+                    run_command(capsys, *shlex.split(line)[1:])
     assert {path.name for path in tmp_path.iterdir()} == {"best.toml", "best.sched", "best.csv"}
 
 
@@ -288,7 +292,7 @@ def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "--gpu-counts=8,2,4",
         "--tp=1,2",
     )
-    told = json.loads(said(capsys, *at, "--picture", str(picture), "--json"))
+    told = json.loads(run_command(capsys, *at, "--picture", str(picture), "--json"))
     assert [plan["pp"] * plan["tp"] * plan["dp"] for plan in told["strong"]] == [2, 4, 8]
     assert [
         plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["strong"]
@@ -297,8 +301,8 @@ def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["weak"]
     ] == [3, 6, 12]
     assert told["refused"] == [] and picture.exists()
-    table = said(capsys, *at, "--gpu-counts=8,2,3")
+    table = run_command(capsys, *at, "--gpu-counts=8,2,3")
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
     assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")
-    one = refused(capsys, *at, "--tp=8", "--gpu-counts=2,4")
+    one = run_refused_command(capsys, *at, "--tp=8", "--gpu-counts=2,4")
     assert "8" in one

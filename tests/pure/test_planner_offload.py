@@ -32,7 +32,7 @@ from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.plan_columns import simulation_only_error
 from schedir.planner.transformer.stage_bytes import compute_sizes
 from schedir.predict.activation_bytes import Recompute
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 
 MODEL = planner.TransformerSpec(layers=8, hidden=2048, heads=16, vocab=8192, sequence=1024)
 NODE = Cluster(nodes=1, gpus_per_node=4, flops=250e12, memory=8e9, hbm_bandwidth=1.7e12,
@@ -296,7 +296,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     lines = [f"{name} = {value}" for name, value in numbers.items() if value]
     node.write_text("\n".join(lines), encoding="utf-8")
     asked = ("plan", *SHAPE, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
-    text = said(capsys, *asked, "--offload", "-o", str(out))
+    text = run_command(capsys, *asked, "--offload", "-o", str(out))
     for words in ("host copies", " of 60 GB", "optimizer state on the host",
                   "offload: no plan fits without offload", "bound by "):  # fmt: skip
         assert words in text, text
@@ -311,17 +311,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert alone == best
     for option in ("--tradeoff", "--optimize-division", "--improve-schedules"):
         more = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()
-        assert f"{option} cannot be combined with --offload" in refused(
+        assert f"{option} cannot be combined with --offload" in run_refused_command(
             capsys, *asked, "--offload", option, *more
         )
-    assert "closed forms cannot estimate plans with offload" in refused(
+    assert "closed forms cannot estimate plans with offload" in run_refused_command(
         capsys, *asked, "--offload", "--closed-form-only"
     )
     bare = [line for line in lines if not line.startswith("host")]
     node.write_text("\n".join(bare), encoding="utf-8")
     assert (
         "needs the cluster's host_bandwidth and host_memory, and the cluster has no value"
-        in refused(capsys, *asked, "--offload")
+        in run_refused_command(capsys, *asked, "--offload")
     )
 
 

@@ -132,7 +132,9 @@ def choices(draw: st.DrawFn) -> planner.ParallelPlan:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(choices(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
 def test_the_trainer_makes_the_program_of_the_choice(

@@ -18,7 +18,7 @@ from schedir.commands.common.program_options import PROGRAM_OPTIONS, parse_optio
 from schedir.errors import UsageError
 from schedir.io.command_line import FIELDS_WITH_FLAGS
 from schedir.retired_names import RENAMED_ATTRIBUTES
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 
 ROOT = Path(__file__).resolve().parents[2]
 # Values of some options, as text and as compile takes them.
@@ -64,12 +64,14 @@ def test_an_option_is_a_keyword_of_compile(
 
 def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     at = ("check", "gpipe")
-    assert "did you mean -O zero?" in refused(capsys, *at, "-O", "zeros=1")
-    assert "-O zero needs a value\n  hint: -O zero=N" in refused(capsys, *at, "-O", "zero")
-    assert "-O tp is given twice" in refused(capsys, *at, "-O", "tp=2", "-O", "tp=4")
-    assert "hint: --ranks 4" in refused(capsys, *at, "-O", "ranks=4")
-    assert "hint: schedir options zero" in refused(capsys, *at, "-O", "zero=4")
-    assert "has its own shape" in refused(
+    assert "did you mean -O zero?" in run_refused_command(capsys, *at, "-O", "zeros=1")
+    assert "-O zero needs a value\n  hint: -O zero=N" in run_refused_command(
+        capsys, *at, "-O", "zero"
+    )
+    assert "-O tp is given twice" in run_refused_command(capsys, *at, "-O", "tp=2", "-O", "tp=4")
+    assert "hint: --ranks 4" in run_refused_command(capsys, *at, "-O", "ranks=4")
+    assert "hint: schedir options zero" in run_refused_command(capsys, *at, "-O", "zero=4")
+    assert "has its own shape" in run_refused_command(
         capsys, "import", "x.csv", "-o", "x.sched", "-O", "optimizer_steps=2"
     )
 
@@ -77,7 +79,7 @@ def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("name", PROGRAM_OPTIONS)
 def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert PROGRAM_OPTIONS[name].help and (
-        name in FIELDS_WITH_FLAGS or f"-O {name}" in said(capsys, "options", name)
+        name in FIELDS_WITH_FLAGS or f"-O {name}" in run_command(capsys, "options", name)
     )
     if not PROGRAM_OPTIONS[name].kind.metavar:
         assert parse_option(name) == (name, True)
@@ -108,7 +110,7 @@ def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str])
 def test_an_old_name_is_answered_with_the_new_one(
     old: str, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert new in refused(capsys, *old.split())
+    assert new in run_refused_command(capsys, *old.split())
 
 
 def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,22 +118,24 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
     file.write_text('[pipeline]\ntp = 2\noverlap = true\n[memory]\nrecompute = "all"\n')
     assert read_config(str(file)) == {"tp": 2, "overlap": True, "recompute": "all"}
     shape = ("--ranks", "2", "--microbatches", "4")
-    by_file = said(capsys, "print", "gpipe", *shape, "--config", str(file))
+    by_file = run_command(capsys, "print", "gpipe", *shape, "--config", str(file))
     words = ("-O", "tp=2", "-O", "overlap", "-O", "recompute=all")
-    assert by_file == said(capsys, "print", "gpipe", *shape, *words)
+    assert by_file == run_command(capsys, "print", "gpipe", *shape, *words)
     other = ("-O", "tp=4")  # what is typed goes before the file, wherever it stands
     for both in ((*other, "--config", str(file)), ("--config", str(file), *other)):
-        assert "tp 4" in said(capsys, "print", "gpipe", *shape, *both)
+        assert "tp 4" in run_command(capsys, "print", "gpipe", *shape, *both)
     file.write_text("[pipeline]\ntp = 4\nzero = 3\ndp = 2\noverlap = true\n")
     less = ("-O", "zero=0", "-O", "overlap=no")
-    plain = said(capsys, "print", "gpipe", *shape, "-O", "tp=4", "-O", "dp=2")
+    plain = run_command(capsys, "print", "gpipe", *shape, "-O", "tp=4", "-O", "dp=2")
     for all_words in ((*less, "--config", str(file)), ("--config", str(file), *less)):
-        assert said(capsys, "print", "gpipe", *shape, *all_words) == plain
+        assert run_command(capsys, "print", "gpipe", *shape, *all_words) == plain
     file.write_text("[memory]\nmemory_limit = 'much'\n")
-    much = refused(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
+    much = run_refused_command(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
     assert "memory.memory_limit: " in much and "'much'" in much
     file.write_text("[memory]\nmemory_limit = '1GB'\n")
-    limited = refused(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
+    limited = run_refused_command(
+        capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file)
+    )
     assert "MemoryLimitError" in limited
     for text, hint in (
         ("[pipeline]\nzreo = 3\n", "did you mean zero?"),
@@ -142,8 +146,8 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("[pipeline]\noverlap = 'yes'\n", "must be yes or no, not 'yes'"),
     ):
         file.write_text(text)
-        assert hint in refused(capsys, "check", "gpipe", "--config", str(file))
-    assert "--config is given twice" in refused(
+        assert hint in run_refused_command(capsys, "check", "gpipe", "--config", str(file))
+    assert "--config is given twice" in run_refused_command(
         capsys, "check", "gpipe", "--config", "examples/demo.toml", "--config", str(file)
     )
     file.write_text("[pipeline]\ntp = 0\n")
@@ -152,7 +156,7 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_without_a_command_the_first_steps_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys)
+    text = run_command(capsys)
     assert text.count("\n  schedir ") == 5 and "schedir --help" in text
 
 
@@ -165,7 +169,7 @@ def test_examples_of_the_help_are_commands(
     if command == "checkpoint":  # its commands have their own help
         return
     examples = import_command(command).EXAMPLES
-    assert examples in said(capsys, command, "--help")
+    assert examples in run_command(capsys, command, "--help")
     lines = [line.split("   ")[0] for line in examples.splitlines() if line.startswith("  ")]
     assert lines
     for line in lines:

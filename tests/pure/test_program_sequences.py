@@ -34,7 +34,7 @@ from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.testing import random_compute_program
 from schedir.verify.check import check
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 from tests.edits import written
 from tests.mutants import MUTATIONS, reordered, ties
 from tests.oracle_step_sequences import verdict
@@ -174,12 +174,14 @@ def test_the_shell_asks_for_the_model_of_runs(
     )  # fmt: skip
     Path("late.sched").write_text(to_text(late))
     save_timeline(simulate(late, progress_model="per_edge"), "late.timeline")
-    assert "hint: they finish under per_edge" in refused(
+    assert "hint: they finish under per_edge" in run_refused_command(
         capsys, "check", "late.sched", "late.sched"
     )
     steps = ("late.timeline", "late.timeline")
-    assert "finish under per_edge, but not under per_pair" in said(capsys, "check", *steps)
-    assert "DeadlockError" in refused(capsys, "check", *steps, "--progress-model", "per_device")
+    assert "finish under per_edge, but not under per_pair" in run_command(capsys, "check", *steps)
+    assert "DeadlockError" in run_refused_command(
+        capsys, "check", *steps, "--progress-model", "per_device"
+    )
 
 
 # ---------------------------------------------------------------- beside execution

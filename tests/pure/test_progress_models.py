@@ -27,8 +27,8 @@ from schedir.passes.communication.transfer_overlap import post_receives_early
 from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.verify.check import build_complete_graph, check
-from tests.commands import refused as refuses
-from tests.commands import said
+from tests.commands import run_command
+from tests.commands import run_refused_command as refuses
 from tests.edits import written
 from tests.mutants import legal, mutate, refusal, reordered
 from tests.oracle import Machine
@@ -398,7 +398,7 @@ def test_check_says_from_which_size_on_a_program_hangs(
     argv = ["check", path, "--sizes", "activation=16MB"]
     assert "messages of at most 16 MB do not wait for their receives" in refuses(capsys, *argv)
     assert "16 MB do not wait" in refuses(capsys, *argv, "--eager-limit", "15MB")
-    assert said(capsys, *argv, "--eager-limit", "16000KB").endswith(
+    assert run_command(capsys, *argv, "--eager-limit", "16000KB").endswith(
         ", if messages of at most 16 MB do not wait for their receive\n"
     )
     assert "--sizes activation=16MB" in refuses(capsys, "check", path, "--eager-limit", "1")
@@ -408,11 +408,11 @@ def test_check_says_from_which_size_on_a_program_hangs(
 
 
 def test_check_says_where_communicators_are_made(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
+    out = run_command(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
     assert out.endswith("and blocking_serial, if each communicator is created at its first use\n")
     assert "lazy_communicators and blocking_hosts cannot both be given" in refuses(
         capsys, "check", "gpipe", "--lazy-communicators", "--blocking-hosts"
     )
     for option, known in (("--lazy-communicators", False), ("--host-device-sync", True)):
-        facts = json.loads(said(capsys, "check", "gpipe", "--json", option))
+        facts = json.loads(run_command(capsys, "check", "gpipe", "--json", option))
         assert ("models_where_hosts_block" in facts) == known

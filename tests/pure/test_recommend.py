@@ -18,7 +18,7 @@ from schedir.errors import MemoryLimitError, SchedirError
 from schedir.ir.isa.instructions import BACKWARD_INPUT
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import get_placement_mark, get_weight_delay_mark, has_free_v
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 
 DOCS = Path(__file__).parents[2] / "docs"
 AT = "--costs=F=1,B=2,send=0.05"
@@ -38,7 +38,7 @@ def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
 
 
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(said(capsys, "recommend", *argv, "--json"))
+    found: list[dict[str, Any]] = json.loads(run_command(capsys, "recommend", *argv, "--json"))
     return found
 
 
@@ -71,7 +71,7 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
     assert whole == [
         row for row in found if not row["split_backwards"] and row["peak_activations"] <= 2.5
     ]
-    text = said(capsys, "recommend", *shape, "--no-split-backward", "--max-activations=2.5")
+    text = run_command(capsys, "recommend", *shape, "--no-split-backward", "--max-activations=2.5")
     over = [r for r in found if r["peak_activations"] > 2.5 and not r["split_backwards"]]
     assert ("over the limit: " in text) == bool(over)
     assert ("refused zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
@@ -98,7 +98,7 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
                     or get_weight_delay_mark(schedule) is not None
                 )
     assert names
-    none = said(capsys, "recommend", *given[::2], "--sizes=saved=1GB", "--memory-limit=1MB")
+    none = run_command(capsys, "recommend", *given[::2], "--sizes=saved=1GB", "--memory-limit=1MB")
     assert none.startswith("no schedule fits\n")
     assert "wave x 2, wave x 4" in none and "wave x 1" not in none  # a vee has two at least
 
@@ -110,7 +110,7 @@ def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
     assert "slow" not in [row["program"] for row in found]  # it is gpipe, which is said
-    told = said(capsys, "recommend", f"{file}:slow", "--ranks=2", "--microbatches=4")
+    told = run_command(capsys, "recommend", f"{file}:slow", "--ranks=2", "--microbatches=4")
     assert f"{file}:slow is the same program as gpipe\n" in told
     file.write_text(
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * (F + B)\n"
@@ -125,14 +125,14 @@ def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     found = rows(capsys, f"{file}:looped", "--ranks=2", "--microbatches=4")
     stages = {row["stages_per_rank"] for row in found if row["program"] == "looped"}
     assert stages == {2, 4}  # of one it is gpipe
-    told = said(capsys, "recommend", f"{file}:looped", "--ranks=2", "--microbatches=4")
+    told = run_command(capsys, "recommend", f"{file}:looped", "--ranks=2", "--microbatches=4")
     assert f"{file}:looped x 1 is the same program as gpipe\n" in told
 
 
 def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, "recommend", "--ranks=2", "--costs=F=1,send=1:2:3:4:5")
-    refused(capsys, "recommend", "--ranks=2", "--progress-model=none")
-    refused(capsys, "recommend", "--max-activations=few")
+    run_refused_command(capsys, "recommend", "--ranks=2", "--costs=F=1,send=1:2:3:4:5")
+    run_refused_command(capsys, "recommend", "--ranks=2", "--progress-model=none")
+    run_refused_command(capsys, "recommend", "--max-activations=few")
 
 
 def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.text_format import to_text
 from schedir.schedules import one_f_one_b
-from tests.commands import refused
+from tests.commands import run_refused_command
 
 MINE = """
 from schedir import B, F
@@ -83,7 +83,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "", "1000000000", "9" * 5000])
 @pytest.mark.parametrize("option", ["--microbatches", "--ranks", "--stages-per-rank"])
 def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
-    err = refused(capsys, "print", "gpipe", option, value)
+    err = run_refused_command(capsys, "print", "gpipe", option, value)
     assert option.strip("-").replace("-", "_") in err.replace("-", "_")
 
 
@@ -185,7 +185,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], argv: str, names: str) -> None:
     before = {path.name for path in Path().iterdir()}
-    assert names in refused(capsys, *argv.split())
+    assert names in run_refused_command(capsys, *argv.split())
     assert {path.name for path in Path().iterdir()} - {"__pycache__"} == before
 
 
@@ -194,13 +194,13 @@ def test_refusals(capsys: pytest.CaptureFixture[str], argv: str, names: str) -> 
 def test_what_is_no_file_is_not_replaced(capsys: pytest.CaptureFixture[str], name: str) -> None:
     os.mkfifo(name)
     which = "print" if name.endswith("sched") else "draw"
-    assert name in refused(capsys, which, "gpipe", "-o", name)
+    assert name in run_refused_command(capsys, which, "gpipe", "-o", name)
     assert Path(name).is_fifo()
 
 
 def test_a_refused_write_leaves_the_old_file(capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("f.sched").read_text()
-    refused(capsys, "print", "mine.py:half", "-o", "f.sched")
+    run_refused_command(capsys, "print", "mine.py:half", "-o", "f.sched")
     assert Path("f.sched").read_text() == before
 
 
@@ -208,15 +208,17 @@ def test_an_empty_count_is_refused_before_anything_is_built(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("loud.py").write_text("def f(r, P, m):\n    raise RuntimeError('built')\n")
-    assert "built" not in refused(capsys, "print", "loud.py:f", "--microbatches", "1000000000")
+    assert "built" not in run_refused_command(
+        capsys, "print", "loud.py:f", "--microbatches", "1000000000"
+    )
 
 
 def test_a_schedule_of_one_stage_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    err = refused(capsys, "check", "gpipe", "--stages-per-rank", "2")
+    err = run_refused_command(capsys, "check", "gpipe", "--stages-per-rank", "2")
     assert "F 4.0 is missing on rank 0" in err and "gpipe has one stage per rank; use " in err
     Path("one.py").write_text(
         "from schedir import B, F\n\n\ndef f(r, P, m):\n    return m * (F + B)\n"
     )
-    own = refused(capsys, "check", "one.py:f", "--stages-per-rank", "2")
+    own = run_refused_command(capsys, "check", "one.py:f", "--stages-per-rank", "2")
     assert "add F[1] and B[1]" in own
-    assert "F[1]" not in refused(capsys, "check", "mine.py:half")
+    assert "F[1]" not in run_refused_command(capsys, "check", "mine.py:half")

@@ -31,7 +31,7 @@ from schedir.schedules import chimera, dualpipe_v, gpipe, interleaved, one_f_one
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import programs
 from schedir.verify.check import check
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 from tests.strategies import costs as any_costs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -57,12 +57,12 @@ def here(
 ) -> Path:
     """A folder to work in, with torch's program in it."""
     monkeypatch.chdir(tmp_path)
-    said(capsys, "import", str(GOLDEN / "torch_interleaved_1f1b.csv"), "-o", "theirs.sched")
+    run_command(capsys, "import", str(GOLDEN / "torch_interleaved_1f1b.csv"), "-o", "theirs.sched")
     return tmp_path
 
 
 def test_torchs_interleaved_1f1b(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "explain", "theirs.sched", AT)
+    text = run_command(capsys, "explain", "theirs.sched", AT)
     assert text == (GOLDEN / "explain_transfers.txt").read_text()
     assert text in (GOLDEN.parents[1] / "docs" / "how-to" / "speed-up-a-run.md").read_text()
 
@@ -70,7 +70,7 @@ def test_torchs_interleaved_1f1b(here: Path, capsys: pytest.CaptureFixture[str])
 def words_of(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The words after `schedir` of a command that `explain` tells, as a shell makes them."""
     inner = re.search(r'"\$\(schedir (.*)\)"', line)
-    costs = said(capsys, *shlex.split(inner[1])).strip() if inner else ""
+    costs = run_command(capsys, *shlex.split(inner[1])).strip() if inner else ""
     return shlex.split(line.replace(inner[0], costs) if inner else line)[1:]
 
 
@@ -87,7 +87,7 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
         seconds = replace(run, kind="measured", unit="s")
         schedir.save_timeline(seconds, f"{model}.timeline")
         for argv in (["theirs.sched", AT, f"--progress-model={model}"], [f"{model}.timeline"]):
-            lines = said(capsys, "explain", *argv).splitlines()
+            lines = run_command(capsys, "explain", *argv).splitlines()
             claims = [k for k, line in enumerate(lines) if "the same compute" in line]
             assert claims
             for at in claims:
@@ -96,8 +96,8 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
                 words = words_of(lines[at + 1], capsys)
                 assert words[:1] == ["print"]
                 orders.add("--costs" in words)
-                said(capsys, *words)
-                again = said(
+                run_command(capsys, *words)
+                again = run_command(
                     capsys, "simulate", "other.sched", AT, f"--progress-model={model}", "--json"
                 )
                 assert json.loads(again)["span"] == pytest.approx(float(found[1]), rel=1e-3)
@@ -105,7 +105,7 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
                     assert "torch" not in lines[at + 2]
                     continue
                 words = shlex.split(lines[at + 2].partition("schedir ")[2].partition(", and")[0])
-                said(capsys, *words)
+                run_command(capsys, *words)
                 other, own = (
                     in_file("other.sched"),
                     torch_csv.from_csv(Path("other.csv").read_text()),
@@ -218,12 +218,12 @@ def test_a_schedule_is_told_how_to_compile_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     at = ("--costs=send=0.5", "--progress-model=blocking_serial")
-    text = said(capsys, "explain", "zb_v", *at, *options.split()).splitlines()
+    text = run_command(capsys, "explain", "zb_v", *at, *options.split()).splitlines()
     (line,) = (k for k, each in enumerate(text) if "opposite ones grouped" in each)
     words = shlex.split(text[line + 1])
-    said(capsys, *words[1:])
+    run_command(capsys, *words[1:])
     found = re.search(r"grouped: span ([\d.]+)", text[line])
-    span = json.loads(said(capsys, "simulate", "other.sched", *at, "--json"))["span"]
+    span = json.loads(run_command(capsys, "simulate", "other.sched", *at, "--json"))["span"]
     assert found and span == pytest.approx(float(found[1]), rel=1e-3)
     assert bool(in_file("other.sched").slots) == ("buffer_sharing=latency_preserving" in options)
 
@@ -251,16 +251,16 @@ def test_what_was_said_of_the_source_is_said_again(
         schedir.simulate(theirs(), COSTS, progress_model="blocking_serial"), "mine.timeline"
     )
     how = [] if "timeline" in argv else ["--costs=send=1", "--progress-model=blocking_serial"]
-    text = said(capsys, "explain", *shlex.split(argv), *how).splitlines()
+    text = run_command(capsys, "explain", *shlex.split(argv), *how).splitlines()
     claims = [k for k, line in enumerate(text) if "the same compute" in line]
     assert claims
     for k in claims:
         words = words_of(text[k + 1], capsys)
-        said(capsys, *words)
+        run_command(capsys, *words)
         assert words[words.index("--progress-model") + 1] == "blocking_serial"
         again = how or [AT, "--progress-model=blocking_serial"]
         found = re.search(r": span ([\d.]+)", text[k])
-        span = json.loads(said(capsys, "simulate", "other.sched", *again, "--json"))["span"]
+        span = json.loads(run_command(capsys, "simulate", "other.sched", *again, "--json"))["span"]
         assert found and span == pytest.approx(float(found[1]), rel=1e-3)
 
 
@@ -305,7 +305,7 @@ def test_a_program_lowered_anew_is_itself(
     assert extract_compute(program) == drafted
     own, again = tmp_path / "own.sched", tmp_path / "again.sched"
     own.write_text(schedir.to_text(program))
-    said(capsys, "print", str(own), "--relower", "-o", str(again))
+    run_command(capsys, "print", str(own), "--relower", "-o", str(again))
     assert again.read_text() == own.read_text()
 
 
@@ -323,9 +323,9 @@ def test_a_program_in_a_file_takes_the_options_of_lowering_with_it_alone(
         "buffer_sharing=minimal",
     )
     for option in options:
-        refused(capsys, "print", "theirs.sched", option)
-    refused(capsys, "print", "theirs.sched", "--relower", "--ranks=3")
-    said(capsys, "print", "theirs.sched", "--relower", *options, "-o", "ours.sched")
+        run_refused_command(capsys, "print", "theirs.sched", option)
+    run_refused_command(capsys, "print", "theirs.sched", "--relower", "--ranks=3")
+    run_command(capsys, "print", "theirs.sched", "--relower", *options, "-o", "ours.sched")
     draft = extract_compute(theirs())
     ours = compile(draft, dp=2, clip_grad_norm=True, overlap=True, buffer_sharing="minimal")
     assert load_source("ours.sched") == replace(ours, name=draft.name)
@@ -335,8 +335,8 @@ def test_torchs_file_is_lowered_anew_as_it_is_read(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = str(GOLDEN / "torch_interleaved_1f1b.csv")
-    refused(capsys, "import", text, "-O", "overlap", "-o", "ours.sched")
-    said(capsys, "import", text, "--relower", "-O", "overlap", "-o", "ours.sched")
+    run_refused_command(capsys, "import", text, "-O", "overlap", "-o", "ours.sched")
+    run_command(capsys, "import", text, "--relower", "-O", "overlap", "-o", "ours.sched")
     assert load_source("ours.sched") == compile(extract_compute(theirs()), overlap=True)
 
 
@@ -346,18 +346,18 @@ def test_a_run_that_is_lowered_anew_is_predicted_at_its_means(
     """Under the model that it ran under, and in its unit."""
     run = schedir.simulate(theirs(), COSTS, progress_model="blocking_serial")
     schedir.save_timeline(replace(run, kind="measured", unit="s"), "x.timeline")
-    facts = json.loads(said(capsys, "simulate", "x.timeline", "--relower", "--json"))
+    facts = json.loads(run_command(capsys, "simulate", "x.timeline", "--relower", "--json"))
     ours = compile(extract_compute(theirs()))
     expected = schedir.simulate(ours, COSTS, progress_model="blocking_serial").span
     assert (facts["kind"], facts["unit"]) == ("predicted", "s")
     assert facts["span"] == pytest.approx(expected)
     schedir.save_timeline(replace(run, progress_model="per_edge"), "edge.timeline")
-    said(capsys, "print", "edge.timeline", "--relower", "-O", "overlap", "-o", "edge.sched")
+    run_command(capsys, "print", "edge.timeline", "--relower", "-O", "overlap", "-o", "edge.sched")
     made = [
         compile(extract_compute(theirs()), progress_model=each, overlap=True)
         for each in ("per_edge", "blocking_serial")
     ]
     assert in_file("edge.sched") == made[0] != made[1]
-    slow = json.loads(said(capsys, "simulate", "x.timeline", "--relower", AT, "--json"))
+    slow = json.loads(run_command(capsys, "simulate", "x.timeline", "--relower", AT, "--json"))
     ordered = compile(extract_compute(theirs()), costs=COSTS, progress_model="blocking_serial")
     assert slow["span"] == schedir.simulate(ordered, COSTS, progress_model="blocking_serial").span

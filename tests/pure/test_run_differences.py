@@ -20,7 +20,7 @@ from schedir.errors import UsageError
 from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs
 from schedir.predict.timeline_diff import compare_timelines
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 from tests.strategies import compute_programs, costs
 
 PROGRAM = schedir.compile(one_f_one_b, PipelineShape(3, 4))
@@ -90,19 +90,25 @@ def test_the_commands(
     monkeypatch.chdir(tmp_path)
     given = ("--costs", "F=1:1:1.5,B=2:2:3,send=0.25,step=1")
     shape = ("one_f_one_b", "--ranks=3", "--microbatches=4", "-o")
-    first = said(capsys, "simulate", *shape, "first.timeline", *given)
-    found = said(capsys, "calibrate", "first.timeline").strip()
-    again = said(capsys, "simulate", "first.timeline", "--costs", found, "-o", "again.timeline")
+    first = run_command(capsys, "simulate", *shape, "first.timeline", *given)
+    found = run_command(capsys, "calibrate", "first.timeline").strip()
+    again = run_command(
+        capsys, "simulate", "first.timeline", "--costs", found, "-o", "again.timeline"
+    )
     assert again == first
-    out = said(capsys, "compare", "first.timeline", "again.timeline")
+    out = run_command(capsys, "compare", "first.timeline", "again.timeline")
     assert "the instructions of both runs take the same times" in out
-    said(capsys, "simulate", "first.timeline", "--costs=F=1,B=2,step=1", "-o", "even.timeline")
-    out = said(capsys, "compare", "even.timeline", "first.timeline")
+    run_command(
+        capsys, "simulate", "first.timeline", "--costs=F=1,B=2,step=1", "-o", "even.timeline"
+    )
+    out = run_command(capsys, "compare", "even.timeline", "first.timeline")
     assert "span of the second run: +" in out and "B 2" in out and "idle: imbalance" in out
-    assert "differ" not in said(capsys, "compare", "first.timeline", "gpipe", "--ranks=3",
+    assert "differ" not in run_command(capsys, "compare", "first.timeline", "gpipe", "--ranks=3",
                                 "--microbatches=4")  # fmt: skip
-    assert "must end in .timeline" in refused(capsys, "calibrate", "one_f_one_b")
-    assert "must end in .timeline" in refused(capsys, "simulate", "gpipe", "-o", "x.json")
+    assert "must end in .timeline" in run_refused_command(capsys, "calibrate", "one_f_one_b")
+    assert "must end in .timeline" in run_refused_command(
+        capsys, "simulate", "gpipe", "-o", "x.json"
+    )
     assert not Path("x.json").exists()
 
 
@@ -114,14 +120,16 @@ def test_schedules_are_compared_at_the_times_of_a_run(
     costs = Costs(F=(1, 1, 1.5), B=(2, 2, 3), send=0.25, step=1)
     program = schedir.compile("one_f_one_b", ranks=3, microbatches=4)
     schedir.save_timeline(replace(schedir.simulate(program, costs), unit="s"), "run.timeline")
-    found = said(capsys, "calibrate", "run.timeline").strip()
+    found = run_command(capsys, "calibrate", "run.timeline").strip()
     compare = ("compare", "run.timeline", "eager_1f1b", "zb_h1", "--json")
-    rows = json.loads(said(capsys, *compare))
-    assert rows == json.loads(said(capsys, *compare, f"--costs={found}"))
+    rows = json.loads(run_command(capsys, *compare))
+    assert rows == json.loads(run_command(capsys, *compare, f"--costs={found}"))
     assert [(row["ranks"], row["microbatches"], row["unit"]) for row in rows] == [(3, 4, "s")] * 3
     eager = schedir.simulate(schedir.compile("eager_1f1b", ranks=3, microbatches=4), costs)
     assert rows[1]["span"] == pytest.approx(eager.span, rel=1e-4)
-    twice = json.loads(said(capsys, *compare, "--costs=F=2,B=4"))
+    twice = json.loads(run_command(capsys, *compare, "--costs=F=2,B=4"))
     assert twice[1]["span"] == 2 * schedir.simulate(eager.program, Costs(F=1, B=2)).span
-    text = refused(capsys, "compare", "gpipe", "--ranks=4", "--costs=F=1,B=2,step=1:1:1:1:1:1:1:1")
+    text = run_refused_command(
+        capsys, "compare", "gpipe", "--ranks=4", "--costs=F=1,B=2,step=1:1:1:1:1:1:1:1"
+    )
     assert "hint: give 4 numbers, one per rank, or one number for all ranks" in text

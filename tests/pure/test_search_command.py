@@ -25,7 +25,7 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import BACKWARD_INPUT
 from schedir.predict.calibrate import calibrate, fill_missing_backwards
 from schedir.schedule_search.search_results import describe_numba
-from tests.commands import ENV, refused, said
+from tests.commands import ENV, run_command, run_refused_command
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
 AT = ("--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1,send=0.1", "--max-evaluations=40")
@@ -37,7 +37,7 @@ def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ("search", *AT, "--max-in-flight=4", "-o", "best.sched")
-    told = said(capsys, *argv)
+    told = run_command(capsys, *argv)
     text = Path("best.sched").read_text()
     comments = [line for line in text.splitlines() if line.startswith("# ")]
     assert text.startswith("\n".join(comments))
@@ -59,10 +59,10 @@ def test_whole_backwards_that_take_less_than_their_halves_are_not_spoken_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shape = ("search", "--ranks=4", "--microbatches=8", "--max-in-flight=4", "--max-evaluations=40")
-    told = said(capsys, *shape, "--costs=F=1,B=1,I=1,W=1")
+    told = run_command(capsys, *shape, "--costs=F=1,B=1,I=1,W=1")
     assert "with split backwards within this memory is shorter than 27" in told
     assert "one_f_one_b 22" in told
-    assert "split backwards" not in said(capsys, *shape, "--costs=F=1,B=2,I=1,W=1")
+    assert "split backwards" not in run_command(capsys, *shape, "--costs=F=1,B=2,I=1,W=1")
 
 
 def test_the_same_search_writes_the_same_file(
@@ -70,9 +70,9 @@ def test_the_same_search_writes_the_same_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ("search", *AT, "--max-in-flight=3", "--seed=7", "-o", "best.sched")
-    said(capsys, *argv)
+    run_command(capsys, *argv)
     first = Path("best.sched").read_bytes()
-    said(capsys, *argv)
+    run_command(capsys, *argv)
     assert Path("best.sched").read_bytes() == first
 
 
@@ -80,24 +80,26 @@ def test_every_command_takes_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said(capsys, "search", *AT, "--max-in-flight=4", "-o", "best.sched")
+    run_command(capsys, "search", *AT, "--max-in-flight=4", "-o", "best.sched")
     costs = AT[2]
-    assert "search" in said(capsys, "check", "best.sched")
+    assert "search" in run_command(capsys, "check", "best.sched")
     for model in ("blocking_serial", "per_edge", "per_pair", "per_direction"):
-        said(capsys, "check", "best.sched", f"--progress-model={model}")
-    span = json.loads(said(capsys, "simulate", "best.sched", costs, "--json"))["span"]
+        run_command(capsys, "check", "best.sched", f"--progress-model={model}")
+    span = json.loads(run_command(capsys, "simulate", "best.sched", costs, "--json"))["span"]
     assert span == simulate(from_text(Path("best.sched").read_text()), COSTS).span
-    said(capsys, "explain", "best.sched", costs)
-    said(capsys, "print", "best.sched", "-o", "shown.sched")
+    run_command(capsys, "explain", "best.sched", costs)
+    run_command(capsys, "print", "best.sched", "-o", "shown.sched")
     assert from_text(Path("shown.sched").read_text()) == from_text(Path("best.sched").read_text())
-    said(capsys, "draw", "best.sched", costs)
-    said(capsys, "draw", "best.sched", costs, "-o", "best.svg")
-    said(capsys, "compare", "best.sched", "zb_h1", "--ranks=4", "--microbatches=8", costs)
+    run_command(capsys, "draw", "best.sched", costs)
+    run_command(capsys, "draw", "best.sched", costs, "-o", "best.svg")
+    run_command(capsys, "compare", "best.sched", "zb_h1", "--ranks=4", "--microbatches=8", costs)
     for form in ("torch", "torch-2.13"):
-        said(capsys, "export", "best.sched", "--to", form, "-o", "best.csv")
+        run_command(capsys, "export", "best.sched", "--to", form, "-o", "best.csv")
         program = schedir.torch_csv.from_csv(Path("best.csv").read_text())
         assert program.shape == PLAN
-    said(capsys, "search", *AT, "--max-in-flight=4", "--initial-schedules", "best.sched", "zb_h1")
+    run_command(
+        capsys, "search", *AT, "--max-in-flight=4", "--initial-schedules", "best.sched", "zb_h1"
+    )
 
 
 def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
@@ -108,7 +110,9 @@ def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
         (("--stages-per-rank=2",), PipelineShape(4, 8, 2)),
         (("--placement=vee",), PipelineShape(4, 8, placement="vee")),
     ):
-        row = json.loads(said(capsys, "search", *AT, *options, "--max-in-flight=9", "--json"))
+        row = json.loads(
+            run_command(capsys, "search", *AT, *options, "--max-in-flight=9", "--json")
+        )
         assert row["beside"] and {one["program"] for one in row["beside"]}.isdisjoint(row["over"])
         lengths = [one["length"] for one in row["beside"]]
         assert lengths == sorted(lengths)
@@ -128,7 +132,7 @@ def test_a_limit_in_bytes_is_that_of_compile(capsys: pytest.CaptureFixture[str])
         "--memory-limit=7GB",
     )
     sizes = Sizes(activation=1e6, saved=1e9, deferred_wgrad=0.5e9, model_states=2e9)
-    row = json.loads(said(capsys, "search", *AT, *given, "--json"))
+    row = json.loads(run_command(capsys, "search", *AT, *given, "--json"))
     fit = {one["program"] for one in row["beside"]}
     assert fit and row["over"]
     for name in fit:
@@ -142,7 +146,7 @@ def test_whole_backwards_and_the_own_span(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "x.sched")
-    told = said(capsys, "search", *AT, "--no-split-backward", "--objective=own", "-o", file)
+    told = run_command(capsys, "search", *AT, "--no-split-backward", "--objective=own", "-o", file)
     program = from_text(Path(file).read_text())
     assert BACKWARD_INPUT not in program.used_opcodes
     own = simulate(program, COSTS).active_span.max()
@@ -154,7 +158,7 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """Its shape, its mean times and its unit; and its own program is set beside what is found."""
     run, file = load_timeline(RUN), str(tmp_path / "x.sched")
     at = ("--costs-from", str(RUN), "--max-evaluations=40", "--max-in-flight=12")
-    told = said(capsys, "search", *at, "-o", file)
+    told = run_command(capsys, "search", *at, "-o", file)
     program = from_text(Path(file).read_text())
     assert program.shape == run.program.shape
     costs = fill_missing_backwards(calibrate(run), run.program)
@@ -163,7 +167,7 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     again = simulate(
         run.program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
     )
-    row = json.loads(said(capsys, "search", *at, "--json"))
+    row = json.loads(run_command(capsys, "search", *at, "--json"))
     assert row["unit"] == "s"
     as_it_ran = simulate(
         program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
@@ -174,8 +178,8 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"which has {run.peak_in_flight.max()} in flight; " in told
     assert f"takes {again.span:.6g} s under per_edge, 1.7% less than the run" in told
     assert "I and W cost half of one each" in told
-    assert "cost half" not in said(capsys, "search", *at, "--no-split-backward")
-    row = json.loads(said(capsys, "search", *at, "--microbatches=12", "--json"))
+    assert "cost half" not in run_command(capsys, "search", *at, "--no-split-backward")
+    row = json.loads(run_command(capsys, "search", *at, "--microbatches=12", "--json"))
     assert "traced" not in [one["program"] for one in row["beside"]]
 
 
@@ -187,15 +191,17 @@ def test_a_run_of_more_than_a_search_knows(
     for source in (["one_f_one_b", "-O", "frozen_stages=2"], ["one_f_one_b", "-O", "recompute=all"],
                    ["forward_only"], ["dualpipe"],
                    ["pipedream_2bw", "-O", "optimizer_steps=2"]):  # fmt: skip
-        said(capsys, "simulate", *source, "-o", run)
-        refused(capsys, "search", "--costs-from", run)
-    said(capsys, "simulate", "gpipe", "-O", "tp=2", "-O", "clip_grad_norm", "-o", run)
-    told = said(capsys, "search", "--costs-from", run, "--max-evaluations=40", "-o", best)
+        run_command(capsys, "simulate", *source, "-o", run)
+        run_refused_command(capsys, "search", "--costs-from", run)
+    run_command(capsys, "simulate", "gpipe", "-O", "tp=2", "-O", "clip_grad_norm", "-o", run)
+    told = run_command(capsys, "search", "--costs-from", run, "--max-evaluations=40", "-o", best)
     assert (
         "the search ignores -O tp=2 -O clip_grad_norm of that run; schedir print FILE --relower"
         in told
     )
-    said(capsys, "print", best, "--relower", "-O", "tp=2", "-O", "clip_grad_norm", "-o", best)
+    run_command(
+        capsys, "print", best, "--relower", "-O", "tp=2", "-O", "clip_grad_norm", "-o", best
+    )
     assert from_text(Path(best).read_text()).clip_grad_norm
 
 
@@ -205,9 +211,9 @@ def test_nothing_is_searched_for_a_file_that_cannot_be(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.sched").mkdir()
     for name in ("no/such/x.sched", "x.csv", "folder.sched"):
-        assert name in refused(capsys, "search", *AT, "--time-limit=500", "-o", name)
+        assert name in run_refused_command(capsys, "search", *AT, "--time-limit=500", "-o", name)
     (tmp_path / "old.sched").write_text("old")
-    refused(capsys, "search", *AT, "--max-in-flight=0", "-o", "old.sched")
+    run_refused_command(capsys, "search", *AT, "--max-in-flight=0", "-o", "old.sched")
     assert (tmp_path / "old.sched").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"folder.sched", "old.sched"}
 
@@ -263,7 +269,7 @@ def test_a_solver_that_is_not_there(
     for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ortools", None)  # so python says that it is not installed
-    assert "schedir[solver]" in refused(capsys, "search", *AT, "--bound=solver")
+    assert "schedir[solver]" in run_refused_command(capsys, "search", *AT, "--bound=solver")
 
 
 # ---------------------------------------------------------------- a person looks on, and stops it

@@ -16,7 +16,7 @@ from schedir.ir.instruction_index import InstructionIndex
 from schedir.training.config.config_file import read_config
 from schedir.training.train import build_program
 from tests.check_calls import proofs
-from tests.commands import said
+from tests.commands import run_command
 
 MINE = """
 import pickle
@@ -58,7 +58,7 @@ COMMANDS = (
 def test_a_command_checks_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
 ) -> None:
-    said(capsys, *argv.split())
+    run_command(capsys, *argv.split())
     assert proven == [("complete", "mine"), ("proof", "mine")]
     assert Path("loaded").read_text() == "once\n"
 
@@ -73,14 +73,14 @@ def test_a_command_checks_once(
 def test_a_program_in_a_file_is_checked_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
 ) -> None:
-    said(capsys, *argv.split())
+    run_command(capsys, *argv.split())
     once = [("complete", "zb_v"), ("proof", "zb_v")]
     assert proven == ([] if argv.startswith("print") else once)
 
 
 def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Though it compiles the schedule again, changed."""
-    said(capsys, "explain", "mine.py:mine")
+    run_command(capsys, "explain", "mine.py:mine")
     assert Path("loaded").read_text() == "once\n"
 
 

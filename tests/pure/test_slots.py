@@ -43,7 +43,7 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
-from tests.commands import said
+from tests.commands import run_command
 from tests.laws import ZOO, least, shape_of
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
@@ -363,9 +363,11 @@ def test_simulate_tells_the_slots_that_there_are(
     argv = ["simulate", "gpipe", "-O", "buffer_sharing=minimal", *skips]
     kinds = ["act_in", "act_out", "grad_in", "grad_out"]
     kinds += ["skip_in", "skip_out", "skip_grad_in", "skip_grad_out"] * bool(skips)
-    line = next(line for line in said(capsys, *argv).splitlines() if line.startswith("slots"))
+    line = next(
+        line for line in run_command(capsys, *argv).splitlines() if line.startswith("slots")
+    )
     told = [pair.split() for pair in line.split(": ")[1].split(";")[0].split(", ")]
     assert [kind for kind, _ in told] == kinds
     assert all(1 <= int(number) <= 8 for _, number in told)
-    slots = json.loads(said(capsys, *argv, "--json"))["slots"]
+    slots = json.loads(run_command(capsys, *argv, "--json"))["slots"]
     assert all([*counts] == kinds for counts in slots)

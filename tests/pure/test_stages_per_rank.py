@@ -9,7 +9,7 @@ import pytest
 
 from schedir.schedules import interleaved, one_f_one_b, zb_v
 from schedir.schedules.schedule_algebra import EMPTY, RankSchedule, Schedule, get_stages_per_rank
-from tests.commands import said
+from tests.commands import run_command
 
 
 def test_stages_per_rank_unless_told() -> None:
@@ -30,15 +30,20 @@ def test_a_schedule_for_several_stages_has_several(capsys: pytest.CaptureFixture
     """Unless told; and every view says how many."""
     two = "2 stages per rank"
     for name in ("simulate", "draw", "check", "explain"):
-        assert two in said(capsys, name, "interleaved")
-        one = said(capsys, name, "interleaved", "--stages-per-rank=1")
+        assert two in run_command(capsys, name, "interleaved")
+        one = run_command(capsys, name, "interleaved", "--stages-per-rank=1")
         assert two not in one.split("\n")[0]
-        assert "3 stages per rank" in said(capsys, name, "interleaved(v=3)")
-    assert "stages_per_rank 2" in said(capsys, "print", "interleaved")
-    assert "stages_per_rank 1" in said(capsys, "print", "interleaved", "--placement=0,1,2,3")
-    facts = json.loads(said(capsys, "compare", "one_f_one_b", "interleaved", "zb_v", "--json"))
+        assert "3 stages per rank" in run_command(capsys, name, "interleaved(v=3)")
+    assert "stages_per_rank 2" in run_command(capsys, "print", "interleaved")
+    assert "stages_per_rank 1" in run_command(capsys, "print", "interleaved", "--placement=0,1,2,3")
+    facts = json.loads(
+        run_command(capsys, "compare", "one_f_one_b", "interleaved", "zb_v", "--json")
+    )
     assert [fact["stages_per_rank"] for fact in facts] == [1, 2, 2]
     assert [fact["stages"] for fact in facts] == [4, 8, 8]
-    assert "1, or 2 with a parameter v" in said(capsys, "train", "--help")
-    both = [said(capsys, "compare", "interleaved", *how) for how in ((), ("--stages-per-rank=2",))]
+    assert "1, or 2 with a parameter v" in run_command(capsys, "train", "--help")
+    both = [
+        run_command(capsys, "compare", "interleaved", *how)
+        for how in ((), ("--stages-per-rank=2",))
+    ]
     assert both[0] == both[1]

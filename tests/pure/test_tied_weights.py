@@ -16,7 +16,7 @@ from schedir.errors import ParseError, ReductionError, ShapeError, UsageError
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.pipeline.tied_weights import number_tied_groups
 from schedir.schedules import dualpipe, one_f_one_b, zb_v
-from tests.commands import refused
+from tests.commands import run_refused_command
 
 
 class Weight:
@@ -157,13 +157,15 @@ def test_commands_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         main(["check", path, "-O", "tied_weights=1=2"]) == 0
         and "complete" in capsys.readouterr().out
     )
-    assert "has tied_weights 1=2, not yes" in refused(capsys, "check", path, "-O", "tied_weights")
-    assert "has tied_weights 1=2, not 0=1" in refused(
+    assert "has tied_weights 1=2, not yes" in run_refused_command(
+        capsys, "check", path, "-O", "tied_weights"
+    )
+    assert "has tied_weights 1=2, not 0=1" in run_refused_command(
         capsys, "check", path, "-O", "tied_weights=0=1"
     )
-    assert "must be yes, no, or stages like 0=2,1=3, not '0'" in refused(
+    assert "must be yes, no, or stages like 0=2,1=3, not '0'" in run_refused_command(
         capsys, "print", "gpipe", "-O", "tied_weights=0"
     )
-    assert "tied_weights has 0=9, but the stages are 0 to 3" in refused(
+    assert "tied_weights has 0=9, but the stages are 0 to 3" in run_refused_command(
         capsys, "print", "gpipe", "-O", "tied_weights=0=9"
     )

@@ -25,7 +25,7 @@ from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import group_opposite_transfers
 from schedir.schedules import dualpipe_v, one_f_one_b
 from schedir.testing import compute_programs
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 from tests.strategies import costs
 
 FILE = Path("x.timeline")
@@ -300,18 +300,20 @@ def test_nothing_is_written_half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     save_timeline(replace(timeline(), kind="measured", unit="s"), FILE)
-    assert "one_f_one_b, measured" in said(capsys, "simulate", str(FILE))
-    assert said(capsys, "simulate", str(FILE), "--ranks=3")
-    said_of = said(capsys, "compare", str(FILE), "one_f_one_b", "--ranks=3", "--microbatches=4")
+    assert "one_f_one_b, measured" in run_command(capsys, "simulate", str(FILE))
+    assert run_command(capsys, "simulate", str(FILE), "--ranks=3")
+    said_of = run_command(
+        capsys, "compare", str(FILE), "one_f_one_b", "--ranks=3", "--microbatches=4"
+    )
     assert "one_f_one_b, measured" in said_of and "one_f_one_b, predicted" in said_of
-    assert said(capsys, "draw", str(FILE), "-o", "x.svg")
-    assert "leave out --ranks" in refused(capsys, "simulate", str(FILE), "--ranks=4")
-    assert "predicted" in said(capsys, "simulate", str(FILE), "--costs=F=1")
-    assert "under the progress model per_device" in refused(
+    assert run_command(capsys, "draw", str(FILE), "-o", "x.svg")
+    assert "leave out --ranks" in run_refused_command(capsys, "simulate", str(FILE), "--ranks=4")
+    assert "predicted" in run_command(capsys, "simulate", str(FILE), "--costs=F=1")
+    assert "under the progress model per_device" in run_refused_command(
         capsys, "simulate", str(FILE), "--progress-model=per_edge"
     )
     FILE.write_text("schedir 1\n")
-    assert "not a Timeline file" in refused(capsys, "draw", str(FILE), "-o", "x.svg")
+    assert "not a Timeline file" in run_refused_command(capsys, "draw", str(FILE), "-o", "x.svg")
 
 
 def test_effects_before_causes_are_told_by_every_view(
@@ -334,18 +336,18 @@ def test_effects_before_causes_are_told_by_every_view(
     assert replace(wrong, clock_error=0.0038).causality_warning
     save_timeline(wrong, FILE)
     for command in ("simulate", "explain", "draw"):
-        assert says in said(capsys, command, str(FILE))
-    assert says in said(capsys, "compare", str(FILE), str(FILE))
-    assert json.loads(said(capsys, "simulate", str(FILE), "--json"))["doubt"] == says
+        assert says in run_command(capsys, command, str(FILE))
+    assert says in run_command(capsys, "compare", str(FILE), str(FILE))
+    assert json.loads(run_command(capsys, "simulate", str(FILE), "--json"))["doubt"] == says
     for options in ("", "--width=column", "--idle-map", "html"):
         page = options == "html"
         picture = tmp_path / ("x.html" if page else "x.svg")
         argv = [str(FILE), "-o", str(picture), *([options] if options and not page else [])]
-        said(capsys, "draw", *argv)
+        run_command(capsys, "draw", *argv)
         assert says in picture.read_text()
-    said(capsys, "compare", str(FILE), str(FILE), "--tradeoff", "-o", "x.svg")
+    run_command(capsys, "compare", str(FILE), str(FILE), "--tradeoff", "-o", "x.svg")
     assert says in Path("x.svg").read_text()
-    said(capsys, "export", str(FILE), "--to=perfetto", "-o", "x.json")
+    run_command(capsys, "export", str(FILE), "--to=perfetto", "-o", "x.json")
     assert says in Path("x.json").read_text()
     assert says in wrong._repr_html_()
     assert main(["calibrate", str(FILE)]) == 0

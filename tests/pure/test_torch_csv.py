@@ -35,7 +35,7 @@ from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pa
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -113,9 +113,9 @@ def test_an_import_says_what_it_reads_over(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ["import", str(GOLDEN / "torch_interleaved_1f1b.csv"), "-o", "x.sched"]
-    assert "skipped 8 UNSHARD" in said(capsys, *argv)
+    assert "skipped 8 UNSHARD" in run_command(capsys, *argv)
     assert "unshard" not in Path("x.sched").read_text()
-    assert "skipped" not in said(capsys, *argv, "-O", "zero=3", "-O", "dp=2")
+    assert "skipped" not in run_command(capsys, *argv, "-O", "zero=3", "-O", "dp=2")
     assert "unshard 4" in Path("x.sched").read_text()
 
 
@@ -285,11 +285,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("form", torch_csv.CSV_FORMATS)
 def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -> None:
     shape = ["--ranks", "4", "--microbatches", "8", "--stages-per-rank", "2"]
-    out = said(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my shape.csv")
+    out = run_command(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my shape.csv")
     assert out == "wrote my shape.csv\n"
     program = compile(interleaved, PipelineShape(4, 8, 2), tp=2, clip_grad_norm=True)
     how = ["-O", "tp=2", "-O", "clip_grad_norm", "-O", "buffer_sharing=minimal"]
-    out = said(capsys, "import", "my shape.csv", "-o", "x.sched", *how)
+    out = run_command(capsys, "import", "my shape.csv", "-o", "x.sched", *how)
     again = from_text((folder / "x.sched").read_text())
     assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
     assert again.name == "my_shape" and again.shape == program.shape and again.clip_grad_norm
@@ -298,7 +298,7 @@ def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -
         assert again.streams == program.streams
     else:  # torch sends whole activations, and so does what comes from it
         assert compute(again) == compute(program)
-    back = said(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
+    back = run_command(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
     assert back == "wrote y.csv\n"
     assert (folder / "y.csv").read_text() == (folder / "my shape.csv").read_text()
 
@@ -335,5 +335,5 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         ("export d.sched --to torch-2.13 -o x.csv", "LoweringLevelError"),
         ("export d.sched --to torch -o no/x.csv", "no/x.csv"),
     ]:
-        assert says in refused(capsys, *argv.split()), argv
+        assert says in run_refused_command(capsys, *argv.split()), argv
     assert sorted(os.listdir()) == before

@@ -19,7 +19,7 @@ import pytest
 from schedir.errors import SchedirError, TraceError
 from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.traces.trace_import import read_run
-from tests.commands import said
+from tests.commands import run_command
 
 BASE = 1_790_857_026 * 10**9
 NCCL = "ncclDevKernel_SendRecv"
@@ -140,7 +140,7 @@ def test_a_doubt_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     """Hosts of one name, or of none, whose clocks differ."""
     write(tmp_path, 0, 0, host="")
     write(tmp_path, 1, 1, host="", ahead=-200)
-    text = said(capsys, "import", str(tmp_path), "-o", str(tmp_path / "x.timeline"))
+    text = run_command(capsys, "import", str(tmp_path), "-o", str(tmp_path / "x.timeline"))
     assert "effects up to 0.00015 s before causes" in text
     assert "some traces have no host name: they are assumed to have the same clock" in text
 

@@ -31,7 +31,7 @@ from schedir.traces.kineto import read_trace
 from schedir.traces.trace_import import read_run
 from schedir.verify.check import check
 from tests import kineto
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 
 UNIT = 1e-5  # seconds of a unit of cost
 
@@ -201,13 +201,13 @@ def test_wrong_files(what: str, traces: Path, capsys: pytest.CaptureFixture[str]
         edited(of_rank(traces, 1), edit)
         fact = "none of 2 files has a range of an instruction"
     out = traces / "x.timeline"
-    assert fact in refused(capsys, "import", str(traces), "-o", str(out))
+    assert fact in run_refused_command(capsys, "import", str(traces), "-o", str(out))
     assert not out.exists()
 
 
 def test_a_rank_is_missing(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_rank(traces, 0).unlink()
-    text = refused(capsys, "import", str(traces), "-o", str(traces / "x.timeline"))
+    text = run_refused_command(capsys, "import", str(traces), "-o", str(traces / "x.timeline"))
     assert "the traces have stage 1, but not stage 0" in text and "a rank missing?" in text
 
 
@@ -263,37 +263,43 @@ def test_processes_of_their_own_read_the_same(
 
 def test_steps(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(traces / "x.timeline")
-    text = refused(capsys, "import", str(traces), "-o", out, "--step", "7")
+    text = run_refused_command(capsys, "import", str(traces), "-o", out, "--step", "7")
     assert "do not all have ProfilerStep 7" in text and "they have 5" in text
     edited(of_rank(traces, 0), renamed("ProfilerStep#5", "ProfilerStep#4"))
-    text = refused(capsys, "import", str(traces), "-o", out)
+    text = run_refused_command(capsys, "import", str(traces), "-o", out)
     assert "the traces of the ranks have no ProfilerStep in common" in text
     for rank in (0, 1):
         edited(of_rank(traces, rank), without("ProfilerStep"))
-    assert "the complete trace" in said(capsys, "import", str(traces), "-o", out)
+    assert "the complete trace" in run_command(capsys, "import", str(traces), "-o", out)
 
 
 def test_options_and_names(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(path) for path in sorted(traces.iterdir())]
     out = str(traces / "x.timeline")
-    assert "cannot read nowhere: no such file" in refused(capsys, "import", "nowhere", "-o", out)
-    assert "must end in .timeline" in refused(capsys, "import", *files, "-o", "x.csv")
-    text = refused(capsys, "import", *files, "-o", out, "--costs", "F=1")
+    assert "cannot read nowhere: no such file" in run_refused_command(
+        capsys, "import", "nowhere", "-o", out
+    )
+    assert "must end in .timeline" in run_refused_command(capsys, "import", *files, "-o", "x.csv")
+    text = run_refused_command(capsys, "import", *files, "-o", out, "--costs", "F=1")
     assert "--costs does not apply to traces" in text
-    text = refused(capsys, "import", *files, "-o", out, "--ranks", "3")
+    text = run_refused_command(capsys, "import", *files, "-o", out, "--ranks", "3")
     assert "--ranks is 3, but these traces have 2 pipeline ranks" in text
     empty = traces / "empty"
     empty.mkdir()
-    text = refused(capsys, "import", str(empty), "-o", out)
+    text = run_refused_command(capsys, "import", str(empty), "-o", out)
     assert "has no traces" in text and "hint" not in text
     below = empty / "below"
     below.mkdir()
     (below / "x.json").write_text("[]")
-    assert f"hint: {below} has traces" in refused(capsys, "import", str(empty), "-o", out)
-    assert "not a trace of torch.profiler" in refused(capsys, "import", str(below), "-o", out)
-    text = said(capsys, "import", str(traces / "*.json"), "-o", str(traces / "x.sched"))
+    assert f"hint: {below} has traces" in run_refused_command(
+        capsys, "import", str(empty), "-o", out
+    )
+    assert "not a trace of torch.profiler" in run_refused_command(
+        capsys, "import", str(below), "-o", out
+    )
+    text = run_command(capsys, "import", str(traces / "*.json"), "-o", str(traces / "x.sched"))
     assert "2 ranks, 2 stages, 3 microbatches" in text
-    assert "complete and in order" in said(capsys, "check", str(traces / "x.sched"))
+    assert "complete and in order" in run_command(capsys, "check", str(traces / "x.sched"))
 
 
 @settings(deadline=None, max_examples=60)

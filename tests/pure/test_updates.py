@@ -52,7 +52,7 @@ from schedir.schedules.schedule_algebra import (
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import random_compute_program
 from schedir.verify.check import check
-from tests.commands import refused
+from tests.commands import run_refused_command
 from tests.laws import TRIPLES, run
 from tests.oracle import Machine
 
@@ -287,7 +287,7 @@ def test_a_delay_that_cannot_be(capsys: pytest.CaptureFixture[str], wrong: str) 
         "-O",
         f"weight_delay={wrong}",
     ]
-    assert "delay" in refused(capsys, "check", "one_f_one_b", *shape)
+    assert "delay" in run_refused_command(capsys, "check", "one_f_one_b", *shape)
 
 
 def test_a_delay_that_a_file_contradicts(
@@ -295,7 +295,9 @@ def test_a_delay_that_a_file_contradicts(
 ) -> None:
     path = tmp_path / "x.sched"
     path.write_text(to_text(compile(one_f_one_b, two_buffers(2, 2, 3))))
-    assert "-O weight_delay" in refused(capsys, "check", str(path), "-O", "weight_delay=2")
+    assert "-O weight_delay" in run_refused_command(
+        capsys, "check", str(path), "-O", "weight_delay=2"
+    )
     assert main(["check", str(path), "-O", "weight_delay=1"]) == 0
 
 

@@ -16,7 +16,7 @@ from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.predict.what_if import Advice, advise
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1, zb_v
 from tests.clock_noise import slow_at_the_end
-from tests.commands import refused, said
+from tests.commands import run_command, run_refused_command
 
 PLAN = PipelineShape(4, 8)
 COSTS = Costs(F=(1, 1, 1, 1.5), B=(2, 2, 2, 3), send=0.25, reduce_grads=2)
@@ -191,8 +191,8 @@ def test_a_run_that_its_means_miss_is_no_ground_for_advice(
     assert advice.relative_error < -0.1 and not advice.is_reliable and advice.changes == []
     schedir.save_timeline(run, tmp_path / "x.timeline")
     golden = Path(__file__).parents[1] / "golden" / "explain_no_advice.txt"
-    assert said(capsys, "explain", str(tmp_path / "x.timeline")) == golden.read_text()
-    found = json.loads(said(capsys, "explain", str(tmp_path / "x.timeline"), "--json"))
+    assert run_command(capsys, "explain", str(tmp_path / "x.timeline")) == golden.read_text()
+    found = json.loads(run_command(capsys, "explain", str(tmp_path / "x.timeline"), "--json"))
     assert found["advice_given"] is False and found["changes"] == []
     assert found["simulated_span"] == advice.baseline.span
 
@@ -205,7 +205,7 @@ def test_what_is_less_than_a_simulation_misses_is_not_told(
         run = slow_at_the_end(program, slow)
         assert advise(run).is_reliable
         schedir.save_timeline(run, tmp_path / "x.timeline")
-        *_, line, most = said(capsys, "explain", str(tmp_path / "x.timeline")).splitlines()
+        *_, line, most = run_command(capsys, "explain", str(tmp_path / "x.timeline")).splitlines()
         assert line.strip().startswith(told) and most.startswith("another order of these stages")
 
 
@@ -220,22 +220,24 @@ def test_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     costs = "--costs=F=1:1:1:1.5,B=2:2:2:3,send=0.25,reduce_grads=2"
-    lines = said(capsys, "explain", "one_f_one_b", costs).splitlines()
+    lines = run_command(capsys, "explain", "one_f_one_b", costs).splitlines()
     assert len(lines) <= 7 and lines[-1].startswith("another order of these stages")
     assert "imbalance" in lines[0] and "by simulation" in lines[2]
     assert "stage 3 on rank 3 takes 1.33x" in "".join(lines)
-    *_, nothing, most = said(capsys, "explain", "gpipe", "--ranks=1").splitlines()
+    *_, nothing, most = run_command(capsys, "explain", "gpipe", "--ranks=1").splitlines()
     assert nothing.endswith("by simulation") and most.endswith("saves nothing")
-    assert '"imbalance"' in said(capsys, "explain", "gpipe", "--json")
-    large = said(capsys, "explain", "gpipe", "--ranks=16", "--microbatches=1100")
+    assert '"imbalance"' in run_command(capsys, "explain", "gpipe", "--json")
+    large = run_command(capsys, "explain", "gpipe", "--ranks=16", "--microbatches=1100")
     assert "instructions are not tried" in large
 
     measured = replace(run_of(one_f_one_b, COSTS), kind="measured", unit="s")
     schedir.save_timeline(measured, "x.timeline")
-    lines = said(capsys, "explain", "x.timeline").splitlines()
+    lines = run_command(capsys, "explain", "x.timeline").splitlines()
     assert "at the run's mean times" in lines[2] and "unexplained" not in lines[2]
     spans = measured.spans.copy()
     spans["start"] += 0.5 * np.isin(spans["op"], COMPUTE_OPS)  # the host's, more than a message
     schedir.save_timeline(replace(measured, spans=spans), "late.timeline")
-    assert "19.9% of the ranks' time is unexplained" in said(capsys, "explain", "late.timeline")
-    assert "--ranks" in refused(capsys, "explain", "x.timeline", "--ranks=3")
+    assert "19.9% of the ranks' time is unexplained" in run_command(
+        capsys, "explain", "late.timeline"
+    )
+    assert "--ranks" in run_refused_command(capsys, "explain", "x.timeline", "--ranks=3")

@@ -23,7 +23,7 @@ from schedir import (
 from schedir.compiler.relower import Lowering
 from schedir.predict.calibrate import adjust_for_zero
 from schedir.predict.what_if import SimulatedChange, advise
-from tests.commands import said
+from tests.commands import run_command
 
 PLAN = PipelineShape(2, 6, 3)
 COSTS = Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.5, reduce_grads=1, step=2)
@@ -160,7 +160,9 @@ def test_schedules_with_fewer_stages_are_ranked_beside_others(
         "unsharded_stages=2",
         "--json",
     ]
-    found = {row["program"]: row for row in json.loads(said(capsys, *command.split(), *shape))}
+    found = {
+        row["program"]: row for row in json.loads(run_command(capsys, *command.split(), *shape))
+    }
     assert {"one_f_one_b", "interleaved"} <= found.keys()
 
 
@@ -169,8 +171,8 @@ def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
              "-O", "dp=4", "-O", "zero=3", "-O", "unsharded_stages=1",
              "--costs=F=1,B=2,unshard=0.5,reduce_scatter=0.5,reduce_grads=1,step=2",
              "--sizes=activation=10MB,saved=100MB,params=1GB,grads=1GB,optimizer=6GB"]  # fmt: skip
-    assert SAID in said(capsys, *shape)
-    found = json.loads(said(capsys, *shape, "--json"))
+    assert SAID in run_command(capsys, *shape)
+    found = json.loads(run_command(capsys, *shape, "--json"))
     assert found["held"]["span"] == 70 and found["fits"]
     could = [(row["what"], row["span"]) for row in found["could_be_held"]]
     assert could == [

@@ -11,7 +11,7 @@ from schedir import PipelineShape, compile, schedules
 from schedir.__main__ import main
 from schedir.analysis.memory.unshard_counts import count_unshards, describe_sharding
 from schedir.ir.text_format import to_text
-from tests.commands import said
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 REFUSED = (ROOT / "tests" / "golden" / "zero.txt").read_text().split("\n\n")
@@ -38,14 +38,14 @@ def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> N
     """As often as the text has them, and nothing where there is no ZeRO."""
     program = compile(schedules.looped_bfs, PipelineShape(2, 4, 4), dp=2, zero=3)
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
-    out = said(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3")
+    out = run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3")
     assert f"each rank gathers weights {number} times per step" in out
     told = json.loads(
-        said(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3", "--json")
+        run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3", "--json")
     )
     assert (told["zero"], told["gathers"]) == (3, [number, number])
-    assert "gathers" not in said(capsys, command, "looped_bfs", *AT, "-O", "dp=2")
-    assert "gathers" not in said(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "--json")
+    assert "gathers" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2")
+    assert "gathers" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "--json")
 
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
@@ -53,26 +53,26 @@ def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_one_replica_saves_nothing_and_is_told(
     zero: int, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = said(capsys, command, "looped_bfs", *AT, "-O", f"zero={zero}")
+    out = run_command(capsys, command, "looped_bfs", *AT, "-O", f"zero={zero}")
     assert f"zero {zero} saves no memory: dp is 1" in out
 
 
 def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", "looped_bfs", "interleaved", *AT, "-O", "dp=2"]
-    heads, _, *rows = said(capsys, *argv, "-O", "zero=3").splitlines()
+    heads, _, *rows = run_command(capsys, *argv, "-O", "zero=3").splitlines()
     assert heads.endswith("gathers")
     for name, row in zip(("looped_bfs", "interleaved"), rows, strict=True):
         times = count_unshards(
             compile(getattr(schedules, name), PipelineShape(2, 4, 4), dp=2, zero=3)
         ).unshards
         assert row.endswith(f"  {min(times)} to {max(times)}") or row.endswith(f"  {times[0]}")
-    assert "gathers" not in said(capsys, *argv)
+    assert "gathers" not in run_command(capsys, *argv)
 
 
 @pytest.mark.parametrize("when", ["update_end", "each_backward"])
 def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With schedules that run forward only, and reduce nothing."""
-    out = said(
+    out = run_command(
         capsys,
         "recommend",
         "--ranks=2",
@@ -131,13 +131,15 @@ def test_what_no_longer_says_anything_is_no_more_said(
             compile(schedules.interleaved, PipelineShape(2, 4, 2), dp=2, zero=3, unsharded_stages=1)
         )
     )
-    assert "at most 1 of their 2 stages" in said(capsys, "check", path, "--relower")
-    assert "at most 2 of its 2 stages" in said(capsys, "check", path, "--relower", "-O", "zero=1")
-    assert "zero" not in said(capsys, "check", path, "--relower", "-O", "zero=0")
+    assert "at most 1 of their 2 stages" in run_command(capsys, "check", path, "--relower")
+    assert "at most 2 of its 2 stages" in run_command(
+        capsys, "check", path, "--relower", "-O", "zero=1"
+    )
+    assert "zero" not in run_command(capsys, "check", path, "--relower", "-O", "zero=0")
 
 
 def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(
+    out = run_command(
         capsys,
         "recommend",
         "--ranks=2",
@@ -161,9 +163,9 @@ def test_what_a_search_finds_is_lowered_with_zero(
     """As the message that refuses `search --zero` says."""
     monkeypatch.chdir(tmp_path)
     shape = ("--ranks=2", "--microbatches=4", "--max-evaluations=1")
-    said(capsys, "search", *shape, "-o", "found.sched")
+    run_command(capsys, "search", *shape, "-o", "found.sched")
     words = ("--relower", "-O", "dp=2", "-O", "zero=3")
-    told = json.loads(said(capsys, "simulate", "found.sched", *words, "--json"))
+    told = json.loads(run_command(capsys, "simulate", "found.sched", *words, "--json"))
     assert (told["zero"], told["gathers"]) == (3, [1, 1])
 
 
@@ -182,12 +184,15 @@ def test_costs_that_nobody_reads_are_told(
     zero: int, costs: str, names: list[str], command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = ("--ranks=2", "--microbatches=4", "-O", "dp=2", "-O", f"zero={zero}")
-    out = said(capsys, command, "one_f_one_b", *shape, f"--costs=F=1,B=2,{costs}")
+    out = run_command(capsys, command, "one_f_one_b", *shape, f"--costs=F=1,B=2,{costs}")
     line = f"the cost of {' and '.join(names)} is not used: with zero {zero}, programs use "
     assert line in out if names else "is not used" not in out
     if command in ("simulate", "explain"):
         argv = (*shape, f"--costs=F=1,B=2,{costs}", "--json")
-        assert json.loads(said(capsys, command, "one_f_one_b", *argv)).get("not_read", []) == names
+        assert (
+            json.loads(run_command(capsys, command, "one_f_one_b", *argv)).get("not_read", [])
+            == names
+        )
 
 
 def test_a_cost_that_one_of_several_reads_is_not_told(
@@ -199,5 +204,5 @@ def test_a_cost_that_one_of_several_reads_is_not_told(
             to_text(compile(schedules.one_f_one_b, PipelineShape(2, 4), dp=2, zero=zero))
         )
     costs = "--costs=F=1,B=2,reduce_grads=2,unshard=1,reduce_scatter=1"
-    assert "is not used" not in said(capsys, "compare", *map(str, files), costs)
-    assert "is not used" in said(capsys, "compare", str(files[0]), costs)
+    assert "is not used" not in run_command(capsys, "compare", *map(str, files), costs)
+    assert "is not used" in run_command(capsys, "compare", str(files[0]), costs)

@@ -30,7 +30,7 @@ from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.calibrate import calibrate
 from schedir.predict.step_period import compute_step_period
 from schedir.predict.what_if import advise
-from tests.commands import said
+from tests.commands import run_command
 
 SIZES = Sizes(activation=60e6, params=2e9, grads=4e9, optimizer=12e9)
 ZOO = {
@@ -114,10 +114,12 @@ def test_reducing_each_turn_sends_as_often_as_there_are_turns() -> None:
 def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "looped_bfs", "--ranks=1", "--microbatches=4", "--stages-per-rank=4",
              "-O", "dp=2", "-O", "zero=3", "--sizes=params=2GB,grads=4GB"]  # fmt: skip
-    assert "bytes that a process sends, at most: dp 8 GB, params 6 GB\n" in said(capsys, *shape)
-    found = json.loads(said(capsys, *shape, "--json"))
+    assert "bytes that a process sends, at most: dp 8 GB, params 6 GB\n" in run_command(
+        capsys, *shape
+    )
+    found = json.loads(run_command(capsys, *shape, "--json"))
     assert found["sent"] == {"dp": [8e9], "params": [6e9]}
-    assert "sends" not in said(capsys, *shape[:-1])
+    assert "sends" not in run_command(capsys, *shape[:-1])
 
 
 # ---------------------------------------------------------------- seconds of a cluster
@@ -167,7 +169,7 @@ def test_the_command_fills_them(capsys: pytest.CaptureFixture[str]) -> None:
              "zero=3",
              "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB",
              "--cluster=examples/selene.toml", "--costs=F=0.01,B=0.02", "--json"]  # fmt: skip
-    filled = json.loads(said(capsys, *shape))["filled"]
+    filled = json.loads(run_command(capsys, *shape))["filled"]
     assert filled["unshard"] == pytest.approx(2 * filled["reduce_scatter"] / 4)
     assert "reduce_grads" not in filled
 
