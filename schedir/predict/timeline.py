@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import lcm
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from schedir.ir.instruction_index import NO_POSITION, Positions
 from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, RECV_OPS, TIERS, Instr, Lane
 from schedir.ir.notebook_repr import render_html
 from schedir.ir.program import OPCODES, WORD_DTYPE, Program
+from schedir.retired_names import raise_attribute_error
 
 Spans = NDArray[Any]  # a structured array with the fields of SPAN_DTYPE
 Times = NDArray[np.float64]
@@ -159,6 +160,9 @@ class Timeline:
     clock_error: float = 0.0
     sizes: Sizes | None = None
     blocking_hosts: bool = False
+
+    if not TYPE_CHECKING:  # A type checker would allow any attribute.
+        __getattr__ = raise_attribute_error
 
     def __post_init__(self) -> None:
         if self.unit not in TIME_UNITS:
