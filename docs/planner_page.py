@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import fields
 from inspect import getdoc
 
-from docs.pages import entries, page, table
+from docs.pages import entries, one_line, page, table
 from schedir import Cluster
-from schedir.planner import SoftwareConstants, cluster_preset, cluster_presets
+from schedir.planner import (
+    SoftwareConstants,
+    cluster_preset,
+    cluster_presets,
+    stack_preset,
+    stack_presets,
+)
+from schedir.planner.calibration import CONSTANTS
+from schedir.planner.plan_simplicity import measure_complexity
 from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "sequence")  # columns of the table of models
@@ -29,6 +37,18 @@ def blocks() -> dict[str, str]:
         [f"`{c.name}`", meanings[c.name], f"{c.value:g}", f"{c.min_value:g} to {c.max_value:g}"]
         for c in SoftwareConstants().list_constants()
     ]
+    usual = SoftwareConstants()
+    stacks = []
+    for name in stack_presets():
+        one = stack_preset(name)
+        own = [
+            f"`{c.name}` {c.value:g}"
+            for c in one.constants.list_constants()
+            if c.value != getattr(usual, c.name)
+        ]
+        states = "/".join(f"{size:g}" for size in one.state_bytes)
+        cells = [f"`{name}`", ", ".join(own) or "-", states, one.division, one.rank_order]
+        stacks.append([*cells, one.source])
     presets = {name: cluster_preset(name) for name in cluster_presets()}
     clusters = [
         [f"`{f.name}`", *(number(getattr(preset, f.name)) for preset in presets.values())]
@@ -37,8 +57,24 @@ def blocks() -> dict[str, str]:
     ]
     links = [f"[`{name}`](../../schedir/planner/hardware/clusters/{name}.toml)" for name in presets]
     return {
+        "simplest": one_line(str(getdoc(measure_complexity)).split("\n\n")[1]),
         "models": table(["name", "parameters", *SHAPE, "source"], models),
         "clusters": table(["field", *links], clusters),
+        "stacks": table(
+            ["name", "constants", "bytes of states", "division", "rank order", "source"], stacks
+        ),
+        "calibrated": table(
+            ["constant", "meaning", "bounds", "deviation of the prior"],
+            [
+                [
+                    f"`{name}`",
+                    row.meaning,
+                    f"{row.min_value:g} to {row.max_value:g}",
+                    f"{row.prior_deviation:.0%}",
+                ]
+                for name, row in CONSTANTS.items()
+            ],
+        ),
         "constants": table(["constant", "meaning", "default", "bounds"], constants),
     }
 

@@ -30,10 +30,12 @@ class Extra(NamedTuple):
 
 
 EXTRAS: Final = {
+    "argcomplete": Extra("completion"),
     "hypothesis": Extra("testing"),
     "megatron.core": Extra("megatron", "0.16"),
     "numba": Extra("fast"),
     "ortools": Extra("solver"),
+    "pandas": Extra("notebook"),
     "tokenizers": Extra("tokenizers", "0.20"),
     "torch": Extra("torch", "2.10"),
 }

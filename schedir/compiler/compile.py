@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Unpack
 
 from schedir.analysis.memory.footprint import compute_footprints, require_memory_limit
 from schedir.analysis.progress_models import ProgressModel
+from schedir.compiler.compile_options import CompileOptions, list_options_in_signature
 from schedir.errors import (
     CompletenessError,
     LoweringLevelError,
@@ -42,6 +43,7 @@ SIZES_EXAMPLE = "Sizes(activation=16e6, saved=1.2e9)"  # Errors show it as a val
 
 
 @explain_wrong_calls("compile('one_f_one_b', PipelineShape(ranks=4, microbatches=8))")
+@list_options_in_signature
 def compile(
     schedule: str | Schedule | Program,
     shape: PipelineShape | None = None,
@@ -67,7 +69,7 @@ def compile(
     memory_limit: float | None = None,
     blocking_hosts: bool = False,
     debug: bool = False,
-    **extra_options: Any,
+    **extra_options: Unpack[CompileOptions],
 ) -> Program:
     """Compile a schedule into a program, and check it.
 
@@ -167,7 +169,8 @@ def compile(
         require_type(costs, Costs, "Costs(F=1, B=2)")
     if sizes is not None:
         require_type(sizes, Sizes, SIZES_EXAMPLE)
-    _require_known_options(extra_options)
+    options: dict[str, Any] = {**extra_options}
+    _require_known_options(options)
     shape = resolve_shape(
         'compile("one_f_one_b", ranks=4, microbatches=8)', shape, ranks=ranks,
         microbatches=microbatches, stages_per_rank=stages_per_rank, placement=placement,
@@ -182,18 +185,16 @@ def compile(
         "clip_grad_norm": clip_grad_norm,
         "skips": skips,
     }
-    traits |= {
-        f.name: extra_options.pop(f.name) for f in ATTRIBUTE_FIELDS if f.name in extra_options
-    }
+    traits |= {f.name: options.pop(f.name) for f in ATTRIBUTE_FIELDS if f.name in options}
     program = replace(program, **{k: v for k, v in traits.items() if v is not None})
     program = lower(
         _require_complete_draft(program), costs, progress_model,
         boundary=boundary, overlap=overlap, buffer_sharing=buffer_sharing, sizes=sizes,
         memory_limit=memory_limit, debug=debug,
-        **extra_options,
+        **options,
     )  # fmt: skip
     program = check(program, progress_model, blocking_hosts=blocking_hosts)
-    if (host := extra_options.get("host_memory_limit")) is not None:
+    if (host := options.get("host_memory_limit")) is not None:
         check_memory(program, sizes, host, "host")
     return program if memory_limit is None else check_memory(program, sizes, memory_limit)
 
@@ -203,11 +204,8 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
     attribute_names = {f.name for f in ATTRIBUTE_FIELDS} if attributes else set()
     for option in extra_options:
         if option not in PASS_OPTIONS and option not in attribute_names:
-            parameters = [*signature(compile).parameters][1:-1]
-            known = [
-                *parameters,
-                *sorted({*PASS_OPTIONS, *(f.name for f in ATTRIBUTE_FIELDS)} - {*parameters}),
-            ]
+            parameters = [*signature(compile).parameters][1:]
+            known = [*parameters, *sorted({*PASS_OPTIONS} - {*parameters})]
             others = suggest_name(option, known) or f"the options are {', '.join(known)}"
             raise UsageError(
                 f"compile has no option {option!r}",

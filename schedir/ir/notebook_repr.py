@@ -1,4 +1,4 @@
-"""Register the function that draws programs and timelines in notebooks.
+"""Register the function that shows results in notebooks.
 
 A notebook calls `_repr_html_` of an object.  The code that draws pictures is in `schedir.viz`,
 which imports these classes.  So it registers its function here.
@@ -13,10 +13,10 @@ _RENDERERS: list[Callable[[object], str]] = [lambda shown: f"<pre>{escape(repr(s
 
 
 def register_renderer(render: Callable[[object], str]) -> None:
-    """Set the function that makes the HTML of programs and timelines.
+    """Set the function that makes the HTML of results.
 
     Args:
-        render: Takes a Program or a Timeline, and returns its HTML.
+        render: Takes a result, such as a Program or a Timeline, and returns its HTML.
     """
     _RENDERERS[:] = [render]
 
@@ -25,6 +25,6 @@ def render_html(value: object) -> str:
     """Return the HTML that a notebook shows for an object.
 
     Args:
-        value: A Program or a Timeline.
+        value: A result whose class calls this in `_repr_html_`.
     """
     return _RENDERERS[0](value)

@@ -8,6 +8,7 @@ from typing import Final, Literal, NamedTuple, get_args
 from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_SEQUENCES
 from schedir.ir.cost.zero_states import ZERO_LEVEL_COUNT
+from schedir.ir.notebook_repr import render_html
 from schedir.predict.activation_bytes import Recompute
 from schedir.retired_names import explain_wrong_calls, get_rename_hint
 
@@ -119,6 +120,12 @@ class ParallelPlan:
     def gpus(self) -> int:
         """Number of GPUs of the plan."""
         return self.pp * self.tp * self.dp * self.cp
+
+    @property
+    def layout(self) -> ParallelPlan:
+        """The parallel degrees and the rank order alone: they place the ranks on nodes."""
+        names = ("pp", "tp", "dp", "cp", "ep", "rank_order")
+        return ParallelPlan(**{name: getattr(self, name) for name in names})
 
     @property
     def batch(self) -> int:
@@ -320,3 +327,6 @@ class PlanEstimate(ParallelPlan):
     fits: bool = True
     host_memory: HostMemory = NO_HOST_MEMORY
     offload_comparison: str = ""
+
+    def _repr_html_(self) -> str:
+        return render_html(self)

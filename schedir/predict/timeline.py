@@ -23,12 +23,16 @@ from schedir.analysis.memory.footprint import (
 )
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError, require_type
+from schedir.extras import require_package
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.instruction_index import NO_POSITION, Positions
 from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, RECV_OPS, TIERS, Instr, Lane
 from schedir.ir.notebook_repr import render_html
 from schedir.ir.program import OPCODES, WORD_DTYPE, Program
 from schedir.retired_names import raise_attribute_error
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Spans = NDArray[Any]  # a structured array with the fields of SPAN_DTYPE
 Times = NDArray[np.float64]
@@ -180,6 +184,32 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         return render_html(self)
+
+    def to_dataframe(self) -> DataFrame:
+        """Return a pandas DataFrame with a row for each instruction, rank by rank.
+
+        Returns:
+            The columns rank, lane, op, stage, microbatch, start and end. The times are in `unit`.
+            An instruction that has no stage or no microbatch has -1 there.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        require_package("pandas", "to_dataframe")
+        from pandas import DataFrame
+
+        spans = self.spans
+        return DataFrame(
+            {
+                "rank": spans["rank"],
+                "lane": [Lane(lane).name.lower() for lane in spans["lane"].tolist()],
+                "op": [INSTRUCTIONS[op].text for op in spans["op"].tolist()],
+                "stage": spans["stage"],
+                "microbatch": spans["mb"],
+                "start": spans["start"],
+                "end": spans["end"],
+            }
+        )
 
     @property
     def ranks(self) -> int:

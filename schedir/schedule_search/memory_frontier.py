@@ -14,6 +14,7 @@ from schedir.errors import MemoryLimitError, SchedirError, UsageError, describe
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import BACKWARD, BACKWARD_INPUT
+from schedir.ir.notebook_repr import render_html
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
@@ -75,6 +76,9 @@ class MemoryFrontier:
     timelines: tuple[Timeline, ...]
     is_complete: bool = True
     numba: NumbaStatus = "not needed"
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
 
     @property
     def is_in_bytes(self) -> bool:

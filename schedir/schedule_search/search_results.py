@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from schedir.analysis.numba_jit import MIN_COMPILE_SECONDS, MIN_LOAD_SECONDS, NumbaStatus
 from schedir.extras import install_command
+from schedir.ir.notebook_repr import render_html
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline
 
@@ -71,6 +72,9 @@ class SearchResult:
     seed: int
     stop_reason: StopReason
     numba: NumbaStatus = "not needed"
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
 
     @property
     def gap_to_bound(self) -> float:

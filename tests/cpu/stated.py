@@ -85,13 +85,15 @@ def left(world: InProcessExecutor) -> list[Tensor]:
     """Each rank's parameters, with what its optimizer keeps of each, and the loss scale."""
     found: list[Any] = []
     for rank in world.executors:
-        optimizer: Any = rank.state.optimizer
+        optimizer: Any = rank.resources.optimizer
         inner = getattr(optimizer, "inner", optimizer)
         for group in inner.param_groups:
             for p in group["params"]:
                 found += [p, *inner.state[p].values()]
         found += [p for stage in rank.stages.values() for p in stage.module.parameters()]
-        found += [] if rank.state.loss_scale is None else [rank.state.loss_scale.value]
+        found += (
+            [] if rank.state.options.loss_scale is None else [rank.state.options.loss_scale.value]
+        )
     return [t.detach().clone() for t in found if isinstance(t, Tensor)]
 
 
@@ -115,4 +117,4 @@ def both(
 
 
 def optimizer_of(rank: Executor) -> Any:
-    return rank.state.optimizer
+    return rank.resources.optimizer

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import _backward
+from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining import stage as their_stage
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,7 @@ from schedir.errors import UsageError
 from schedir.runtime import Boundary, Executor, GlooTransport
 from schedir.testing import assert_same_gradients
 from schedir.testing.gradient_comparison import GradientDifference, StageLocation, WrongGradients
+from schedir.torch_pipelining import Schedule
 from tests.cpu.torchs import (
     LOOP,
     SINGLE,
@@ -40,6 +42,7 @@ from tests.cpu.torchs import (
     replicated,
     run,
     squares,
+    stage_of,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "compare-gradients.md"
@@ -286,6 +289,83 @@ def test_split_backwards_under_ddp() -> None:
         StageLocation(s, rank) for s in (1, 2, 3) for rank in (2 * (s % 2), 2 * (s % 2) + 1)
     }
     assert all(d.has_all_parameters and f"  {d}\n" in PAGE.read_text() for d in differences)
+
+
+class Last(nn.Module):
+    """A norm and a head. Under torchtitan's chunked loss, the loss runs the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.is_head_in_loss = False
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(x)
+        return y if self.is_head_in_loss else self.head(y)
+
+
+class HandOver(torch.autograd.Function):
+    """A loss whose backward returns a gradient that was computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gradient: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None]:
+        return *ctx.saved_tensors, None, None
+
+
+def with_chunked_loss(make: Any) -> Step:
+    """A vee as torchtitan 0.3.0 builds it.
+
+    Its last stage shards the norm and the head as one, and its loss runs the head forward and
+    backward for each of two chunks. At the end the loss reshards the head, and so the norm.
+    """
+
+    def step(rank: int, ranks: int, whole: Any, batch: tuple[Tensor, Tensor]) -> None:
+        mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
+        last = whole[3]
+        last.is_head_in_loss = True
+
+        def loss_fn(y: Tensor, target: Tensor) -> Any:
+            if not y.requires_grad:
+                return mse_loss(last.head(y), target)
+            leaf, total = y.detach().requires_grad_(), torch.zeros(())
+            for k, (chunk, wanted) in enumerate(zip(leaf.chunk(2), target.chunk(2), strict=True)):
+                last.head.set_requires_gradient_sync(k == 1)
+                loss = mse_loss(last.head(chunk), wanted) / 2
+                loss.backward()
+                total = total + loss.detach()
+            last.head.reshard()
+            assert leaf.grad is not None
+            return HandOver.apply(y, leaf.grad, total)  # type: ignore[no-untyped-call]
+
+        own = [rank, 3 - rank]
+        if 3 in own:
+            fully_shard([last.norm, last.head], mesh=mesh["dp"])
+        stages = [
+            stage_of(fully_shard(whole[s], mesh=mesh["dp"]), s, 4, mesh["pp"].get_group())
+            for s in own
+        ]
+        schedule = make(stages, n_microbatches=4, loss_fn=loss_fn)
+        x, y = batch
+        schedule.step(*((x,) if rank == 0 else ()), target=y if 3 in own else None)
+
+    return step
+
+
+def test_a_norm_that_a_chunked_loss_shards_again() -> None:
+    """torchtitan 0.3.0 with ZBVZeroBubble trains its last norm without a gradient."""
+    torch.manual_seed(0)
+    whole = [Layer(), Layer(), Layer(), Last()]
+    (difference,) = wrong(with_chunked_loss(theirs.ScheduleZBVZeroBubble), whole)
+    assert difference.stages == (3,)
+    assert difference.names == ("3.norm.weight", "3.norm.bias")
+    for runtime in ("torch", "schedir"):
+        ours = Schedule.with_options(schedule="zb_v", runtime=runtime)
+        same(with_chunked_loss(ours), whole, batch())
 
 
 def test_gradients_that_every_stage_divides() -> None:

@@ -63,6 +63,7 @@ GOOD_MEMBERS = {
 }
 # File names that occur twice, with the reason.
 TWICE = {
+    "__main__": "Python runs the file of this name in a package",
     "schedule_algebra": "the public module re-exports the one of schedules/",
     **dict.fromkeys(
         ("calibrate", "check", "compile", "search", "simulate", "train"),

@@ -1,0 +1,389 @@
+"""Planner: what it predicts beside 798 runs of nanotron on H100, and 14 of Megatron-LM on B200.
+
+    python benchmarks/planner_grid.py              # all tables
+    python benchmarks/planner_grid.py defaults     # the default constants, which fit no row here
+    python benchmarks/planner_grid.py left-out     # constants of nanotron, fitted on other rows
+    python benchmarks/planner_grid.py calibrated   # three runs on 1 and 2 nodes, for 4, 8 and 16
+    python benchmarks/planner_grid.py shipped      # the constants of nanotron that schedir has
+    python benchmarks/planner_grid.py b200         # memory of Megatron-LM
+    python benchmarks/planner_grid.py scatter -o FILE.svg
+
+An error is predicted over measured, less 1; medians are of absolute values.  Runs with an MFU above
+10 % count; the others are rows of their own.  Steps are those of closed forms.  Fits take rows that
+count, and minimize Cauchy's loss of logarithms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import head, line, parse
+from schedir import Cluster, planner
+from schedir.planner import Stack
+from schedir.planner.calibration import fit_constants
+from schedir.planner.plan_columns import COLUMN_NAMES, RECOMPUTE_MODES, SCHEDULE_NAMES, PlanColumns
+from schedir.planner.plan_table import estimate_closed_form
+from tests import published_runs as published
+from tests.published_runs import GridRun
+
+SMOKE, DRAWS, OUTPUT = False, 200, ""
+COUNTS = 0.10  # runs with a higher MFU count
+NANOTRON, CLUSTER = planner.stack_preset("nanotron"), planner.cluster_preset("h100-efa")
+# The constants that left-out rows are predicted with, and that the shipped ones are fitted as: a
+# lower bound, a start, an upper bound.
+STACK_CONSTANTS = {
+    "speed_share": (0.2, 0.74, 1.0), "kernels_per_op": (0.2, 3.0, 20.0),
+    "loss_share": (0.1, 0.54, 2.0), "crossing_us": (1.0, 192.0, 1000.0),
+}  # fmt: skip
+CLUSTER_CONSTANTS = {
+    "network_bandwidth": (1e9, 40e9, 1e11), "network_latency": (1e-6, 54e-6, 5e-4),
+    "jitter": (1e-3, 0.045, 0.3),
+}  # fmt: skip
+MEMORY_CONSTANTS = {
+    "logit_bytes": (1.0, 8.5, 20.0), "gathered_bytes": (0.1, 5.1, 12.0),
+    "unsharded_bytes": (0.01, 0.6, 8.0), "allocator_share": (1e-3, 0.16, 0.5),
+}  # fmt: skip
+
+
+class Predicted(NamedTuple):
+    """Seconds and bytes of each run; seconds are infinite where a plan is impossible."""
+
+    seconds: Any
+    memory: Any
+
+
+def grid() -> list[GridRun]:
+    """The runs; every tenth with `--smoke`."""
+    return published.grid()[:: 10 if SMOKE else 1]
+
+
+def measured() -> list[GridRun]:
+    """The runs that have a result and a batch as their row says."""
+    return [run for run in grid() if run.seconds is not None and run.is_consistent]
+
+
+def counting(runs: Iterable[GridRun]) -> list[GridRun]:
+    """Those with an MFU above the bound."""
+    return [run for run in runs if run.mfu > COUNTS]
+
+
+def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Predicted:
+    """What is predicted of runs: one table for each model and number of nodes."""
+    seconds, memory = np.full(len(runs), np.inf), np.full(len(runs), np.inf)
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for k, run in enumerate(runs):
+        if run.choice.pp <= run.model.layers and run.model.heads % run.choice.tp == 0:
+            groups[run.model, run.nodes].append(k)
+    for (model, nodes), members in groups.items():
+        rows = []
+        for k in members:
+            each = {name: getattr(runs[k].choice, name) for name in COLUMN_NAMES}
+            each["schedule"] = SCHEDULE_NAMES.index(each["schedule"])
+            each["recompute"] = RECOMPUTE_MODES.index(each["recompute"])
+            rows.append([int(each[name]) for name in COLUMN_NAMES])
+        columns = dict(zip(COLUMN_NAMES, np.array(rows).T, strict=True))
+        plans = PlanColumns(
+            **columns, attention=stack.attention, rank_order=stack.rank_order,
+            division=stack.division,
+        )  # fmt: skip
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            found = estimate_closed_form(
+                model, replace(cluster, nodes=nodes), plans, stack.constants, stack.state_bytes
+            )
+        seconds[members], memory[members] = found.step_times, found.total_memory
+    return Predicted(seconds, memory)
+
+
+# ------------------------------------------------------------ fits
+
+
+def fit(
+    names: dict[str, tuple[float, float, float]],
+    estimate: Callable[[dict[str, float]], Any],
+    real: Any,
+) -> dict[str, float]:
+    """The constants with the least Cauchy loss of logarithms, by steps of Gauss and Newton."""
+    low, now, high = np.log(np.array([*names.values()], float)).T
+    step, loss = 0.05, 0.1
+    for _ in range(1 if SMOKE else 6):
+        error = np.log(estimate(dict(zip(names, np.exp(now), strict=True))) / real)
+        slopes = []
+        for k in range(len(now)):
+            moved = now - step * np.eye(len(now))[k]
+            other = np.log(estimate(dict(zip(names, np.exp(moved), strict=True))) / real)
+            slopes.append((error - other) / step)
+        table = np.array(slopes).T
+        weight = 1 / (1 + (error / loss) ** 2)
+        square = table.T @ (table * weight[:, None]) + 1e-2 * np.eye(len(now))
+        change = -np.linalg.solve(square, table.T @ (weight * error))
+        now = np.clip(now + np.clip(change, -0.5, 0.5), low + step, high)
+    return dict(zip(names, np.exp(now).tolist(), strict=True))
+
+
+def assemble(constants: dict[str, float]) -> tuple[Stack, Cluster]:
+    """nanotron and the cluster with other constants."""
+    own = {k: float(v) for k, v in constants.items() if k not in CLUSTER_CONSTANTS}
+    machine: dict[str, Any] = {k: float(v) for k, v in constants.items() if k in CLUSTER_CONSTANTS}
+    return (
+        NANOTRON._replace(constants=replace(NANOTRON.constants, **own)),
+        replace(CLUSTER, **machine),
+    )
+
+
+def fit_nanotron(runs: Sequence[GridRun]) -> tuple[Stack, Cluster]:
+    """Constants of times and of memory from some of the runs."""
+    some = counting(runs)
+    found = fit(
+        STACK_CONSTANTS | CLUSTER_CONSTANTS,
+        lambda at: predict(some, *assemble(at)).seconds,
+        np.array([run.seconds for run in some]),
+    )
+    sizes = fit(
+        MEMORY_CONSTANTS,
+        lambda at: predict(some, *assemble(at)).memory,
+        np.array([run.memory for run in some]),
+    )
+    return assemble(found | sizes)
+
+
+# ------------------------------------------------------------ figures of errors
+
+
+def rank_correlation(a: Any, b: Any) -> float:
+    """Spearman's correlation: that of the ranks."""
+    first, second = (np.argsort(np.argsort(each)) for each in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def group_of(run: GridRun) -> str:
+    """The model and the number of nodes."""
+    size = "1.34 B" if run.model.layers == 16 else "3.57 B"
+    return f"{size}, {run.nodes} node{'s' * (run.nodes > 1)}"
+
+
+def summarize(errors: Sequence[float]) -> tuple[str, str, str]:
+    """The median of absolute values, the median with signs, and the number."""
+    if not errors:
+        return "", "", "0"
+    return f"{median(map(abs, errors)):.1%}", f"{median(errors):+.1%}", str(len(errors))
+
+
+def head_errors() -> None:
+    head("model, nodes", "step: median |error|", "with signs", "n", "MFU of 10 % or less", "", "n",
+         "memory: median |error|", "with signs", "n")  # fmt: skip
+
+
+def print_errors(name: str, runs: Sequence[GridRun], found: Predicted) -> None:
+    """A row of errors: of steps by MFU, and of the memory where the MFU is above 10 %."""
+    real = np.array([run.seconds for run in runs])
+    size = np.array([run.memory for run in runs])
+    there = np.isfinite(found.seconds)
+    counts = np.array([run.mfu > COUNTS for run in runs])
+    step, memory = found.seconds / real - 1, found.memory / size - 1
+    parts = (step[there & counts], step[there & ~counts], memory[there & counts])
+    line(name, *(cell for part in parts for cell in summarize(part.tolist())))
+
+
+def regrets(runs: Sequence[GridRun], seconds: Any) -> list[float]:
+    """What the first choice loses, by model and nodes: among all, and without one tp or one pp."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for k in np.flatnonzero(np.isfinite(seconds)).tolist():
+        groups[group_of(runs[k])].append(k)
+    found = []
+    for group in groups.values():
+        subsets = [group]
+        for name in ("tp", "pp"):
+            for value in {getattr(runs[k].choice, name) for k in group}:
+                subsets.append([k for k in group if getattr(runs[k].choice, name) != value])
+        for some in subsets:
+            if len(some) > 1:
+                real = [runs[k].seconds or 0.0 for k in some]
+                found.append(planner.prediction_regret([float(seconds[k]) for k in some], real))
+    return found
+
+
+def describe_regrets(lost: Sequence[float]) -> str:
+    """The median, the 90th percentile and the largest."""
+    return (f"regret of the first choice: median {median(lost):.1%}, 90th percentile "
+            f"{np.percentile(lost, 90):.1%}, worst {max(lost):.0%}, n = {len(lost)}")  # fmt: skip
+
+
+def describe(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> None:
+    """Errors by model and nodes, rank correlation, regret, and runs that are refused."""
+    head_errors()
+    for name in dict.fromkeys(map(group_of, runs)):
+        some = [run for run in runs if group_of(run) == name]
+        print_errors(name, some, predict(some, stack, cluster))
+    found = predict(runs, stack, cluster)
+    print_errors("all", runs, found)
+    counts = np.isfinite(found.seconds) & np.array([run.mfu > COUNTS for run in runs])
+    correlation = rank_correlation(
+        np.array([run.seconds for run in runs])[counts], found.seconds[counts]
+    )
+    print(f"\nrank correlation: {correlation:.3f}, n = {counts.sum()}")
+    print(f"\n{describe_regrets(regrets(runs, found.seconds))}")
+    every = grid()
+    no = ~(predict(every, stack, cluster).memory <= cluster.memory)
+    ran = np.array([run.seconds is not None for run in every])
+    right = (no & ~ran).sum()
+    print(f"\nof {ran.sum()} runs that ran, {(no & ran).sum()} are refused; of {(~ran).sum()} "
+          f"without a result, {right} ({right / max((~ran).sum(), 1):.0%})\n")  # fmt: skip
+
+
+# ------------------------------------------------------------ tables
+
+
+def defaults() -> None:
+    """The default constants on H100: none of them is fitted to these rows."""
+    plain = Stack(
+        planner.SoftwareConstants(), planner.StateBytes(2, 2, 12), "even", "flash", "tp-dp-pp", ""
+    )
+    describe(measured(), plain, planner.cluster_preset("h100"))
+
+
+def shipped() -> None:
+    """The constants that schedir has: they are fitted to all of these rows."""
+    describe(measured(), NANOTRON, CLUSTER)
+
+
+def left_out() -> None:
+    """Constants of nanotron from some of the rows, tested on the others."""
+    runs = measured()
+    splits: list[tuple[str, Callable[[GridRun], bool]]] = [
+        ("1 and 2 nodes", lambda run: run.nodes <= 2),
+        ("1.34 B", lambda run: run.model.layers == 16),
+        *((f"all but {n} nodes", lambda run, n=n: run.nodes != n) for n in (1, 2, 4, 8, 16)),
+    ]
+    lost = []
+    for name, trains in splits[: 1 if SMOKE else None]:
+        stack, cluster = fit_nanotron([run for run in runs if trains(run)])
+        rest = [run for run in runs if not trains(run)]
+        print(f"\nfitted on {name}\n")
+        head_errors()
+        for group in dict.fromkeys(map(group_of, rest)):
+            some = [run for run in rest if group_of(run) == group]
+            print_errors(group, some, predict(some, stack, cluster))
+        found = predict(rest, stack, cluster)
+        print_errors("all of these", rest, found)
+        if name.startswith("all but"):
+            lost += regrets(rest, found.seconds)
+    print(f"\nfor each number of nodes, by the others: {describe_regrets(lost or [0.0])}\n")
+
+
+def pick(many: Callable[[Cluster], Predicted], rows: list[int], cluster: Cluster) -> Any:
+    """Predicted seconds of some rows."""
+    return many(cluster).seconds[rows]
+
+
+def calibrated() -> None:
+    """Three runs on 1 and 2 nodes, which move constants that never saw the number of nodes."""
+    runs = measured()
+    pool = [run for run in counting(runs) if run.nodes <= 2]
+    errors: dict[int, list[float]] = defaultdict(list)
+    plain: dict[int, list[float]] = defaultdict(list)
+    lost: list[float] = []
+    for tested in ((8,), (4, 16))[: 1 if SMOKE else None]:
+        stack, cluster = fit_nanotron([run for run in runs if run.nodes not in tested])
+        rest = [run for run in runs if run.nodes in tested]
+        many = lru_cache(partial(predict, pool, stack))  # draws share the first steps of their fits
+        for draw in range(DRAWS):
+            drawn = random.Random(draw).sample(range(len(pool)), 3)
+            real = np.log([pool[k].seconds or 0.0 for k in drawn])
+            own, _ = fit_constants(cluster, partial(pick, many, drawn), real)
+            found = predict(rest, stack, own).seconds
+            for run, seconds in zip(rest, found.tolist(), strict=True):
+                (errors if run.mfu > COUNTS else plain)[run.nodes].append(
+                    seconds / (run.seconds or 0.0) - 1
+                )
+            lost += regrets(rest, found)
+    head("nodes", "median |error|", "with signs", "rows x draws", "MFU of 10 % or less", "", "n")
+    for n in sorted(errors):
+        line(n, *summarize(errors[n]), *summarize(plain[n]))
+    finite = [e for each in errors.values() for e in each]
+    line("all", *summarize(finite), *summarize([e for each in plain.values() for e in each]))
+    print(f"\n{describe_regrets(lost)}\n")
+
+
+def b200() -> None:
+    """Memory of Megatron-LM on B200.  The rows have allocated bytes: no allocator, no process."""
+    stack, node = planner.stack_preset("megatron"), planner.cluster_preset("b200")
+    constants = replace(stack.constants, allocator_share=0, reserved_bytes=0)
+    head("layout", "allocated, GB", "predicted, GB", "")
+    errors = []
+    for model, choice, size, _ in published.b200_memory():
+        found = planner.peak_memory(
+            model, node, choice, constants, state_bytes=stack.state_bytes
+        ).total
+        errors.append(found / size - 1)
+        line(f"tp {choice.tp} pp {choice.pp} dp {choice.dp} cp {choice.cp} m {choice.microbatches}",
+             f"{size / 1e9:.1f}", f"{found / 1e9:.1f}", f"{errors[-1]:+.1%}")  # fmt: skip
+    largest = max(map(abs, errors))
+    print(f"\nmedian {median(map(abs, errors)):.1%}, largest {largest:.1%}, n = {len(errors)}")
+
+
+def scatter() -> None:
+    """A picture: measured and predicted steps, by default constants and by those of nanotron."""
+    if not OUTPUT:
+        return
+    from matplotlib.figure import Figure
+
+    runs = measured()
+    plain = Stack(
+        planner.SoftwareConstants(), planner.StateBytes(2, 2, 12), "even", "flash", "tp-dp-pp", ""
+    )
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2, sharex=True, sharey=True)
+    stack, cluster = fit_nanotron([run for run in runs if run.nodes <= 2])
+    ways = (("default constants", plain, planner.cluster_preset("h100")),
+            ("fitted on 1 and 2 nodes", stack, cluster))  # fmt: skip
+    for ax, (title, software, machine) in zip(axes, ways, strict=True):
+        for n in (1, 2, 4, 8, 16):
+            some = [run for run in counting(runs) if run.nodes == n]
+            if not some:
+                continue
+            real = np.array([run.seconds for run in some])
+            found = predict(some, software, machine).seconds
+            ax.plot(real, found, ".", label=f"{n} node{'s' * (n > 1)}", markersize=5)
+        ax.plot([0.2, 20], [0.2, 20], color="gray", linewidth=0.8)
+        ax.set(xscale="log", yscale="log", title=title, xlabel="measured step, s")
+    axes[0].set_ylabel("predicted step, s")
+    axes[0].legend()
+    figure.savefig(OUTPUT, metadata={"Date": None})
+
+
+TABLES: dict[str, Callable[[], None]] = {
+    "defaults": defaults, "left-out": left_out, "calibrated": calibrated, "shipped": shipped,
+    "b200": b200, "scatter": scatter,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
+    parser.add_argument("--draws", type=int, default=200, metavar="N")
+    parser.add_argument("-o", dest="output", default="", metavar="FILE", help="of `scatter`")
+    options = parse(parser, draws=2)
+    global SMOKE, DRAWS, OUTPUT
+    SMOKE, DRAWS, OUTPUT = options.smoke, options.draws, options.output
+    for name, table in TABLES.items():
+        if options.table in ("all", name):
+            print(f"\n## {name}\n")
+            table()
+
+
+if __name__ == "__main__":
+    main()

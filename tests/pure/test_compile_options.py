@@ -1,0 +1,20 @@
+"""`compile` lists all its options as keywords, for editors and notebooks."""
+
+from __future__ import annotations
+
+from inspect import Parameter, signature
+
+import schedir
+from schedir.compiler.compile_options import CompileOptions
+from schedir.ir.program import ATTRIBUTE_FIELDS
+from schedir.passes.pass_registry import PASS_OPTIONS
+
+
+def test_the_typed_options_are_those_of_the_tables() -> None:
+    parameters = signature(schedir.compile).parameters
+    assert Parameter.VAR_KEYWORD not in {parameter.kind for parameter in parameters.values()}
+    defined = {*PASS_OPTIONS, *(field.name for field in ATTRIBUTE_FIELDS)}
+    assert defined <= {*parameters}
+    explicit = {*parameters} - {*CompileOptions.__annotations__}
+    assert {*CompileOptions.__annotations__} == defined - explicit
+    assert [*CompileOptions.__annotations__] == sorted(CompileOptions.__annotations__)
