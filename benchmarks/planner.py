@@ -282,7 +282,7 @@ def layout(choice: ParallelPlan) -> str:
 def memory() -> None:
     """States of ZeRO beside those printed, and what a layer keeps beside the formulas."""
     model, cluster = (
-        TransformerSpec(72, 4096, 32, published.VOCAB, 1024),
+        TransformerSpec(72, 4096, 32, vocab=published.VOCAB, sequence=1024),
         planner.cluster_preset("a100"),
     )
     head("billion", "d", *(x for z in (1, 2, 3) for x in (f"level {z}, GB", "paper")))
@@ -305,7 +305,7 @@ def memory() -> None:
         line(row["params_billion"], d, *said)
     print(f"\n{same} of {cells} cells within one unit of the last digit\n")
     head("configuration", "a layer keeps, MB", "paper", "")
-    gpt3 = TransformerSpec(3, 12288, 96, published.VOCAB, 2048)
+    gpt3 = TransformerSpec(3, 12288, 96, vocab=published.VOCAB, sequence=2048)
     for name, choice, paper in published.kept_bytes(gpt3):
         more, less = (
             planner.peak_memory(replace(gpt3, layers=layers), cluster, choice).activations
@@ -319,18 +319,20 @@ def memory() -> None:
 
 LARGE = [
     *(
-        (f"MT-NLG 530B, {nodes} nodes", TransformerSpec(105, 20480, 128, 51200, 2048), 1920, nodes,
+        (f"MT-NLG 530B, {nodes} nodes",
+         TransformerSpec(105, 20480, 128, vocab=51200, sequence=2048), 1920, nodes,
          ParallelPlan(pp=35, tp=8, dp=nodes // 35, microbatch_size=1,
                       microbatches=1920 * 35 // nodes, recompute="full",
                       rank_order="tp-dp-pp"))
         for nodes in (280, 350, 420)
     ),
-    ("a trillion, 384 nodes", TransformerSpec(128, 25600, 160, 51200, 2048), 3072, 384,
+    ("a trillion, 384 nodes",
+     TransformerSpec(128, 25600, 160, vocab=51200, sequence=2048), 3072, 384,
      ParallelPlan(pp=64, tp=8, dp=6, microbatch_size=1, microbatches=512, recompute="full",
                   rank_order="tp-dp-pp")),
 ]  # fmt: skip
 SMALL = [
-    ("8 layers, 1 node", TransformerSpec(8, 1024, 16, 51200, 1024), 32, 1,
+    ("8 layers, 1 node", TransformerSpec(8, 1024, 16, vocab=51200, sequence=1024), 32, 1,
      ParallelPlan(pp=2, tp=2, dp=2, microbatch_size=1, microbatches=16, recompute="full",
                   rank_order="tp-dp-pp")),
 ]  # fmt: skip

@@ -84,7 +84,9 @@ def run_of(
     placement, usual = usual_shape(name)
     delay = get_weight_delay_mark(schedule)
     updates = 1 if delay is None else microbatches // ranks
-    shape = PipelineShape(ranks, microbatches, v or usual, placement, updates, delay or 0)
+    shape = PipelineShape(
+        ranks, microbatches, v or usual, placement, optimizer_steps=updates, weight_delay=delay or 0
+    )
     F, I, W = (c * ranks / shape.stages for c in costs)
     priced = Costs(F=F, I=I, W=W, send=send)
     return simulate(

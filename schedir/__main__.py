@@ -28,7 +28,7 @@ from schedir.commands.common.trust_options import add_input_limits
 from schedir.errors import SchedirError, UsageError
 from schedir.extras import broken_package
 from schedir.ir.input_trust import DEFAULT_MAX_INSTRUCTIONS, input_limits
-from schedir.retired_names import RENAMED_FIELDS, RETIRED_HINTS
+from schedir.retired_names import RETIRED_HINTS, find_present_name
 
 _DESCRIPTION = "Pipeline schedules as programs: compile, check, predict, draw and run them."
 _START_HELP = f"""\
@@ -135,7 +135,26 @@ def _print_output(text: str) -> int:
 # ---------------------------------------------------------------- arguments
 
 
+class _StoreOnce(argparse._StoreAction):
+    """Store the value of an option, and refuse the option if it is given twice."""
+
+    is_given = False
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        if self.is_given and option_string:
+            raise UsageError(f"{option_string} is given twice")
+        self.is_given = True
+        super().__call__(parser, namespace, values, option_string)
+
+
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register("action", None, _StoreOnce)
+        self.register("action", "store", _StoreOnce)
+
     extra_help: Callable[[], str] | None = None  # makes help that takes long
     examples = ""  # lines that follow the options
 
@@ -147,11 +166,20 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         parser = self.command_parser or self
-        unknown = message.startswith("unrecognized arguments: ")
-        words = message.partition(": ")[2].split() if unknown else []
-        names = [word.partition("=")[0] for word in words]
-        hints = [hint for name in names if (hint := parser.suggest_option(name))]
-        raise UsageError(message, hint=(*hints, f"see {parser.prog} --help")[0])
+        hint = f"see {parser.prog} --help"
+        reason, _, rest = message.partition(": ")
+        if reason == "the following arguments are required":
+            message = f"{parser.prog} needs {rest}"
+        if reason == "unrecognized arguments":
+            word = rest.split()[0].partition("=")[0]
+            message = f"{parser.prog} has no option {word}"
+            hint = parser.suggest_option(word) or hint
+            if not word.startswith("-"):
+                message = f"{parser.prog} does not take {rest.split()[0]!r}"
+                if any(each.dest == "source" and each.nargs is None for each in parser._actions):
+                    message = f"{parser.prog} takes one SCHEDULE, and {word!r} is one too many"
+                    hint = f"schedir compare SCHEDULE {word} compares several schedules"
+        raise UsageError(message, hint=hint)
 
     def suggest_option(self, name: str) -> str:
         """Return a hint for an option that does not exist, or an empty string."""
@@ -163,19 +191,31 @@ class _Parser(argparse.ArgumentParser):
             from schedir.io.command_line import FIELDS_WITH_FLAGS
 
             field = name[2:].replace("-", "_")
-            field = RENAMED_FIELDS.get(field, field)
+            field = find_present_name(field, PROGRAM_OPTIONS) or field
             if field in PROGRAM_OPTIONS and field not in FIELDS_WITH_FLAGS:
                 value = f"={kind.metavar}" if (kind := PROGRAM_OPTIONS[field].kind).metavar else ""
                 try:
                     action.const(field, f"{field}{value}")
                 except UsageError as error:
                     return str(error.fact)
-                return f"{name} is now -O {field}{value}"
+                return f"did you mean -O {field}{value}?"
         hint = RETIRED_HINTS.get(name, "")
         if hint and any(word in own for word in hint.partition(" is now ")[2].split()):
             return hint
-        near = get_close_matches(name, own, 1, cutoff=0.75)
-        return f"did you mean {near[0]}?" if near else ""
+        if "--set" in own:
+            from schedir.training.config.settings_table import list_settings
+
+            field = name[2:].replace("-", "_")
+            for section, (_, settings) in list_settings().items():
+                if field in [setting.name for setting in settings]:
+                    return f"--set {section}.{field}=VALUE, or {field} in [{section}] of the file"
+        options = {option[2:].replace("-", "_"): option for option in own if len(option) > 2}
+        near = [
+            options.get(find_present_name(name[2:].replace("-", "_"), options), ""),
+            *(option for option in own if option.startswith(f"{name}-")),
+            *get_close_matches(name, own, 1, cutoff=0.75),
+        ]
+        return next((f"did you mean {option}?" for option in near if option), "")
 
 
 def _build_parser(argv: Sequence[str]) -> _Parser:

@@ -1,13 +1,22 @@
-"""Retired names of options, settings, fields and functions, and their replacements.
+"""Answer retired names, and names of other libraries, with the present names of schedir.
 
+They are names of options, settings, fields, arguments and functions.
 `docs/decisions/47-deleted-features.md` explains the deleted features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from inspect import Parameter, signature
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, NoReturn, TypeVar
+
+from schedir.errors import UsageError
+
+_Public = TypeVar("_Public", bound=Callable[..., Any])
 
 # Options of the command line, without `--`.
 _RENAMED_OPTIONS = {
@@ -143,12 +152,190 @@ RETIRED_HINTS: Final = MappingProxyType(
         "schedir.runtime.Executor",
         "tokenizer = bpe": "give the path of a tokenizer.json: the library tokenizers trains one, "
         "and ~/.cache/schedir has those of earlier runs",
+        "train.optimizer": "schedir train uses AdamW; schedir.runtime.Executor takes any optimizer",
         "source = .jsonl": "convert the file with Megatron-LM's tools/preprocess_data.py, which "
         "writes a .bin and an .idx",
     }
 )
 
-# Public names by module.
+# Arguments in Python, with the present names.  An argument has several present names if several
+# functions had it.
+_RENAMED_ARGUMENTS: Final = MappingProxyType(
+    {
+        "about": "comment", "adds": "accumulate_grads", "alike": "allow_identical_stages",
+        "b": "microbatch_size", "c": "cp", "choice": "plan", "code": "allow_code",
+        "copies": "parameter_copies", "cut": "segments", "d": "dp", "e": "ep", "each": "values",
+        "evaluations": "max_evaluations", "exact": "bitwise", "examples": "max_examples",
+        "extra": "extra_state", "folder": "directory spill_dir", "grad": "requires_grad",
+        "in_flight": "max_in_flight", "instructions": "max_instructions",
+        "layers_of": "layers_per_stage", "late": "defer_weights", "lead": "warmup",
+        "m": "microbatches", "message": "max_message_bytes", "microbatch": "microbatch_size",
+        "models": "progress_models", "more": "extra_programs", "most": "max_instructions",
+        "names": "name_map", "numbers": "parameter_counts", "order": "rank_order message_order",
+        "others": "other_rank_stages", "p": "pp", "plans": "shapes", "prefer": "priority",
+        "record": "record_timestamps", "scale": "grad_scale", "seconds": "time_limit",
+        "split": "split_backward", "start": "initial_schedules start_method",
+        "state": "optimizer_state", "states": "optimizer_placement state_bytes", "t": "tp",
+        "taken": "received_shape", "unchecked": "skip_checks", "v": "stages_per_rank",
+    }
+)  # fmt: skip
+# What torch, Megatron-LM, DeepSpeed and papers call an argument or an option: schedir's names.
+_OTHER_NAMES: Final = {
+    name: new
+    for new, names in {
+        "ranks pp": "num_ranks n_ranks pipeline_parallel_size pipeline_model_parallel_size pp_size "
+        "world_size P pp ranks",
+        "microbatches": "n_microbatches num_microbatches chunks gradient_accumulation_steps M",
+        "stages_per_rank": "num_stages n_stages stages v vpp n_chunks num_chunks "
+        "virtual_pipeline_model_parallel_size",
+        "tp": "tp_size tensor_parallel_size tensor_model_parallel_size",
+        "dp": "dp_size data_parallel_size replicas",
+        "batch": "global_batch_size",
+        "costs": "cost times",
+        "sizes": "size bytes",
+        "zero": "zero_stage zero_level",
+        "memory_limit": "memory max_memory",
+        "schedule": "schedule_name",
+        "loss": "loss_fn criterion",
+        "loss_fn": "loss criterion",
+        "optimizer": "optim optimizers",
+        "step": "iteration",
+        "directory": "dir path checkpoint_dir",
+        "cluster": "hardware machines",
+        "nodes": "num_nodes n_nodes",
+        "name": "title",
+        "lr": "learning_rate",
+        "steps": "epochs iterations max_steps num_steps train_iters",
+        "microbatch_size": "batch_size micro_batch_size",
+        "checkpoint_every": "save_every save_interval",
+        "checkpoint_dir": "save save_dir",
+        "layers": "num_layers n_layer n_layers",
+        "heads": "num_heads n_head n_heads num_attention_heads",
+        "hidden": "hidden_size d_model",
+        "context": "seq_length seq_len sequence_length max_seq_len",
+        "vocab": "vocab_size",
+        "precision": "dtype",
+    }.items()
+    for name in names.split()
+}
+
+
+def find_present_name(name: str, known_names: Iterable[str]) -> str:
+    """Return the present name of an argument or an option, or an empty string.
+
+    Args:
+        name: The name that the user gave: a retired one, or one of another library.
+        known_names: The names of the function or of the command.
+
+    Example:
+        >>> find_present_name("updates", ["ranks", "optimizer_steps"])
+        'optimizer_steps'
+        >>> find_present_name("num_microbatches", ["ranks", "microbatches"])
+        'microbatches'
+    """
+    tables = (RENAMED_FIELDS, RENAMED_COSTS, RENAMED_SIZES, RENAMED_CLUSTER_FIELDS,
+              _RENAMED_ARGUMENTS, _OTHER_NAMES)  # fmt: skip
+    known = {*known_names}
+    found = (new for table in tables for new in table.get(name, "").split() if new in known)
+    return next(found, "")
+
+
+def suggest_name(name: str, known_names: Iterable[str]) -> str:
+    """Return a hint with the right name of an argument or an option, or an empty string.
+
+    Args:
+        name: The name that the user gave.
+        known_names: The names of the function or of the command.
+
+    Example:
+        >>> suggest_name("updates", ["ranks", "optimizer_steps"])
+        'it is now optimizer_steps'
+        >>> suggest_name("num_ranks", ["ranks", "optimizer_steps"])
+        "did you mean 'ranks'?"
+    """
+    known = [*known_names]
+    present = find_present_name(name, known)
+    if present and name not in _OTHER_NAMES:
+        return f"it is now {present}"
+    near = present or next(iter(get_close_matches(name, known, 1)), "")
+    return f"did you mean {near!r}?" if near else ""
+
+
+def explain_wrong_calls(example: str) -> Callable[[_Public], _Public]:
+    """Return a decorator of public functions and classes, for calls with wrong arguments.
+
+    Python's own TypeError names neither the present name of an argument nor a call that works.
+
+    Args:
+        example: A call that works.
+
+    Returns:
+        The decorator. It replaces a function, and changes the constructor of a class. A call with
+        an unknown, superfluous or missing argument then raises UsageError.
+    """
+
+    def decorate(public: _Public) -> _Public:
+        function: Any = public.__init__ if isinstance(public, type) else public  # type: ignore[misc]
+
+        @wraps(function)
+        def call(*args: Any, **named: Any) -> Any:
+            try:
+                return function(*args, **named)
+            except TypeError as error:
+                # A traceback of one frame: Python refused the arguments, and nothing ran.
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise
+                given = args[1:] if isinstance(public, type) else args
+                raise (_make_call_error(public, given, named, example) or error) from None
+
+        if not isinstance(public, type):
+            return call  # type: ignore[return-value]
+        setattr(public, "__init__", call)  # noqa: B010
+        return public
+
+    return decorate
+
+
+def _make_call_error(
+    public: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any], example: str
+) -> UsageError | None:
+    """Return the error for arguments that a function does not take, or None if it takes them."""
+    name = public.__name__
+    parameters = {
+        each.name: each
+        for each in signature(public).parameters.values()
+        if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    }
+    positional = [each for each, p in parameters.items() if p.kind is not Parameter.KEYWORD_ONLY]
+    accepts_any_name = len(parameters) < len(signature(public).parameters)
+    for given in named:
+        if given not in parameters and not accepts_any_name:
+            hint = suggest_name(given, parameters) or example
+            return UsageError(f"{name} has no argument {given!r}", hint=hint, fields=[given])
+    if len(args) > len(positional):
+        places = ", ".join(positional)
+        fact = f"only {places} can be given without a name" if places else "each needs its name"
+        return UsageError(
+            f"{name} got {len(args)} arguments without a name, but {fact}", hint=example
+        )
+    given_names = (*positional[: len(args)], *named)
+    for each in positional[: len(args)]:
+        if each in named:
+            return UsageError(
+                f"{name} got {each} twice: with its name and without it",
+                hint=example,
+                fields=[each],
+            )
+    missing = [
+        each
+        for each, parameter in parameters.items()
+        if parameter.default is Parameter.empty and each not in given_names
+    ]
+    fact = f"{name} needs " + " and ".join(filter(None, (", ".join(missing[:-1]), *missing[-1:])))
+    return UsageError(fact, hint=example, fields=missing) if missing else None
+
+
+# Public names by module, and attributes by class.
 RENAMED_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "schedir": {
@@ -190,6 +377,76 @@ RENAMED_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
     }
 )  # fmt: skip
+# Names that a user may try, with the expressions that are right.
+OTHER_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "schedir": {
+            **{
+                name: f"schedir.{module}.{name}"
+                for module, names in {
+                    "checkpoints": "Saver save load",
+                    "planner": "ParallelPlan TransformerSpec cluster_preset load_model plan",
+                    "runtime": "Boundary Executor GlooTransport InProcessExecutor "
+                    "SharedMemoryTransport infer_boundaries measure_sizes nccl_transport",
+                    "testing": "assert_same_gradients assert_schedule",
+                    "viz": "gantt html idle_map save_html text_chart",
+                }.items()
+                for name in names.split()
+            },
+            "load": "schedir.load_timeline(path) for a FILE.timeline, "
+            "schedir.from_text(Path(path).read_text()) for a FILE.sched, or "
+            "schedir.checkpoints.load for a checkpoint",
+            "save": "schedir.save_timeline(timeline, path), "
+            "Path(path).write_text(schedir.to_text(program)), or schedir.checkpoints.save for a "
+            "checkpoint",
+            "draw": "schedir.viz.gantt", "plot": "schedir.viz.gantt", "Shape": "PipelineShape",
+            "Schedule": "schedir.torch_pipelining.Schedule, or a function that schedir.compile "
+            "takes",
+            "Pipeline": "schedir.runtime.Executor", "Trainer": "schedir.runtime.Executor",
+            "train": "schedir.runtime.Executor, or the command schedir train",
+            "run": "schedir.runtime.Executor",
+        },
+        "Timeline": {
+            **dict.fromkeys(
+                ("makespan", "total_time", "duration", "step_time", "time"), "timeline.span"
+            ),
+            **dict.fromkeys(("bubble_ratio", "bubble_fraction", "bubble_rate"), "timeline.bubble"),
+            **dict.fromkeys(("peak", "memory_peak"), "timeline.peak_memory"),
+            **dict.fromkeys(("draw", "plot", "gantt", "show"), "schedir.viz.gantt(timeline)"),
+            "save": "schedir.save_timeline(timeline, path)", "instructions": "timeline.spans",
+            "ranks": "timeline.program.shape.ranks", "shape": "timeline.program.shape",
+        },
+        "Program": {
+            **{
+                name: f"program.shape.{name}"
+                for name in ("ranks", "microbatches", "stages_per_rank", "stages", "placement",
+                             "optimizer_steps", "weight_delay", "sequence_chunks")
+            },
+            **dict.fromkeys(("instructions", "actions", "schedule"), "program.streams"),
+            **dict.fromkeys(("text", "to_text"), "schedir.to_text(program)"),
+            "save": "Path(path).write_text(schedir.to_text(program))",
+            "check": "schedir.check(program)", "simulate": "schedir.simulate(program)",
+            "draw": "schedir.viz.gantt(schedir.simulate(program))",
+        },
+        "PipelineShape": {
+            **dict.fromkeys(("num_stages", "n_stages"), "shape.stages"),
+            **dict.fromkeys(("num_microbatches", "n_microbatches"), "shape.microbatches"),
+            "num_ranks": "shape.ranks",
+        },
+        "Executor": {
+            **dict.fromkeys(
+                ("run", "train", "train_step", "forward"), "executor.step(inputs, targets)"
+            ),
+            **dict.fromkeys(
+                ("save", "state_dict"), "schedir.checkpoints.save(executor, directory, step=1)"
+            ),
+            **dict.fromkeys(
+                ("load", "load_state_dict"), "schedir.checkpoints.load(executor, directory)"
+            ),
+            "parameters": "the parameters of the stages",
+        },
+    }
+)  # fmt: skip
 
 
 def get_current_value(name: str, value: str) -> str:
@@ -224,10 +481,36 @@ def make_attribute_error(module: str, name: str) -> AttributeError | ImportError
         name: The missing name.
 
     Returns:
-        An ImportError with the new name, if the name was renamed: `from module import name`
-        replaces the message of an AttributeError.  Otherwise an AttributeError.
+        An ImportError with the right name, if the name was renamed or is in another place:
+        `from module import name` replaces the message of an AttributeError.  Otherwise an
+        AttributeError, with a similar name of the module if there is one.
     """
     text = f"module {module!r} has no attribute {name!r}"
     if new := RENAMED_ATTRIBUTES.get(module, {}).get(name):
         return ImportError(f"{text}: it is now {new}", name=module)
-    return AttributeError(text, name=name)
+    if other := OTHER_ATTRIBUTES.get(module, {}).get(name):
+        return ImportError(f"{text}: use {other}", name=module)
+    near = get_close_matches(name, getattr(sys.modules.get(module), "__all__", ()), 1)
+    return AttributeError(text + (f": did you mean {near[0]}?" if near else ""), name=name)
+
+
+def raise_attribute_error(self: object, name: str) -> NoReturn:
+    """Raise the error for an attribute that an object does not have: a `__getattr__`.
+
+    Args:
+        self: The object.
+        name: The attribute.
+
+    Raises:
+        AttributeError: Always. The message has the right name, if the name was renamed or a similar
+            one exists.
+    """
+    kind = type(self).__name__
+    if hasattr(type(self), name):  # A property raised an AttributeError of its own.
+        object.__getattribute__(self, name)
+    own = [] if name.startswith("_") else dir(self)
+    near = find_present_name(name, own) or next(iter(get_close_matches(name, own, 1)), "")
+    hint = f": did you mean {near}?" if near else ""
+    if other := OTHER_ATTRIBUTES.get(kind, {}).get(name):
+        hint = f": use {other}"
+    raise AttributeError(f"{kind!r} object has no attribute {name!r}{hint}", name=name, obj=self)

@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 def layer_times() -> list[Measured]:
     """arXiv 2205.05198, Table 4: a layer of the model of 22 billion."""
-    model = TransformerSpec(48, 6144, 64, VOCAB, 2048)
+    model = TransformerSpec(48, 6144, 64, vocab=VOCAB, sequence=2048)
     how: dict[str, tuple[Recompute, bool]] = {
         "Baseline no recompute": ("none", False),
         "Sequence Parallelism": ("none", True),
@@ -68,7 +68,9 @@ def stage_times() -> list[Measured]:
     for row in table("zero_bubble_rates"):
         size, p = row["model"], int(row["p"])
         layers = ZB_LAYERS[size]
-        model = TransformerSpec(layers, int(row["hidden"]), int(row["heads"]), VOCAB, 1024)
+        model = TransformerSpec(
+            layers, int(row["hidden"]), int(row["heads"]), vocab=VOCAB, sequence=1024
+        )
         choice = ParallelPlan(
             pp=p,
             microbatch_size=ZB_MICROBATCH[size],
@@ -90,7 +92,9 @@ def one_node() -> list[Run]:
     for row in table("vtrain_one_node_sample"):
         of = {name: int(value) for name, value in row.items() if not name.endswith("(ms)")}
         hidden, heads = of["hidden size"], of["attention heads"]
-        model = TransformerSpec(of["# layers"], hidden, heads, VOCAB, of["sequence length"])
+        model = TransformerSpec(
+            of["# layers"], hidden, heads, vocab=VOCAB, sequence=of["sequence length"]
+        )
         t, d, p = (of[f"{name} parallelism"] for name in ("tensor", "data", "pipeline"))
         b, batch = of["micro batch"], of["global batch"]
         choice = ParallelPlan(
@@ -120,7 +124,7 @@ def weak_scaling() -> list[Run]:
         layers, hidden, heads = (
             int(row[name]) for name in ("layers", "hidden_size", "attention_heads")
         )
-        model = TransformerSpec(layers, hidden, heads, VOCAB, 2048)
+        model = TransformerSpec(layers, hidden, heads, vocab=VOCAB, sequence=2048)
         v, batch, gpus = (
             int(row[name]) for name in ("virtual_chunks_v", "global_batch_seqs", "gpus")
         )

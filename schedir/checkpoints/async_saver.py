@@ -29,6 +29,7 @@ from schedir.checkpoints.local_state import NameMap, TensorPiece
 from schedir.checkpoints.save_checkpoint import SavePlan, plan_save, write_checkpoint
 from schedir.checkpoints.state_exchange import add_stage_prefix, get_checkpoint_state
 from schedir.errors import ModelError, UsageError, describe
+from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.snapshot_copies import CopyPair, SnapshotCopies, SnapshotCopy
@@ -48,6 +49,7 @@ class SavedCheckpoint(NamedTuple):
     seconds: float
 
 
+@explain_wrong_calls("Saver(executor, directory)")
 class Saver:
     """Saves checkpoints of an executor as `save` does, while later steps run.
 

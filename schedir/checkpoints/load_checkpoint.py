@@ -27,9 +27,11 @@ from schedir.checkpoints.state_exchange import (
     warn_once,
 )
 from schedir.errors import CheckpointError, describe
+from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.checkpoint_state import RUN_OPTIMIZER, Checkpointable, RankCheckpointState
 
 
+@explain_wrong_calls("load(executor, directory)")
 def load(
     run: Checkpointable,
     directory: str | os.PathLike[str],

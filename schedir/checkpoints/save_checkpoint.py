@@ -30,9 +30,11 @@ from schedir.checkpoints.state_exchange import (
     warn_of_unoptimized,
 )
 from schedir.errors import CheckpointError, describe
+from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.checkpoint_state import RUN_OPTIMIZER, Checkpointable
 
 
+@explain_wrong_calls("save(executor, directory, step=100)")
 def save(
     run: Checkpointable,
     directory: str | os.PathLike[str],

@@ -21,6 +21,7 @@ from schedir.errors import (
     UsageError,
     format_bytes,
 )
+from schedir.io.files import require_suffix
 from schedir.io.terminal import format_json, format_table, join_words
 
 if TYPE_CHECKING:
@@ -110,8 +111,8 @@ def run(args: argparse.Namespace) -> str:
             option = "--lazy-communicators" if args.lazy_communicators else "--eager-limit"
             raise UsageError(f"--explain-start cannot be combined with {option}")
         return _explain_start(args)
-    if args.output is not None and not args.output.endswith(".svg"):
-        raise UsageError(f"-o {args.output}: the picture of a refused program must end in .svg")
+    if args.output is not None:
+        require_suffix(args.output, "the picture of a refused program", ".svg")
     request = make_request(args, args.source[0])
     program, first = request.program, request.proven_progress_model
     others = [model for model in MODELS if args.progress_model is None and model != first]

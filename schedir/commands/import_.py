@@ -10,7 +10,7 @@ from pathlib import Path
 from schedir.commands.common.schedule_options import add_lowering_options, make_request, parse_count
 from schedir.errors import SchedirError, UsageError
 from schedir.io.command_line import option_name
-from schedir.io.files import atomic_write, read_text
+from schedir.io.files import atomic_write, read_text, require_suffix
 
 EXAMPLES = """\
   schedir import traces -o run.timeline
@@ -76,8 +76,7 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
     from schedir.io.source_loader import Source
     from schedir.ir.text_format import to_text
 
-    if not args.output.endswith(".sched"):
-        raise UsageError(f"-o {args.output}: the file of a program must end in .sched")
+    require_suffix(args.output, "the file of a program", ".sched")
     text = read_text(source)
     try:
         program = torch_csv.from_csv(text, _derive_program_name(source), args.ranks, args.zero)

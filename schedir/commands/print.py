@@ -7,8 +7,8 @@ import sys
 
 from schedir.commands.common.chart_options import format_text_chart
 from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
-from schedir.errors import SchedirError, UsageError
-from schedir.io.files import atomic_write
+from schedir.errors import SchedirError
+from schedir.io.files import atomic_write, require_suffix
 from schedir.io.program_request import Request
 from schedir.io.terminal import color_program
 from schedir.ir.program import Program
@@ -75,8 +75,7 @@ def write_program(program: Program, output: str, *, folded: bool = True) -> str:
     """
     from schedir.ir.text_format import to_text
 
-    if not output.endswith(".sched"):
-        raise UsageError(f"-o {output}: the file of a program must end in .sched")
+    require_suffix(output, "the file of a program", ".sched")
     with atomic_write(output) as path:
         path.write_text(to_text(program, folded=folded), encoding="utf-8")
     return f"wrote {output}\n"

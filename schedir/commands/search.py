@@ -27,7 +27,7 @@ from schedir.commands.common.schedule_ranking import (
 )
 from schedir.commands.common.timeline_facts import collect_timeline_facts
 from schedir.errors import UsageError, format_bytes
-from schedir.io.files import atomic_write
+from schedir.io.files import atomic_write, require_suffix
 from schedir.io.terminal import format_json
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
@@ -286,8 +286,8 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
     """
     if args.frontier:
         return _search_frontier(args)
-    if args.output is not None and not args.output.endswith(".sched"):
-        raise UsageError(f"-o {args.output}: the file of a program must end in .sched")
+    if args.output is not None:
+        require_suffix(args.output, "the file of a program", ".sched")
     problem = _parse_search_request(args)
     with nullcontext() if args.output is None else atomic_write(args.output) as path:
         if path is not None:

@@ -17,7 +17,8 @@ from schedir.commands.common.timeline_facts import (
     collect_timeline_facts,
     describe_costs,
 )
-from schedir.errors import UsageError, format_bytes
+from schedir.errors import format_bytes
+from schedir.io.files import require_suffix
 from schedir.io.program_request import Request
 from schedir.io.terminal import format_json, format_table
 from schedir.ir.cost.sizes import Sizes
@@ -164,8 +165,8 @@ def run(args: argparse.Namespace) -> str:
     from schedir.io.timeline_file import TIMELINE_SUFFIX, save_timeline
     from schedir.predict.recompute_summary import describe_forwards
 
-    if args.output is not None and not args.output.endswith(TIMELINE_SUFFIX):
-        raise UsageError(f"-o {args.output}: the file of a run must end in {TIMELINE_SUFFIX}")
+    if args.output is not None:
+        require_suffix(args.output, "the file of a run", TIMELINE_SUFFIX)
     request = make_request(args, args.source)
     timeline = request.timeline
     if args.output is not None:

@@ -32,7 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="DIR", help="write the Timeline of the last step to this folder"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+                        type=_require_assignment,
                         help="replace a setting of the file: pipeline.ranks=2")  # fmt: skip
+
+
+def _require_assignment(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} has no value: --set {text}=VALUE")
+    return text
 
 
 def format_epilog() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from typing import Any, Unpack
@@ -34,7 +33,7 @@ from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.memory.offload_placement import DISK_TRIP, HOST_TRIP
 from schedir.passes.pass_registry import LOWERING_PASSES, PASS_OPTIONS
 from schedir.passes.pass_types import BoundaryLayout, BufferSharing, Options, Pass
-from schedir.retired_names import RETIRED_HINTS
+from schedir.retired_names import RETIRED_HINTS, explain_wrong_calls, suggest_name
 from schedir.schedules import find_schedule, get_built_in_schedules
 from schedir.schedules.schedule_algebra import Schedule, get_stages_per_rank
 from schedir.schedules.schedule_expansion import expand_schedule
@@ -43,15 +42,16 @@ from schedir.verify.check import check, check_draft
 SIZES_EXAMPLE = "Sizes(activation=16e6, saved=1.2e9)"  # Errors show it as a value that is valid.
 
 
+@explain_wrong_calls("compile('one_f_one_b', PipelineShape(ranks=4, microbatches=8))")
 @list_options_in_signature
 def compile(
     schedule: str | Schedule | Program,
     shape: PipelineShape | None = None,
+    *,
     tp: int | None = None,
     dp: int | None = None,
     progress_model: ProgressModel = "per_device",
     costs: Costs | None = None,
-    *,
     ranks: int | None = None,
     microbatches: int | None = None,
     stages_per_rank: int | None = None,
@@ -206,12 +206,7 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
         if option not in PASS_OPTIONS and option not in attribute_names:
             parameters = [*signature(compile).parameters][1:]
             known = [*parameters, *sorted({*PASS_OPTIONS} - {*parameters})]
-            close_names = get_close_matches(option, known, 1)
-            others = (
-                f"did you mean {close_names[0]!r}?"
-                if close_names
-                else f"the options are {', '.join(known)}"
-            )
+            others = suggest_name(option, known) or f"the options are {', '.join(known)}"
             raise UsageError(
                 f"compile has no option {option!r}",
                 hint=RETIRED_HINTS.get(option, others),

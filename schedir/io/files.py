@@ -178,6 +178,31 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
             temporary.unlink()
 
 
+# The command that writes a file, by its suffix.
+_WRITING_COMMANDS: Final = {
+    ".sched": "compile",
+    ".timeline": "simulate",
+    **dict.fromkeys((".svg", ".png", ".pdf", ".html"), "draw"),
+    ".csv": "export",
+}
+
+
+def require_suffix(output: str, subject: str, suffix: str) -> None:
+    """Raise UsageError if the file of the option `-o` does not have a suffix.
+
+    Args:
+        output: The file.
+        subject: The subject of the error, such as "the file of a program".
+        suffix: The suffix, such as ".sched".
+    """
+    if not output.endswith(suffix):
+        command = _WRITING_COMMANDS.get(Path(output).suffix, "")
+        raise UsageError(
+            f"-o {output}: {subject} must end in {suffix}",
+            hint=f"schedir {command} SCHEDULE -o {output}" if command else "",
+        )
+
+
 def require_writable(path: str | Path) -> None:
     """Raise UsageError if no file can be written at `path`.
 

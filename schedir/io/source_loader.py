@@ -7,6 +7,7 @@ import sys
 from functools import cached_property, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
+from os.path import isfile  # unlike Path.is_file, it allows names of any length
 from pathlib import Path
 from traceback import extract_tb
 from types import FunctionType, ModuleType
@@ -101,11 +102,21 @@ def load_source(source: str) -> Schedule | Program:
         raise UsageError(
             f"{source!r} is not a built-in schedule, a file.py:function, a file.sched or a "
             "file.timeline",
-            hint=f"schedir import {source} converts torch's CSV to a program"
-            if source.endswith(".csv")
-            else suggest_schedules(source, [*known]),
+            hint=_suggest_source(source) or suggest_schedules(source, [*known]),
         )
     return known[source]
+
+
+def _suggest_source(source: str) -> str:
+    """Return a hint for a source with a wrong form, or an empty string."""
+    if source.endswith(".csv"):
+        return f"schedir import {source} converts torch's CSV to a program"
+    path, _, name = source.replace("::", ":").replace(".py:", ":").rpartition(":")
+    path, name = (path, name) if path else source.rpartition(".")[::2]
+    if path and isfile(f"{path}.py"):
+        return f"did you mean {path}.py:{name}?"
+    suffixes = [suffix for suffix in (".sched", TIMELINE_SUFFIX) if isfile(source + suffix)]
+    return f"did you mean {source}{suffixes[0]}?" if suffixes else ""
 
 
 def _bind_options(source: str) -> Schedule:
@@ -151,6 +162,12 @@ def _parse_literal(name: str, option: str, value: ast.expr) -> object:
 
 
 def _load_program(path: str) -> Program:
+    with open_regular_file(path) as file:
+        if file.read(2) == b"PK":  # a ZIP archive
+            raise UsageError(
+                f"{path} contains no program: it may be a run, whose file ends in .timeline",
+                hint=f"rename the file to {path.removesuffix('.sched')}.timeline",
+            )
     text = read_text(path)
     try:
         return from_text(text)

@@ -148,6 +148,12 @@ def load_timeline(path: str | Path) -> Timeline:
         <predicted Timeline of gpipe: span 15, bubble 20.0%>
     """
     with open_regular_file(path) as file:
+        if file.read(8) == b"schedir ":
+            raise TraceError(
+                f"{path} contains a program, whose file ends in .sched, and no run",
+                hint=f"rename the file to {Path(path).with_suffix('.sched')}",
+            )
+        file.seek(0)
         try:
             with ZipFile(file) as archive:
                 return _TimelineReader(archive).read_timeline()

@@ -48,9 +48,12 @@ def _make_toml_error(text: str, location: str, message: str) -> ConfigError:
     match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
     fact, line, column = match.groups() if match else (message, None, None)
     lines = text.split("\n")
+    written = lines[int(line) - 1][int(column) - 1 :].strip() if line and column else ""
+    is_bare = fact == "Invalid value" and re.fullmatch(r"[A-Za-z][\w.:/ ()=-]*", written)
     return ConfigError(
         f"is not TOML: {fact[0].lower()}{fact[1:]}",
         location=location,
         line=int(line or len(lines)),
         column=int(column or len(lines[-1]) + 1),
+        hint=f'put text in quotes: "{written}"' if is_bare else "",
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import cached_property, partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -54,6 +54,7 @@ from schedir.ir.stream import Words as Words
 from schedir.ir.stream import is_op as is_op
 from schedir.ir.stream import pack as pack
 from schedir.ir.stream import unpack as unpack
+from schedir.retired_names import explain_wrong_calls, raise_attribute_error
 
 if TYPE_CHECKING:
     from typing import Self
@@ -87,6 +88,7 @@ class Proof(NamedTuple):
     eager_messages: EagerMessages | None = None
 
 
+@explain_wrong_calls("compile('one_f_one_b', ranks=4, microbatches=8)")
 @dataclass(frozen=True)
 class Program:
     """The shape of a pipeline, the attributes of its training, and one Stream per rank.
@@ -161,6 +163,7 @@ class Program:
     name: str
     shape: PipelineShape
     streams: tuple[Stream, ...]
+    _: KW_ONLY
     tp: int = field(default=1, metadata=program_attributes.TP)
     dp: int = field(default=1, metadata=program_attributes.DP)
     tied_weights: TiedStages = field(default=(), metadata=program_attributes.TIED_WEIGHTS)
@@ -190,6 +193,9 @@ class Program:
     offsets: Words = field(init=False, repr=False, compare=False)
     proofs: set[Proof] = field(init=False, default_factory=set, repr=False, compare=False)
     _cache: dict[object, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    if not TYPE_CHECKING:  # A type checker would allow any attribute.
+        __getattr__ = raise_attribute_error
 
     def __post_init__(self) -> None:
         name = self.name
@@ -232,7 +238,7 @@ class Program:
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy runs the constructor again: it has all words in one array, and no proofs.
         arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return type(self), (*(arguments | {"streams": tuple(self.streams)}).values(),)
+        return partial(type(self), **arguments | {"streams": tuple(self.streams)}), ()
 
     def __len__(self) -> int:
         return len(self.words)

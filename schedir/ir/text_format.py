@@ -415,7 +415,7 @@ def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -
         body.append(word)
         steps.append(step)
     if times * len(body) > remaining:
-        fact = f"the program has more than {max_instructions} instructions, which is the limit"
+        fact = f"the program has more instructions than the limit of {max_instructions}"
         raise line.make_error(fact, hint=hint)
     for word, step in zip(body, steps, strict=True):
         end = (word & 0xFFFFFFFF) + step * (times - 1)

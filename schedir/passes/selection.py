@@ -1,6 +1,7 @@
 """Parse selections such as "all", "half", "fit", stages, or pairs of stage and microbatch.
 
-"half" is every other microbatch of each stage, and "fit" is as few as a memory limit requires. A
+"half" is every other microbatch of each stage, and "fit" is as few as a memory limit requires.
+"none" selects nothing, and "full" is another name of "all", because plans have these two values. A
 selection can also be a function of stage and microbatch that returns a boolean.
 """
 
@@ -21,9 +22,10 @@ from schedir.ir.program import STAGE_SHIFT, Words
 
 Selection = str | Iterable[int] | Iterable[tuple[int, int]] | Callable[[int, int], bool]
 
-SELECTION_KEYWORDS: Final = ("all", "half", "fit")
+SELECTION_KEYWORDS: Final = ("all", "full", "half", "fit", "none")
 _ALLOWED_SELECTIONS: Final = (
-    '"all", "half", "fit", stages like [0, 1], pairs like [(0, 3)], or a function of (stage, mb)'
+    '"all", "half", "fit", "none", stages like [0, 1], pairs like [(0, 3)], or a function of '
+    "(stage, mb)"
 )
 
 
@@ -67,8 +69,8 @@ def select_addresses(
         each = zip(stage.tolist(), mb.tolist(), strict=True)
         return np.array([bool(selection(*one)) for one in each], bool)
     if isinstance(selection, str):
-        if selection == "all":
-            return np.ones(len(addresses), bool)
+        if selection in ("all", "full", "none"):
+            return np.full(len(addresses), selection != "none")
         if selection == "half":
             return np.asarray(mb % 2 == 0)
     named = find_named_pairs(selection, option, shape)
@@ -164,7 +166,9 @@ def parse_selection(text: str) -> Any:
         except ValueError:
             numbers = ()
         if len(numbers) not in (1, 2):
-            raise ValueError(f"must be all, half, fit, or stages like 0,1 or 0.3,0.4, not {text!r}")
+            raise ValueError(
+                f"must be all, half, fit, none, or stages like 0,1 or 0.3,0.4, not {text!r}"
+            )
         found.append(numbers if len(numbers) == 2 else numbers[0])
     return tuple(found)
 

@@ -173,7 +173,7 @@ def lower_draft(
     if plan.optimizer_placement != "device":
         defaults["optimizer_placement"] = plan.optimizer_placement
     defaults |= {"tied_weights": tied_weights, "clip_grad_norm": True, "zero": plan.zero}
-    return compile(draft, None, plan.tp, plan.dp * plan.cp, **(defaults | options))
+    return compile(draft, None, tp=plan.tp, dp=plan.dp * plan.cp, **(defaults | options))
 
 
 def _reduces_each_backward(plan: ParallelPlan) -> bool:

@@ -10,7 +10,7 @@ from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_SEQUENCES
 from schedir.ir.cost.zero_states import ZERO_LEVEL_COUNT
 from schedir.ir.notebook_repr import render_html
 from schedir.predict.activation_bytes import Recompute
-from schedir.retired_names import get_rename_hint
+from schedir.retired_names import explain_wrong_calls, get_rename_hint
 
 Attention = Literal["softmax", "flash"]
 RankOrder = Literal["tp-pp-dp", "tp-dp-pp"]
@@ -18,7 +18,8 @@ OffloadMode = Literal["none", "fit"]
 StatePlacement = Literal["device", "host"]
 
 
-@dataclass(frozen=True)
+@explain_wrong_calls("ParallelPlan(pp=8, tp=8, dp=16, microbatches=96)")
+@dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """A layout of a training run: parallel degrees, a schedule and memory options.
 

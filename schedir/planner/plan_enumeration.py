@@ -141,7 +141,7 @@ def enumerate_plans(
     if not degrees:
         raise _no_product_error(model, cluster, field_filter)
     if (max_tp := max(degree.tp for degree in degrees)) > cluster.gpus_per_node:
-        warn_cross_node_tp(max_tp, cluster, stacklevel=4)
+        warn_cross_node_tp(max_tp, cluster, stacklevel=5)
     rows = [
         row for degree in degrees for row in _enumerate_rows(model, batch, degree, field_filter)
     ]

@@ -32,6 +32,7 @@ from schedir.planner.transformer.layer_ops import require_even_division
 from schedir.planner.transformer.memory_estimate import StateBytes, get_state_bytes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import Recompute
+from schedir.retired_names import explain_wrong_calls
 
 # `plan` simulates this many of the best plans, and more until enough of them fit.
 MAX_SIMULATED_PLANS: Final = 32
@@ -100,6 +101,7 @@ def estimate_step(
     return attach_bottleneck(cluster, found.estimate_at(model, cluster, 0))
 
 
+@explain_wrong_calls("plan(model, cluster, batch=1536)")
 def plan(
     model: TransformerSpec,
     cluster: Cluster,

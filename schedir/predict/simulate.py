@@ -12,10 +12,12 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.program import Program
 from schedir.predict.timeline import MAX_TIME, Timeline, build_spans
+from schedir.retired_names import explain_wrong_calls
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import build_complete_graph, check_draft, prove
 
 
+@explain_wrong_calls("simulate(program, Costs(F=1, B=2))")
 def simulate(
     program: str | Schedule | Program,
     costs: Costs | None = None,

@@ -29,6 +29,7 @@ from schedir.ir.instruction_index import NO_POSITION, Positions
 from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, RECV_OPS, TIERS, Instr, Lane
 from schedir.ir.notebook_repr import render_html
 from schedir.ir.program import OPCODES, WORD_DTYPE, Program
+from schedir.retired_names import raise_attribute_error
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -163,6 +164,9 @@ class Timeline:
     clock_error: float = 0.0
     sizes: Sizes | None = None
     blocking_hosts: bool = False
+
+    if not TYPE_CHECKING:  # A type checker would allow any attribute.
+        __getattr__ = raise_attribute_error
 
     def __post_init__(self) -> None:
         if self.unit not in TIME_UNITS:

@@ -480,8 +480,9 @@ class _Table:
                 with suppress(SchedirError):
                     shape = PipelineShape(
                         self.shape.ranks, unsegmented.microbatches, v, placement or "loop",
-                        self.shape.optimizer_steps, get_weight_delay_mark(schedule) or 0,
-                        self.shape.sequence_chunks,
+                        optimizer_steps=self.shape.optimizer_steps,
+                        weight_delay=get_weight_delay_mark(schedule) or 0,
+                        sequence_chunks=self.shape.sequence_chunks,
                     )  # fmt: skip
                     drafted = split_like(expand_schedule(schedule, shape), self.program)
                     same = (

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from schedir.errors import ModelError, require_bool
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
+from schedir.retired_names import explain_wrong_calls, raise_attribute_error
 from schedir.runtime import arguments
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
@@ -35,6 +37,9 @@ from schedir.transports.serialized_transport import SerializedTransport
 from schedir.transports.transport import Transport
 
 
+@explain_wrong_calls(
+    "Executor(program, rank, stages, GlooTransport(program), loss=loss, boundary=boundary)"
+)
 class Executor:
     """An executor that runs training steps of one pipeline rank.
 
@@ -160,6 +165,9 @@ class Executor:
         Qi et al. 2024, zero bubble pipeline parallelism (arXiv 2401.10241), section 4:
         post-validation.
     """
+
+    if not TYPE_CHECKING:  # A type checker would allow any attribute.
+        __getattr__ = raise_attribute_error
 
     def __init__(
         self,

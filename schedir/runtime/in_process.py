@@ -26,6 +26,7 @@ from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
+from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_factory, require_program, require_stages
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
 from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
@@ -48,6 +49,7 @@ _COLLECTIVE_RESULTS = {token for op in COLLECTIVE_OPS for token in INSTRUCTIONS[
 _COLLECTIVE_CONSUMERS = tuple(row.op for row in INSTRUCTIONS if _COLLECTIVE_RESULTS & {*row.needs})
 
 
+@explain_wrong_calls("InProcessExecutor(program, stages, loss=loss, boundary=boundary)")
 class InProcessExecutor:
     """An executor that runs all ranks of a program as virtual ranks of one process.
 

@@ -23,6 +23,7 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.pipeline.tied_weights import ParameterLocation, TiedWeights, find_sharing_ranks
 from schedir.ir.program import Program
+from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import (
     count_microbatches,
     require_loss,
@@ -57,6 +58,7 @@ from schedir.runtime.step_inputs import (
 )
 
 
+@explain_wrong_calls("run_sequential(stages, inputs, targets, loss=loss)")
 def run_sequential(
     stages: Sequence[nn.Module],
     inputs: Microbatches,

@@ -51,6 +51,8 @@ class StageState:
         # Checks that run only until they have passed once. A mode is the module's `training`.
         # A split backward deferred weight gradients, or no layer of the stage could.
         self.has_checked_layers = False
+        # True after the first forward whose outputs were tested for a gradient.
+        self.has_checked_gradient = False
         # The warning about layers that are not split was given.
         self.has_warned_of_layers = False
         # The outputs depend on no Parameters other than the stage's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -44,8 +45,8 @@ class StepInputs(NamedTuple):
             has_last_stage: The rank has the last stage, so it needs all targets.
 
         Raises:
-            ExecutionError: Inputs or targets that the rank needs are missing. Or `keywords` is not
-                empty, and not a mapping for each microbatch.
+            ExecutionError: Inputs or targets that the rank needs are missing. Or `grad_scale` is
+                not a number. Or `keywords` is not empty, and not a mapping for each microbatch.
         """
         for name, given, takes in (
             ("inputs", self.inputs, has_first_stage),
@@ -53,6 +54,15 @@ class StepInputs(NamedTuple):
         ):
             if takes:
                 require_all_microbatches(given, name, program, rank)
+        scale = self.grad_scale
+        is_number = isinstance(scale, Real) or (isinstance(scale, Tensor) and not scale.dim())
+        if not is_number:
+            raise ExecutionError(
+                f"grad_scale must be a number or a 0-dimensional tensor, not {describe(scale)}",
+                program=program.name,
+                hint=f"grad_scale=1/{program.shape.microbatches} gives the gradient of the mean of "
+                "the losses",
+            )
         require_keywords(self.keywords, program)
         if len(self.keywords):
             require_all_microbatches(self.keywords, "keywords", program, rank)

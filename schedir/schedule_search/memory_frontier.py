@@ -20,6 +20,7 @@ from schedir.ir.program import Program
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
+from schedir.retired_names import explain_wrong_calls
 from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.problem import (
     SchedulingProblem,
@@ -101,6 +102,7 @@ class MemoryFrontier:
         return float((timeline.peak_memory if self.is_in_bytes else timeline.peak_in_flight).max())
 
 
+@explain_wrong_calls("memory_frontier(PipelineShape(ranks=4, microbatches=8), Costs(F=1, B=2))")
 def memory_frontier(
     shape: PipelineShape,
     costs: Costs | None = None,

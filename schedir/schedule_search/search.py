@@ -14,6 +14,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.program import Program
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
+from schedir.retired_names import explain_wrong_calls
 from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.cp_sat import SolverResult, import_cp_sat, solve
 from schedir.schedule_search.heuristics.initial_orders import list_initial_orders
@@ -39,6 +40,7 @@ _PILOT_SECONDS_SHARE: Final = 0.04  # share of the seconds for one pilot
 _BUILD_SECONDS_PER_TASK: Final = 2e-5  # seconds per task, reserved to build the programs
 
 
+@explain_wrong_calls("search_schedule(ranks=4, microbatches=8, max_in_flight=4)")
 def search_schedule(
     shape: PipelineShape | None = None,
     costs: Costs | None = None,

@@ -21,15 +21,18 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
+from schedir.retired_names import explain_wrong_calls
 
 _F, _B, _I, _W = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 
 
+@explain_wrong_calls("greedy_schedule(PipelineShape(ranks=4, microbatches=8), 'BF', 4)")
 def greedy_schedule(
     shape: PipelineShape,
     priority: str,
     max_in_flight: int | Callable[[int], int],
     costs: Costs | None = None,
+    *,
     name: str = "greedy",
     frozen_stages: int = 0,
 ) -> Program:

@@ -100,7 +100,7 @@ class RankSchedule:
             raise ValueError(f"n * F needs an n of at least 0, not {count}: use max(n, 0)")
         most = get_input_trust().max_instructions
         if most is not None and count * max(len(self), 1) > most:
-            raise ValueError(f"n * {self!r} has more than {most} instructions, which is the limit")
+            raise ValueError(f"n * {self!r} has more instructions than the limit of {most}")
         try:
             letters = np.empty((count, len(self)), np.int64)
         except (MemoryError, ValueError):  # ValueError means that the size exceeds numpy's limit.

@@ -15,6 +15,7 @@ from schedir.ir.input_trust import RAISE_LIMIT_HINT, get_input_trust
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import find_named_placement
 from schedir.ir.program import Program, StreamSlices, Words
+from schedir.schedules import schedule_algebra
 from schedir.schedules.microbatch_numbering import number_letters
 from schedir.schedules.schedule_algebra import (
     EMPTY,
@@ -29,6 +30,7 @@ from schedir.schedules.schedule_algebra import (
 
 # Number of letters that are numbered in one call.  Most shapes need one call for all ranks.
 _BATCH_LETTERS = 2**17
+_PARAMETERS = ["rank", "ranks", "microbatches"]
 _ALGEBRA_HINT = "a rank schedule is made of F + B, n * F, F[local stage] and F.at(microbatch)"
 
 
@@ -100,6 +102,14 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
             program=name,
             hint="bind other options with functools.partial" if several else "",
         ) from None
+    first_names = [*signature.parameters][:3]
+    if sorted(first_names) == sorted(_PARAMETERS) and first_names != _PARAMETERS:
+        raise ScheduleError(
+            f"a schedule must take (rank, ranks, microbatches) in this order, but this one takes "
+            f"{signature}",
+            program=name,
+            hint=f"def {name}(rank, ranks, microbatches)",
+        )
     _require_placement(schedule, shape, name)
     numbered: list[Words] = []  # Numbered instructions.  Each entry has several ranks.
     words: list[Words] = []  # Letters of the following ranks, which are not numbered yet.
@@ -113,7 +123,7 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         if max_instructions is not None and offsets[rank + 1] > max_instructions:
             raise ShapeError(
                 f"the schedule of {shape.stages} stages x {shape.microbatches} microbatches has "
-                f"more than {max_instructions} instructions, which is the limit",
+                f"more instructions than the limit of {max_instructions}",
                 program=name,
                 hint=RAISE_LIMIT_HINT,
                 fields=["microbatches", "ranks", "stages_per_rank"],
@@ -191,11 +201,18 @@ def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -
         raise ScheduleError(
             f"{subject} raised {describe_exception(error)}",
             program=name,
-            hint=_ALGEBRA_HINT
-            if isinstance(error, TypeError) and "'RankSchedule'" in str(error)
-            else "",
+            hint=_find_hint(error),
         ) from error
     return np.concatenate(words)
+
+
+def _find_hint(error: BaseException) -> str:
+    """Return the hint for an error that a schedule raised, or an empty string."""
+    if isinstance(error, TypeError) and "RankSchedule" in str(error):
+        return _ALGEBRA_HINT
+    if isinstance(error, NameError) and error.name in schedule_algebra.__all__:
+        return f"from schedir import {error.name}"
+    return ""
 
 
 def _iterate_yielded(generator: Any, subject: str) -> Iterator[RankSchedule]:

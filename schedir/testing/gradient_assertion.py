@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from schedir.errors import ExecutionError, UsageError, describe
+from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_callable, require_loss
 from schedir.testing.gradient_comparison import GradientDump, compare_gradients
 from schedir.testing.unpipelined_model import (
@@ -32,6 +33,7 @@ from schedir.transports.local_processes import DIED_MESSAGE, RankError, run_proc
 StepFunction = Callable[[int, int, Any, Any], Mapping[str, Tensor | None] | None]
 
 
+@explain_wrong_calls("assert_same_gradients(step, model, batch, ranks=2, microbatches=4)")
 def assert_same_gradients(
     step: StepFunction,
     model: nn.Module | Sequence[nn.Module],

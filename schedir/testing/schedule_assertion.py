@@ -12,6 +12,7 @@ from schedir.compiler.compile import compile
 from schedir.errors import SchedirError, UsageError, describe, require_type
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
+from schedir.retired_names import explain_wrong_calls
 from schedir.schedules.schedule_algebra import Schedule, get_schedule_name
 from schedir.testing.strategies import shapes_for
 from schedir.verify.check import check
@@ -19,6 +20,7 @@ from schedir.verify.check import check
 _SHAPES_EXAMPLE = "shapes=[PipelineShape(ranks=2, microbatches=4)]"
 
 
+@explain_wrong_calls("assert_schedule(schedule)")
 def assert_schedule(
     schedule: Schedule,
     *,

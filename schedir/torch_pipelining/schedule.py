@@ -17,6 +17,7 @@ from schedir.compiler.evaluation_program import evaluation_program
 from schedir.errors import ExecutionError, UsageError, describe, require_bool
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
+from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.checkpoint_state import CheckpointState
 from schedir.schedules.schedule_algebra import Schedule as Words
 from schedir.torch_pipelining import actions, gradients, program_selection
@@ -39,6 +40,7 @@ from schedir.verify.check import check
 Runtime = Literal["torch", "schedir"]
 
 
+@explain_wrong_calls("Schedule([stage], n_microbatches=8, loss_fn=loss, schedule='zb_h1')")
 class Schedule(CheckedRuntime):
     """A schedule of torch.distributed.pipelining that runs a schedir program.
 

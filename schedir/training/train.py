@@ -164,7 +164,7 @@ def check_memory(config: Config, processes: int) -> None:
     tokens = config.segmentation.microbatch_size * model.context
     shares, number = pipeline.ranks * pipeline.tp, model.num_parameters
     zero: int = vars(pipeline)["zero"]
-    states = zero_model_states(4 * number, 4 * number, 8 * number, zero, pipeline.dp)
+    states = zero_model_states(4 * number, 4 * number, 8 * number, zero=zero, dp=pipeline.dp)
     needs = {
         "model": int(max(states.total * cpu, 4 * number)) // shares,
         "activations": 4 * cpu * tokens * (model.hidden * model.layers + model.vocab) // shares,

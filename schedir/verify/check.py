@@ -50,6 +50,7 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import HOST_SLOT_VALUES, Program, Proof
 from schedir.passes.splitting.frozen_stages import drop_frozen_backwards
+from schedir.retired_names import explain_wrong_calls
 from schedir.verify.completeness import require_complete
 
 # ---------------------------------------------------------------- segments of a sequence
@@ -109,6 +110,7 @@ def require_segment_order(index: InstructionIndex) -> None:
 _HOST_KINDS = ((False, False), (True, False), (True, True))
 
 
+@explain_wrong_calls("check(program, 'per_device')")
 def check(
     program: Program,
     progress_model: ProgressModel = "per_device",

@@ -261,7 +261,11 @@ def _require_compute(inspector: Inspector) -> None:
         inspector.is_present(op) for op in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     )
     if not f.all():
-        inspector.refuse_missing(FORWARD, int((~f).argmax()))
+        at = int((~f).argmax())
+        stage, microbatches = inspector.stage[at], inspector.shape.microbatches
+        found = int(f.reshape(-1, microbatches)[stage].sum())
+        fact = f": stage {stage} has {found} F for {microbatches} microbatches"
+        inspector.refuse_missing(FORWARD, at, fact if found < microbatches - 1 else "")
     if not inspector.program.has_backward:
         return
     ix, frozen = inspector.index, inspector.stage < inspector.program.frozen_stages
@@ -283,7 +287,9 @@ def _require_compute(inspector: Inspector) -> None:
     if (w & ~i).any():
         inspector.refuse_missing(BACKWARD_INPUT, int((w & ~i).argmax()), ", but its W exists")
     if (i & ~w).any():
-        inspector.refuse_missing(BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I exists")
+        inspector.refuse_missing(
+            BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I exists: B is both"
+        )
     if not (b | i | frozen).all():
         key = int((~(b | i | frozen)).argmax())
         rank = int(inspector.shape.rank_of_stage(inspector.stage[key], inspector.mb[key]))

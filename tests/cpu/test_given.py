@@ -35,6 +35,14 @@ def modules() -> list[nn.Module]:
     return [nn.Linear(3, 3) for _ in range(2)]
 
 
+class Ungraded(nn.Linear):
+    """A layer that trains nothing by mistake."""
+
+    @torch.no_grad()
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
 def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
@@ -107,6 +115,9 @@ WRONG: dict[str, Callable[[], object]] = {
     "half of all stages": lambda: rank(stages=modules()[:1]),
     "an optimizer": lambda: world(optimizer=torch.optim.SGD(modules()[0].parameters(), 0.1)),
     "an optimizer's name": lambda: world(optimizer="sgd"),
+    "the optimizer of another model": lambda: rank(
+        optimizer=torch.optim.SGD(modules()[0].parameters(), 0.1)
+    ),
     "a maker of optimizers": lambda: rank(optimizer=torch.optim.SGD),
     "a function": lambda: rank(optimizer=lambda p: torch.optim.SGD(p, 0.1)),
     "a loss scale": lambda: world(loss_scale=LossScale()),
@@ -127,6 +138,15 @@ WRONG: dict[str, Callable[[], object]] = {
     "a loss of Python": lambda: world(loss=lambda y, t: 5.0).step(X, X),
     "half a seed": lambda: world(seed=1.5),
     "no seed": lambda: run_sequential(modules(), X, X, loss=squares, seed=None),  # type: ignore[arg-type]
+    "a mean as scale": lambda: world().step(X, X, "mean"),  # type: ignore[arg-type]
+    "a stage without gradient": lambda: world(stages=[Ungraded(3, 3), nn.Linear(3, 3)]).step(X, X),
+    "a recomputed stage without gradient": lambda: world(
+        program=compile(one_f_one_b, PipelineShape(2, 4), recompute="all"),
+        stages=[Ungraded(3, 3), nn.Linear(3, 3)],
+    ).step(X, X),
+    "a loss without gradient": lambda: world(loss=lambda y, t: squares(y, t).detach()).step(X, X),
+    "no arguments": lambda: Executor(PROGRAM),  # type: ignore[call-arg]
+    "an old argument": lambda: rank(alike=True),
     "no targets": lambda: world().step(X, None),  # type: ignore[arg-type]
     "inputs one by one": lambda: world().step(iter(X), X),
     "one number": lambda: world().step(X, torch.tensor(1.0)),

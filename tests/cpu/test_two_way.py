@@ -146,7 +146,15 @@ def test_three_holders_on_gloo() -> None:
 
 def _train(rank: int, schedule: Any, shape: PipelineShape, steps: int, tp: int, dp: int) -> Any:
     """What a process holds after some steps, and the norms of their gradients."""
-    program = compile(schedule, shape, tp, dp, "per_edge", tied_weights=True, clip_grad_norm=True)
+    program = compile(
+        schedule,
+        shape,
+        tp=tp,
+        dp=dp,
+        progress_model="per_edge",
+        tied_weights=True,
+        clip_grad_norm=True,
+    )
     transport = GlooTransport(program)
     executor = gpt_executor(program, transport, lr=0.01, max_norm=0.05)
     norms = []

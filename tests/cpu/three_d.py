@@ -57,7 +57,7 @@ class Case(NamedTuple):
         """Its program: a stage for each layer, or one of both on one rank."""
         shape, options = PipelineShape(self.p, MICROBATCHES), dict[str, Any](self.options)
         return schedir.compile(
-            getattr(schedir.schedules, self.schedule), shape, self.t, self.d,
+            getattr(schedir.schedules, self.schedule), shape, tp=self.t, dp=self.d,
             tied_weights=self.tied and self.p > 1, clip_grad_norm=self.clip, zero=self.zero,
             sequence_parallel=self.sequence, blocking_hosts=True, **options,
         )  # fmt: skip

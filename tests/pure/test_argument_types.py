@@ -72,7 +72,7 @@ TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "compile of": (lambda v: compile(one_f_one_b, PLAN, sizes=v), (Sizes, NoneType)),
     "compile, clipping": (lambda v: compile(one_f_one_b, PLAN, clip_grad_norm=v), (NoneType,)),
     "compile, overlapping": (lambda v: compile(one_f_one_b, PLAN, overlap=v), ()),
-    "compile with tp": (lambda v: compile(one_f_one_b, PLAN, v), (int, NoneType)),
+    "compile with tp": (lambda v: compile(one_f_one_b, PLAN, tp=v), (int, NoneType)),
     "slots": (lambda v: replace(PROGRAM, slots=v), (dict,)),
     "slots of a rank": (lambda v: replace(PROGRAM, slots=(v, v)), ()),
     "a number of slots": (lambda v: replace(PROGRAM, slots=(SlotCounts(1, 1, 1, v),) * 2), (int,)),

@@ -164,7 +164,7 @@ def test_hosts_that_wait_themselves(schedule: Schedule, tp: int, send: float) ->
     uneven = tuple(2 + 0.5 * (s % 3) for s in range(shape.stages))
     given = Costs(F=uneven, I=2.5, W=1.5, FB=7, send=send, tp_scatter=0.02, tp_gather=0.05, step=1)
     program = schedir.compile(
-        schedule, shape, tp, progress_model="per_edge", costs=given, tied_weights=True
+        schedule, shape, tp=tp, progress_model="per_edge", costs=given, tied_weights=True
     )
     run = measured(program, given, host=0.05, blocking_hosts=True)
     assert again(run).span == pytest.approx(run.span, rel=0.005)

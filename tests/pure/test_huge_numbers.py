@@ -84,9 +84,25 @@ def test_an_error_shows_no_number_of_many_digits() -> None:
     assert describe(10**5000) == describe(-(10**30)) == "an integer of more than 30 digits"
     huge = 10**5000  # whose digits Python refuses to write
     refused: dict[str, Callable[[], object]] = {
-        "cluster": lambda: Cluster(huge, 1, 1e14, 8e10, 2e12, 3e11, 2e10),
-        "rate": lambda: Cluster(1, 1, huge, 8e10, 2e12, 3e11, 2e10),
-        "model": lambda: planner.TransformerSpec(huge, 64, 4, 128, 32),
+        "cluster": lambda: Cluster(
+            huge,
+            1,
+            flops=1e14,
+            memory=8e10,
+            hbm_bandwidth=2e12,
+            nvlink_bandwidth=3e11,
+            network_bandwidth=2e10,
+        ),
+        "rate": lambda: Cluster(
+            1,
+            1,
+            flops=huge,
+            memory=8e10,
+            hbm_bandwidth=2e12,
+            nvlink_bandwidth=3e11,
+            network_bandwidth=2e10,
+        ),
+        "model": lambda: planner.TransformerSpec(huge, 64, 4, vocab=128, sequence=32),
         "choice": lambda: planner.ParallelPlan(pp=huge),
         "layers_of": lambda: planner.ParallelPlan(layers_per_stage=(huge,)),
         "costs": lambda: Costs(F=huge),

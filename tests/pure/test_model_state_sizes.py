@@ -107,7 +107,7 @@ def test_the_table_of_the_paper(billions: float, dp: int, zero: int, printed: st
     """arXiv 1910.02054, Table 1: each cell within one unit of its last digit."""
     digits = len(printed.partition(".")[2])
     psi = billions  # 10^9 parameters, and so 10^9 bytes for each byte of one
-    found = zero_model_states(2 * psi, 2 * psi, 12 * psi, zero, dp).total
+    found = zero_model_states(2 * psi, 2 * psi, 12 * psi, zero=zero, dp=dp).total
     assert abs(found - float(printed)) <= 10.0**-digits
 
 
@@ -126,7 +126,9 @@ def test_parts_with_padding_hold_all(
     """Whole numbers of parameters, enough for all, and less than one too many on each replica."""
     params, grads, optimizer = ([k * n for n in numbers] for k in item)
     for zero in range(4):
-        states = zero_model_states(params, grads, optimizer, zero, dp, parameter_counts=numbers)
+        states = zero_model_states(
+            params, grads, optimizer, zero=zero, dp=dp, parameter_counts=numbers
+        )
         for level, k, left in zip((3, 2, 1), item, states, strict=True):
             if zero < level or dp == 1:
                 assert left.tolist() == [k * n for n in numbers]
@@ -149,4 +151,4 @@ def test_what_is_no_level_and_no_group(how: dict[str, int], field: str) -> None:
 
 def test_bytes_are_not_negative() -> None:
     with pytest.raises(UsageError):
-        zero_model_states(-2, 2, 12, 1, 2)
+        zero_model_states(-2, 2, 12, zero=1, dp=2)

@@ -293,7 +293,7 @@ def test_states_are_those_of_zero() -> None:
             machine(2),
             ParallelPlan(dp=16, stages_per_rank=v, microbatches=1, zero=zero, schedule=schedule),
         )
-        law = zero_model_states(2 * numbers, 2 * numbers, 12 * numbers, zero, 16)
+        law = zero_model_states(2 * numbers, 2 * numbers, 12 * numbers, zero=zero, dp=16)
         assert of.optimizer == pytest.approx(law.optimizer)
         assert of.weights == pytest.approx(
             law.params + (zero == 3) * 2 * (one + count_layer_params(model)[0])

@@ -88,13 +88,30 @@ def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("check gpipe --tp 2", "--tp is now -O tp=N"),
-        ("check gpipe --overlap", "--overlap is now -O overlap"),
+        ("check gpipe --tp 2", "did you mean -O tp=N?"),
+        ("check gpipe --overlap", "did you mean -O overlap?"),
         ("check gpipe --limit 1GB", "--limit is now --memory-limit"),
         ("check gpipe --model edge", "--model is now --progress-model"),
         ("check gpipe --ties 0=3", "--ties is now -O tied_weights=STAGES"),
         ("check gpipe --cost F=1", "did you mean --costs?"),
         ("check gpipe --xyz", "see schedir check --help"),
+        ("simulate gpipe --stages 2", "did you mean --stages-per-rank?"),
+        ("simulate gpipe --pp 2", "did you mean --ranks?"),
+        ("simulate gpipe --num-microbatches 2", "did you mean --microbatches?"),
+        ("simulate gpipe --memory 2GB", "did you mean --memory-limit?"),
+        ("simulate gpipe --tensor-model-parallel-size 2", "did you mean -O tp=N?"),
+        ("plan --ranks 4", "did you mean --pp?"),
+        ("train run.toml --ranks 2", "--set pipeline.ranks=VALUE"),
+        ("train run.toml --steps 2", "--set train.steps=VALUE"),
+        ("simulate gpipe zb_h1", "schedir compare SCHEDULE zb_h1"),
+        ("simulate gpipe -o x.svg", "schedir draw SCHEDULE -o x.svg"),
+        ("simulate gpipe -o x.sched", "schedir compile SCHEDULE -o x.sched"),
+        ("compile gpipe -o x.timeline", "schedir simulate SCHEDULE -o x.timeline"),
+        ("simulate gpipe --cluster h100 --sizes saved=1GB", "clusters/h100.toml"),
+        ("simulate gpipe --ranks 4 --ranks 8", "--ranks is given twice"),
+        ("simulate gpipe --costs F=1 --costs F=2", "--costs is given twice"),
+        ("search --seed 1 --seed 1", "--seed is given twice"),
+        ("simulate gpipe -O frozen_stages=0,1", "-O frozen_stages"),
         ("check gpipe --stages_per_rank 2", "did you mean --stages-per-rank?"),
         ("search --zero 3", "-O zero is an option of the lowering, and search orders compute only"),
         ("import x.csv -o x.sched --updates 2", "a CSV or a trace has its own shape"),
@@ -142,7 +159,7 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("[pipelin]\nzero = 3\n", "did you mean pipeline?"),
         ("zero = 3\n", "the names are "),
         ("[pipeline]\nzero = '3'\n", "must be an integer, not '3'"),
-        ("[pipeline]\nzero = true\n", "must be an integer, not True"),
+        ("[pipeline]\nzero = true\n", "must be an integer, not true"),
         ("[pipeline]\noverlap = 'yes'\n", "must be yes or no, not 'yes'"),
     ):
         file.write_text(text)
@@ -192,3 +209,48 @@ def test_an_old_attribute_is_answered_with_the_new_one(module: str) -> None:
         for code in (f"import {module}; {module}.{old}", f"from {module} import {old}"):
             with pytest.raises(ImportError, match=f"has no attribute '{old}': it is now {new}$"):
                 exec(code, {})
+
+
+def test_a_search_offers_no_option_that_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "-O" not in said(capsys, "search", "--help")
+    assert "-O" in said(capsys, "simulate", "--help")
+
+
+def test_plans_and_programs_name_recomputation_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    """`schedir plan` prints none and full, which `compile` must accept."""
+    plain, full = (said(capsys, "print", "gpipe", *more) for more in ((), ("-O", "recompute=all")))
+    assert plain == said(capsys, "print", "gpipe", "-O", "recompute=none") != full
+    assert full == said(capsys, "print", "gpipe", "-O", "recompute=full")
+    assert plain == said(capsys, "print", "gpipe", "-O", "offload=none")
+    program = schedir.compile("gpipe", ranks=4, microbatches=8)
+    for name, value in (("recompute", "none"), ("offload", "none")):
+        other = schedir.compile("gpipe", ranks=4, microbatches=8, **{name: value})
+        assert other.digest == program.digest
+
+
+def test_costs_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "costs.txt"
+    wanted = said(capsys, "simulate", "gpipe", "--costs", "F=1:2:1:1,B=2,send=0.5")
+    for text in (
+        "F=1:2:1:1,\nB=2, send=0.5\n",
+        "F=1:2:1:1\nB=2\n\nsend=0.5",
+        "F=1:2:\n1:1,B=2,send=0.5",
+    ):
+        file.write_text(text)
+        assert said(capsys, "simulate", "gpipe", "--costs", f"@{file}") == wanted
+
+
+def test_a_file_with_the_suffix_of_another_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, run = tmp_path / "a.sched", tmp_path / "b.timeline"
+    said(capsys, "compile", "gpipe", "-o", str(program))
+    said(capsys, "simulate", "gpipe", "-o", str(run))
+    wrong_run, wrong_program = (
+        program.rename(tmp_path / "a.timeline"),
+        run.rename(tmp_path / "b.sched"),
+    )
+    assert f"rename the file to {tmp_path}/a.sched" in refused(capsys, "check", str(wrong_run))
+    assert f"rename the file to {tmp_path}/b.timeline" in refused(
+        capsys, "check", str(wrong_program)
+    )

@@ -226,7 +226,7 @@ def test_drafts_of_any_kind_are_compiled() -> None:
 def test_a_draft_brings_its_traits() -> None:
     given = replace(expand_schedule(one_f_one_b, PipelineShape(2, 4)), tp=2, clip_grad_norm=True)
     assert compile(given) == replace(
-        compile(one_f_one_b, PipelineShape(2, 4), 2, clip_grad_norm=True)
+        compile(one_f_one_b, PipelineShape(2, 4), tp=2, clip_grad_norm=True)
     )
     assert compile(given, tp=1, clip_grad_norm=False) == compile(one_f_one_b, PipelineShape(2, 4))
 

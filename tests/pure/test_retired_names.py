@@ -1,11 +1,20 @@
-"""A retired option or key is refused, and the error names its replacement."""
+"""A retired option, key, argument or attribute is refused, and the error names the right one."""
+
+import importlib
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
 
 import pytest
 
 import schedir
-from schedir import PipelineShape
+from schedir import Costs, PipelineShape, Sizes, planner
 from schedir.errors import ParseError, SchedirError, UsageError
-from schedir.retired_names import RETIRED_HINTS
+from schedir.retired_names import OTHER_ATTRIBUTES, RETIRED_HINTS, explain_wrong_calls
+
+shape = PipelineShape(2, 4)
+program: Any = schedir.compile(schedir.schedules.gpipe, shape)
+timeline: Any = schedir.simulate(program)
 
 
 def hint(error: SchedirError) -> str:
@@ -24,3 +33,89 @@ def test_a_key_of_a_program() -> None:
     with pytest.raises(ParseError) as refused:
         schedir.from_text(text.replace("ranks 2", "ranks 2  open yes"))
     assert "more microbatches" in hint(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        # Positions that nobody can read.
+        (lambda any_: any_(Costs)(1, 2), "Costs(F=1, B=2)"),
+        (lambda any_: any_(Sizes)(1e6), "Sizes(activation="),
+        (lambda any_: any_(PipelineShape)(2, 4, 1, "loop", 2), "ranks, microbatches"),
+        (lambda any_: any_(schedir.Cluster)(2, 8, 1e12), "only nodes, gpus_per_node"),
+        (lambda any_: any_(planner.ParallelPlan)(8, 8), "each needs its name"),
+        (lambda any_: any_(schedir.compile)("gpipe", shape, 2), "only schedule, shape"),
+        (lambda any_: any_(schedir.simulate)(program, None, "per_edge"), "only program, costs"),
+        # Retired names.
+        (lambda any_: any_(PipelineShape)(2, 4, updates=2), "it is now optimizer_steps"),
+        (lambda any_: any_(Costs)(gather=1), "it is now tp_gather"),
+        (lambda any_: any_(Sizes)(tape=1), "it is now deferred_wgrad"),
+        (lambda any_: any_(schedir.check)(program, model="per_edge"), "it is now progress_model"),
+        (lambda any_: any_(schedir.search_schedule)(shape, seconds=2), "it is now time_limit"),
+        (lambda any_: any_(planner.ParallelPlan)(p=2), "it is now pp"),
+        (lambda any_: any_(schedir.Cluster)(2, 8, nvlink=1), "it is now nvlink_bandwidth"),
+        # Names of other libraries, and typing errors.
+        (lambda any_: any_(PipelineShape)(num_ranks=2, microbatches=4), "did you mean 'ranks'?"),
+        (lambda any_: any_(PipelineShape)(2, num_microbatches=4), "did you mean 'microbatches'?"),
+        (lambda any_: any_(planner.ParallelPlan)(ranks=2), "did you mean 'pp'?"),
+        (lambda any_: schedir.compile("gpipe", shape, num_stages=2), "'stages_per_rank'"),
+        (lambda any_: any_(Costs)(sned=1), "did you mean 'send'?"),
+        (lambda any_: any_(schedir.greedy_schedule)(ranks=2), "greedy_schedule(PipelineShape("),
+        # Missing and double arguments.
+        (lambda any_: any_(PipelineShape)(2), "PipelineShape needs microbatches"),
+        (lambda any_: any_(PipelineShape)(2, 4, ranks=2), "got ranks twice"),
+    ],
+)
+def test_a_wrong_call_is_answered(call: Callable[[Any], object], words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        call(lambda name: name)
+    assert words in str(refused.value)
+
+
+def test_the_error_of_a_function_that_runs_is_its_own() -> None:
+    @explain_wrong_calls("add(1)")
+    def add(number: int) -> int:
+        return number + "1"  # type: ignore[operator]
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        add(1)
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (lambda: timeline.makespan, "use timeline.span"),
+        (lambda: timeline.model, "did you mean progress_model?"),
+        (lambda: timeline.spam, "did you mean span?"),
+        (lambda: program.ranks, "use program.shape.ranks"),
+        (lambda: program.updates, "no attribute 'updates'"),
+        (lambda: vars(type(shape)) and shape.num_stages, "use shape.stages"),  # type: ignore[attr-defined]
+        (lambda: schedir.dooble, "no attribute 'dooble'"),
+        (lambda: schedir.simulat, "did you mean simulate?"),
+    ],
+)
+def test_a_wrong_attribute_is_answered(read: Callable[[], object], words: str) -> None:
+    with pytest.raises(AttributeError, match=words.replace("?", r"\?")):
+        read()
+    assert deepcopy(timeline).span == timeline.span  # A copy asks for attributes that do not exist.
+
+
+@pytest.mark.parametrize("name", OTHER_ATTRIBUTES["schedir"])
+def test_a_name_of_another_module_is_answered(name: str) -> None:
+    with pytest.raises(ImportError) as refused:
+        getattr(schedir, name)
+    right = OTHER_ATTRIBUTES["schedir"][name]
+    assert str(refused.value).endswith(right)
+    module, _, attribute = right.partition("(")[0].partition(",")[0].rpartition(".")
+    if module.startswith("schedir") and attribute.isidentifier():
+        assert hasattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize("kind", [schedir.Timeline, schedir.Program, PipelineShape])
+def test_the_attributes_of_a_hint_exist(kind: type) -> None:
+    objects = {"timeline": timeline, "program": program, "shape": shape, "schedir": schedir}
+    for expression in OTHER_ATTRIBUTES[kind.__name__].values():
+        path = expression.partition("(")[0].split(".")
+        value = objects.get(path[0])
+        for name in path[1:] if value is not None else ():
+            value = getattr(value, name)

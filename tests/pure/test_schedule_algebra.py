@@ -296,7 +296,7 @@ def test_bad_options() -> None:
     [
         lambda: compile(one_f_one_b(0, 1, 1), PipelineShape(1, 1)),  # type: ignore[arg-type]
         lambda: torch_csv.to_csv(one_f_one_b),  # type: ignore[arg-type]
-        lambda: compile(one_f_one_b, 1, 1),  # type: ignore[arg-type]
+        lambda: compile(one_f_one_b, 1, tp=1),  # type: ignore[arg-type]
         lambda: compile(one_f_one_b, PipelineShape(1, 1), costs={"F": 1}),  # type: ignore[arg-type]
         lambda: simulate(compile(one_f_one_b, PipelineShape(1, 1)), {"F": 1}),  # type: ignore[arg-type]
         lambda: simulate(one_f_one_b),

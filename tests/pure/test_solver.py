@@ -188,7 +188,7 @@ def test_a_search_goes_on_with_the_solver() -> None:
 
 def test_ctrl_c_keeps_what_there_is() -> None:
     rng = Random(0)
-    costs = Costs(*(tuple(rng.uniform(0.7, 1.3) for _ in range(8)) for _ in range(3)))
+    costs = Costs(**{name: tuple(rng.uniform(0.7, 1.3) for _ in range(8)) for name in "FIW"})
     problem = make_problem(PipelineShape(ranks=8, microbatches=24), costs, max_in_flight=5)
     order = order_one_by_one(problem)
     timer = Timer(1.0, os.kill, (os.getpid(), SIGINT))

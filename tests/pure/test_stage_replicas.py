@@ -96,7 +96,13 @@ def test_no_step_is_longer_than_with_sums_at_the_end(
     holders, grads, tied_, send = reductions
     F, I, W = (tuple(times[k::3][:ranks]) for k in range(3))
     costs = Costs(
-        F, I, W, send=send, reduce_replicated_stages=holders, reduce_grads=grads, reduce_tied=tied_
+        F=F,
+        I=I,
+        W=W,
+        send=send,
+        reduce_replicated_stages=holders,
+        reduce_grads=grads,
+        reduce_tied=tied_,
     )
     # What two holders do at different times may hold up what one of them reduces alone.
     slack = grads * isinstance(schedule, str) + 1e-9

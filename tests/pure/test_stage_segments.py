@@ -157,17 +157,21 @@ def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[
     """A cut is that of what a rank has, where schedules are compared, and its stages share it."""
     how = ("--ranks=2", "--microbatches=4", "-O", "tp=2", "--costs=F=8,B=16,tp_reduce=1", "--json")
     names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
-    rows = json.loads(commands.said(capsys, "compare", *names, "-O", "stage_segments=9", *how))
+    rows = json.loads(
+        commands.run_command(capsys, "compare", *names, "-O", "stage_segments=9", *how)
+    )
     assert [row["stages"] for row in rows] == [18, 20, 20, 18]
-    found = json.loads(commands.said(capsys, "recommend", "-O", "stage_segments=5", *how))
+    found = json.loads(commands.run_command(capsys, "recommend", "-O", "stage_segments=5", *how))
     each = {(row["program"], row["stages_per_rank"]) for row in found}
     assert {v for name, v in each if name == "interleaved"} == {2}  # of 4 stages none has a g
     for wrong in ("3", "fgg"):
         argv = ("compare", "interleaved", "-O", f"stage_segments={wrong}", *how)
-        assert "which do not divide equally over its 2 stages" in commands.refused(capsys, *argv)
+        assert "which do not divide equally over its 2 stages" in commands.run_refused_command(
+            capsys, *argv
+        )
     for cut in ("9", "9,5", "1,9"):  # and holds as much, in however many pieces
         rows = json.loads(
-            commands.said(capsys, "compare", *names, "-O", f"stage_segments={cut}", *how)
+            commands.run_command(capsys, "compare", *names, "-O", f"stage_segments={cut}", *how)
         )
         assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
 
@@ -186,7 +190,9 @@ def test_a_file_tells_whole_stages(
     shape = ("--ranks=2", "--microbatches=4", "-O", f"tp={tp}", "-O", "microbatch_chunks=2")
     how = ("--costs=F=8,B=16,I=8,W=8,tp_reduce=1", "--sizes=saved=40,activation=2", "--json")
     of_stages = ",".join(str(one) for one in divide_over_stages(cut, 2, stages))
-    commands.said(capsys, "print", name, *shape, "-O", f"stage_segments={of_stages}", "-o", file)
+    commands.run_command(
+        capsys, "print", name, *shape, "-O", f"stage_segments={of_stages}", "-o", file
+    )
     program = load_source(file)
     assert isinstance(program, Program) and program.chunks_per_microbatch == 2
     placement = program.unsegmented_shape.placement
@@ -196,8 +202,10 @@ def test_a_file_tells_whole_stages(
         from_text(to_text(program)) == program
         and extract_compute(program).unsegmented_shape == program.unsegmented_shape
     )
-    told = [commands.said(capsys, "compare", file, *how)]
-    told += [commands.said(capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *how)]
+    told = [commands.run_command(capsys, "compare", file, *how)]
+    told += [
+        commands.run_command(capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *how)
+    ]
     own, live = (json.loads(one)[0] for one in told)
     live["digest"] = own["digest"]  # costs decide where it has its transfers
     assert own == live and own["peak_activations"] < 4
@@ -210,7 +218,7 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
     """Microbatches and frozen parts that somebody says of all that is compared are whole ones'."""
     file, costs = str(tmp_path / "x.sched"), "--costs=F=8,B=16,tp_reduce=1"
     shape = ("--ranks=2", "--microbatches=4")
-    commands.said(
+    commands.run_command(
         capsys,
         "print",
         "one_f_one_b",
@@ -226,7 +234,7 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
     )
 
     def compared(*words: str) -> list[dict[str, Any]]:
-        return list(json.loads(commands.said(capsys, "compare", *words, costs, "--json")))
+        return list(json.loads(commands.run_command(capsys, "compare", *words, costs, "--json")))
 
     assert [row["microbatches"] for row in compared(file, "gpipe", *shape)] == [8, 4]
     for words, told in (
@@ -234,7 +242,7 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
         ("-O frozen_stages=1", "has frozen_stages 0, not 1"),
         ("--relower -O stage_segments=5", "have segments already"),
     ):
-        assert told in commands.refused(capsys, "compare", file, *words.split(), costs)
+        assert told in commands.run_refused_command(capsys, "compare", file, *words.split(), costs)
     (own,) = compared(file, "--relower", "-O", "frozen_stages=1")
     live = compared(
         "one_f_one_b",
@@ -255,18 +263,20 @@ def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     """So a run of pieces that are summed is not of what is searched; one where nobody meets is."""
     file, costs = str(tmp_path / "x.timeline"), "--costs=F=1,B=2,tp_reduce=0.5"
     shape = ("--ranks=2", "--microbatches=2", "-O", "stage_segments=3")
-    commands.said(capsys, "simulate", "one_f_one_b", *shape, "-O", "tp=2", costs, "-o", file)
+    commands.run_command(capsys, "simulate", "one_f_one_b", *shape, "-O", "tp=2", costs, "-o", file)
     how = ("search", f"--costs-from={file}", "--max-evaluations=5")
-    assert "collectives between stage segments" in commands.refused(capsys, *how)
-    commands.said(capsys, "simulate", "one_f_one_b", *shape, costs, "-o", file)
-    assert "-O segment_boundaries=..-.." in commands.said(capsys, *how)
+    assert "collectives between stage segments" in commands.run_refused_command(capsys, *how)
+    commands.run_command(capsys, "simulate", "one_f_one_b", *shape, costs, "-o", file)
+    assert "-O segment_boundaries=..-.." in commands.run_command(capsys, *how)
 
 
 def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
     """`--chunked` and `--meets` of a schedule are as in a file: costs are of what is whole."""
     how = ("compare", "gpipe", "--ranks=2")
     spans = [
-        json.loads(commands.said(capsys, *how, *words.split(), "--costs=F=8,B=16", "--json"))[0]
+        json.loads(
+            commands.run_command(capsys, *how, *words.split(), "--costs=F=8,B=16", "--json")
+        )[0]
         for words in (
             "--microbatches=2 -O microbatch_chunks=2",
             "--microbatches=4 -O chunks_per_microbatch=2",
@@ -274,7 +284,7 @@ def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]
     ]
     assert [row["span"] for row in spans] == [60, 60]
     cluster = "--cluster=examples/selene.toml"
-    assert "the costs of segments of stages" in commands.refused(
+    assert "the costs of segments of stages" in commands.run_refused_command(
         capsys, *how, "-O", "chunks_per_microbatch=2", cluster
     )
 
@@ -361,7 +371,7 @@ def test_refusals() -> None:
 def test_what_the_command_line_takes(
     option: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = commands.refused(capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X")
+    told = commands.run_refused_command(capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X")
     assert f"-O {option}: {said}" in told and "not 'X'" in told
 
 

@@ -47,7 +47,16 @@ def of(name: str, **traits: object) -> Program:
 
 
 def cluster(nodes: int = 1, gpus_per_node: int = 4, latency: float = 0.0) -> Cluster:
-    return Cluster(nodes, gpus_per_node, 300e12, 80e9, 2e12, 300e9, 20e9, latency=latency)
+    return Cluster(
+        nodes,
+        gpus_per_node,
+        flops=300e12,
+        memory=80e9,
+        hbm_bandwidth=2e12,
+        nvlink_bandwidth=300e9,
+        network_bandwidth=20e9,
+        latency=latency,
+    )
 
 
 # ---------------------------------------------------------------- bytes on the wire

@@ -360,7 +360,7 @@ def compute_static_memory(
     params, grads, optimizer = (
         sizes.for_stages(name, shape.stages) for name in ModelStates._fields
     )
-    parts = zero_model_states(params, grads, optimizer, zero, program.dp)
+    parts = zero_model_states(params, grads, optimizer, zero=zero, dp=program.dp)
     for name, size in parts._asdict().items():
         if name in each and is_sharded(name, zero):
             each[SHARDED_LABELS[name]] = np.where(

@@ -231,7 +231,9 @@ def _parse_setting(location: str, name: str, value: Any) -> Any:
     """Return the value of an option from its TOML value."""
     kind = PROGRAM_OPTIONS[name].kind
     if isinstance(value, bool) is bool(kind.metavar):
-        raise UsageError(f"{location} {kind.requirement}, not {describe(value)}", fields=[name])
+        shown = str(value).lower() if isinstance(value, bool) else describe(value)
+        hint = f"schedir options {name}"
+        raise UsageError(f"{location} {kind.requirement}, not {shown}", hint=hint, fields=[name])
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and kind.type is int:
@@ -281,8 +283,7 @@ def add_program_options(
         help="an option for compiling: -O zero=3, -O overlap, -O recompute=fit; `schedir options` "
         "lists all"
         if has_lowering_options
-        else "another option of the shape: -O optimizer_steps=2, -O weight_delay=1, "
-        "-O sequence_chunks=4",
+        else argparse.SUPPRESS,  # A search refuses all of them, with a hint.
     )  # fmt: skip
     group.add_argument(
         "--config", metavar="FILE.toml", action=_ConfigAction, const=validate_option,

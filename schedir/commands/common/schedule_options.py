@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from schedir.io.command_line import FIELDS_WITH_FLAGS, option_name, option_words
 from schedir.io.files import read_text
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
+from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.number_parsing import parse_decimal, parse_integer
 from schedir.ir.cost.sizes import Sizes, parse_bytes
@@ -250,7 +252,9 @@ def _parse_fields(
 ) -> dict[str, Any]:
     """Return the values of `name=number,name=number:number` for the fields of a class."""
     if text.startswith("@"):
-        text = "".join(read_text(text[1:]).split())
+        # A new line with a name begins a new value, with or without a comma.
+        lines = re.sub(r"(?<![,\s])\s*\n\s*(?=[A-Za-z])", ",", read_text(text[1:]).strip())
+        text = "".join(lines.split())
     names = [f.name for f in fields(result_type)]
     values: dict[str, Any] = {}
     for part in text.split(",") if text else ():
@@ -304,7 +308,7 @@ def make_request(args: argparse.Namespace, source: str, **extra_fields: Any) -> 
         specified,
         defaults={"ranks": ranks, "microbatches": MICROBATCHES_PER_RANK * ranks},
         costs=args.costs,
-        cluster=load_cluster(path) if (path := getattr(args, "cluster", None)) else None,
+        cluster=_read_cluster(path) if (path := getattr(args, "cluster", None)) else None,
         sizes=args.sizes,
         progress_model=args.progress_model,
         overlap=args.overlap,
@@ -318,6 +322,19 @@ def make_request(args: argparse.Namespace, source: str, **extra_fields: Any) -> 
         make_conflict_error=_make_conflict_error,
         **extra_fields,
     )
+
+
+def _read_cluster(path: str) -> Cluster:
+    from schedir.planner.hardware.cluster_presets import get_preset_path
+
+    preset = get_preset_path(path)
+    if preset is not None:
+        raise UsageError(
+            f"--cluster {path}: {path} is a name of schedir plan, and this command reads a file",
+            hint=f"copy {preset}, set nodes and gpus_per_node, and give this FILE.toml",
+            fields=["cluster"],
+        )
+    return load_cluster(path)
 
 
 def format_shape_options(

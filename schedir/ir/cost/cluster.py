@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from math import ceil, inf, log2
 
 import numpy as np
@@ -17,12 +17,17 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.units import parse_cluster_field
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.process_mesh import make_process_mesh
+from schedir.retired_names import explain_wrong_calls
 
 Processes = NDArray[np.int64]
 # The processes of a group.  An integer n means the processes 0 to n - 1.
 GroupProcesses = int | Sequence[int] | Processes
 
 
+@explain_wrong_calls(
+    "Cluster(nodes=2, gpus_per_node=8, flops='312TFLOP/s', memory='80GB', hbm_bandwidth='2TB/s', "
+    "nvlink_bandwidth='300GB/s', network_bandwidth='25GB/s')"
+)
 @dataclass(frozen=True)
 class Cluster:
     """A number of equal machines, and the speeds and memory of their GPUs.
@@ -88,6 +93,7 @@ class Cluster:
 
     nodes: int
     gpus_per_node: int
+    _: KW_ONLY
     flops: float
     memory: float
     hbm_bandwidth: float

@@ -23,7 +23,7 @@ COST_NAMES: Final = tuple(dict.fromkeys((*_LEADING_NAMES, *COST_BY_OPCODE.values
 STUB_PATH: Final = Path(__file__).with_suffix(".pyi")
 
 CostFields = make_dataclass(
-    "CostFields", [(n, PerStage | None, None) for n in COST_NAMES], frozen=True
+    "CostFields", [(n, PerStage | None, None) for n in COST_NAMES], frozen=True, kw_only=True
 )
 
 
@@ -48,7 +48,7 @@ STUB_PATH: Path
 
 def make_stub() -> str: ...
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CostFields:
 {"".join(lines)}"""
 

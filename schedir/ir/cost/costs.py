@@ -23,6 +23,7 @@ from schedir.ir.isa.instructions import (
     Opcode,
     Scope,
 )
+from schedir.retired_names import explain_wrong_calls
 
 if TYPE_CHECKING:
     from schedir.ir.instruction_index import InstructionIndex
@@ -67,7 +68,8 @@ def select_ranks(subject: str, value: PerStage, shape: PipelineShape) -> Any:
     return value[: shape.ranks]
 
 
-@dataclass(frozen=True)
+@explain_wrong_calls("Costs(F=1, B=2)")
+@dataclass(frozen=True, kw_only=True)
 class Costs(CostFields):
     """Time of each instruction, in one time unit of your choice.
 

@@ -44,10 +44,10 @@ def parse_integer(text: str) -> int:
         >>> parse_integer("1_2")
         Traceback (most recent call last):
         ...
-        ValueError: '1_2' is not an integer in the digits 0 to 9
+        ValueError: '1_2' is not an integer
     """
     if not _INTEGER_PATTERN.fullmatch(text):
-        raise ValueError(f"{text!r:.60} is not an integer in the digits 0 to 9")
+        raise ValueError(f"{text!r:.60} is not an integer{_describe_digits(text)}")
     return int(text)
 
 
@@ -68,5 +68,10 @@ def parse_decimal(text: str) -> float:
         0.001
     """
     if not _DECIMAL_PATTERN.fullmatch(text):
-        raise ValueError(f"{text!r:.60} is not a number in the digits 0 to 9")
+        raise ValueError(f"{text!r:.60} is not a number{_describe_digits(text)}")
     return float(text)
+
+
+def _describe_digits(text: str) -> str:
+    """Return the end of an error message for digits of other scripts, which look like a number."""
+    return "" if text.isascii() else " in the digits 0 to 9"

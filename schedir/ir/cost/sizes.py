@@ -18,6 +18,7 @@ from schedir.ir.cost.per_stage_values import (
     to_per_stage,
 )
 from schedir.ir.isa.instructions import FORMS, INSTRUCTIONS, TIERS, VALUES, Scope
+from schedir.retired_names import explain_wrong_calls
 
 if TYPE_CHECKING:
     from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -64,7 +65,8 @@ _FALLBACK_SIZES: Final = (
 STATIC_SIZES: Final = ("params", "grads", "optimizer", "buffers")
 
 
-@dataclass(frozen=True)
+@explain_wrong_calls("Sizes(activation=16e6, saved=1.2e9)")
+@dataclass(frozen=True, kw_only=True)
 @add_fields([name for name in _TABLE_SIZES if name not in _FALLBACK_SIZES])
 @add_fields(_FALLBACK_SIZES, None)
 class Sizes:

@@ -97,10 +97,10 @@ def zero_model_states(
 
     Example:
         >>> from schedir import zero_model_states
-        >>> gigabytes = [zero_model_states(15, 15, 90, zero, 64).total for zero in range(4)]
+        >>> gigabytes = [zero_model_states(15, 15, 90, zero=zero, dp=64).total for zero in range(4)]
         >>> [round(each, 2) for each in gigabytes]  # a model with 7.5 billion parameters
         [120.0, 31.41, 16.64, 1.88]
-        >>> zero_model_states(20, 20, 120, 3, 4, parameter_counts=10)  # 3 parameters in each part
+        >>> zero_model_states(20, 20, 120, zero=3, dp=4, parameter_counts=10)  # 3 in each part
         ModelStates(params=6.0, grads=6.0, optimizer=36.0)
     """
     if _as_integer(zero, 0) is None or zero >= ZERO_LEVEL_COUNT:

@@ -71,12 +71,13 @@ class FieldType:
         return value
 
 
-def make_integer_type(min_value: int, max_value: int) -> FieldType:
+def make_integer_type(min_value: int, max_value: int, subject: str = "an integer") -> FieldType:
     """Return a field type for integers in a range.
 
     Args:
         min_value: The smallest number that is allowed.
         max_value: The largest number that is allowed.
+        subject: The description of the number in errors, such as "a number of stages".
 
     Returns:
         The type. Its `resolve` raises ShapeError for other values, also for booleans.
@@ -88,7 +89,12 @@ def make_integer_type(min_value: int, max_value: int) -> FieldType:
                 raise TypeError
             number = index(value)
         except TypeError:
-            raise ShapeError(f"{name} must be an integer, not {value!r}", fields=[name]) from None
+            is_list = isinstance(value, list | tuple | set) and len(value) >= min_value
+            raise ShapeError(
+                f"{name} must be {subject}, not {describe(value)}",
+                hint=f"{name}={len(value)}" if is_list and subject != "an integer" else "",
+                fields=[name],
+            ) from None
         if not min_value <= number <= max_value:
             raise ShapeError(
                 f"{name} must be from {min_value} to {max_value}, not {describe(number)}",
@@ -97,7 +103,7 @@ def make_integer_type(min_value: int, max_value: int) -> FieldType:
         return number
 
     return FieldType(
-        "must be an integer",
+        f"must be {subject}",
         parse_integer,
         int,
         resolve=settle,

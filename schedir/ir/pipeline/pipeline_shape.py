@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from operator import index
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,6 +31,7 @@ from schedir.ir.pipeline.placement import (
     require_placement_rows,
     to_placement_rows,
 )
+from schedir.retired_names import explain_wrong_calls, raise_attribute_error
 
 # Limits of a shape.  An instruction has 16 bits for the stage and 32 bits for the microbatch.
 MAX_MICROBATCHES = 2**20
@@ -106,6 +107,7 @@ class _DefaultName(str):
 _DEFAULT_TYPES: Final = (_DefaultNumber, _DefaultName)
 
 
+@explain_wrong_calls("PipelineShape(ranks=4, microbatches=8)")
 @dataclass(frozen=True, repr=False)
 class PipelineShape:
     """The shape of a pipeline: ranks, stages, their placement, and microbatches.
@@ -167,9 +169,13 @@ class PipelineShape:
     microbatches: int = field(metadata=_MICROBATCHES)
     stages_per_rank: int = field(default=_DefaultNumber(1), metadata=_STAGES_PER_RANK)
     placement: Placement = field(default=_DefaultName("loop"), metadata=_PLACEMENT)
+    _: KW_ONLY
     optimizer_steps: int = field(default=1, metadata=_OPTIMIZER_STEPS)
     weight_delay: int | tuple[int, ...] = field(default=_DefaultNumber(0), metadata=_WEIGHT_DELAY)
     sequence_chunks: int = field(default=1, metadata=_SEQUENCE_CHUNKS)
+
+    if not TYPE_CHECKING:  # A type checker would allow any attribute.
+        __getattr__ = raise_attribute_error
 
     def __post_init__(self) -> None:
         for f in SHAPE_FIELDS:

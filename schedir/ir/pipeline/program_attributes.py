@@ -241,7 +241,7 @@ def require_compatible(
 # The attributes that `require_compatible` compares: all its parameters but the shape.
 COMPATIBILITY_FIELDS: Final = tuple(signature(require_compatible).parameters)[1:]
 
-_STAGE_COUNT_TYPE = make_integer_type(0, MAX_STAGES)
+_STAGE_COUNT_TYPE = make_integer_type(0, MAX_STAGES, "a number of stages")
 CHUNK_COUNT_TYPE: Final = make_integer_type(1, MAX_MICROBATCHES)
 _CHUNKS_TYPE = replace(CHUNK_COUNT_TYPE, resolve=_resolve_chunks)
 _FROZEN_STAGES_TYPE = replace(_STAGE_COUNT_TYPE, resolve=_resolve_frozen_stages)
@@ -272,7 +272,9 @@ CLIP_GRAD_NORM: Final = make_field_metadata(
     in_config=False,  # A configuration gives the maximal norm instead.
 )
 FROZEN_STAGES: Final = make_field_metadata(
-    _FROZEN_STAGES_TYPE, "number of stages, from the first, that are not trained (0)"
+    _FROZEN_STAGES_TYPE,
+    "number of stages, from the first, that are not trained (0); compare and recommend count "
+    "parts of the model, one per rank",
 )
 NORM_CHECK: Final = make_field_metadata(
     _make_choice_type("before_step", "after_step"),

@@ -29,7 +29,7 @@ _WEIGHT_READING_OPS: Final = tuple(
 )
 _UNSHARD_OPS: Final = (Opcode.Unshard, Opcode.Reshard)
 _OPTION_TYPES: Final = {
-    "unsharded_stages": make_integer_type(1, MAX_STAGES),
+    "unsharded_stages": make_integer_type(1, MAX_STAGES, "a number of stages"),
     "unshard_prefetch": make_integer_type(0, MAX_MICROBATCHES),
 }
 

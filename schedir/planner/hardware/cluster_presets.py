@@ -24,6 +24,15 @@ def cluster_presets() -> list[str]:
     return sorted(file.stem for file in _CLUSTER_DIRECTORY.glob("*.toml"))
 
 
+def get_preset_path(name: str) -> Path | None:
+    """Return the file of a cluster preset, or None if no preset has this name.
+
+    Args:
+        name: The name of the preset.
+    """
+    return _CLUSTER_DIRECTORY / f"{name}.toml" if name in cluster_presets() else None
+
+
 def cluster_preset(name: str, nodes: int = 1) -> Cluster:
     """Return a cluster by its name.
 
@@ -39,7 +48,7 @@ def cluster_preset(name: str, nodes: int = 1) -> Cluster:
         >>> planner.cluster_preset("a100", nodes=384).gpu_count
         3072
     """
-    if name not in cluster_presets():
+    if (path := get_preset_path(name)) is None:
         near = get_close_matches(str(name), cluster_presets(), 1)
         raise UsageError(
             f"there is no cluster preset {describe(name)}",
@@ -49,4 +58,4 @@ def cluster_preset(name: str, nodes: int = 1) -> Cluster:
             "--cluster FILE.toml, reads a file",
             fields=["cluster"],
         )
-    return replace(load_cluster(_CLUSTER_DIRECTORY / f"{name}.toml"), nodes=nodes)
+    return replace(load_cluster(path), nodes=nodes)

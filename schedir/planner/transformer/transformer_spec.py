@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 
 from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_WIDTH
+from schedir.retired_names import explain_wrong_calls
 
 
+@explain_wrong_calls(
+    "TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)"
+)
 @dataclass(frozen=True)
 class TransformerSpec:
     """The shape of a transformer: embedding, layers of attention and feed-forward, and head.
@@ -40,6 +44,7 @@ class TransformerSpec:
     layers: int
     hidden: int
     heads: int
+    _: KW_ONLY
     vocab: int
     sequence: int
     ffn: int = 0

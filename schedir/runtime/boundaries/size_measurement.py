@@ -17,6 +17,7 @@ from schedir.errors import ModelError, describe, describe_exception
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import ModelStates, zero_model_states
 from schedir.ir.pipeline.skip_connections import Skips
+from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_loss, require_model_stages, require_scalar_loss
 from schedir.runtime.autograd.module_buffers import preserve_buffers
 from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
@@ -131,6 +132,7 @@ def _measure_optimizer_state(
     return float(sum(x.untyped_storage().nbytes() for x in tensors.values()))
 
 
+@explain_wrong_calls("measure_sizes(stages, input, target, loss=loss, boundary=boundary)")
 def measure_sizes(
     stages: Sequence[nn.Module | None],
     input: Tensor | Sequence[Tensor],
@@ -218,7 +220,7 @@ def measure_sizes(
             hint="call measure_sizes for each microbatch, with its own boundary",
         )
     boundaries = ModelBoundaries.from_edges(boundary, len(stages), skips=skips)
-    zero_model_states(0, 0, 0, zero, dp)  # Raises UsageError for an invalid `zero` or `dp`.
+    zero_model_states(0, 0, 0, zero=zero, dp=dp)  # Raises UsageError if one is invalid.
     if replica is not None and replica not in range(dp):
         raise ModelError(f"replica must be from 0 to {dp - 1}, not {describe(replica)}")
     parts = range(dp) if replica is None else range(replica, replica + 1)

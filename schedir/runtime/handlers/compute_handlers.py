@@ -39,7 +39,10 @@ from schedir.runtime.autograd.splittable_layers import (
 from schedir.runtime.autograd.stage_context import bind_weight_version, wrap_stage_run
 from schedir.runtime.handlers.transfer_handlers import make_message_wait, make_value_writer
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
-from schedir.runtime.model_checks.parameter_guard import require_stage_parameters
+from schedir.runtime.model_checks.parameter_guard import (
+    require_stage_parameters,
+    require_untrained,
+)
 from schedir.runtime.parameters.overlapped_reduction import BackwardRoot, GradientReduction
 from schedir.runtime.rank_state import Call, State, chain_calls
 from schedir.runtime.services.loss_gradients import LossGradients
@@ -126,8 +129,9 @@ class StageRun:
         self.num_skip_tensors = boundaries.count_skip_inputs(i.stage)
         local = [one.is_local for one in find_input_slots(state, forward)]
         self.has_received_inputs, self.is_offloaded = not all(local), _is_offloaded(state, i)
-        last = i.stage == state.shape.stages - 1
-        self.require_outputs = None if last else boundaries.make_output_validator(i.stage)
+        self.stage_state, self.is_last = stage, i.stage == state.shape.stages - 1
+        self.trains = state.has_backward and i.stage >= frozen
+        self.require_outputs = None if self.is_last else boundaries.make_output_validator(i.stage)
         came = [
             has and i.stage >= frozen and state.program.peer_stage(kind, i.stage) >= frozen
             for kind in _select_boundary_kinds(state, forward, INSTRUCTIONS[Opcode.Forward].needs)
@@ -178,9 +182,14 @@ class StageRun:
             ys: The outputs.
         """
         leaves = [xs[k] for k in self.grad_input_indices]
+        roots = [*map(_get_backward_root, filter(_requires_grad, ys))]
+        if self.trains and not self.stage_state.has_checked_gradient:
+            self.stage_state.has_checked_gradient = True
+            if not roots:
+                require_untrained(self.module, self.stage, leaves, is_last=self.is_last)
         if self.state.first_step_checks.is_active:
             self.state.first_step_checks.note_gradients(self.stage, self.mb, leaves)
-        return leaves, [*map(_get_backward_root, filter(_requires_grad, ys))]
+        return leaves, roots
 
 
 class _InputSlot(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
+from schedir.runtime.parameters.mixed_precision import describe_options
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
 _requires_grad = attrgetter("requires_grad")
@@ -121,6 +122,55 @@ def require_no_max_norm(
                 warnings.warn(
                     f"{fact}, and each replica scales only the rows that it uses", stacklevel=2
                 )
+
+
+def require_untrained(
+    module: nn.Module, stage: int, inputs: Sequence[Tensor], *, is_last: bool
+) -> None:
+    """Refuse a stage whose outputs have no gradient, unless there is nothing to train.
+
+    The causes are `torch.no_grad()` and `detach()` in the stage or in the loss.
+
+    Args:
+        module: The stage.
+        stage: The number of the stage.
+        inputs: The inputs with a gradient.
+        is_last: True if the output is the loss.
+
+    Raises:
+        ModelError: An input has a gradient, or a parameter is trained.
+    """
+    if inputs or any(map(_requires_grad, module.parameters())):
+        what, places = ("loss", "stage and the loss") if is_last else ("output", "stage")
+        raise ModelError(
+            f"the {what} of stage {stage} has no gradient, so its parameters are not trained",
+            hint=f"remove torch.no_grad(), torch.inference_mode() and detach() from the {places}",
+        )
+
+
+def require_stepped_stages(
+    program: Program, stages: Mapping[int, nn.Module], optimizer: object
+) -> None:
+    """Refuse an optimizer that has no parameter of the stages, but other parameters.
+
+    Args:
+        program: The program.
+        stages: The stages of the rank, by number.
+        optimizer: The optimizer, or None.
+
+    Raises:
+        ModelError: The optimizer would train another model than the stages.
+    """
+    stepped = describe_options(optimizer)
+    trained = [p for module in stages.values() for p in module.parameters() if p.requires_grad]
+    if program.has_backward and stepped and trained and not any(p in stepped for p in trained):
+        raise ModelError(
+            f"the optimizer has no parameter of the stages {[*stages]}: its steps would not train "
+            "them",
+            program=program.name,
+            hint="create the optimizer from the parameters of the same modules that `stages` has, "
+            "not of a copy of them",
+        )
 
 
 def require_stage_parameters(

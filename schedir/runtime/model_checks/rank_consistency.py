@@ -13,7 +13,7 @@ from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.memory_overlap import require_no_views
-from schedir.runtime.model_checks.parameter_guard import require_no_max_norm
+from schedir.runtime.model_checks.parameter_guard import require_no_max_norm, require_stepped_stages
 from schedir.runtime.model_checks.sharding_requirements import require_shardable
 from schedir.runtime.parameters.buckets import is_summed_over_tp
 from schedir.runtime.parameters.gradient_buffers import is_tp_sharded
@@ -184,8 +184,8 @@ def require_steppable(
 
     Raises:
         ModelError: An update could not be made again, or the loss scale could not be updated. Or
-            weights have views that would lack a delay, or the optimizer has a weight twice. Or the
-            executor would change accumulated gradients.
+            weights have views that would lack a delay. Or the optimizer has a weight twice, or no
+            weight of the stages. Or the executor would change accumulated gradients.
     """
     if program.norm_check == "after_step" and program.has_backward:
         _require_repeatable(program, stages, optimizer)
@@ -194,6 +194,7 @@ def require_steppable(
     if program.has_backward and np.any(program.shape.weight_delay):
         require_no_views(stages, program.name)
     _require_no_duplicates(optimizer, program)
+    require_stepped_stages(program, stages, optimizer)
     if accumulate_grads:
         _require_accumulation_only(program, optimizer)
 

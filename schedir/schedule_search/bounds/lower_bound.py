@@ -9,6 +9,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
+from schedir.retired_names import explain_wrong_calls
 from schedir.schedule_search.bounds.closed_form_bounds import compute_closed_bound
 from schedir.schedule_search.bounds.earliest_start import compute_earliest_bound, make_relaxations
 from schedir.schedule_search.bounds.round_trip import compute_round_trip_bound
@@ -20,6 +21,7 @@ from schedir.schedule_search.search_results import LowerBound
 _SECONDS_PER_TASK: Final = 4e-6
 
 
+@explain_wrong_calls("lower_bound(PipelineShape(ranks=4, microbatches=8), Costs(F=1, B=2))")
 def lower_bound(
     shape: PipelineShape,
     costs: Costs | None = None,

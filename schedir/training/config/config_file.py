@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 from schedir.errors import ConfigError, SchedirError, ShapeError, describe
 from schedir.io.files import read_text
@@ -21,7 +20,7 @@ from schedir.ir.input_trust import get_max_file_instructions
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS
 from schedir.ir.program import ATTRIBUTE_FIELDS, HEADER_FIELDS, Program
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
-from schedir.retired_names import RETIRED_HINTS
+from schedir.retired_names import RETIRED_HINTS, find_present_name, suggest_name
 from schedir.training.config.model_kinds import MODEL_KINDS
 from schedir.training.config.run_config import Config, PipelineConfig, make_contradiction_error
 from schedir.training.config.setting_types import coerce, describe_type
@@ -84,9 +83,24 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
         try:
             values[section, name] = coerce(setting.value, kind)
         except TypeError:
+            is_flag = isinstance(setting.value, bool)
+            shown = str(setting.value).lower() if is_flag else describe(setting.value)
+            takes_all = name in ("recompute", "offload", "offload_to_disk")
             raise setting.make_error(
-                f"{section}.{name} must be {describe_type(kind)}, not {describe(setting.value)}"
+                f"{section}.{name} must be {describe_type(kind)}, not {shown}",
+                f'{name} = "all", or leave it out'
+                if is_flag and takes_all
+                else f'{name} = "{setting.value}{"GB" * name.endswith("_limit")}"'
+                if str in get_args(kind) and not isinstance(setting.value, list | dict | bool)
+                else "",
             ) from None
+    for name in ("checkpoint_every", "checkpoint_keep"):
+        if ("train", name) in given and ("train", "checkpoint_dir") not in given:
+            raise given["train", name].make_error(
+                f"train.{name} needs train.checkpoint_dir: without it, no checkpoint is saved",
+                'train.checkpoint_dir = "checkpoints"',
+                [name, "checkpoint_dir"],
+            )
     values.pop(_MODEL_KIND_KEY, None)
     with _locate_errors(path, given):
         values |= _read_source_settings(values, given)
@@ -129,7 +143,11 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
             break
     setting = _SettingValue(value, f"--set {override}")
     if not equals or not dot:
-        raise setting.make_error("must be SECTION.NAME=VALUE", "--set pipeline.ranks=2")
+        homes = _find_sections(key.strip())
+        raise setting.make_error(
+            "must be SECTION.NAME=VALUE",
+            f"--set {homes[0]}.{override}" if homes and equals else "--set pipeline.ranks=2",
+        )
     _require_known_name(section, SECTION_CLASSES, "section", setting)
     return (section, name), setting
 
@@ -179,6 +197,12 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     return {(home.get(name, "pipeline"), name): value for name, value in decided.items()}
 
 
+def _find_sections(name: str) -> list[str]:
+    """Return the sections with a setting."""
+    kinds = get_section_classes("gpt").items()
+    return [section for section, kind in kinds if name in get_setting_types(kind)]
+
+
 def _require_known_name(
     name: str,
     known_names: Mapping[str, Any],
@@ -188,12 +212,15 @@ def _require_known_name(
 ) -> None:
     if name in known_names:
         return
-    near = get_close_matches(name, known_names, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(known_names)}"
+    hint = suggest_name(name, known_names) or f"the names are {', '.join(known_names)}"
     setting_name = f"{subject} {name!r}"
+    if homes := _find_sections(name) if subject == "section" else []:
+        hint = f"it belongs into a section: [{homes[0]}]"
     if "setting" in subject:
         setting_name = f"{subject}.{name}"
-        homes = [f"{section}.{name}" for section, own in types.items() if name in own]
+        present = {name, *(find_present_name(name, own) for own in types.values())}
+        homes = [f"{section}.{one}" for section, own in types.items() for one in own
+                 if one in present and name not in known_names]  # fmt: skip
         kinds = [
             kind for kind, one in MODEL_KINDS.items() if name in get_setting_types(one.config_class)
         ]

@@ -23,6 +23,7 @@ from schedir.models.gpt_config import GPTConfig
 from schedir.models.partitioning import split_tokens
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
 from schedir.passes.pass_types import BufferSharing
+from schedir.passes.selection import parse_selection
 from schedir.training.config.model_kinds import MODEL_KINDS, ModelConfig, get_model_kind
 from schedir.training.config.segmentation import StageSegmentation, make_segmentation
 from schedir.training.config.setting_types import NumberRange, require_known
@@ -209,6 +210,11 @@ class MemoryConfig:
         for f in ATTRIBUTE_FIELDS:
             if f.in_config and f.section == "memory":
                 f.field_type.resolve(f.name, getattr(self, f.name), PipelineShape(1, 1))
+        for name in ("recompute", "offload", "offload_to_disk"):
+            try:
+                parse_selection(getattr(self, name) or "none")
+            except ValueError as error:
+                raise UsageError(f"{name} {error}", fields=[name]) from None
         for name in ("recompute", "offload"):
             if self.limit_bytes is None and getattr(self, name) == "fit":
                 raise UsageError(
