@@ -168,7 +168,8 @@ class RankResources:
         }
         given = parameters, optimizer, self.copy_lanes, self.device, names
         try:
-            if program.optimizer_placement == "disk":
+            # A rank whose stages are all frozen has no file, because it has no optimizer state.
+            if program.optimizer_placement == "disk" and self.memory_tiers.spill_file is not None:
                 return DiskOptimizerState(*given, self.memory_tiers)
             if program.optimizer_placement == "cpu_step":
                 return CpuOptimizer(*given, self.stages, self.shard_spec.replica)

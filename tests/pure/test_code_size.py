@@ -31,7 +31,7 @@ BUDGET = {
     "schedir/schedule_search": 2_780,
     "schedir/schedules": 740,
     "schedir/tensor_parallel": 330,
-    "schedir/testing": 860,
+    "schedir/testing": 960,
     "schedir/torch_pipelining": 1_560,
     "schedir/traces": 870,
     "schedir/training": 3_620,
