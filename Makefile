@@ -17,7 +17,7 @@ pure: $(READY)
 	$(BIN)/pytest -n 2 schedir tests/pure
 
 cpu: $(READY)
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/cpu
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 tests/cpu
 
 pages: docs
 	SCHEDIR_SITE=build/site $(BIN)/pytest tests/gpu tests/browser
@@ -28,9 +28,11 @@ docs: $(READY)
 	$(BIN)/sphinx-build -b html -c docs -E -W --keep-going -q . build/site
 	@echo "open build/site/index.html"
 
-# Every script of benchmarks/ on small sizes; `make cpu` leaves out those that start training runs.
+# What `make cpu` has samples of: every script of benchmarks/ on small sizes, all faults and kills of
+# processes, and the tests of NCCL on a CPU.
+CAMPAIGN := benchmarks faults kills deaths gpu_tests hangs
 campaign: $(READY)
-	ALL_CASES=1 $(BIN)/pytest -n 2 tests/cpu/test_benchmarks.py
+	ALL_CASES=1 $(BIN)/pytest -n 2 $(CAMPAIGN:%=tests/cpu/test_%.py)
 
 # Tests with the lowest and the newest supported torch, which are downloads of gigabytes, and a plain
 # install in each Python of this machine.

@@ -263,9 +263,9 @@ def enter_fake_world(row: Row) -> None:
 
 def unnoted(executor: Executor) -> None:
     """`Running._run` without a black box."""
-    executor.is_in_step = True
+    executor.resources.is_in_step = True
     try:
-        for wait, run in executor.calls:
+        for wait, run in executor.runner.calls:
             if wait is not None:
                 wait()
             run()
@@ -285,14 +285,15 @@ def box_costs(_: int, row: Row, pairs: int) -> list[float]:
         Nowhere(program),
         loss=model.loss, boundary=Boundary(model.boundary), record_timestamps=False,
     )  # fmt: skip
-    noted = executor._run_instructions
+    runner = executor.runner
+    noted = runner._run_instructions
     took: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        executor.progress = BlackBox(Path(folder, "0")).values
+        runner.progress = BlackBox(Path(folder, "0")).values
         for turn in range(WARM + pairs):
             own = []
             for run in (noted, partial(unnoted, executor))[:: 1 if turn % 2 else -1]:
-                executor._run_instructions = run  # type: ignore[method-assign]
+                runner._run_instructions = run  # type: ignore[method-assign]
                 began = thread_time()
                 executor.step(list(model.inputs), list(model.targets))
                 own.append(thread_time() - began)

@@ -61,6 +61,8 @@ from schedir.models import gpt
 from schedir.predict.calibrate import calibrate
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.offload.copy_lanes import CopyLanes
+from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.transports.gloo import GlooTransport
@@ -141,9 +143,9 @@ def slowed(
         )
         pair = free, slow = Run(config, program, rank), Run(config, program, rank)
         for each in pair:
-            each.executor.resources.memory_tiers.poisons_sources = False
+            each.executor.resources.service(MemoryTiers).poisons_sources = False
         for lane in (Lane.D2H, Lane.H2D):
-            slow.executor.resources.copy_lanes.bandwidth[lane] = bandwidth
+            slow.executor.resources.service(CopyLanes).bandwidth[lane] = bandwidth
         took: list[list[float]] = []  # freely and slowed, both measured; and both predicted
         for turn in range(WARM + rounds):
             spans = [0.0] * 4
@@ -225,7 +227,7 @@ def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]
             schedules.gpipe, PipelineShape(1, m), buffer_sharing="minimal", offload=[0]
         )
         own = [Run(config, program, 0) for _ in range(2)]
-        own[1].executor.resources.memory_tiers.poisons_sources = False
+        own[1].executor.resources.service(MemoryTiers).poisons_sources = False
         stages, x, y = model(config, 1, m)
         whole, scale = stages[0], own[0].scale
         adam = torch.optim.AdamW(whole.parameters(), lr=1e-4)

@@ -88,15 +88,15 @@ def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline],
 
 def _recording(executor: Executor, times: int = 200) -> float:
     """Processor seconds per instruction: instructions that do nothing, recorded and not."""
-    executor.calls = [Call(None, lambda: None)] * len(executor.state.stream)
+    executor.runner.calls = [Call(None, lambda: None)] * len(executor.state.stream)
     took = [0.0, 0.0]
     for turn in range(2 * times):
         executor.record_timestamps = turn % 2 == 0
         began = process_time()
-        for k in range(len(executor.calls)):
-            executor.run_instruction(k)
+        for k in range(len(executor.runner.calls)):
+            executor.runner.run_instruction(k)
         took[turn % 2] += process_time() - began
-    return (took[0] - took[1]) / times / len(executor.calls)
+    return (took[0] - took[1]) / times / len(executor.runner.calls)
 
 
 def span(program: Program, costs: Costs) -> float:

@@ -13,15 +13,15 @@
 Each row is printed as it is found, as a line of a table.  Seconds are of processor time unless they
 are said to be of a clock, which is right only on a quiet machine.
 
-- `certified`: the cases of tests/certified.csv.  An excess is that of the shortest order as the
-  search counts, without the queues of messages, as the optima are; the last column counts the cases
-  where a simulation, which has queues, takes longer.  Seconds are of the search alone.
+- `certified`: the cases of tests/certified_optima.csv.  An excess is that of the shortest order
+  as the search counts, without the queues of messages, as the optima are; the last column counts
+  the cases where a simulation, which has queues, takes longer.  Seconds are of the search alone.
 - `below`: 20 cases of 72 to 192 (stage, microbatch), with room for fewer microbatches than ranks.
   CP-SAT gets no hint and no bound.  What it finds is kept in docs/results/search-below.csv.
 - `certify`: draws cases, has CP-SAT prove their optima, and keeps those that it proves.  A case is
   drawn from its seed alone: 2 to 8 ranks, one stage per rank or several in loops and vees, even and
   uneven costs, limits in counts and in bytes below, at and above the ranks.  They are printed as
-  lines of tests/certified.csv, or added to it.
+  lines of tests/certified_optima.csv, or added to it.
 
 CP-SAT is `ortools`, which `pip install 'schedir[solver]'` installs.
 """
@@ -62,9 +62,9 @@ from schedir.schedule_search.search_results import SearchStep
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import get_placement_mark
 from schedir.schedules.schedule_expansion import expand_schedule
-from tests.certified import FILE, Case, Row, cases, read
+from tests.certified_optima import FILE, Case, Row, cases, read
 from tests.laws import ZOO
-from tests.published import PRINTED, rows
+from tests.zero_bubble_figures import PRINTED, rows
 
 Options = argparse.Namespace
 DRAWN = 5  # times that costs are drawn

@@ -63,6 +63,10 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.rank_state import Call
+from schedir.runtime.services.loss_gradients import LossGradients
+from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.runtime.services.pending_sends import PendingSends
+from schedir.runtime.services.update_checks import UpdateChecks
 from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.transports.gloo import GlooTransport
@@ -346,8 +350,8 @@ class Witness:
     def __init__(self, executor: Executor, own: Footprint, alive: Alive) -> None:
         self.executor, self.own, self.alive = executor, own, alive
         self.found = Measured(0, [], 0)
-        self.calls = executor.calls
-        executor.calls = [Call(wait, partial(self.run, k, run)) for k, (wait, run) in
+        self.calls = executor.runner.calls
+        executor.runner.calls = [Call(wait, partial(self.run, k, run)) for k, (wait, run) in
                           enumerate(self.calls)]  # fmt: skip
 
     def run(self, k: int, run: Callable[[], None]) -> None:
@@ -363,23 +367,20 @@ class Witness:
             if kind in state.slot_tables
             for slot in state.slot_tables[kind].values
         ]
-        sent += [tensor for _, tensor in state.pending_sends.values()]
+        sent += [tensor for _, tensor in state.service(PendingSends).works.values()]
+        checks = state.service(UpdateChecks)
         numbers = [
-            state.grad_norm,
-            state.finite_updates,
-            state.loss_gradient,
-            state.grad_scale,
-            state.is_update_finite,
+            checks.grad_norm,
+            checks.finite_updates,
+            checks.is_finite,
+            state.service(LossGradients).grad_scale,
+            state.service(LossGradients).initial_gradient,
         ]
-        away = (
-            []
-            if state.resources.host_optimizer_state is None
-            else state.resources.host_optimizer_state.list_host_memory()
-        )
+        away = [t for service in state.list_services() for t in service.list_host_tensors()]
         lived = self.alive.bytes(
             [
                 *tree_leaves(sent),
-                *tree_leaves(state.receive_buffers),
+                *tree_leaves(state.service(MessageBuffers).received),
                 *state.losses,
                 *numbers,
                 *away,

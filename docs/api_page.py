@@ -69,7 +69,8 @@ GROUPS = {
     "Plan": (
         "Parallel plans for a model and a cluster, with the time and the memory of a step: "
         "[plan a cluster](../how-to/plan-a-cluster.md).",
-        ["planner.plan", "planner.estimate_step", "planner.TransformerSpec", "planner.load_model",
+        ["planner.plan", "planner.prefer_simplest", "planner.estimate_step",
+         "planner.TransformerSpec", "planner.load_model",
          "planner.ParallelPlan",
          "planner.PlanEstimate", "planner.StepBreakdown", "planner.StateBytes", "planner.GpuMemory",
          "planner.cluster_preset",
@@ -80,7 +81,9 @@ GROUPS = {
          "planner.peak_memory",
          "planner.launcher_options", "planner.plan_program", "planner.simulated_program",
          "planner.prediction_regret",
-         "planner.improve_schedule", "planner.stage_time"],
+         "planner.improve_schedule", "planner.stage_time", "planner.calibrate",
+         "planner.Calibration", "planner.CalibratedConstant", "planner.MeasuredRun",
+         "planner.stack_preset", "planner.stack_presets", "planner.Stack"],
     ),
     "Instrument other trainers": (
         "Runs of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines: "

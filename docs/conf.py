@@ -47,6 +47,7 @@ TREE: dict[str, dict[str, list[str]]] = {
             "/docs/how-to/shard-with-zero",
             "/docs/how-to/offload-to-the-host",
             "/docs/how-to/split-a-stage-into-segments",
+            "/docs/how-to/hide-expert-parallelism",
             "/docs/how-to/speed-up-a-run",
             "/docs/how-to/import-traces",
             "/docs/how-to/instrument-a-trainer",

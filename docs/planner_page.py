@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from inspect import getdoc
 
-from docs.pages import entries, page, table
+from docs.pages import entries, one_line, page, table
 from schedir import Cluster
 from schedir.planner import SoftwareConstants, cluster_preset, cluster_presets
+from schedir.planner.plan_simplicity import measure_complexity
 from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "sequence")  # columns of the table of models
@@ -37,6 +38,7 @@ def blocks() -> dict[str, str]:
     ]
     links = [f"[`{name}`](../../schedir/planner/hardware/clusters/{name}.toml)" for name in presets]
     return {
+        "simplest": one_line(str(getdoc(measure_complexity)).split("\n\n")[1]),
         "models": table(["name", "parameters", *SHAPE, "source"], models),
         "clusters": table(["field", *links], clusters),
         "constants": table(["constant", "meaning", "default", "bounds"], constants),

@@ -38,6 +38,7 @@ _START_HELP = f"""\
   schedir draw interleaved zb_v         draw schedules on the terminal
   schedir recommend --costs F=1,B=2     rank all schedules for a model
   schedir explain one_f_one_b           explain why ranks are idle
+  schedir examples                      write example files to the folder examples
   schedir train examples/demo.toml      train a model on this machine
 
 schedir --help lists all commands, and schedir COMMAND --help its options.
@@ -64,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         argv = sys.argv[1:] if argv is None else argv
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks for the completions of a line
+            from schedir.commands.common.name_completion import answer_completion_request
+
+            answer_completion_request(_build_parser)
         if not argv:
             return _print_output(_START_HELP)
         args = _build_parser(argv).parse_args(argv, argparse.Namespace(typed=argv))

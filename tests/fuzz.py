@@ -36,7 +36,7 @@ from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.traces.trace_import import read_run
 from schedir.training.config.config_file import read_config
 from tests import kineto
-from tests.flight import Recorder
+from tests.flight_recorder_dumps import Recorder
 
 Content = bytes
 LONGEST = 12  # lines of a refusal

@@ -42,7 +42,7 @@ from tests.mutations_of_states import STEPPED, on_host
 from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY, moved
 from tests.mutations_of_turns import TURNED
-from tests.threads import verdict
+from tests.oracle_threads import verdict
 
 
 @cache
@@ -217,9 +217,13 @@ def lowered(
             whole = replace(whole, frozen_stages=frozen(shape, rng), skips=skips(shape, rng))
             if turns or rng.random() < 0.2:
                 whole = replace(whole, dp=2, **sharded(rng))
+            has_experts = pieces and rng.random() < 0.5
+            if has_experts:
+                whole = replace(whole, dp=2, ep=2)
             added = more(rng, whole, away=away)
             if pieces:
-                added["stage_segments"] = rng.choice([2, 3, "gf", "f-g"])
+                letters = ["dc", "gdc", "d.cf"] if has_experts else [2, 3, "gf", "f.g"]
+                added["stage_segments"] = rng.choice(letters)
             program = lower(whole, **added)
         except SchedirError:
             continue  # a schedule need not know every shape

@@ -31,7 +31,7 @@ from tests.edits import (
     word,
 )
 from tests.mutations import PER_MB
-from tests.threads import Machine
+from tests.oracle_threads import Machine
 
 O = Opcode
 F = O.Forward

@@ -28,7 +28,7 @@ from tests.edits import (
     whole,
     with_op,
 )
-from tests.stepped import NEXT
+from tests.oracle_optimizer_offload import NEXT
 
 O = Opcode
 _OTHERS = {*MUTATIONS}

@@ -8,9 +8,11 @@ from typing import Any
 from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, Lane, Opcode, Scope
 from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, whole, with_op, word
 
-# Sums and, where ranks share the sequence, gathers.
+# Sums and, where ranks share the sequence, gathers; and all-to-alls of experts.
 SUMS = tuple(
-    row.op for row in INSTRUCTIONS if row.lane is Lane.TP and row.scope is Scope.MICROBATCH
+    row.op
+    for row in INSTRUCTIONS
+    if row.lane in (Lane.TP, Lane.EP) and row.scope is Scope.MICROBATCH
 )
 _BEFORE = {*MUTATIONS}
 
@@ -81,7 +83,7 @@ def other_letter(e: Edit) -> Any:
     if not meets:
         return False
     k = e.rng.randrange(len(meets))
-    letter = e.rng.choice([*{*"fg.-"} - {meets[k]}])
+    letter = e.rng.choice(sorted({*"fgdc.-"} - {meets[k]}))
     e.program = replace(e.program, segment_boundaries=meets[:k] + letter + meets[k + 1 :])
     return None
 

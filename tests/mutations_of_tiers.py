@@ -14,7 +14,6 @@ from schedir.analysis.memory.buffer_slots import (
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import Opcode, Value
 from schedir.ir.program import ADDRESS_MASK, JOINED_BIT, Program, SlotCounts
-from tests.away import MOVED, ROOMS
 from tests.edits import (
     MUTATIONS,
     Edit,
@@ -32,6 +31,7 @@ from tests.edits import (
     with_op,
 )
 from tests.mutations import B, I
+from tests.oracle_activation_offload import MOVED, ROOMS
 
 O = Opcode
 _OTHERS = {*MUTATIONS}

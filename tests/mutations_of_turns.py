@@ -8,7 +8,7 @@ from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import ADDRESS_MASK
 from tests.edits import MUTATIONS, Edit, at, mb, move, op, pull, push, stage, swap, with_op, word
 from tests.mutations import REDUCTIONS, TURNS, B, I
-from tests.sharded import READS
+from tests.oracle_sharding import READS
 
 O = Opcode
 _OTHERS = {*MUTATIONS}

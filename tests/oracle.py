@@ -14,8 +14,8 @@ from typing import Any
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Lane, Opcode, Scope
 from schedir.ir.program import Program
-from tests.carried import met
-from tests.host import SENDING, TAKING
+from tests.oracle_host import SENDING, TAKING
+from tests.oracle_values import met
 
 O = Opcode
 
@@ -137,11 +137,25 @@ class Machine:
             steps = [(rank, k) for k, j in enumerate(own) if j.op == O.OptimizerStep]
             version *= s >= self.program.frozen_stages
             skip = here((O.RecvSkip, s), (O.Forward, self._from(s)))
-            came = here((O.TPGatherAct, s), (O.TPReduceAct, s), (O.RecvAct, s), (O.Forward, s - 1))
+            came = here(
+                (O.TPGatherAct, s),
+                (O.TPReduceAct, s),
+                (O.Dispatch, s),
+                (O.Combine, s),
+                (O.RecvAct, s),
+                (O.Forward, s - 1),
+            )
             return came + skip + steps[:version]
         if i.op in (O.Backward, O.BackwardInput):
             before = [(O.Backward, s + 1), (O.BackwardInput, s + 1)]
-            grads = ((O.TPGatherGrad, s), (O.TPReduceGrad, s), (O.RecvGrad, s), *before)
+            grads = (
+                (O.TPGatherGrad, s),
+                (O.TPReduceGrad, s),
+                (O.DispatchGrad, s),
+                (O.CombineGrad, s),
+                (O.RecvGrad, s),
+                *before,
+            )
             grad = here(*grads) if s + 1 < S else []
             late = dict(self.program.skips).get(s, -1)
             skip = here((O.RecvSkipGrad, s), (O.Backward, late), (O.BackwardInput, late))
@@ -157,9 +171,11 @@ class Machine:
             O.TPScatterGrad: backward,
             O.TPGatherAct: [(O.RecvAct, s), (O.Forward, s - 1)],
             O.TPGatherGrad: [(O.RecvGrad, s), (O.Backward, s + 1), (O.BackwardInput, s + 1)],
-            O.TPReduceAct: [(O.Forward, s - 1)],
-            O.TPReduceGrad: [(O.Backward, s + 1), (O.BackwardInput, s + 1)],
         }
+        for op in (O.TPReduceAct, O.Dispatch, O.Combine):
+            simple[op] = [(O.Forward, s - 1)]
+        for op in (O.TPReduceGrad, O.DispatchGrad, O.CombineGrad):
+            simple[op] = [(O.Backward, s + 1), (O.BackwardInput, s + 1)]
         if i.op in simple:
             return here(*simple[i.op])
         each = self.program.shape.microbatches // self.program.shape.optimizer_steps

@@ -6,7 +6,7 @@ import csv
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from schedir.planner import ParallelPlan, TransformerSpec
 from schedir.predict.activation_bytes import Recompute
@@ -163,4 +163,67 @@ def kept_bytes(model: TransformerSpec) -> list[tuple[str, ParallelPlan, float]]:
         s, h, a = model.sequence, model.hidden, model.heads
         of = {"s": s, "b": choice.microbatch_size, "h": h, "a": a, "t": choice.tp}
         found.append((row["configuration"], choice, float(eval(row["formula"], {}, of))))
+    return found
+
+
+class GridRun(NamedTuple):
+    """A layout of the grid on H100; `seconds` and `memory` are None if it gave no result.
+
+    `mfu` is a share, as the source counts it, and `memory` bytes.  A layout that is not
+    `is_consistent` has another batch than its row says.
+    """
+
+    model: TransformerSpec
+    choice: ParallelPlan
+    nodes: int
+    seconds: float | None
+    memory: float | None
+    mfu: float
+    is_consistent: bool
+
+
+GRID_MODELS = {
+    "1B": TransformerSpec(16, 2048, 32, 131072, 4096, ffn=8192, gated=True),
+    "3B": TransformerSpec(28, 3072, 32, 131072, 4096, ffn=8192, gated=True),
+}
+
+
+def grid() -> list[GridRun]:
+    """nanotron on 8 to 128 H100.  A replica alone has nothing to shard, so that it has ZeRO 0."""
+    found = []
+    for row in table("h100_grid_sample"):
+        at = {name: int(row[name]) for name in ("nodes", "dp", "pp", "tp", "zero", "microbatches")}
+        choice = ParallelPlan(
+            pp=at["pp"], tp=at["tp"], dp=at["dp"], microbatch_size=int(row["mbs"]),
+            microbatches=at["microbatches"], zero=at["zero"] if at["dp"] > 1 else 0,
+            sequence_parallel=at["tp"] > 1, attention="flash", rank_order="tp-dp-pp",
+        )  # fmt: skip
+        seconds, memory = (float(x) if x else None for x in (row["step_s"], row["gpu_memory_GB"]))
+        found.append(
+            GridRun(
+                GRID_MODELS[row["model"]], choice, at["nodes"], seconds,
+                None if memory is None else memory * 1e9,
+                float(row["mfu_pct"] or 0) / 100, row["consistent"] == "1",
+            )
+        )  # fmt: skip
+    return found
+
+
+def b200_memory() -> list[tuple[TransformerSpec, ParallelPlan, float, float]]:
+    """Megatron-LM on 8 B200: model, layout with its distributed optimizer, bytes and seconds."""
+    found = []
+    for row in table("b200_memory_sample"):
+        at: dict[str, Any] = {
+            name: int(row[name]) for name in ("pp", "tp", "dp", "cp", "microbatches")
+        }
+        model = TransformerSpec(
+            int(row["layers"]), 8192, 64, 128256, int(row["seq"]), ffn=28672, kv_heads=8,
+            gated=True, tied=False,
+        )  # fmt: skip
+        choice = ParallelPlan(
+            **at, microbatch_size=int(row["mbs"]), zero=int(at["dp"] * at["cp"] > 1),
+            sequence_parallel=at["tp"] > 1, attention="flash", rank_order="tp-dp-pp",
+        )  # fmt: skip
+        seconds = float(row["real_step_ms"]) / 1e3
+        found.append((model, choice, float(row["real_alloc_GiB"]) * 2**30, seconds))
     return found

@@ -139,6 +139,7 @@ IDLE_CAUSES: Final = {
     IdleCause.WEIGHTS: ("weights", "#cc79a7"),
     IdleCause.SNAPSHOT: ("snapshot", "#8c6d31"),
     IdleCause.SUM: ("sum of segments", "#a05195"),
+    IdleCause.ALL_TO_ALL: ("all-to-all of experts", "#882255"),
     IdleCause.OFFLOAD: ("offload", "#c9a45c"),
     IdleCause.DISK: ("disk", "#4a3728"),
     IdleCause.STEP: ("the host's step", "#6b8e23"),

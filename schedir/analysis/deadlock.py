@@ -112,7 +112,7 @@ def _make_stale_error(graph: Graph, stale: StaleRead) -> OrderError:
         f"{instr} needs {words}, which {last} {how}",
         program=graph.program.name,
         sites=[
-            InstructionSite(*culprit, "is the last to use it"),
+            InstructionSite(*culprit, "is the last to use it" if gone else "changes it"),
             InstructionSite(*needer, "needs it here"),
         ],
         hint=f"insert {names} of this stage between these two instructions" * (gone and again),

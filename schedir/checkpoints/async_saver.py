@@ -31,7 +31,7 @@ from schedir.checkpoints.state_exchange import add_stage_prefix, get_checkpoint_
 from schedir.errors import ModelError, UsageError, describe
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.offload.snapshot_copies import CopyPair, SnapshotCopy
+from schedir.runtime.offload.snapshot_copies import CopyPair, SnapshotCopies, SnapshotCopy
 
 
 class SavedCheckpoint(NamedTuple):
@@ -179,12 +179,12 @@ class Saver:
             ]
             tensors[name] = kind, copies
         self._immediate_copies = [
-            self.rank_executors[0].state.resources.snapshots.start_copy(immediate_pairs)
+            self.rank_executors[0].state.service(SnapshotCopies).start_copy(immediate_pairs)
         ]
         for one in self._immediate_copies:
             one.wait()  # A forward may write to these tensors.
         for rank, stage_copies in zip(self.rank_executors, requests, strict=True):
-            rank.state.resources.snapshots.request(stage_copies, self)
+            rank.state.service(SnapshotCopies).request(stage_copies, self)
         self._save_plan = replace(save_plan, tensors=tensors)
 
     def write(self) -> None:
@@ -201,7 +201,7 @@ class Saver:
         plan, self._save_plan = self._save_plan, None
         if plan is None:
             return
-        snapshots = [rank.state.resources.snapshots for rank in self.rank_executors]
+        snapshots = [rank.state.service(SnapshotCopies) for rank in self.rank_executors]
         statuses = self.peers.gather_results(
             lambda: (
                 any(one.requester is not self for one in snapshots),
@@ -244,8 +244,8 @@ class Saver:
         """
         self._save_plan = None
         for rank in self.rank_executors:
-            if rank.state.resources.snapshots.requester is self:
-                rank.state.resources.snapshots.request({})
+            if rank.state.service(SnapshotCopies).requester is self:
+                rank.state.service(SnapshotCopies).request({})
 
     @property
     def is_writing(self) -> bool:

@@ -40,6 +40,8 @@ COMMANDS: Final = {
     "export": "write a program or a run in the file format of another system",
     "import": "read a CSV of torch.distributed.pipelining, or torch.profiler traces of a run",
     "checkpoint": "inspect checkpoints, or export a model from one for other tools",
+    "examples": "write the example files of the documentation to a folder",
+    "completion": "print the code that completes names and options in a shell",
     "options": "list the options for compiling a schedule (-O NAME=VALUE)",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from schedir.commands.common.bound_report import find_lower_bound, format_possible_gain
@@ -49,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compare schedules of one model. --costs are per rank and microbatch, or lists with one "
         "number for each equal part of the model. They are split evenly over the stages of each "
-        "schedule. A schedule without a parameter v has one stage per rank."
+        "schedule. A schedule without a parameter v has one stage per rank. With a run, --costs "
+        "are in its unit, and the default costs are its mean times."
     )
     add_source(parser, allows_several=True)
     parser.add_argument(
@@ -79,6 +81,7 @@ def run(args: argparse.Namespace) -> str:
     elif args.tradeoff:
         require_no_chart_options(args, "a chart of bubble against memory")
     requests = [make_request(args, source, for_comparison=True) for source in args.source]
+    requests = _use_times_of_run(requests)
     require_unsharded_stages(requests)
     timelines = [request.timeline for request in requests]
     text = _format_comparison(requests, as_table=not args.json)
@@ -93,6 +96,29 @@ def run(args: argparse.Namespace) -> str:
             save_chart(args, requests)
         text += "" if args.json else f"wrote {args.output}\n"
     return text
+
+
+def _use_times_of_run(requests: Sequence[Request]) -> list[Request]:
+    """Give the schedules among the sources the shape, the mean times and the unit of a run.
+
+    Options have precedence over the shape and the times.  Without a run, nothing changes.
+    """
+    from schedir.predict.calibrate import calibrate, fill_missing_backwards
+
+    run = next((request.source_timeline for request in requests if request.source_timeline), None)
+    if run is None:
+        return [*requests]
+    shape = run.program.unsegmented_shape
+    costs = requests[0].costs
+    if costs is None:
+        costs = fill_missing_backwards(calibrate(run), run.program)
+    defaults = {"ranks": shape.ranks, "microbatches": shape.microbatches}
+    return [
+        request
+        if request.source_timeline or request.cluster
+        else replace(request, defaults=defaults, costs=costs, unit=run.unit)
+        for request in requests
+    ]
 
 
 def _format_comparison(requests: Sequence[Request], *, as_table: bool) -> str:

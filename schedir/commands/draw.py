@@ -12,6 +12,7 @@ from schedir.commands.common.chart_options import (
     require_no_chart_options,
     save_chart,
 )
+from schedir.commands.common.least_memory import describe_request_memory
 from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
 from schedir.commands.common.timeline_facts import describe_costs
 from schedir.errors import UsageError
@@ -101,8 +102,9 @@ def run(args: argparse.Namespace) -> str:
 
 def _format_text_chart(request: Request) -> str:
     """Return a run as a text chart, with its lower bound below."""
-    bound_text = describe_run_bound(request.timeline, find_lower_bound(request))
-    return format_text_chart(request.timeline) + (f"{bound_text}\n" if bound_text else "")
+    bound = find_lower_bound(request)
+    lines = [describe_run_bound(request.timeline, bound), describe_request_memory(request, bound)]
+    return format_text_chart(request.timeline) + "".join(f"{line}\n" for line in lines if line)
 
 
 def _predict_measured_run(measured: Timeline) -> Timeline:

@@ -19,11 +19,14 @@ from schedir.commands.common.plan_request import (
     NAME_OPTIONS,
     PlanRequest,
     find_plans,
+    find_preferred_plans,
     improve_plan_schedules,
     list_all_plans,
     optimize_plan_divisions,
     parse_plan_request,
     resize_cluster,
+    resolve_cluster,
+    resolve_model,
 )
 from schedir.commands.common.schedule_options import parse_count, parse_number
 from schedir.errors import SchedirError, UsageError
@@ -132,7 +135,7 @@ def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
 
 
 # Options that `--measure` excludes, and options that need it.
-_PLANNING_OPTIONS: Final = ("model", "layers", "batch", "cluster", "scale", "picture")
+_PLANNING_OPTIONS: Final = ("model", "layers", "batch", "cluster", "scale", "picture", "calibrate")
 _MEASURING_OPTIONS: Final = ("processes", "device")
 
 
@@ -197,6 +200,44 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
         save_cluster(measurement.cluster, temporary, comment=comment, notes=measurement.notes)
     warnings = [f"warning: {one}" for one in measurement.warnings]
     return "".join(f"{line}\n" for line in (*measurement.table, *warnings, f"wrote {args.output}"))
+
+
+# ---------------------------------------------------------------- --calibrate
+
+
+def calibrate_cluster(args: argparse.Namespace) -> str:
+    """Fit a cluster to measured runs, and write its file.
+
+    Args:
+        args: The parsed options of `plan`.
+
+    Returns:
+        A report of the constants and the runs.
+
+    Raises:
+        UsageError: An option is missing or invalid, or the runs cannot be read.
+    """
+    from schedir.commands.common.calibration_report import format_calibration, read_runs
+    from schedir.io.cluster_file import save_cluster
+    from schedir.planner import calibrate, stack_preset
+
+    if args.output is None or Path(args.output).suffix != ".toml":
+        raise UsageError("--calibrate writes a cluster file, and needs -o FILE.toml",
+                         hint="-o my_cluster.toml", fields=["output"])  # fmt: skip
+    if args.stack is None:
+        raise UsageError("--calibrate needs --stack, the training software of the runs",
+                         hint="--stack megatron", fields=["stack"])  # fmt: skip
+    model, cluster = resolve_model(args), resolve_cluster(args)
+    runs = read_runs(args.calibrate, model)
+    with atomic_write(args.output) as temporary:  # fails here if the path cannot be written
+        temporary.touch()
+        found = calibrate(cluster, stack_preset(args.stack), runs)
+        notes = {
+            one.name: f"90 % interval: {one.low:.3g} to {one.high:.3g}" for one in found.constants
+        }
+        comment = f"Calibrated by schedir plan --calibrate with {len(runs)} runs of {args.stack}."
+        save_cluster(found.cluster, temporary, comment=comment, notes=notes)
+    return "".join(format_calibration(found)) + f"wrote {args.output}\n"
 
 
 # ---------------------------------------------------------------- options
@@ -315,6 +356,15 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         "--cluster", metavar="CLUSTER",
         help="a name (a100, h100), or FILE.toml with your own cluster",
     )  # fmt: skip
+    group.add_argument(
+        "--stack", metavar="NAME",
+        help="training software: megatron, nanotron, torchtitan or schedir; it sets constants, "
+        "bytes of states, attention and the order of ranks",
+    )  # fmt: skip
+    group.add_argument(
+        "--calibrate", metavar="RUNS.csv",
+        help="fit the cluster to one to twenty measured runs of --stack, and write it to -o",
+    )  # fmt: skip
     many: Any = group.add_mutually_exclusive_group()
     many.add_argument("--nodes", type=parse_count, metavar="N", help="number of nodes")
     many.add_argument("--gpus", type=parse_count, metavar="N", help="number of GPUs")
@@ -353,6 +403,8 @@ def run(args: argparse.Namespace) -> str:
     """
     if (measurement := measure_cluster(args)) is not None:
         return measurement
+    if args.calibrate is not None:
+        return calibrate_cluster(args)
     from schedir.commands.common.plan_report import format_plans, format_plans_json
 
     if args.tradeoff and args.picture is None:
@@ -384,9 +436,15 @@ def run(args: argparse.Namespace) -> str:
     if args.picture is not None:
         require_writable(args.picture)
     with _open_output(args.output) as path:
-        best = find_plans(request, args.top)
-        best = optimize_plan_divisions(request, best) if args.cut else best
-        plans, programs, note = improve_plan_schedules(request, best, args.time_limit * args.search)
+        if args.cut or args.search:  # these options ask for the fastest plan, simple or not
+            best, fastest = find_plans(request, args.top), None
+        else:
+            best, fastest = find_preferred_plans(request, args.top)
+        plans = optimize_plan_divisions(request, best) if args.cut else best
+        programs: dict[PlanEstimate, Program] = {}
+        note = ""
+        if args.search:
+            plans, programs, note = improve_plan_schedules(request, plans, args.time_limit)
         if not 1 <= args.take <= len(plans):
             raise UsageError(
                 f"--select: there is no plan {args.take}, the plans are 1 to {len(plans)}",
@@ -403,7 +461,9 @@ def run(args: argparse.Namespace) -> str:
     if args.json:
         return format_plans_json(request, plans)
     return (
-        format_plans(request, plans, args.take, args.tokens) + note + _describe_written_files(args)
+        format_plans(request, plans, args.take, args.tokens, fastest)
+        + note
+        + _describe_written_files(args)
     )
 
 
@@ -452,14 +512,15 @@ def _format_plan_file(
                 fields=["output"],
             )  # fmt: skip
         moves = (
-            simulated_program(request.model, request.cluster, plan)
+            simulated_program(request.model, request.cluster, plan, **request.software)
             if plan.offload != "none"
             else None
         )
         return comments + train_config(request.model, plan, offload_program=moves)
     comments += _format_simulate_command(request, plan, searched_program)
     return comments + to_text(
-        searched_program or simulated_program(request.model, request.cluster, plan)
+        searched_program
+        or simulated_program(request.model, request.cluster, plan, **request.software)
     )
 
 
@@ -475,7 +536,7 @@ def _format_simulate_command(
     model, cluster = request.model, request.cluster
     if cluster.processors is not None:  # ranks share the memory bandwidth and caches of processors
         return ""
-    trainer = get_trainer(cluster)
+    trainer = get_trainer(cluster, **request.software)
     times = compute_stage_times(model, cluster, plan, trainer.constants)
     shape = build_pipeline_shape(plan) if searched_program is None else searched_program.shape
     costs = compute_costs(

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.bound_report import describe_bound
+from schedir.commands.common.least_memory import describe_least_memory
 from schedir.commands.common.progress_line import ProgressLine
 from schedir.commands.common.schedule_options import (
     DEFAULT_RANKS,
@@ -414,6 +415,7 @@ def _format_text(
         f"search: {search_request.objective_text} {result.span:.6g}{unit}, bubble "
         f"{timeline.bubble:.1%}; "
         f"{search_request.describe_result_bound(result)}",
+        *_describe_least_memory(search_request, result, ranking),
         f"why: {result.explanation}",
         f"peak: {_describe_memory(timeline)}",
         *_describe_comparison(search_request, result, ranking),
@@ -425,6 +427,17 @@ def _format_text(
     if args.output is not None:
         lines.append(f"wrote {args.output}")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _describe_least_memory(
+    search_request: _SearchRequest, result: SearchResult, ranking: ScheduleRanking
+) -> list[str]:
+    """Return a line if a built-in schedule is as short as a proved one in less memory."""
+    if result.gap_to_bound or search_request.minimizes_active_span:
+        return []
+    costs = search_request.request.costs or Costs()
+    runs = [request.timeline for request in ranking.fitting]
+    return [*filter(None, [describe_least_memory(result.timeline, costs, runs)])]
 
 
 def _describe_memory(timeline: Timeline) -> str:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.memory.buffer_slots import compute_full_sizes, compute_message_sizes
 from schedir.commands.common.bound_report import describe_run_bound, find_lower_bound
+from schedir.commands.common.least_memory import describe_request_memory
 from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
 from schedir.commands.common.timeline_facts import (
     collect_cost_facts,
@@ -101,9 +102,12 @@ def _count_ring_bytes(
 ) -> NDArray[np.float64]:
     """Return the bytes that each process sends in each instruction of one kind."""
     shape, (token,) = program.shape, row.needs
-    members = {"tp": program.tp, "dp": program.dp, "stage_replicas": shape.placement_rows}[
-        ring.members
-    ]
+    members = {
+        "tp": program.tp,
+        "ep": program.ep,
+        "dp": program.dp,
+        "stage_replicas": shape.placement_rows,
+    }[ring.members]
     if ring.size:
         full_bytes = sizes.for_stages(ring.size, shape.stages)[
             InstructionIndex.from_program(program).stage[positions]
@@ -191,6 +195,7 @@ def run(args: argparse.Namespace) -> str:
     for name in [*columns][4:]:
         columns[name] = [format_bytes(size) for size in columns[name]]
     unit = timeline.unit and f" {timeline.unit}"
+    bound_lines = [describe_run_bound(timeline, bound), describe_request_memory(request, bound)]
     rows = enumerate(zip(*columns.values(), strict=True))
     return (
         f"{timeline.program.name}, {timeline.caption}\n"
@@ -203,7 +208,7 @@ def run(args: argparse.Namespace) -> str:
         )
         + f"span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%} of ranks x span, "
         f"{timeline.bubble_over_ideal:.1%} of the busy time\n"
-        + "".join(f"{line}\n" for line in filter(None, [describe_run_bound(timeline, bound)]))
+        + "".join(f"{line}\n" for line in filter(None, bound_lines))
         + _describe_sent_bytes(timeline, sent)
         + describe_costs([request])
         + _describe_slots(timeline, slots)

@@ -85,6 +85,7 @@ class Request:
             for any number of stages. They are divided evenly over the stages of the shape. Only
             schedules for several stages per rank have several. Frozen stages count the model in as
             many parts as there are ranks. Stage segments are per rank.
+        unit: The unit of `costs`, as in `Timeline`.
         make_conflict_error: Called with the source, the field, the value in the file and the
             specified value. It returns the error to raise.
 
@@ -108,6 +109,7 @@ class Request:
     lower_drafts: bool = False
     relower: bool = False
     for_comparison: bool = False
+    unit: str = ""
     make_conflict_error: Callable[[str, Field, str, str], UsageError] = field(
         default=_make_conflict_error
     )
@@ -257,7 +259,7 @@ class Request:
             run = simulate(
                 self.program, costs, progress_model=model, sizes=sizes, blocking_hosts=blocks
             )
-            return run if self.cluster is None else replace(run, unit="s")
+            return replace(run, unit=self.unit if self.cluster is None else "s")
         if self.cluster is not None:
             raise UsageError(
                 f"{self.source} is a run with its own times: --cluster applies to programs and "

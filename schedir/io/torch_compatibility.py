@@ -18,7 +18,7 @@ from schedir.ir.isa.instructions import (
     Value,
     find_modifiers,
 )
-from schedir.ir.pipeline.stage_segments import has_tp_collectives
+from schedir.ir.pipeline.stage_segments import has_collectives
 from schedir.ir.program import JOINED_BIT, WORD_DTYPE, Program, is_op
 
 _OFFLOAD_OPS = {op for op in find_modifiers(Value.SAVED) if op not in COMPUTE_OPS}
@@ -72,12 +72,13 @@ def require_torch_support(
             hint="run it with schedir.runtime.Executor; or leave out offload, and use "
             "torch.autograd.graph.save_on_cpu in the modules of the stages",
         )
-    if has_tp_collectives(program.segment_boundaries):
+    if has_collectives(program.segment_boundaries):
         raise UsageError(
             "the program has collectives between the segments of a stage, but torch's schedules "
             "have no action for them",
             program=program.name,
-            hint="leave out stage_segments, or leave out tp if the modules run the collectives",
+            hint="leave out stage_segments, or leave out tp and ep if the modules run the "
+            "collectives",
         )
     strange = sorted(
         op

@@ -289,6 +289,7 @@ class Dataflow:
             if op in index.position_by_key and value in INSTRUCTIONS[op].needs
         ]
         if shape.optimizer_steps == 1 and not changed:
+            self._add_late_reads(row, value, needer)
             return np.full(len(needer), NO_POSITION, np.int32)
         version = (
             shape.weight_version(index.stage[needer], index.mb[needer])
@@ -310,6 +311,22 @@ class Dataflow:
                 giver == NO_POSITION, index.find_positions(op, key.astype(np.int32)), giver
             )
         return giver
+
+    def _add_late_reads(self, row: Row, value: Value, needer: Positions) -> None:
+        """Record the reads of weights after the only optimizer step has changed them."""
+        index = self.index
+        if row.scope is not Scope.RANK:
+            needer = needer[index.stage[needer] >= index.program.frozen_stages]
+        first = np.zeros(len(needer), np.int64)
+        for op in find_producers(value):
+            step = index.find_positions(
+                op, index.compute_keys(INSTRUCTIONS[op].scope, needer, first).astype(np.int32)
+            )
+            late = (step != NO_POSITION) & (step < needer)
+            self._stale_reads += [
+                StaleRead(reader, giver, value)
+                for reader, giver in zip(needer[late].tolist(), step[late].tolist(), strict=True)
+            ]
 
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the last giver on each lane, for values that several instructions add to.

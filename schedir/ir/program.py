@@ -125,6 +125,9 @@ class Program:
             microbatch.
         sequence_parallel: True if tensor-parallel ranks also split the tokens (arXiv 2205.05198).
             Each sends its part, and gradients of weights that all ranks have are summed.
+        ep: Size of the expert-parallel groups.  A group has `ep` consecutive data-parallel
+            replicas, and each of them has 1/ep of the experts.  The letters d and c of
+            `segment_boundaries` need ep > 1.
         slots: The numbers of static buffers of each rank; empty if each value has its own.
         message_order: The numbers of messages in the order of the lowering, for each kind of send
             by `stage * microbatches + mb`; -1 if there is no message.  It is a hint that makes
@@ -178,6 +181,7 @@ class Program:
     segment_boundaries: str = field(default="", metadata=program_attributes.SEGMENT_BOUNDARIES)
     chunks_per_microbatch: int = field(default=1, metadata=program_attributes.CHUNKS_PER_MICROBATCH)
     sequence_parallel: bool = field(default=False, metadata=program_attributes.SEQUENCE_PARALLEL)
+    ep: int = field(default=1, metadata=program_attributes.EP)
     slots: tuple[SlotCounts, ...] = ()
     message_order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False

@@ -1,9 +1,11 @@
 """Planner: find parallel plans for a model on a cluster, with their step times and memory."""
 
+from schedir.planner.calibration import CalibratedConstant, Calibration, MeasuredRun, calibrate
 from schedir.planner.config_export import plan_program, train_config
 from schedir.planner.estimate.simulated_estimate import simulate_plan, simulated_program
 from schedir.planner.hardware.cluster_presets import cluster_preset, cluster_presets
 from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.hardware.stacks import Stack, stack_preset, stack_presets
 from schedir.planner.launch_options import launcher_options
 from schedir.planner.parallel_plan import (
     GpuMemory,
@@ -13,6 +15,7 @@ from schedir.planner.parallel_plan import (
     StepBreakdown,
 )
 from schedir.planner.plan_search import all_plans, estimate_step, plan
+from schedir.planner.plan_simplicity import prefer_simplest
 from schedir.planner.regret import prediction_regret
 from schedir.planner.schedule_improvement import improve_schedule
 from schedir.planner.transformer.layer_division_search import optimize_layer_division
@@ -23,15 +26,20 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.retired_names import make_attribute_error
 
 __all__ = [
+    "CalibratedConstant",
+    "Calibration",
     "GpuMemory",
     "HostMemory",
+    "MeasuredRun",
     "ParallelPlan",
     "PlanEstimate",
     "SoftwareConstants",
+    "Stack",
     "StateBytes",
     "StepBreakdown",
     "TransformerSpec",
     "all_plans",
+    "calibrate",
     "cluster_preset",
     "cluster_presets",
     "embedding_time",
@@ -46,8 +54,11 @@ __all__ = [
     "plan",
     "plan_program",
     "prediction_regret",
+    "prefer_simplest",
     "simulate_plan",
     "simulated_program",
+    "stack_preset",
+    "stack_presets",
     "stage_time",
     "train_config",
 ]

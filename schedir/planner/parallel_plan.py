@@ -120,6 +120,12 @@ class ParallelPlan:
         return self.pp * self.tp * self.dp * self.cp
 
     @property
+    def layout(self) -> ParallelPlan:
+        """The parallel degrees and the rank order alone: they place the ranks on nodes."""
+        names = ("pp", "tp", "dp", "cp", "ep", "rank_order")
+        return ParallelPlan(**{name: getattr(self, name) for name in names})
+
+    @property
     def batch(self) -> int:
         """Sequences of a step, over all replicas."""
         return self.dp * self.microbatches * self.microbatch_size

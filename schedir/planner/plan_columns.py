@@ -12,9 +12,10 @@ from schedir.errors import UsageError
 from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS
 from schedir.planner.parallel_plan import Attention, ParallelPlan, RankOrder
 from schedir.planner.transformer.layer_division import (
+    DivisionRule,
     RankGroupShare,
     compute_rank_shares,
-    divide_evenly,
+    divide_layers,
 )
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import Recompute
@@ -68,6 +69,7 @@ class PlanColumns:
         rank_order: The rank order of all plans.
         layers_per_stage: The division of layers of all plans. () divides them as evenly as possible
             (`divide_evenly`).
+        division: The rule that divides the layers of plans without `layers_per_stage`.
     """
 
     pp: Ints
@@ -85,6 +87,7 @@ class PlanColumns:
     attention: Attention = "softmax"
     rank_order: RankOrder = "tp-pp-dp"
     layers_per_stage: tuple[int, ...] = ()
+    division: DivisionRule = "even"
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -101,7 +104,7 @@ class PlanColumns:
         """
         if plan.has_offload:
             raise simulation_only_error()
-        each = {f.name: getattr(plan, f.name) for f in fields(cls)}
+        each = {f.name: getattr(plan, f.name) for f in fields(cls) if f.name != "division"}
         each["schedule"] = SCHEDULE_NAMES.index(plan.schedule)
         each["recompute"] = RECOMPUTE_MODES.index(plan.recompute)
         each |= {name: np.array([int(each[name])]) for name in COLUMN_NAMES}
@@ -131,10 +134,9 @@ class PlanColumns:
         each["recompute"] = RECOMPUTE_MODES[each["recompute"]]
         each["sequence_parallel"] = bool(each["sequence_parallel"])
         each |= {name: getattr(self, name) for name in SHARED_FIELDS}
-        if not self.layers_per_stage and model.layers % (
-            stages := each["pp"] * each["stages_per_rank"]
-        ):
-            each["layers_per_stage"] = divide_evenly(model.layers, stages)
+        stages = each["pp"] * each["stages_per_rank"]
+        if not self.layers_per_stage and (self.division != "even" or model.layers % stages):
+            each["layers_per_stage"] = divide_layers(model, stages, self.division)
         return ParallelPlan(**each)
 
     def find_distinct(self, *column_names: str) -> tuple[Ints, Ints]:
@@ -192,4 +194,6 @@ def simulation_only_error() -> UsageError:
 
 
 SHARED_FIELDS: Final = ("attention", "rank_order", "layers_per_stage")
-COLUMN_NAMES: Final = tuple(f.name for f in fields(PlanColumns) if f.name not in SHARED_FIELDS)
+COLUMN_NAMES: Final = tuple(
+    f.name for f in fields(PlanColumns) if f.name not in (*SHARED_FIELDS, "division")
+)

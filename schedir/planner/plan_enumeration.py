@@ -20,6 +20,7 @@ from schedir.planner.estimate.schedule_formulas import (
 )
 from schedir.planner.parallel_plan import Attention, ParallelPlan, RankOrder
 from schedir.planner.plan_columns import COLUMN_NAMES, RECOMPUTE_MODES, SCHEDULE_NAMES, PlanColumns
+from schedir.planner.transformer.layer_division import DivisionRule
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
@@ -40,6 +41,7 @@ class FieldFilter(NamedTuple):
         sequence_parallel: See `ParallelPlan`.
         attention: The attention of all plans.
         rank_order: The rank order of all plans.
+        division: The rule that divides the layers among stages.
         offload: True if to include plans that are useful only if states are offloaded.
     """
 
@@ -57,6 +59,7 @@ class FieldFilter(NamedTuple):
     attention: Attention = "softmax"
     rank_order: RankOrder = "tp-pp-dp"
     offload: bool = False
+    division: DivisionRule = "even"
 
 
 _DEGREE_FIELDS: Final = ("pp", "tp", "dp", "stages_per_rank", "microbatch_size", "cp", "ep")
@@ -78,7 +81,7 @@ def build_field_filter(**fields: Any) -> FieldFilter:
     """
     result: dict[str, Any] = {}
     for name, given in fields.items():
-        if name in ("attention", "rank_order", "offload"):
+        if name in ("attention", "rank_order", "offload", "division"):
             result[name] = given
             continue
         if given is None:
@@ -146,7 +149,8 @@ def enumerate_plans(
         raise _no_batch_error(model, batch, degrees, field_filter)
     columns = np.array(rows, np.int64).T
     return PlanColumns(**dict(zip(COLUMN_NAMES, columns, strict=True)),
-                 attention=field_filter.attention, rank_order=field_filter.rank_order)  # fmt: skip
+                 attention=field_filter.attention, rank_order=field_filter.rank_order,
+                 division=field_filter.division)  # fmt: skip
 
 
 def list_divisors(number: int) -> list[int]:

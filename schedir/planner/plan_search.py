@@ -27,7 +27,7 @@ from schedir.planner.plan_columns import PlanColumns, simulation_only_error
 from schedir.planner.plan_enumeration import build_field_filter, enumerate_plans, warn_cross_node_tp
 from schedir.planner.plan_estimate import strip_estimates
 from schedir.planner.plan_table import PlanTable, estimate_closed_form
-from schedir.planner.transformer.layer_division import get_layers_per_stage
+from schedir.planner.transformer.layer_division import DivisionRule, get_layers_per_stage
 from schedir.planner.transformer.layer_ops import require_even_division
 from schedir.planner.transformer.memory_estimate import StateBytes, get_state_bytes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
@@ -121,6 +121,7 @@ def plan(
     attention: Attention = "softmax",
     rank_order: RankOrder = "tp-pp-dp",
     offload: bool = False,
+    division: DivisionRule = "even",
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes | None = None,
 ) -> list[PlanEstimate]:
@@ -153,6 +154,8 @@ def plan(
             saved activations, the optimizer state, or both. Only the most likely ones are
             simulated. `PlanEstimate.offload_comparison` compares them with plans without an
             offload.
+        division: The rule that divides the layers among stages: "even", or "compute", which counts
+            the head too.
         constants: Constants of the software. None uses `SoftwareConstants()`.
         state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
             type of the cluster.
@@ -193,7 +196,7 @@ def plan(
         dp=dp, stages_per_rank=stages_per_rank, microbatch_size=microbatch_size, cp=cp, ep=ep,
         recompute=recompute, zero=zero,
         sequence_parallel=sequence_parallel, attention=attention, rank_order=rank_order,
-        offload=offload,
+        offload=offload, division=division,
     )  # fmt: skip
     usual = (
         ~mask_state_offload_plans(plan_table) if offload else np.ones(len(plan_table.plans), bool)

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from schedir.ir.instruction_index import NO_POSITION
 from schedir.ir.isa.instructions import (
     BACKWARD_OPS,
+    EP_COLLECTIVE_OPS,
     FORWARD,
     INSTRUCTIONS,
     LANES,
@@ -39,6 +40,7 @@ class IdleCause(IntEnum):
     DISK = 10
     SUM = 11
     STEP = 12
+    ALL_TO_ALL = 13
 
 
 # By opcode: the cause for a rank that waits while the instruction runs.
@@ -69,6 +71,8 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     - MESSAGE: The rank waits for a transfer or a gather that is in progress.
     - SUM: The rank waits for a collective between the segments of a stage (TPReduceAct,
       TPReduceGrad). With sequence parallelism these include gathers.
+    - ALL_TO_ALL: The rank waits for tokens, outputs of experts, or gradients of these (Dispatch,
+      Combine, DispatchGrad, CombineGrad).
     - REDUCTION: The rank waits for a reduction in progress that all members have joined.
     - WEIGHTS: The rank waits for the gather of a stage's weights (Unshard).
     - SNAPSHOT: The optimizer step waits for the copy of a stage to the host (Snapshot).
@@ -276,7 +280,8 @@ def _explain_late_start(timeline: Timeline, waiting: Ints, awaited: Ints) -> tup
 def _explain_running(timeline: Timeline, awaited: Ints) -> Ints:
     """Return the cause of waits for instructions that are running."""
     cause = np.array(_CAUSE_OF_OP)
-    cause[[*find_segment_collectives(timeline.program.sequence_parallel)]] = IdleCause.SUM
+    sums = {*find_segment_collectives(timeline.program.sequence_parallel)} - {*EP_COLLECTIVE_OPS}
+    cause[[*sums]] = IdleCause.SUM
     return np.asarray(cause[timeline.spans["op"][awaited]])
 
 

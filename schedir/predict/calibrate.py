@@ -50,6 +50,7 @@ SPLIT_BACKWARD: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
 _LANE_CAUSES: Final = (
     IdleCause.MESSAGE, IdleCause.REDUCTION, IdleCause.WEIGHTS, IdleCause.SNAPSHOT,
     IdleCause.OFFLOAD, IdleCause.DISK, IdleCause.SUM, IdleCause.STEP,
+    IdleCause.ALL_TO_ALL,
 )  # fmt: skip
 
 

@@ -70,6 +70,7 @@ MAX_COMPILED_INSTRUCTIONS: Final = 100_000
 _I: Final = BACKWARD_INPUT
 _COMPUTE_COSTS: Final = (*(COST_BY_OPCODE[op] for op in COMPUTE_OPS), "FB")
 _SEGMENT_SUMS: Final = "sums of segments"
+_ALL_TO_ALLS: Final = "all-to-alls of experts"
 # The row of `_FREE_COSTS` that also makes `tp_gather` free, by `program.sequence_parallel`. With
 # sequence parallelism a gather is a part of the sums, and without it a part of a message.
 _FREE_GATHER_ROW: Final = {False: "messages", True: _SEGMENT_SUMS}
@@ -78,6 +79,7 @@ _COPY_LANES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
 _FREE_COSTS: Final[dict[str, tuple[str, ...]]] = {
     "messages": ("send", "tp_scatter"),
     _SEGMENT_SUMS: ("tp_reduce",),
+    _ALL_TO_ALLS: ("dispatch", "combine"),
     "reductions": tuple(
         COST_BY_OPCODE[row.op]
         for row in INSTRUCTIONS
@@ -324,7 +326,7 @@ class _Table:
         """Yield the changes that `Advice.changes` may contain."""
         yield from self._iter_even_stages()
         for what, names in _FREE_COSTS.items():
-            if what != _SEGMENT_SUMS or self.program.segment_boundaries:
+            if what not in (_SEGMENT_SUMS, _ALL_TO_ALLS) or self.program.segment_boundaries:
                 free = (
                     *names,
                     *["tp_gather"] * (what == _FREE_GATHER_ROW[self.program.sequence_parallel]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from operator import index
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -46,16 +45,24 @@ def require_shape(value: object) -> tuple[int, ...]:
 
 
 def require_program(value: object) -> Program:
-    """Return `value` if it is a program.
+    """Return `value` if it is a program that executors can run.
 
     Args:
         value: The argument to check.
 
     Raises:
         UsageError: `value` is not a `Program`.
+        ModelError: The program has expert parallelism.
     """
     require_type(value, Program, _PROGRAM_EXAMPLE)
     assert isinstance(value, Program)
+    if value.ep > 1:
+        raise ModelError(
+            f"the program has ep={value.ep}, but executors have no all-to-alls of experts",
+            program=value.name,
+            hint="compile without ep, and let the modules of stages call the all-to-alls; check, "
+            "simulate and draw accept programs with ep",
+        )
     return value
 
 
@@ -289,20 +296,6 @@ def require_seed(value: object) -> int:
         return index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ModelError(f"seed must be an integer, not {describe(value)}") from None
-
-
-def require_spill_dir(value: object) -> Path | None:
-    """Return the folder of the spill file, or None.
-
-    Args:
-        value: The path of the folder, or None.
-
-    Raises:
-        ModelError: `value` is not a path, or an empty string.
-    """
-    if value is None or (isinstance(value, str | Path) and str(value)):
-        return None if value is None else Path(value)
-    raise ModelError(f"spill_dir must be a path, not {describe(value)}", hint="spill_dir='/nvme'")
 
 
 def require_max_norm(value: float | None, program: Program) -> float:

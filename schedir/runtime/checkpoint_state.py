@@ -148,7 +148,7 @@ def build_checkpoint_state(
 
     def ranks(optimizer: object) -> list[RankCheckpointState]:
         if optimizer is not RUN_OPTIMIZER and any(
-            state.optimizer is not optimizer for state in states
+            state.resources.optimizer is not optimizer for state in states
         ):
             raise UsageError(
                 "optimizer is not the optimizer of the executor",
@@ -165,22 +165,23 @@ def _collect_rank_state(state: State) -> RankCheckpointState:
     program, held = state.program, state.resources
 
     def is_read(begins: bool) -> None:
-        held.snapshots.cancel_request()
+        for service in state.list_services():
+            service.on_load()
         held.is_in_step = begins
 
     return RankCheckpointState(
         program,
         state.rank,
         {s: _collect_stage_state(state, s) for s in state.stages},
-        state.shard_spec,
-        state.optimizer,
-        state.loss,
+        state.resources.shard_spec,
+        state.resources.optimizer,
+        state.options.loss,
         state.random_streams,
         [program.shape.ranks, program.tp, program.dp, program.shape.stages],
         is_read,
-        state.loss_scale,
-        state.tied_weights,
-        held.aliases,
+        state.options.loss_scale,
+        state.resources.ties.weights,
+        held.ties.aliases,
         state.transport.tp,
         state.transport.tp_rank,
     )
@@ -192,22 +193,15 @@ def _require_between_steps(state: State) -> None:
         raise CheckpointError(
             "an earlier step or load failed, and may have changed only some of the weights"
         )
-    if any(
-        stage.sharded_parameters is not None and stage.sharded_parameters.summoned_flat
-        for stage in held.stages.values()
-    ):
-        raise CheckpointError(
-            "weights are unsharded within full_parameters(), but checkpoints need sharded weights",
-            hint="leave `with executor.full_parameters():` before you save or load",
-        )
+    for service in state.list_services():
+        service.require_savable()
 
 
 def _collect_stage_state(state: State, s: int) -> StageCheckpointState:
     stage = state.stages[s]
     found: dict[nn.Parameter, ShardRange] = {}
     for bucket in stage.gradients.buckets:
-        ranges = bucket.list_shard_ranges(state.shard_spec.replica)
+        ranges = bucket.list_shard_ranges(state.resources.shard_spec.replica)
         each = zip(bucket.parameters, bucket.shapes, ranges, strict=True)
         found |= {p: ShardRange(tuple(shape), low, high) for p, shape, (low, high, _) in each}
-    pieces = {} if stage.sharded_parameters is None else stage.sharded_parameters.parameter_shards
-    return StageCheckpointState(stage.module, stage.gradients.names, found, pieces)
+    return StageCheckpointState(stage.module, stage.gradients.names, found, stage.parameter_shards)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
-
 from schedir.errors import ModelError
 from schedir.runtime.autograd.module_buffers import make_buffer_restorer
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, get_write_traces
-from schedir.runtime.rank_state import State
+from schedir.runtime.rank_state import ProgramService, State
 
 
 @contextmanager
@@ -26,23 +24,18 @@ def evaluation_mode(state: State) -> Iterator[None]:
     Raises:
         ModelError: A forward wrote to a Parameter.
     """
-    modules = [stage.module for stage in state.stages.values()]
-    if isinstance(state.loss, nn.Module):
-        modules.append(state.loss)
+    modules = state.list_modules()
     modes = [(one, one.training) for module in modules for one in module.modules()]
     backs = [make_buffer_restorer(module) for module in modules]
     names = {p: name for module in modules for name, p in module.named_parameters()}
     # Sharded parameters are gathered into other memory, and `ShardedParameters` checks them.
-    parts = {
-        p
-        for s in state.stages.values()
-        if s.sharded_parameters is not None
-        for p in s.sharded_parameters.parameter_shards
-    }
+    parts = {p for stage in state.stages.values() for p in stage.parameter_shards}
     others = [p for p in names if p not in parts]
-    by_value = [*names] if state.device.type == "cpu" and not state.has_evaluated else []
+    by_value = (
+        [*names] if state.device.type == "cpu" and state.service(_Evaluations).is_first else []
+    )
     before = [*get_write_traces(others), *compute_checksums(by_value)]
-    state.is_evaluating = state.has_evaluated = True
+    state.is_evaluating, state.service(_Evaluations).is_first = True, False
     try:
         for module in modules:
             module.eval()
@@ -62,3 +55,9 @@ def evaluation_mode(state: State) -> Iterator[None]:
                 program=state.program.name,
                 hint="make it a buffer, which schedir restores, or write in training mode only",
             )
+
+
+class _Evaluations(ProgramService):
+    """Whether a program has not evaluated yet."""
+
+    is_first = True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,68 +13,29 @@ from schedir.errors import ModelError, require_bool
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime import arguments
+from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
 from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
 from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
 from schedir.runtime.extra_programs import ExtraProgram, ProgramOrder, resolve_extra_programs
 from schedir.runtime.model_checks.rank_consistency import check_rank_agreement
-from schedir.runtime.offload.memory_tiers import MemoryTiers
+from schedir.runtime.offload.memory_tiers import require_spill_dir
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
-from schedir.runtime.parameters.tied_parameters import fingerprint_parameters
 from schedir.runtime.program_runner import ProgramRunner
-from schedir.runtime.rank_resources import Loss, RankResources, find_device
+from schedir.runtime.rank_resources import Loss, RankOptions, RankResources
 from schedir.runtime.rank_state import State
+from schedir.runtime.recording.recorder import Timestamps
+from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.runtime.services.sharded_stages import ShardedStages
+from schedir.runtime.services.update_checks import UpdateChecks
+from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.runtime.warm_up import WARM_UP_STEPS as WARM_UP_STEPS
 from schedir.transports.serialized_transport import SerializedTransport
 from schedir.transports.transport import Transport
 
-# ---------------------------------------------------------------- full parameters
 
-# With ZeRO, the weights of a rank are sharded between steps. This context gathers them.
-
-
-@contextmanager
-def gather_full_parameters(state: State) -> Iterator[None]:
-    """Gather every parameter of the rank's stages, and shard them again at the end.
-
-    The caller may write to parameters within this context. All processes must enter and leave it
-    together, and must write the same values.
-
-    Args:
-        state: The state of a rank between two steps.
-
-    Raises:
-        ModelError: Replicas wrote different values.
-    """
-    weights = [
-        stage.sharded_parameters
-        for stage in state.stages.values()
-        if stage.sharded_parameters is not None
-    ]
-    for one in weights:
-        one.summon_full(state.transport.start_collective)
-    try:
-        yield
-        if state.shard_spec.zero:
-            # The version of a tensor does not show a write to `.data`, so always compare values.
-            state.transport.check_agreement(_checksum_parameters(state))
-    finally:
-        for one in weights:
-            one.write_back()
-
-
-def _checksum_parameters(state: State) -> dict[str, str]:
-    """Return the checksums of the parameters by description, for `check_agreement`."""
-    modules = {s: stage.module for s, stage in state.stages.items()}
-    return {
-        f"the values of {p.names[0]} in stage {s}, slice {state.transport.tp_rank}": p.values_digest
-        for s, own in fingerprint_parameters(modules).items()
-        for p in own
-    }
-
-
-class Executor(ProgramRunner):
+class Executor:
     """An executor that runs training steps of one pipeline rank.
 
     Each process creates an executor for its rank, and calls `step` once per training step. All
@@ -232,50 +193,102 @@ class Executor(ProgramRunner):
             *other_rank_stages,
             *(m for s, m in every if s not in stages and isinstance(m, nn.Module)),
         ]
-        arguments.require_loss(loss), arguments.require_optimizer(optimizer)
-        max_norm, seed = (
-            arguments.require_max_norm(max_norm, program),
-            None if seed is None else arguments.require_seed(seed),
-        )
-        allow_identical_stages, accumulate_grads, record_timestamps = (
-            require_bool(allow_identical_stages, "allow_identical_stages"),
-            require_bool(accumulate_grads, "accumulate_grads"),
-            require_bool(record_timestamps, "record_timestamps"),
-        )
-        debug = require_bool(debug, "debug")
-        transport, loss_scale = (
-            arguments.require_transport(transport),
-            arguments.require_loss_scale(loss_scale),
-        )
+        arguments.require_optimizer(optimizer)
+        allow_identical_stages = require_bool(allow_identical_stages, "allow_identical_stages")
+        record_timestamps = require_bool(record_timestamps, "record_timestamps")
+        transport = arguments.require_transport(transport)
         programs = [program, *(other for other, _ in extra_runs)]
-        tiers = MemoryTiers(
-            find_device(stages), rank, programs, arguments.require_spill_dir(spill_dir)
+        options = RankOptions(
+            loss=arguments.require_loss(loss),
+            max_norm=arguments.require_max_norm(max_norm, program),
+            loss_scale=arguments.require_loss_scale(loss_scale),
+            seed=None if seed is None else arguments.require_seed(seed),
+            accumulate_grads=require_bool(accumulate_grads, "accumulate_grads"),
+            debug=require_bool(debug, "debug"),
+            spill_dir=require_spill_dir(spill_dir, programs),
+            other_rank_stages=other_rank_stages,
         )
         weights = check_rank_agreement(
-            program, rank, stages, transport, boundaries,
-            optimizer, max_norm, loss_scale, seed, tied_weights,
-            allow_identical_stages=allow_identical_stages, accumulate_grads=accumulate_grads,
-            extra_programs=extra_runs,
+            program, rank, stages, transport, boundaries, optimizer, options, tied_weights,
+            allow_identical_stages=allow_identical_stages, extra_programs=extra_runs,
         )  # fmt: skip
+        rank_transport = (
+            SerializedTransport(transport) if transport.uses_static_buffers else transport
+        )
         resources = RankResources(
-            program, rank, stages,
-            SerializedTransport(transport) if transport.uses_static_buffers else transport,
-            loss, optimizer, max_norm, loss_scale, seed, weights, parameter_copies,
-            other_rank_stages, accumulate_grads, debug,
-            tiers,
-        )  # fmt: skip
-        resources.allocate_buffers([(program, boundaries), *extra_runs])
-        super().__init__(program, resources, boundaries, 0, record_timestamps=record_timestamps)
-        # The runner of each program by the program's digest. The executor runs the first program.
-        self.runners: dict[str, ProgramRunner] = {program.digest: self}
+            program, rank, stages, rank_transport, optimizer, options, weights, parameter_copies
+        )
+        resources.service(MessageBuffers).allocate([(program, boundaries), *extra_runs])
+        self.resources = resources
+        self.runner = ProgramRunner(
+            program, resources, boundaries, 0, record_timestamps=record_timestamps
+        )
+        # The runner of each program by the program's digest. `runner` is that of the first program.
+        self.runners = {program.digest: self.runner}
         for number, (other, extra_boundaries) in enumerate(extra_runs, 1):
             runner = self.runners[other.digest] = ProgramRunner(
                 other, resources, extra_boundaries, number, record_timestamps=False
             )
-            runner.progress = self.progress
+            runner.progress = self.runner.progress
         self.program_order = ProgramOrder(programs, rank, transport)
-        self.current_runner: ProgramRunner = self  # The runner of the current or last step.
-        resources.shard_parameters()
+        self.current_runner = self.runner  # The runner of the current or last step.
+        for service in self.state.list_services():
+            service.finish_setup()
+
+    @property
+    def program(self) -> Program:
+        """The first program of the executor."""
+        return self.resources.program
+
+    @property
+    def rank(self) -> int:
+        """The pipeline rank."""
+        return self.resources.rank
+
+    @property
+    def stages(self) -> Mapping[int, StageState]:
+        """The local stages by number, with their modules and gradients."""
+        return self.resources.stages
+
+    @property
+    def random_streams(self) -> RandomStreams:
+        """The random streams of the modules. Their `step` is the number of the next step."""
+        return self.resources.random_streams
+
+    @property
+    def state(self) -> State:
+        """The state of the first program."""
+        return self.runner.state
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The global norm of the gradients of the last update before clipping.
+
+        A 0-dimensional float64 tensor on the rank's device; 0 if the program does not clip.
+        """
+        return self.state.service(UpdateChecks).read_last_result()[0]
+
+    @property
+    def finite_updates(self) -> Tensor:
+        """For each update of the last step, True if the executor made it.
+
+        A bool tensor of shape (updates,) on the rank's device.
+        """
+        return self.state.service(UpdateChecks).read_last_result()[1]
+
+    @property
+    def timestamps(self) -> Timestamps | None:
+        """The times of the instructions of the last recorded step of the first program."""
+        return self.runner.timestamps
+
+    @property
+    def record_timestamps(self) -> bool:
+        """Whether steps of the first program are recorded."""
+        return self.runner.record_timestamps
+
+    @record_timestamps.setter
+    def record_timestamps(self, record_timestamps: bool) -> None:
+        self.runner.record_timestamps = record_timestamps
 
     def step(
         self,
@@ -319,9 +332,9 @@ class Executor(ProgramRunner):
                 `program`.
             ProgramSequenceError: Ranks run different programs.
         """
-        running = self if program is None else self.find_runner(program, has_backward=True)
-        self._switch_program(running)
-        return running.run_step(StepInputs(inputs, targets, grad_scale, keywords))
+        runner = self.runner if program is None else self.find_runner(program, has_backward=True)
+        self._switch_program(runner)
+        return runner.run_step(StepInputs(inputs, targets, grad_scale, keywords))
 
     def evaluate(
         self,
@@ -353,10 +366,10 @@ class Executor(ProgramRunner):
                 `program`.
             ProgramSequenceError: Ranks run different programs.
         """
-        running = self.find_runner(program, has_backward=False)
+        runner = self.find_runner(program, has_backward=False)
         self.validate_last_update()
-        self._switch_program(running)
-        return running.run_evaluation(StepInputs(inputs, targets, 1.0, keywords))
+        self._switch_program(runner)
+        return runner.run_evaluation(StepInputs(inputs, targets, 1.0, keywords))
 
     def find_runner(self, program: Program | None, *, has_backward: bool) -> ProgramRunner:
         """Return the runner of one of the programs of this executor.
@@ -391,8 +404,8 @@ class Executor(ProgramRunner):
 
     def _switch_program(self, runner: ProgramRunner) -> None:
         """Make `runner` the current runner. All processes must do so together."""
-        self._require_no_failed_step()
-        self.program_order.start_run(runner.state.program_number)
+        self.state.require_no_failed_step()
+        self.program_order.start_run(runner.program_number)
         self.current_runner = runner
 
     def validate_last_update(self) -> None:
@@ -406,12 +419,8 @@ class Executor(ProgramRunner):
             ModelError: The processes call it after different steps.
             ExecutionError: An earlier step failed.
         """
-        if self.state.optimistic_step is not None:
-            self._require_no_failed_step()
-            self.state.transport.check_agreement(
-                {"the step of the last update": str(self.random_streams.step)}
-            )
-            self.state.optimistic_step.finish_validation()
+        for service in self.state.list_services():
+            service.validate()
 
     def checkpoint_state(self) -> CheckpointState:
         """Return the state that `schedir.checkpoints` saves and loads."""
@@ -427,5 +436,5 @@ class Executor(ProgramRunner):
             ExecutionError: An earlier step failed.
             ModelError: At the end of the context: replicas wrote different values.
         """
-        self._require_no_failed_step()
-        return gather_full_parameters(self.state)
+        self.state.require_no_failed_step()
+        return self.state.service(ShardedStages).gather_full()

@@ -231,7 +231,7 @@ class InProcessExecutor:
                 in a way that its copies do not follow.
         """
         ranks = [
-            one if program is None else one.find_runner(program, has_backward=True)
+            one.runner if program is None else one.find_runner(program, has_backward=True)
             for one in self.executors
         ]
         return self._run_until_valid(
@@ -280,7 +280,7 @@ class InProcessExecutor:
                 total = self._run_once(runners, batch, order_seed)
         except BaseException:  # KeyboardInterrupt, too, must not leave substitutes in modules.
             for rank in runners:
-                rank.state.abort_step(has_begun=rank.is_in_step)
+                rank.state.abort_step(has_begun=rank.resources.is_in_step)
             raise
         return total
 
@@ -312,8 +312,8 @@ class InProcessExecutor:
     def _lift_guards(self) -> None:
         """Lift the guards of all ranks before any rank writes to memory that ranks share."""
         for rank in self.executors:
-            if rank.state.optimistic_step is not None:
-                rank.state.optimistic_step.lift_guard()
+            for service in rank.state.list_services():
+                service.lift_guard()
 
     def _run_once(
         self, runners: Sequence[ProgramRunner], batch: StepInputs, order_seed: int | None
@@ -328,7 +328,7 @@ class InProcessExecutor:
             with mail.use_compute_stream():
                 rank.begin_step(batch)
         with (
-            runners[0].random_streams.preserve_generators(),
+            runners[0].state.random_streams.preserve_generators(),
             torch.set_grad_enabled(program.has_backward),
         ):
             for r, index in (

@@ -6,7 +6,7 @@ moves the tensors. The caller chooses a legal order of the calls; a process uses
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from time import monotonic_ns
 
@@ -16,48 +16,23 @@ from torch.profiler import record_function
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.total_order import find_total_order
-from schedir.errors import ExecutionError, ModelError
+from schedir.errors import ModelError
 from schedir.io.black_box import POSITION_FIELD, POSITION_TIME_FIELD, BlackBox
 from schedir.io.profiler_range_names import format_range_names
 from schedir.ir.program import Program
-from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.evaluation_run import evaluation_mode
 from schedir.runtime.handlers.handler_registry import link_stream
+from schedir.runtime.model_checks.parameter_guard import ParameterGuard
 from schedir.runtime.rank_resources import RankResources
-from schedir.runtime.rank_state import Call, State
+from schedir.runtime.rank_state import State
 from schedir.runtime.recording.recorder import RecordedTransport, Timestamps, make_timestamps
-from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
-from schedir.runtime.warm_up import RecordedState, UnsteppedParameters, warm_up
+from schedir.runtime.warm_up import warm_up
 from schedir.transports.serialized_transport import SerializedTransport
 
-# ---------------------------------------------------------------- position in the program
 
-# The instruction that the host of a rank currently issues.
-
-
-class DispatchPosition:
-    """The position of the dispatch loop.
-
-    Attributes:
-        progress: The index of the current instruction and its start time in nanoseconds, in private
-            memory. A caller may set `progress` to a view of a black box.
-        calls: The linked calls of the stream.
-    """
-
-    calls: list[Call]
-
-    def __init__(self) -> None:
-        self.progress: memoryview[int] = BlackBox().values
-
-    @property
-    def position(self) -> int:
-        """The index in the stream of the instruction that began last."""
-        return min(self.progress[POSITION_FIELD], len(self.calls) - 1)
-
-
-class ProgramRunner(DispatchPosition):
+class ProgramRunner:
     """A program of a rank, linked to the resources of the rank.
 
     Args:
@@ -66,6 +41,14 @@ class ProgramRunner(DispatchPosition):
         boundaries: The tensors that pass between stages.
         program_number: The index of the program among those of the executor.
         record_timestamps: Record in `timestamps` when each instruction begins and ends.
+
+    Attributes:
+        state: The state of the program.
+        calls: The linked calls of the stream.
+        timestamps: The times of the last recorded step, or None if there are none.
+        is_warm: True if no warm-up steps are needed before the next step.
+        progress: The index of the current instruction and its start time in nanoseconds, in private
+            memory. A caller may set `progress` to a view of a black box.
     """
 
     def __init__(
@@ -89,15 +72,12 @@ class ProgramRunner(DispatchPosition):
                 program, resources.rank, transport.progress_model, resources.device
             )
             transport = RecordedTransport(transport, self.timestamps)
-        self.state = State(program, resources, transport, boundaries, program_number)
-        if self.timestamps is not None:
-            self.state.record_as, self.state.get_lane_observer = (
-                self.timestamps.attribute_to,
-                self.timestamps.make_lane_observer,
-            )
-        self.unstepped_parameters = UnsteppedParameters(self.state)
-        super().__init__()
+        self.state = State(program, resources, transport, boundaries, self.timestamps)
+        self.program_number = program_number
+        modules = {s: stage.module for s, stage in resources.stages.items()}
+        self.parameter_guard = ParameterGuard(modules)
         self.calls = link_stream(self.state)
+        self.progress: memoryview[int] = BlackBox().values
 
     @property
     def program(self) -> Program:
@@ -105,44 +85,9 @@ class ProgramRunner(DispatchPosition):
         return self.state.program
 
     @property
-    def rank(self) -> int:
-        """The pipeline rank."""
-        return self.state.rank
-
-    @property
-    def stages(self) -> Mapping[int, StageState]:
-        """The local stages by number, with their modules and gradients."""
-        return self.state.stages
-
-    @property
-    def is_in_step(self) -> bool:
-        """True during a step, and after a step that failed."""
-        return self.resources.is_in_step
-
-    @is_in_step.setter
-    def is_in_step(self, is_in_step: bool) -> None:
-        self.resources.is_in_step = is_in_step
-
-    @property
-    def random_streams(self) -> RandomStreams:
-        """The random streams of the modules. Their `step` is the number of the next step."""
-        return self.state.random_streams
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """The global norm of the gradients of the last update before clipping.
-
-        A 0-dimensional float64 tensor on the rank's device; 0 if the program does not clip.
-        """
-        return (self.resources.get_last_update_result or self.state.get_update_result)()[0]
-
-    @property
-    def finite_updates(self) -> Tensor:
-        """For each update of the last step, True if the executor made it.
-
-        A bool tensor of shape (updates,) on the rank's device.
-        """
-        return (self.resources.get_last_update_result or self.state.get_update_result)()[1]
+    def position(self) -> int:
+        """The index in the stream of the instruction that began last."""
+        return min(self.progress[POSITION_FIELD], len(self.calls) - 1)
 
     def run_step(self, batch: StepInputs) -> Tensor | None:
         """Run one training step, after the warm-up steps if it is the first one.
@@ -217,7 +162,7 @@ class ProgramRunner(DispatchPosition):
         graph = Graph.from_program(
             self.program, of.progress_model, blocking_hosts=of.blocking_hosts
         )
-        return [*map(int, find_total_order(graph)[self.rank])]
+        return [*map(int, find_total_order(graph)[self.state.rank])]
 
     def _warm_up(self, batch: StepInputs) -> None:
         """Run the warm-up steps, which are undone, without recording timestamps."""
@@ -238,14 +183,14 @@ class ProgramRunner(DispatchPosition):
             while self.needs_rerun():
                 total = self._run_once(batch, order)
         except BaseException:  # KeyboardInterrupt, too, must not leave substitutes in modules.
-            self.state.abort_step(has_begun=self.is_in_step)
+            self.state.abort_step(has_begun=self.resources.is_in_step)
             raise
         return total
 
     def _run_once(self, batch: StepInputs, order: Sequence[int] | None) -> Tensor | None:
         self.begin_step(batch)
         with (
-            self.random_streams.preserve_generators(),
+            self.state.random_streams.preserve_generators(),
             torch.set_grad_enabled(self.program.has_backward),
         ):
             if order or self.record_timestamps or self.is_profiled:
@@ -257,7 +202,7 @@ class ProgramRunner(DispatchPosition):
 
     def _run_instructions(self) -> None:
         """Make all calls in stream order, without timestamps and profiler ranges."""
-        self.is_in_step, at, clock = True, self.progress, monotonic_ns
+        self.resources.is_in_step, at, clock = True, self.progress, monotonic_ns
         try:
             for k, (wait, run) in enumerate(self.calls):
                 at[POSITION_FIELD], at[POSITION_TIME_FIELD] = k, clock()
@@ -278,14 +223,14 @@ class ProgramRunner(DispatchPosition):
             ModelError: The trained parameters have changed.
         """
         state = self.state
-        self._require_no_failed_step()
-        self.resources.parameter_guard.require_unchanged(self.program.name)
+        state.require_no_failed_step()
+        self.parameter_guard.require_unchanged(self.program.name)
         state.require_inputs(batch)
         self.is_profiled = self.is_warm and torch.autograd.profiler._is_profiler_enabled
-        if state.optimistic_step is not None and state.optimistic_step.begin_step():
-            recorded = RecordedState(state, batch, self.unstepped_parameters)
-            batch, state.optimistic_step.restore_step_state = recorded.batch, recorded.restore
+        for service in state.list_services():
+            batch = service.prepare_step(batch)
         self.progress[POSITION_FIELD] = 0
+        state.transport.on_step_begin(self.program_number)
         state.begin_step(batch)
 
     def needs_rerun(self) -> bool:
@@ -297,23 +242,13 @@ class ProgramRunner(DispatchPosition):
         Raises:
             ExecutionError: The validation of the update failed.
         """
-        optimistic_step = self.state.optimistic_step
-        self.is_in_step = True  # An error in the validation counts as a failed step.
+        self.resources.is_in_step = True  # An error in the validation counts as a failed step.
         try:
-            must_repeat = optimistic_step is not None and optimistic_step.end_step()
+            must_repeat = any([service.needs_rerun() for service in self.state.list_services()])
         except Exception as error:
             raise self.state.wrap_error(self.position, error) from error
-        self.is_in_step = False
+        self.resources.is_in_step = False
         return must_repeat
-
-    def _require_no_failed_step(self) -> None:
-        """Raise ExecutionError if an earlier step failed."""
-        if self.is_in_step:
-            raise ExecutionError(
-                f"an earlier step failed on rank {self.rank}, so messages may still be in transit",
-                program=self.program.name,
-                hint="create a new executor and a new transport",
-            )
 
     @cached_property
     def _profiler_range_names(self) -> list[str]:
@@ -331,7 +266,11 @@ class ProgramRunner(DispatchPosition):
         Raises:
             ExecutionError: The instruction failed.
         """
-        self.is_in_step, self.progress[POSITION_FIELD], self.progress[POSITION_TIME_FIELD] = (
+        (
+            self.resources.is_in_step,
+            self.progress[POSITION_FIELD],
+            self.progress[POSITION_TIME_FIELD],
+        ) = (
             True,
             index,
             monotonic_ns(),
@@ -363,7 +302,7 @@ class ProgramRunner(DispatchPosition):
             len(self.calls),
             monotonic_ns(),
         )
-        total, self.is_in_step = self.state.finish_step(), False
+        total, self.resources.is_in_step = self.state.finish_step(), False
         if self.timestamps is not None and self.record_timestamps:
             self.timestamps.end_step()
         return total

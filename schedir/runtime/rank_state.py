@@ -2,104 +2,36 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedir.analysis.memory.buffer_slots import (
     SLOT_KINDS,
     assign_slots,
     count_slots,
-    find_slot_reuses,
 )
 from schedir.errors import ExecutionError, InstructionSite, describe_exception
 from schedir.ir.isa.instructions import (
-    INSTRUCTIONS,
-    LOCAL_HANDOVER,
-    SEND_OPS,
-    TP_SPLIT_OPS,
     Instr,
-    Opcode,
-    PeerRule,
     Value,
 )
-from schedir.ir.program import UNSHARED_SLOTS, Program
+from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import list_stream_numbers
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.first_step_checks import OUTPUT_KINDS, FirstStepChecks
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions
-from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.runtime.offload.copy_lanes import LaneObserver
-from schedir.runtime.parameters.mixed_precision import step_if_finite
-from schedir.runtime.parameters.overlapped_reduction import (
-    GradientReduction,
-    find_last_accumulations,
-)
-from schedir.runtime.parameters.sharded_parameters import guard_shard_step
-from schedir.runtime.parameters.weight_versions import WeightVersions
-from schedir.runtime.rank_resources import RankResources
+from schedir.runtime.rank_resources import RankOptions, RankResources, RankService
+from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import StepInputs
 from schedir.runtime.value_slots import OutputSlot, Slot, SlotTable
-from schedir.transports.transport import Transport, Work, allocate_bytes, describe_peer_error
-
-# ---------------------------------------------------------------- implied acknowledgements
-
-# Gloo has no query for the completion of a send, only a wait. A wait that comes too early may block
-# the receiver. But a message from the receiver, sent after it used the first message, proves that
-# the first message has arrived.
-
-
-# For each opcode, the send opcodes whose values it consumes, with the direction of their stage.
-_SENDS_BY_CONSUMER: Final = {
-    row.op: [
-        (send, LOCAL_HANDOVER[token][1])
-        for token in row.needs
-        for send in SEND_OPS
-        if token in LOCAL_HANDOVER and LOCAL_HANDOVER[token][0] in INSTRUCTIONS[send].needs
-    ]
-    for row in INSTRUCTIONS
-}
-
-
-def find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
-    """Return, for each receive of a rank, the sends whose arrival it proves.
-
-    Args:
-        program: The program.
-        rank: The pipeline rank.
-
-    Returns:
-        By the index of a receive in the stream, the indices of the sends. Each send is listed once,
-        with the first receive that proves its arrival, if there is one.
-    """
-    stream = program.streams[rank]
-    neighbors = {hop: program.neighbor_stages(hop).tolist() for hop in PeerRule}
-    index_of: dict[tuple[int | None, ...], int] = {instr: k for k, instr in enumerate(stream)}
-    peers = {program.peer_rank(i) for i in stream if i.op in SEND_OPS}
-    acks: dict[int, list[int]] = {}
-    for peer in peers:
-        used: list[int] = []  # Sends that the peer used since its last send to this rank.
-        for op, stage, mb in program.streams[peer]:
-            row = INSTRUCTIONS[op]
-            for send, hop in _SENDS_BY_CONSUMER[op]:
-                k = index_of.pop((send, neighbors[hop][stage], mb), None)
-                used += [k] if k is not None else []
-            if row.peer and op in SEND_OPS and used:
-                receive = index_of.get((row.partner, neighbors[row.peer][stage], mb))
-                if receive is not None:
-                    acks[receive], used = used, []
-    return acks
-
-
-_TIED_RANDOM_WARNING = (
-    "an optimizer draws different random numbers for the copies of a tied weight: they will differ"
-)
+from schedir.transports.transport import Transport, describe_peer_error
 
 
 class Call(NamedTuple):
@@ -150,6 +82,26 @@ def chain_calls(*calls: Callback | None) -> Callback | None:
     return all_of if between else both
 
 
+_ProgramKind = TypeVar("_ProgramKind", bound="ProgramService")
+_RankKind = TypeVar("_RankKind", bound=RankService)
+
+
+class WorkObserver:
+    """Observes the work that instructions start. This one observes nothing."""
+
+    def attribute_to(self, k: int) -> AbstractContextManager[object]:
+        """Return a context whose started work belongs to another instruction.
+
+        Args:
+            k: The index of the other instruction in the stream.
+        """
+        return nullcontext()
+
+    def make_lane_observer(self) -> LaneObserver | None:
+        """Return the observer of the current instruction's work on a lane of the rank."""
+        return None
+
+
 class State:
     """The state of one program on a rank: its slots, pending messages and step inputs.
 
@@ -161,7 +113,7 @@ class State:
         resources: The resources of the rank.
         transport: The transport, which may be a wrapper that records timestamps.
         boundaries: The tensors that pass between stages.
-        program_number: The index of the program among those of the rank.
+        observer: Observes the work that instructions start. By default nothing is observed.
     """
 
     def __init__(
@@ -170,88 +122,53 @@ class State:
         resources: RankResources,
         transport: Transport,
         boundaries: BoundaryTable,
-        program_number: int = 0,
+        observer: WorkObserver | None = None,
     ) -> None:
         self.program, self.shape = program, program.shape
-        self.rank = rank = resources.rank
         self.resources, self.transport, self.boundaries = resources, transport, boundaries
-        self.program_number = program_number
-        self.stages, self.random_streams, self.device = (
-            resources.stages,
-            resources.random_streams,
-            resources.device,
-        )
-        self.loss, self.tied_weights, self.shard_spec = (
-            resources.loss,
-            resources.tied_weights,
-            resources.shard_spec,
-        )
-        self.optimizer, self.loss_scale = resources.optimizer, resources.loss_scale
-        self.optimistic_step = (
-            resources.optimistic_step if program.norm_check == "after_step" else None
-        )
-        self.accumulate_grads, self.debug = resources.accumulate_grads, resources.debug
-        self.stream, self.has_backward = program.streams[rank], program.has_backward
-        self.is_evaluating = self.has_evaluated = False  # `has_evaluated`: at least once.
-        self.weight_versions: dict[int, WeightVersions] = {}  # By stage.
-        for s, stage in (
-            self.stages.items() if self.has_backward and self.shape.optimizer_steps > 1 else ()
-        ):
-            if s >= program.frozen_stages:
-                own = ((k, i) for k, i in enumerate(self.stream) if i.stage == s)
-                self.weight_versions[s] = stage.create_weight_versions(self.shape, own)
-        self.batch = StepInputs()
-        self.grad_scale: float | Tensor = 1.0  # The factor of the sum of gradients.
-        self.loss_gradient: Tensor | None = None  # The initial gradient of backwards. None is 1.
-        self.losses = [torch.zeros((), device=self.device)] * self.shape.microbatches
-        self.grad_norm = torch.zeros((), dtype=torch.float64, device=self.device)
-        # The sum of squares of all gradients, by update, until the update is clipped. There may be
-        # several: a rank without gradients may reduce the norm of the next update first.
-        self.squared_norms: dict[int, Tensor] = {}
-        self.finite_updates = torch.ones(
-            self.shape.optimizer_steps, dtype=torch.bool, device=self.device
-        )
-        # Sends that may not have arrived, by index in the stream, with the sent tensor.
-        self.pending_sends: dict[int, tuple[Work, Tensor]] = {}
-        self.pending_reductions: list[Work] = []
-        # Reduce-scatters of gradients, oldest first, with the index of their instruction.
-        self.pending_reduce_scatters: deque[tuple[int, list[Work]]] = deque()
-        # Sums over replicas, and the last backward before each. The sum overlaps with this backward
-        # unless `reduce_after_backward` is True.
-        self.reductions: dict[Instr, GradientReduction] = {}
-        self.overlapped_reductions = find_last_accumulations(self.stream) if program.dp > 1 else {}
-        self.reduce_after_backward = False
-        # Within the context `record_as(k)`, the recorder attributes started work to instruction k.
-        self.record_as: Callable[[int], AbstractContextManager[object]] = nullcontext
-        # Returns the observer of the begin and end of an instruction's work on a lane of the rank.
-        self.get_lane_observer: Callable[[], LaneObserver | None] = lambda: None
-        # For each receive, the sends whose arrival it proves. Both are indices in the stream.
-        self.implied_acks = find_implied_acks(program, rank)
+        self.observer = observer or WorkObserver()
+        self.rank, self.device = resources.rank, resources.device
+        self.stages, self.random_streams = resources.stages, resources.random_streams
+        self.stream = program.streams[resources.rank]
         self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
-        self.slot_assignment = assign_slots(program, rank)
-        self.slot_tables = dict(
-            zip(SLOT_KINDS, map(SlotTable, count_slots(program)[rank].tolist()), strict=True)
-        )
-        self.receive_buffers = resources.receive_buffers
-        parts = [
-            stage.sharded_parameters
-            for stage in self.stages.values()
-            if stage.sharded_parameters is not None
-        ]
+        self.services: dict[type[Service], Service] = {}
+        self.is_evaluating = False
+        self.batch = StepInputs()
+        self.losses = [torch.zeros((), device=self.device)] * self.shape.microbatches
+        self.slot_assignment = assign_slots(program, self.rank)
+        counts = count_slots(program)[self.rank].tolist()
+        self.slot_tables = dict(zip(SLOT_KINDS, map(SlotTable, counts), strict=True))
         self.first_step_checks = FirstStepChecks(
-            self.slot_tables, self.slot_assignment, self.receive_buffers, parts, self.device
+            self.slot_tables, self.slot_assignment, self.device
         )
-        self.sends_before_reuse = _find_sends_before_reuse(program, rank)
-        # For each instruction that starts a new full gradient, the reduction that freed its slot.
-        self.gradient_freed_by = find_freeing_instructions(program, rank, Value.WGRAD)
-        # The finiteness and the clipping factor of an update that is made one stage at a time.
-        self.is_update_finite: Tensor | None = None
-        self.clip_factor: Tensor | None = None
-        # For each instruction that fills a slot of saved activations, the one that freed the slot.
-        self.saved_freed_by = find_freeing_instructions(program, rank, Value.SAVED)
-        self.offload_moves = OffloadMoves(
-            has_fixed_slots=bool(program.slots) and program.slots[rank].saved != UNSHARED_SLOTS
-        )
+
+    @property
+    def options(self) -> RankOptions:
+        """The loss and the options of the rank."""
+        return self.resources.options
+
+    @overload
+    def service(self, kind: type[_ProgramKind]) -> _ProgramKind: ...
+    @overload
+    def service(self, kind: type[_RankKind]) -> _RankKind: ...
+    def service(self, kind: Any) -> Any:
+        """Return the service of a kind, which the first call creates.
+
+        Args:
+            kind: A subclass of `ProgramService`, whose service only this program has, or of
+                `RankService`, whose service all programs of the rank share.
+        """
+        if issubclass(kind, RankService):
+            return self.resources.service(kind)
+        return find_or_create(self.services, kind, self)
+
+    def list_services(self) -> list[Service]:
+        """Return the services of the rank and those of the program, in order of creation."""
+        return [*self.resources.services.values(), *self.services.values()]
+
+    def list_modules(self) -> list[nn.Module]:
+        """Return the modules of the local stages, and the loss if it is a module."""
+        return [*(stage.module for stage in self.stages.values()), *self.options.loss_modules]
 
     def require_inputs(self, batch: StepInputs) -> None:
         """Check that the inputs of a step are complete for this rank.
@@ -273,34 +190,23 @@ class State:
         """
         microbatches = self.shape.microbatches
         numbers = list_stream_numbers(
-            microbatches, self.shard_spec.replica * microbatches, self.shape.optimizer_steps
+            microbatches,
+            self.resources.shard_spec.replica * microbatches,
+            self.shape.optimizer_steps,
         )
         if self.is_evaluating:
             self.random_streams.begin_without_update(numbers)
         else:
             self.random_streams.begin_step(numbers)
-        self.is_update_finite = None
-        self.transport.on_step_begin(self.program_number)
         self.first_step_checks.begin_step()
-        self.batch, self.grad_scale = batch, batch.grad_scale
-        if self.loss_scale is not None:
-            gradient = (self.loss_scale.value * self.grad_scale).float()
-            if self.loss_gradient is None:
-                self.loss_gradient = gradient
-            else:  # In place, because a graph may refer to this tensor.
-                self.loss_gradient.copy_(gradient)
-            self.grad_scale = self.loss_scale.inverse
-        for shared, copy in self.resources.parameter_copies.items():
-            if copy is not shared:
-                copy.detach().copy_(shared.detach())
-        if self.resources.host_optimizer_state is not None:
-            self.resources.host_optimizer_state.to_resting_state()
+        self.batch = batch
+        self.resources.ties.copy_shared_parameters()
         self.begin_update()
-        for versions in self.weight_versions.values():
-            versions.begin_step()
+        for service in self.list_services():
+            service.begin_step()
 
     def finish_step(self) -> Tensor | None:
-        """End a step or an evaluation: wait for pending sends, and restore the parameters.
+        """End a step or an evaluation: finish all services, and restore the parameters.
 
         Returns:
             The sum of the losses, 0-dimensional, on a rank with the last stage, and None on other
@@ -310,21 +216,13 @@ class State:
             ModelError: A check of the first step failed, or a stage wrote to weights that it must
                 not write to.
         """
-        for work, _ in self.pending_sends.values():
-            work.wait()
-        self.pending_sends.clear()
         total = None
         if self.shape.stages - 1 in self.stages:
             # Sum by microbatch, so the order of execution does not change the bits. Sum before
             # `on_step_end`, because a loss may be in receive memory.
             total = sum(self.losses, torch.zeros((), device=self.device))
-        if not self.is_evaluating:
-            self.resources.get_last_update_result = self.get_update_result
-        for stage in self.stages.values() if self.is_evaluating else ():
-            if stage.sharded_parameters is not None:
-                stage.sharded_parameters.require_unwritten()
-        for versions in self.weight_versions.values():
-            versions.end_step()
+        for service in self.list_services():
+            service.finish_step()
         self.transport.on_step_end()
         self.restore_parameters()
         self.first_step_checks.end_step(self.losses)
@@ -347,54 +245,11 @@ class State:
 
     def begin_update(self) -> None:
         """Prepare an update: set gradients to zero, and prepare the sharded weights."""
-        for alias, one in self.resources.aliases.items():
-            # The caller may have replaced the `data` of the Parameter.
-            if not self.shard_spec.zero and alias.data_ptr() != one.data_ptr():
-                alias.data = one.data
-            if self.accumulate_grads:
-                alias.grad = None
-        for stage in self.stages.values():
-            if stage.sharded_parameters is not None:
-                stage.sharded_parameters.begin_step(has_backward=self.has_backward)
-            if not self.is_evaluating:
-                stage.gradients.zero()
-
-    def save_weight_version(self, step: Instr) -> None:
-        """Store the weights after an optimizer step, for the computes of later updates.
-
-        Args:
-            step: The OptimizerStep; its `mb` is the number of the update.
-        """
-        for versions in self.weight_versions.values():
-            versions.keep_version(step.mb + 1, self.index_of[step])
-
-    def step_optimizer(self, finite: Tensor, stage: int | None = None) -> None:
-        """Run the optimizer step if the update is finite.
-
-        Args:
-            finite: 0-dimensional bool tensor: True if the update is finite.
-            stage: The stage to step, if the optimizer state is offloaded. By default all stages
-                are stepped.
-        """
-        finite = finite if self.resources.can_step else torch.zeros_like(finite)
-        if self.optimizer is not None:
-            draws = (
-                self.random_streams.warn_of_draws(_TIED_RANDOM_WARNING)
-                if self.resources.has_separate_copies
-                else nullcontext()
-            )
-            with draws, guard_shard_step(self.optimizer, self.shard_spec.zero):
-                if stage is None:
-                    step_if_finite(finite, self.optimizer)
-                elif self.resources.host_optimizer_state is not None:
-                    self.resources.host_optimizer_state.step(stage, finite)
-
-    def get_update_result(self) -> tuple[Tensor, Tensor]:
-        """Return `Executor.grad_norm` and `Executor.finite_updates` of the last step."""
-        if self.optimistic_step is None:
-            return self.grad_norm, self.finite_updates
-        norm = self.optimistic_step.get_last_norm()
-        return norm, norm.isfinite().view(1)
+        self.resources.ties.begin_update()
+        for service in self.list_services():
+            service.begin_update()
+        for stage in () if self.is_evaluating else self.stages.values():
+            stage.gradients.zero()
 
     def find_slot(self, kind: Value, stage: int, mb: int, index: int | None = None) -> Slot:
         """Return the slot of a value.
@@ -412,28 +267,6 @@ class State:
             return OutputSlot(self.slot_tables[kind], fills[last], kind, stage, mb)
         return Slot(self.slot_tables[kind], fills[last])
 
-    def get_send_buffer(
-        self, kind: Value, number: int, form_changes: tuple[Opcode, ...]
-    ) -> Tensor | None:
-        """Return the memory from which the value in a slot is sent. It is allocated once.
-
-        Args:
-            kind: The kind of the value.
-            number: The number of its slot.
-            form_changes: The opcodes that changed the form of the value.
-
-        Returns:
-            A flat uint8 tensor, or None if the transport sends a value from the memory in which it
-            was computed. The next instruction that fills the slot waits for the send, or runs in a
-            later step.
-        """
-        buffers = self.resources.send_buffers
-        if self.transport.uses_static_buffers and (kind, number, form_changes) not in buffers:
-            split = any(op in TP_SPLIT_OPS for op in form_changes)
-            size = self.resources.buffer_sizes[kind][number] // (self.program.tp if split else 1)
-            buffers[kind, number, form_changes] = allocate_bytes(self.device, size)
-        return buffers.get((kind, number, form_changes))
-
     def get_outgoing_tensors(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
         """Return the tensors of a value that is in its slot, before it is sent or handed over.
 
@@ -448,71 +281,12 @@ class State:
         carried = self.boundaries[mb].get_value_tensors(kind, stage)
         return (value,) if carried.is_single_tensor else carried.place_tensors(value)[1]
 
-    def compute_loss_gradient(self, mb: int) -> Tensor:
-        """Return the initial gradient of the backward of a microbatch.
-
-        It is NaN if the loss is not finite. The gradients of the update are then NaN, too, so all
-        ranks detect it. With `accumulate_grads` it is `grad_scale`, because gradients are not
-        scaled later.
-
-        Args:
-            mb: The microbatch.
-
-        Returns:
-            A 0-dimensional tensor.
-        """
-        loss = self.losses[mb]
-        if self.accumulate_grads:
-            return torch.as_tensor(self.grad_scale, dtype=loss.dtype, device=loss.device)
-        return loss - loss + (1.0 if self.loss_gradient is None else self.loss_gradient)
-
-    def complete_send(self, send: int) -> None:
-        """Wait for a send if it is pending, and then free the sent tensor.
-
-        Args:
-            send: The index of the send in the stream.
-        """
-        if send in self.pending_sends:
-            work, tensor = self.pending_sends.pop(send)
-            work.wait()
-            del tensor  # Not before the wait: on a GPU the memory may be reused at once.
-
-    def wait_for_reductions(self) -> None:
-        """Wait for all pending reductions."""
-        while self.pending_reduce_scatters:
-            self._wait_for_reduce_scatter()
-        for work in self.pending_reductions:
-            work.wait()
-        self.pending_reductions.clear()
-
-    def allocate_gradient(self, stage: int, index: int) -> None:
-        """Allocate the full gradient of a stage, after the reduction that frees its slot.
-
-        It does nothing if the full gradient exists already.
-
-        Args:
-            stage: The stage.
-            index: The index in the stream of the instruction that adds to the gradient.
-        """
-        gradients = self.stages[stage].gradients
-        if gradients.is_allocated:
-            return
-        while self.pending_reduce_scatters and self.pending_reduce_scatters[0][
-            0
-        ] <= self.gradient_freed_by.get(index, -1):
-            self._wait_for_reduce_scatter()
-        gradients.allocate()
-
-    def _wait_for_reduce_scatter(self) -> None:
-        """Wait for the oldest pending reduce-scatter."""
-        _, works = self.pending_reduce_scatters.popleft()
-        for work in works:
-            work.wait()
-
     def restore_parameters(self) -> None:
         """Restore the parameters of all modules to their state between steps."""
-        for s, stage in self.stages.items():
-            stage.restore_parameters(self.weight_versions.get(s))
+        for service in self.list_services():
+            service.restore()
+        for stage in self.stages.values():
+            stage.local_ties.restore()
 
     def abort_step(self, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
@@ -524,10 +298,17 @@ class State:
             has_begun: True if an instruction of the step had begun.
         """
         self.restore_parameters()
-        if self.resources.host_optimizer_state is not None:
-            self.resources.host_optimizer_state.fail()
-        if self.optimistic_step is not None:
-            self.optimistic_step.fail(has_begun=has_begun)
+        for service in self.list_services():
+            service.fail(has_begun=has_begun)
+
+    def require_no_failed_step(self) -> None:
+        """Raise ExecutionError if an earlier step failed."""
+        if self.resources.is_in_step:
+            raise ExecutionError(
+                f"an earlier step failed on rank {self.rank}, so messages may still be in transit",
+                program=self.program.name,
+                hint="create a new executor and a new transport",
+            )
 
     def wrap_error(self, index: int, error: Exception) -> ExecutionError:
         """Return an error as the `ExecutionError` of an instruction.
@@ -564,40 +345,12 @@ class State:
         return self.stages[stage]
 
 
-def _find_sends_before_reuse(program: Program, rank: int) -> dict[int, list[int]]:
-    """Return, for each instruction that reuses slots, the sends that must end first (indices)."""
-    sends: dict[int, list[int]] = {}
-    stream = program.streams[rank]
-    for _, fill, free in _find_slot_reuses(program, rank):
-        if stream[free].op in SEND_OPS:
-            sends.setdefault(fill, []).append(free)
-    return sends
-
-
-def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[int, int]:
-    """Return, for each instruction that reuses a slot, the instruction that freed the slot.
+class ProgramService(Service):
+    """The state of a feature that each program of a rank has for itself.
 
     Args:
-        program: The program.
-        rank: The pipeline rank.
-        kind: The kind of values in the slots.
-
-    Returns:
-        Both instructions as indices in the stream of the rank.
+        state: The state of the program.
     """
-    return {fill: free for _, fill, free in _find_slot_reuses(program, rank, kind)}
 
-
-def _find_slot_reuses(
-    program: Program, rank: int, *kinds: Value
-) -> Iterator[tuple[Value, int, int]]:
-    """Yield (kind, fill, free) for each reuse of a slot of these kinds; by default of all kinds.
-
-    `fill` is the index in the stream of the instruction that fills the slot again, and `free` the
-    index of the one that freed it.
-    """
-    lo, end = map(int, program.offsets[rank : rank + 2])
-    for kind, (fills, frees) in find_slot_reuses(program).items():
-        for fill, free in zip(fills.tolist(), frees.tolist(), strict=True):
-            if lo <= fill < end and (kind in kinds or not kinds):
-                yield kind, fill - lo, free - lo
+    def __init__(self, state: State) -> None:
+        self.state = state

@@ -150,10 +150,8 @@ def _run_step(
     tied_places: Sequence[tuple[ParameterLocation, ...]],
 ) -> Tensor:
     """Run the step of `run_sequential`, with random streams whose step has begun."""
-    gradients, frozen = (
-        [GradientBuffers(stage) for stage in stages],
-        program.frozen_stages if program else 0,
-    )
+    gradients = [GradientBuffers(stage) for stage in stages]
+    frozen = program.frozen_stages if program else 0
     saved: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
     skips = program.skips if program is not None else ()
     ends, begins = dict(skips), {end: begin for begin, end in skips}

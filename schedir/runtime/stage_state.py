@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
-from schedir.ir.isa.instructions import Instr, Opcode, Value
-from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.isa.instructions import Opcode, Value
 from schedir.runtime.autograd.stage_inputs import StageInputAdapter
 from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.gradient_buffers import GradientBuffers
 from schedir.runtime.parameters.sharded_parameters import ShardedParameters
 from schedir.runtime.parameters.tied_parameters import LocalTies
-from schedir.runtime.parameters.weight_versions import WeightVersions
 from schedir.transports.transport import Work
 
 
@@ -42,9 +40,8 @@ class StageState:
     ) -> None:
         self.module = module
         self.input_adapter = StageInputAdapter()
-        self.local_ties = LocalTies(module, stand_ins) if stand_ins else None
-        if self.local_ties is not None:
-            self.local_ties.install_substitutes()
+        self.local_ties = LocalTies(module, stand_ins)
+        self.local_ties.install_substitutes()
         self.gradients = GradientBuffers(module, max_bucket_bytes, shard_spec, tied_parameters)
         self.sharded_parameters = (
             ShardedParameters(self.gradients, shard_spec, aliases) if shard_spec.zero else None
@@ -72,33 +69,16 @@ class StageState:
         self.checked_read_modes: set[bool] = set()
         # Modes in which recomputation compared the trained weights by value.
         self.checked_recompute_modes: set[bool] = set()
-        self.restore_parameters()
+        self.local_ties.restore()
 
-    def create_weight_versions(
-        self, shape: PipelineShape, instrs: Iterable[tuple[int, Instr]]
-    ) -> WeightVersions:
-        """Return the storage of the stage's weights after each update of a step.
+    @property
+    def parameter_shards(self) -> Mapping[nn.Parameter, Tensor]:
+        """The replica's shard of each parameter that is stored only as a shard (ZeRO)."""
+        return {} if self.sharded_parameters is None else self.sharded_parameters.parameter_shards
 
-        Args:
-            shape: The shape of the pipeline.
-            instrs: The instructions of the stage, with their indices in the stream.
-        """
-        if self.local_ties is not None:
-            self.local_ties.install_substitutes()
-        versions = WeightVersions(self.module, shape, instrs)
-        self.restore_parameters()
-        return versions
-
-    def restore_parameters(self, versions: WeightVersions | None = None) -> None:
-        """Restore the module's own parameters, in their state between steps.
-
-        Args:
-            versions: The weight versions of a program, which are removed from the module. By
-                default the module has none.
-        """
+    def list_static_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that the stage has in all steps."""
+        yield from (*self.module.parameters(), *self.module.buffers())
+        yield from (*self.gradients.flat, *self.gradients.reduced_flat)
         if self.sharded_parameters is not None:
-            self.sharded_parameters.to_resting_state()
-        if versions is not None:
-            versions.restore()
-        if self.local_ties is not None:
-            self.local_ties.restore()
+            yield from (*self.sharded_parameters.flat, *self.sharded_parameters.shards)

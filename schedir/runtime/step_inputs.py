@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -57,6 +57,15 @@ class StepInputs(NamedTuple):
         if len(self.keywords):
             require_all_microbatches(self.keywords, "keywords", program, rank)
 
+    def view(self, kind: Callable[[Microbatches], Sequence[Any]]) -> StepInputs:
+        """Return these inputs as views of another kind.
+
+        Args:
+            kind: A subclass of `MicrobatchView`.
+        """
+        inputs, targets, keywords = map(kind, (self.inputs, self.targets, self.keywords))
+        return self._replace(inputs=inputs, targets=targets, keywords=keywords)
+
     def get_keywords(self, mb: int) -> Mapping[str, Any]:
         """Return the keyword arguments of a microbatch, which all stages get.
 
@@ -64,6 +73,20 @@ class StepInputs(NamedTuple):
             mb: The microbatch.
         """
         return self.keywords[mb] if self.keywords else _NO_KEYWORDS
+
+
+class MicrobatchView(Sequence[Any]):
+    """Microbatches that a subclass records, copies or keeps when they are read.
+
+    Args:
+        source: The inputs, targets or keywords of a step.
+    """
+
+    def __init__(self, source: Microbatches) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
 
 
 _NO_KEYWORDS: Mapping[str, Any] = {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
+from schedir.analysis.memory.buffer_slots import find_slot_reuses
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import TRAINING_VALUES, VALUES, Value
+from schedir.ir.program import Program
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, get_versions
 
 
@@ -32,17 +34,6 @@ class SlotTable:
         self.num_occupied = self.max_occupied = 0
         self.compute_fingerprint: Callable[[Any], list[int]] | None = None
         self.fingerprints: list[list[int]] = [[]] * count
-
-    def set_value(self, number: int, value: Any) -> None:
-        """Set the value of a slot.
-
-        Args:
-            number: The slot.
-            value: The value, or None to free the slot.
-        """
-        self.num_occupied += (value is not None) - (self.values[number] is not None)
-        self.values[number] = value
-        self.max_occupied = max(self.max_occupied, self.num_occupied)
 
     def clear(self) -> None:
         """Free all slots."""
@@ -161,3 +152,34 @@ def collect_versions_and_sums(value: Any) -> list[int]:
     return collect_versions(value) + compute_checksums(
         (value,) if isinstance(value, Tensor) else value
     )
+
+
+def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[int, int]:
+    """Return, for each instruction that reuses a slot, the instruction that freed the slot.
+
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+        kind: The kind of values in the slots.
+
+    Returns:
+        Both instructions as indices in the stream of the rank.
+    """
+    return {fill: free for of, fill, free in iterate_slot_reuses(program, rank) if of == kind}
+
+
+def iterate_slot_reuses(program: Program, rank: int) -> Iterator[tuple[Value, int, int]]:
+    """Yield (kind, fill, free) for each reuse of a slot.
+
+    `fill` is the index in the stream of the instruction that fills the slot again, and `free` the
+    index of the one that freed it.
+
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+    """
+    lo, end = map(int, program.offsets[rank : rank + 2])
+    for kind, (fills, frees) in find_slot_reuses(program).items():
+        for fill, free in zip(fills.tolist(), frees.tolist(), strict=True):
+            if lo <= fill < end:
+                yield kind, fill - lo, free - lo

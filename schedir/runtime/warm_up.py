@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -18,8 +18,9 @@ from schedir.runtime.parameters.mixed_precision import (
     has_known_effects,
     unwrap_optimizer,
 )
+from schedir.runtime.parameters.unvalidated_update_guard import copy_tables, restore_tables
 from schedir.runtime.rank_state import State
-from schedir.runtime.step_inputs import Microbatches, StepInputs
+from schedir.runtime.step_inputs import Microbatches, MicrobatchView, StepInputs
 
 # The number of warm-up steps. The first one creates the optimizer state, in memory that activations
 # have freed. The second one allocates activations next to that state. The third one allocates what
@@ -37,7 +38,7 @@ def warm_up(state: State, step: Callable[..., object], batch: StepInputs) -> Non
     """
     with undo_steps(state):
         for _ in range(WARM_UP_STEPS):
-            step(*copy_on_access(batch))
+            step(*batch.view(ProbedCopies))
     if state.device.type == "cuda":
         torch.cuda.synchronize(state.device)
 
@@ -62,39 +63,29 @@ def undo_steps(state: State) -> Iterator[None]:
     Args:
         state: The state of the program that runs the steps.
     """
-    inner: Any = unwrap_optimizer(state.optimizer)
-    makes_update = has_known_effects(state.optimizer) and not has_gated_step(state.optimizer)
-    modules = [stage.module for stage in state.stages.values()]
-    own = {p for module in modules for p in module.parameters() if p.requires_grad}
-    if isinstance(state.loss, nn.Module):
-        modules.append(state.loss)
+    optimizer, loss_scale = state.resources.optimizer, state.options.loss_scale
+    makes_update = has_known_effects(optimizer) and not has_gated_step(optimizer)
+    stages = [stage.module for stage in state.stages.values()]
+    own = {p for module in stages for p in module.parameters() if p.requires_grad}
     gradients = [(p, p.grad) for p in find_unmanaged_parameters(state)]
     restored: list[object] = [*own, *(gradient for _, gradient in gradients)]
-    last_update_result = state.resources.get_last_update_result
-    if state.loss_scale is not None:
-        restored += [state.loss_scale.value, state.loss_scale.good_steps]
-    if makes_update:
-        restored += [*inner.param_groups, *inner.state.values()]
+    if loss_scale is not None:
+        restored += [loss_scale.value, loss_scale.good_steps]
+    tables = copy_tables(optimizer) if makes_update else []
+    restored += [table for table, _ in tables]
     tensors = dict.fromkeys(t for t in tree_leaves(restored) if isinstance(t, Tensor))
     copies = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
-    rank, step = state.resources, state.random_streams.step
-    could_step = rank.can_step  # It is False within another such context that set it.
-    rank.can_step = could_step and makes_update
-    was_warm_up = state.optimistic_step is not None and state.optimistic_step.is_warm_up
-    if state.optimistic_step is not None:
-        state.optimistic_step.is_warm_up = True
+    step = state.random_streams.step
     try:
         with ExitStack() as stack:
-            for module in modules:
+            for service in state.list_services():
+                stack.enter_context(service.undo_steps(makes_update=makes_update))
+            for module in state.list_modules():
                 stack.enter_context(preserve_buffers(module, state.device))
-            if makes_update:
-                stack.enter_context(_restore_optimizer_tables(inner))
             yield
     finally:
-        rank.can_step, state.random_streams.step = could_step, step
-        rank.get_last_update_result = last_update_result
-        if state.optimistic_step is not None:
-            state.optimistic_step.is_warm_up = was_warm_up
+        state.random_streams.step = step
+        restore_tables(tables)
         for p, gradient in gradients:
             p.grad = gradient
         with torch.no_grad():
@@ -123,19 +114,13 @@ class RecordedState:
     """
 
     def __init__(self, state: State, batch: StepInputs, unstepped: UnsteppedParameters) -> None:
-        modules = [stage.module for stage in state.stages.values()]
-        if isinstance(state.loss, nn.Module):
-            modules.append(state.loss)
-        self.restore_functions = [make_buffer_restorer(module) for module in modules]
+        self.restore_functions = [make_buffer_restorer(module) for module in state.list_modules()]
         self.restore_functions.append(unstepped.capture())
         self.gradients = [(p, p.grad, _clone(p.grad)) for p in find_unmanaged_parameters(state)]
         generators = state.random_streams.generators if state.random_streams.seed is None else ()
         self.generators = [(generator, generator.get_state()) for generator in generators]
-        self.probes = [
-            ProbedMicrobatches(each) for each in (batch.inputs, batch.targets, batch.keywords)
-        ]
-        inputs, targets, keywords = self.probes
-        self.batch = batch._replace(inputs=inputs, targets=targets, keywords=keywords)
+        self.batch = batch.view(ProbedMicrobatches)
+        self.probes: list[Any] = [self.batch.inputs, self.batch.targets, self.batch.keywords]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -167,12 +152,11 @@ class UnsteppedParameters:
     """
 
     def __init__(self, state: State) -> None:
-        inner = unwrap_optimizer(state.optimizer)
+        inner = unwrap_optimizer(state.resources.optimizer)
         stepped = {p for group in getattr(inner, "param_groups", ()) for p in group["params"]}
-        stepped.update(getattr(state.optimizer, "parameters", ()))
+        stepped.update(getattr(state.resources.optimizer, "parameters", ()))
         modules = [(f"of stage {s}", stage.module) for s, stage in state.stages.items()]
-        if isinstance(state.loss, nn.Module):
-            modules.append(("of the loss", state.loss))
+        modules += [("of the loss", module) for module in state.options.loss_modules]
         self.names = {
             p: f"{name} {owner}"
             for owner, module in modules
@@ -220,37 +204,34 @@ class UnsteppedParameters:
         return put_back
 
 
-class ProbedMicrobatches(Sequence[Any]):
+class ProbedMicrobatches(MicrobatchView):
     """Microbatches that record the tensors of each microbatch that is read.
 
     Reading a microbatch raises `ModelError` if one of its tensors requires a gradient and is not a
     leaf. The caller's graph computed such a tensor, and a second backward cannot use that graph.
 
     Args:
-        microbatches: The inputs, targets or keywords of a step.
+        source: The inputs, targets or keywords of a step.
 
     Attributes:
         values: For each tensor that was read: the tensor, its version and a copy.
         gradients: For each tensor that requires a gradient: the leaf, its `grad` and a copy.
     """
 
-    def __init__(self, microbatches: Microbatches) -> None:
-        self.microbatches = microbatches
+    def __init__(self, source: Microbatches) -> None:
+        super().__init__(source)
         self.values: list[tuple[Tensor, int, Tensor]] = []
         self.gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
 
-    def __len__(self) -> int:
-        return len(self.microbatches)
-
     def __getitem__(self, mb: Any) -> Any:
-        microbatch = self.microbatches[mb]
+        microbatch = self.source[mb]
         for t in tree_leaves(microbatch):
             if isinstance(t, Tensor):
                 self._record_tensor(t)
         return microbatch
 
     def _record_tensor(self, t: Tensor) -> None:
-        leaf = self.microbatches if isinstance(self.microbatches, Tensor) else t
+        leaf = self.source if isinstance(self.source, Tensor) else t
         if t.requires_grad and not leaf.is_leaf:
             raise ModelError(
                 "an argument of the step has a grad_fn, but the step may run again "
@@ -276,56 +257,21 @@ def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
         state: The state of the program.
     """
     own = {p for stage in state.stages.values() for p in stage.module.parameters()}
-    groups = getattr(unwrap_optimizer(state.optimizer), "param_groups", ())
+    groups = getattr(unwrap_optimizer(state.resources.optimizer), "param_groups", ())
     others = {p for group in groups for p in group["params"]}
-    if isinstance(state.loss, nn.Module):
-        others |= {*state.loss.parameters()} - own
-    return others - own.union(getattr(state.optimizer, "main_parameters", ()))
+    others.update(p for loss in state.options.loss_modules for p in loss.parameters())
+    return others - own.union(getattr(state.resources.optimizer, "main_parameters", ()))
 
 
-def copy_on_access(batch: StepInputs) -> StepInputs:
-    """Return step inputs that return a copy at each read.
-
-    A loss may write to its target, and a backward to the `grad` of the inputs.
-
-    Args:
-        batch: The inputs of a step.
-    """
-    inputs, targets, keywords = map(ProbedCopies, (batch.inputs, batch.targets, batch.keywords))
-    return batch._replace(inputs=inputs, targets=targets, keywords=keywords)
-
-
-class ProbedCopies(Sequence[Any]):
+class ProbedCopies(MicrobatchView):
     """Microbatches that return a copy at each read.
 
-    Args:
-        microbatches: The inputs, targets or keywords of a step.
+    A loss may write to its target, and a backward to the `grad` of the inputs.
     """
 
-    def __init__(self, microbatches: Microbatches) -> None:
-        self.microbatches = microbatches
-
-    def __len__(self) -> int:
-        return len(self.microbatches)
-
     def __getitem__(self, mb: Any) -> Any:
-        return tree_map_only(Tensor, _copy, self.microbatches[mb])
+        return tree_map_only(Tensor, _copy, self.source[mb])
 
 
 def _copy(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
-
-
-@contextmanager
-def _restore_optimizer_tables(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore the entries of an optimizer's state and parameter groups at the end of a context."""
-    tables: list[dict[Any, Any]] = [
-        optimizer.state, *optimizer.state.values(), *optimizer.param_groups,
-    ]  # fmt: skip
-    was = [dict(table) for table in tables]
-    try:
-        yield
-    finally:
-        for table, before in zip(tables, was, strict=True):
-            table.clear()
-            table.update(before)

@@ -7,5 +7,6 @@ from schedir.extras import require_package
 require_package("torch", "schedir.torch_pipelining", min_version="2.13")
 
 from schedir.torch_pipelining.schedule import Schedule  # noqa: E402
+from schedir.torch_pipelining.torchtitan import patch_torchtitan  # noqa: E402
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "patch_torchtitan"]

@@ -40,11 +40,8 @@ def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int
     inputs, roots = _gradient_nodes(stage.fwd_cache[mb][1]), _gradient_nodes(backward_inputs)
     weights = _gradient_nodes([p for p in stage.submod.parameters() if p.requires_grad])
     reverse_graph = theirs.construct_reverse_graph(roots)
-    if any(
-        type(node).__name__.endswith("CheckpointFunctionBackward")
-        for node in (*reverse_graph, *roots)
-    ):
-        return True  # a reentrant checkpoint refuses torch.autograd.grad
+    if _has_reentrant_checkpoint((*reverse_graph, *roots)):
+        return True
     used = {node for node in reverse_graph if hasattr(node, "variable")} - {*inputs}
     # This adds unused weights to `reverse_graph`, so `used` is computed before.
     groups = theirs.get_param_groups(inputs, weights, reverse_graph)
@@ -55,6 +52,38 @@ def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int
     if len(twice) > len({*twice}) or any(isinstance(node, BackwardCFunction) for node in twice):
         return True  # the half of one group frees saved tensors that other groups need
     return any(_bypasses_group(group, reverse_graph, {*roots}) for group in groups)
+
+
+def _has_reentrant_checkpoint(nodes: Sequence[Any]) -> bool:
+    """Return whether a node is a reentrant checkpoint, which refuses `torch.autograd.grad`."""
+    return any(type(node).__name__.endswith("CheckpointFunctionBackward") for node in nodes)
+
+
+def compute_input_gradients(
+    stage: Any,
+    run: Callable[..., Any],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Any],
+    *gradients: Any,
+) -> tuple[Any, ...]:
+    """Return the gradients of a stage's inputs, by which torch infers their shapes.
+
+    torch's method uses `torch.autograd.grad`, so a full backward replaces it for reentrant
+    checkpoints.
+
+    Args:
+        stage: A stage of torch.
+        run: The method of torch.
+        outputs: The outputs of the stage, or its loss.
+        inputs: Its inputs.
+        *gradients: The gradients of the outputs.
+    """
+    roots = _gradient_nodes(outputs)
+    if not _has_reentrant_checkpoint((*theirs.construct_reverse_graph(roots), *roots)):
+        found: tuple[Any, ...] = run(outputs, inputs, *gradients)
+        return found
+    torch.autograd.backward(outputs, *gradients)
+    return tuple(x.grad if isinstance(x, Tensor) else None for x in inputs)
 
 
 def _nodes_in_both_halves(group: Any, reverse_graph: Any) -> set[Any]:

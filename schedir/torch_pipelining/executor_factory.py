@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as Replicated
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -28,7 +27,11 @@ from schedir.runtime.boundaries.boundary import (
 )
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank_resources import find_device
+from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.pending_sends import PendingSends
 from schedir.torch_pipelining.actions import find_split_stages
+from schedir.torch_pipelining.fsdp_stages import list_parameter_groups
 from schedir.torch_pipelining.stages import require_outermost_wrapper, require_reducible
 from schedir.transports.gloo import GlooTransport, ProcessTransport
 from schedir.transports.json_collectives import broadcast
@@ -178,7 +181,7 @@ class CachedExecutor:
             return False
         if any(one.submod is not other for one, other in zip(stages, self.modules, strict=True)):
             return False
-        guard = self.executor.resources.parameter_guard
+        guard = self.executor.runner.parameter_guard
         if _boundary_dtypes(stages[0].device, guard.parameters) != self.requirements.dtypes:
             return False
         try:
@@ -193,8 +196,8 @@ class CachedExecutor:
         Ranks that wait for this rank get an error.
         """
         state = self.executor.state
-        state.pending_sends.clear()
-        state.pending_reductions.clear()
+        state.service(PendingSends).works.clear()
+        state.service(PendingReductions).works.clear()
         for stage in state.stages.values():
             stage.arrivals.clear()
         self.transport.disconnect()
@@ -303,10 +306,10 @@ def make_executor(
             tied_weights=_prefix_tied_names(tied_weights, requirements, program),
             # `SharedWeights` has checked for equal weights that are not tied.
             allow_identical_stages=True,
-            accumulate_grads=not (trains and program.shape.placement_rows > 1),
+            accumulate_grads=True,
             record_timestamps=False,
         )
-    received = tree_leaves(executor.state.receive_buffers)
+    received = tree_leaves(executor.state.service(MessageBuffers).received)
     return CachedExecutor(
         requirements[rank],
         tuple(stage.submod for stage in stages),
@@ -369,10 +372,10 @@ def _parameter_prefix(module: nn.Module) -> str:
 def _require_executor_support(stage: Any) -> None:
     """Refuse a stage that the executor does not run as its wrapper would."""
     module = stage.submod
-    if any(isinstance(m, FSDPModule) for m in module.modules()):
+    if any(p._unsharded_dtensor_spec for g in list_parameter_groups(module) for p in g.fsdp_params):
         raise UsageError(
-            f"stage {stage.stage_index} is sharded by fully_shard, and runtime='schedir' does not "
-            "support it",
+            f"stage {stage.stage_index} has tensor-parallel weights under fully_shard, and "
+            "runtime='schedir' does not support them",
             hint="runtime='torch'",
             fields=["runtime"],
         )

@@ -23,6 +23,7 @@ from schedir.torch_pipelining.executor_factory import (
     collect_shapes,
     make_executor,
 )
+from schedir.torch_pipelining.fsdp_stages import unshard_stages
 from schedir.torch_pipelining.output_checks import PendingOutputs
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 
@@ -65,9 +66,7 @@ class ExecutorRuntime:
         self.programs = {False: forward_program, program.has_backward: program}
         self.loss_fn = loss_fn
         self.divisor = program.shape.microbatches if scale_grads else 1
-        self.sets_gradients_aside = (
-            self.divisor > 1 or bool(program.tied_weights) or program.shape.placement_rows > 1
-        )
+        self.sets_gradients_aside = self.divisor > 1 or bool(program.tied_weights)
         self.has_first_stage = any(stage.is_first for stage in stages)
         self.last_stage = next((stage for stage in stages if stage.is_last), None)
         self.executors: dict[tuple[ExecutorRequirements, ...], CachedExecutor] = {}
@@ -112,28 +111,32 @@ class ExecutorRuntime:
             ExecutionError: Another rank failed.
         """
         trains = bool(self.stages[0].has_backward)
-        program = self.programs[trains]
-        n = program.shape.microbatches
+        n = self.programs[trains].shape.microbatches
         wrong = self._describe_bad_arguments(n, arg_mbs, kwarg_mbs, target_mbs, losses, trains)
         inputs = [*(arg_mbs or [()] * n)] if self.has_first_stage and not wrong else []
-        before = self.current
-        now = self.current = self._get_executor(trains, inputs, kwarg_mbs or [{}] * n, wrong)
-        self.pending_outputs = PendingOutputs(by_value=now is not before)
-        self.loss_kwargs = loss_kwargs or {}
-        self.keeps_outputs = return_outputs
-        self.computes_losses = self.loss_fn is not None and target_mbs is not None
-        self.outputs, self.losses = [None] * n, [None] * n
-        targets: Any = [*enumerate(target_mbs or [None] * n)] if self.last_stage is not None else []
+        now: CachedExecutor | None = None
         try:
             with ExitStack() as stack:
                 if trains and self.sets_gradients_aside:
                     stack.enter_context(gradients.set_gradients_aside(self.stages))
-                now.executor.step(inputs, targets, keywords=kwarg_mbs or ())
-                self.pending_outputs.finish()
+                with unshard_stages(self.stages, trains=trains):
+                    before = self.current
+                    now = self._get_executor(trains, inputs, kwarg_mbs or [{}] * n, wrong)
+                    self.current = now
+                    self.pending_outputs = PendingOutputs(by_value=now is not before)
+                    self.loss_kwargs = loss_kwargs or {}
+                    self.keeps_outputs = return_outputs
+                    self.computes_losses = self.loss_fn is not None and target_mbs is not None
+                    self.outputs, self.losses = [None] * n, [None] * n
+                    all_targets = enumerate(target_mbs or [None] * n)
+                    targets: Any = [*all_targets] if self.last_stage is not None else []
+                    now.executor.step(inputs, targets, keywords=kwarg_mbs or ())
+                    self.pending_outputs.finish()
                 if trains:
-                    self._reduce_gradients(program)
+                    self._reduce_gradients()
         except BaseException:
-            self._drop_executors(now)
+            if now is not None:
+                self._drop_executors(now)
             raise
         if self.last_stage is not None and return_outputs:
             self.last_stage.output_chunks.extend(self.outputs)
@@ -172,12 +175,8 @@ class ExecutorRuntime:
             return "target is missing: loss_fn needs it"
         return ""
 
-    def _reduce_gradients(self, program: Program) -> None:
+    def _reduce_gradients(self) -> None:
         """Reduce and scale the gradients of a step, as torch's runtime does at REDUCE_GRAD."""
-        # With stage replicas, gradients are in buffers of the executor. The next step fills them.
-        if program.shape.placement_rows > 1:
-            for p in gradients.list_parameters(self.stages):
-                p.grad = None if p.grad is None else p.grad.clone()
         for stage in self.stages:
             if isinstance(stage.submod, Replicated):
                 gradients.average_over_replicas(stage.submod)

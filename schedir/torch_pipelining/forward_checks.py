@@ -5,6 +5,7 @@ A check after each forward decides whether torch's split backward of it would be
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +21,11 @@ from schedir.runtime.autograd.module_buffers import make_buffer_restorer
 from schedir.runtime.autograd.module_state import preserve_module_state
 from schedir.torch_pipelining import backward_split
 from schedir.torch_pipelining.fsdp_stages import accumulate_gradients
-from schedir.torch_pipelining.hook_detection import has_parameter_hooks, hook_count
+from schedir.torch_pipelining.hook_detection import (
+    checkpoint_count,
+    has_parameter_hooks,
+    hook_count,
+)
 from schedir.torch_pipelining.output_checks import PendingOutputs
 from schedir.torch_pipelining.stages import require_declared_output
 
@@ -74,7 +79,9 @@ class CheckedRuntime(MicrobatchLossRuntime):
     _full_stages: set[int]  # stages that run full backwards for all microbatches
     _full_microbatches: set[tuple[int, int]]  # stages and microbatches with a full backward
     _pending_outputs: PendingOutputs
-    _hook_count_before: int  # `hook_count()` before the current forward
+    # `hook_count()` and `checkpoint_count()` before the current forward.
+    _counts_before: tuple[int, int]
+    _has_warned_of_checkpoints = False
 
     def _claim_stages(self) -> None:
         """Make torch infer shapes again if another schedule has run these stages since."""
@@ -122,19 +129,36 @@ class CheckedRuntime(MicrobatchLossRuntime):
         step receives into new tensor objects, which have no hooks of the last step.
         """
         given, named = tree_map_only(Tensor, torch.clone, (given, named))
+        checkpoints_before = checkpoint_count()
         with ExitStack() as stack:
             if not self._stages_forward_initialized or (
                 self._has_backward != self._stages_backward_initialized
             ):
                 for stage in self._stages:
                     stack.enter_context(_restore_state(stage.submod))
+                    run = backward_split.compute_input_gradients
+                    stack.enter_context(_replace_method(stage, "_compute_input_grads", run))
             super()._initialize_stages(*given, **named)
+        self._warn_of_checkpoints(checkpoints_before)
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
                 for info in infos:
                     # An argument of the first stage has no buffer.
                     if getattr(info, "buffer", None) is not None:
                         info.buffer = info.buffer.detach().contiguous()
+
+    def _warn_of_checkpoints(self, count_before: int) -> None:
+        """Warn once that I runs full backwards if forwards since a count had checkpoints."""
+        split = [stage.stage_index for stage in self._stages if self._can_split_backward(stage)]
+        if self._has_warned_of_checkpoints or not split or checkpoint_count() == count_before:
+            return
+        self._has_warned_of_checkpoints = True
+        warnings.warn(
+            f"stages {split} have activation checkpoints, which torch's split backward would "
+            "recompute several times: I runs their full backward, and W does nothing; "
+            "runtime='schedir' splits them",
+            stacklevel=2,
+        )
 
     # ------------------------------------------------------------ a forward
 
@@ -143,14 +167,14 @@ class CheckedRuntime(MicrobatchLossRuntime):
     ) -> Any:
         """Run a forward of a stage, and check its inputs first."""
         self._pending_outputs.require_unwritten((stage.stage_index - 1, mb))
-        self._hook_count_before = hook_count()
+        self._counts_before = hook_count(), checkpoint_count()
         output = run(mb, *args, **kwargs)
         self._pending_outputs.note_read(stage.stage_index - 1, mb)
         return output
 
     def _on_forward_end(self, stage: Any, output: Any, mb_index: int) -> None:
         """Decide from the forward of a stage, and its loss, whether its backward may be split."""
-        s, has_hooks = stage.stage_index, hook_count() != self._hook_count_before
+        s, has_hooks = stage.stage_index, self._counts_before != (hook_count(), checkpoint_count())
         outputs, inputs = stage.fwd_cache[mb_index]
         sent = not stage.is_last and s + 1 not in {each.stage_index for each in self._stages}
         if not stage.is_last:
@@ -161,6 +185,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
             stage.fwd_cache[mb_index] = outputs, inputs
         if not self._can_split_backward(stage):
             return
+        self._warn_of_checkpoints(self._counts_before[1])
         if stage.is_last:
             ends = (backward_split.make_detachable(self._losses_by_mb[mb_index]),)
             self._losses_by_mb[mb_index] = ends[0]

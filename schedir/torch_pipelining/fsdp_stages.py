@@ -2,11 +2,15 @@
 
 torch's runtime gathers the parameters of a stage at UNSHARD, and frees them at RESHARD. Actions
 that compute with them must be in between. `insert_unshards` adds both actions to a rank's list.
+
+schedir's executor runs all its instructions between one unshard and one reduction of each stage, as
+`unshard_stages` makes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from torch.distributed.fsdp import FSDPModule
@@ -123,12 +127,62 @@ def accumulate_gradients(module: Any) -> None:
     Args:
         module: The module of a stage. Nothing happens if `fully_shard` was not applied to it.
     """
-    if not isinstance(module, FSDPModule):
-        return
-    parts: Iterator[Any] = module.modules()  # type: ignore[attr-defined]
-    states = [part._get_fsdp_state() for part in parts if isinstance(part, FSDPModule)]
-    groups = [group for state in states for group in state._fsdp_param_groups]
-    for parameter in (p for group in groups for p in group.fsdp_params):
+    for parameter in (p for group in list_parameter_groups(module) for p in group.fsdp_params):
         if hasattr(parameter, "_unsharded_param"):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
+
+
+def list_parameter_groups(module: Any) -> list[Any]:
+    """Return FSDP's groups of parameters in the module of a stage.
+
+    Args:
+        module: The module. The list is empty if `fully_shard` was not applied to it.
+    """
+    if not isinstance(module, FSDPModule):
+        return []
+    parts: Iterator[Any] = module.modules()  # type: ignore[attr-defined]
+    # Several modules may have one state, as after `fully_shard([norm, head])`.
+    states = dict.fromkeys(part._get_fsdp_state() for part in parts if isinstance(part, FSDPModule))
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+@contextmanager
+def unshard_stages(stages: Sequence[Any], *, trains: bool) -> Iterator[None]:
+    """In this context, stages under `fully_shard` have all their parameters, as plain modules have.
+
+    FSDP neither reshards nor reduces within the context. Gradients add up in `reduce_dtype`. At the
+    end they are reduced once, and the stages are sharded again.
+
+    Args:
+        stages: The stages of this rank.
+        trains: True if the context computes gradients.
+    """
+    sharded = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]
+    groups = [group for stage in sharded for group in list_parameter_groups(stage.submod)]
+    for group in groups:
+        group.lazy_init()
+        group.unshard()
+        group.wait_for_unshard()
+        group.reshard = group.post_backward = _do_nothing
+        for p in group.fsdp_params:
+            if p.reduce_dtype is not None:
+                p.unsharded_param.grad_dtype = p.reduce_dtype
+    is_complete = False
+    try:
+        yield
+        is_complete = True
+    finally:
+        for group in groups:
+            del group.reshard, group.post_backward
+        if is_complete and trains:
+            for stage in sharded:
+                stage.perform_reduce_grad(1)
+        for group in groups:
+            for p in group.fsdp_params:
+                p.unsharded_param.grad = None
+            group._to_sharded()
+
+
+def _do_nothing(*_: Any) -> None:
+    """Take the place of a method of FSDP."""

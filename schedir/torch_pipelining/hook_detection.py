@@ -1,9 +1,12 @@
-"""Find hooks that torch's split backward calls too often, or never.
+"""Find hooks that torch's split backward calls too often or never, and activation checkpoints.
 
 The first half of a split backward runs the autograd nodes where weights and inputs join, and the
 second half starts at these nodes. So both halves call a hook on the outputs of these nodes, and a
 hook that changes a gradient changes it twice. A hook on a parameter receives the gradient of one
 group of weights at a time. Post-accumulate-grad hooks are never called.
+
+Each group of weights would also recompute the activations of a checkpoint. A selective checkpoint
+refuses a second backward.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+import torch.utils.checkpoint as checkpoints
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -23,7 +27,7 @@ from schedir.runtime.autograd.node_hook_detection import (
 
 
 class _Counter:
-    """Counts retained gradients and the hooks of FSDP.
+    """Counts retained gradients, the hooks of FSDP, and forwards of activation checkpoints.
 
     `count_registrations` does not count retained gradients. It counts the hooks of FSDP, which
     `hook_count` subtracts.
@@ -31,14 +35,15 @@ class _Counter:
 
     fsdp_hooks = 0
     retained_gradients = 0
+    checkpoints = 0
     is_installed = False
 
 
 def install_hook_counters() -> None:
-    """Wrap `Tensor.register_hook` and `Tensor.retain_grad` to count calls for `hook_count`.
+    """Wrap methods of torch to count their calls for `hook_count` and `checkpoint_count`.
 
-    torch has no list of retained gradients, and only `register_hook` shows which hooks are those of
-    `fully_shard`. The methods are wrapped once in the process, for all tensors.
+    torch has no list of retained gradients or of checkpoints, and only `register_hook` shows which
+    hooks are those of `fully_shard`. The methods are wrapped once in the process.
     """
     if _Counter.is_installed:
         return
@@ -59,6 +64,29 @@ def install_hook_counters() -> None:
 
     Tensor.register_hook = counted_register_hook  # type: ignore[method-assign]
     Tensor.retain_grad = counted_retain_grad  # type: ignore[assignment, method-assign]
+    # The first is the context of a checkpointed forward, and the second a reentrant one.
+    for owner, name in ((checkpoints._checkpoint_hook, "__init__"), (_Reentrant, "forward")):
+        setattr(owner, name, _count_checkpoints(vars(owner)[name]))
+
+
+_Reentrant: Any = checkpoints.CheckpointFunction
+
+
+def _count_checkpoints(method: Any) -> Any:
+    """Return a method, static or not, that counts its calls in `_Counter.checkpoints`."""
+    run = getattr(method, "__func__", method)
+
+    @wraps(run)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _Counter.checkpoints += 1
+        return run(*args, **kwargs)
+
+    return staticmethod(counted) if isinstance(method, staticmethod) else counted
+
+
+def checkpoint_count() -> int:
+    """Return a number that grows with each forward of an activation checkpoint of torch."""
+    return _Counter.checkpoints
 
 
 def hook_count() -> int:

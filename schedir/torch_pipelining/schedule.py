@@ -226,7 +226,7 @@ class Schedule(CheckedRuntime):
     def with_options(cls, **options: Any) -> type[Schedule]:
         """Return a subclass with these keywords as defaults, for code that takes a schedule class.
 
-        For torchtitan, pass `Schedule.with_options(schedule="zb_v")`.
+        For torchtitan, see `patch_torchtitan`.
 
         Args:
             **options: Keywords of `Schedule`.

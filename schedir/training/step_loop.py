@@ -22,6 +22,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
 from schedir.runtime.recording.nan_origin import StepResidue, find_origin, make_nonfinite_error
+from schedir.runtime.services.loss_gradients import LossGradients
 from schedir.training.batches.prefetch import TrainingBatch
 from schedir.transports.gloo import ProcessTransport
 
@@ -197,7 +198,7 @@ class StepLoop:
             self.executor.grad_norm,
             self.executor.finite_updates.logical_not().sum(),
             self.zero if scale is None else scale.value,
-            self.zero if scale is None else torch.as_tensor(self.executor.state.grad_scale),
+            self.zero if scale is None else torch.as_tensor(self._read_grad_scale()),
         ]
         stacked = torch.stack([number.double() for number in numbers])
         return (
@@ -214,13 +215,16 @@ class StepLoop:
         """
         fails = self.executor.finite_updates.logical_not().any()
         if self.loss_scale is not None:
-            is_scale_minimal = torch.as_tensor(self.executor.state.grad_scale) >= 1.0
+            is_scale_minimal = torch.as_tensor(self._read_grad_scale()) >= 1.0
             fails &= (
                 is_scale_minimal
                 if total is None
                 else is_scale_minimal | total.isfinite().logical_not()
             )
         return self.zero.float().masked_fill(fails, math.nan)
+
+    def _read_grad_scale(self) -> float | Tensor:
+        return self.executor.state.service(LossGradients).grad_scale
 
     def _should_stop(self, numbers: _StepNumbers) -> bool:
         """Return whether a step that is not finite ends the run, the same on all processes."""

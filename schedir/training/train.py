@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from schedir.data.token_files import find_files
 from schedir.errors import ExecutionError, NonFiniteError, SchedirError, UsageError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.io.black_box import ProcessPhase
@@ -73,8 +74,16 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
     config = read_config(path, overrides)
     program = build_program(config)
     check_memory(config, config.world_size)
+    _require_data_files(config)  # before results of an earlier run, which have another remedy
     with interrupt_on_signals(), claim_directories(config):
         return _train_or_launch(path, overrides, config, program)
+
+
+def _require_data_files(config: Config) -> None:
+    """Raise UsageError if no file matches the data of a configuration."""
+    for source in (config.data.source, config.data.validation):
+        if isinstance(source, str | tuple):
+            find_files(source)
 
 
 def _train_or_launch(path: str, overrides: Sequence[str], config: Config, program: Program) -> int:

@@ -103,29 +103,55 @@ def run_processes(
                 child_pipe.close()  # else the pipe stays open when the child dies
                 pipes.append(pipe)
                 processes.append(process)
-            reports = _collect_reports(pipes, time.monotonic() + timeout, grace_seconds)
+            return collect_results(pipes, processes, folder, timeout, grace_seconds)
         finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
-        silent = sorted(set(range(world_size)) - reports.keys())
-        hung = () if any(r.traceback for r in reports.values()) else tuple(silent)
-        for rank, report in reports.items():
-            if report.traceback == DIED_MESSAGE:
-                code = processes[rank].exitcode
-                reports[rank] = report._replace(traceback=f"{DIED_MESSAGE}, with exit code {code}")
-        for rank in silent:
-            stack = (
-                _stack_path(folder, rank).read_text() if _stack_path(folder, rank).exists() else ""
-            )
-            tb = stack or f"was killed {grace_seconds:g} s after the first failure"
-            reports[rank] = _Report(time.monotonic(), traceback=tb)
+            end_processes(processes)
+
+
+def collect_results(
+    pipes: list[Connection], processes: list[Any], directory: str, timeout: float, grace: float
+) -> list[Any]:
+    """Return the results of processes that run `call_in_group`, and end the processes if one fails.
+
+    Args:
+        pipes: The pipe of each rank.
+        processes: The process of each rank.
+        directory: The directory of this call, which contains the stacks of hung ranks.
+        timeout: As for `run_processes`.
+        grace: The argument `grace_seconds` of `run_processes`.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        RankError: A rank failed, died or hung.
+    """
+    reports = _collect_reports(pipes, time.monotonic() + timeout, grace)
+    silent = sorted(set(range(len(pipes))) - reports.keys())
+    if not silent and not any(report.traceback for report in reports.values()):
+        return [reports[rank].result for rank in range(len(pipes))]
+    end_processes(processes)
+    hung = () if any(r.traceback for r in reports.values()) else tuple(silent)
+    for rank, report in reports.items():
+        if report.traceback == DIED_MESSAGE:
+            code = processes[rank].exitcode
+            reports[rank] = report._replace(traceback=f"{DIED_MESSAGE}, with exit code {code}")
+    for rank in silent:
+        path = _stack_path(directory, rank)
+        stack = path.read_text() if path.exists() else ""
+        tb = stack or f"was killed {grace:g} s after the first failure"
+        reports[rank] = _Report(time.monotonic(), traceback=tb)
     failed = {rank: r for rank, r in reports.items() if r.traceback}
-    if failed:
-        first = sorted(failed, key=lambda rank: failed[rank].timestamp)
-        raise RankError({rank: failed[rank].traceback for rank in first}, hung)
-    return [reports[rank].result for rank in range(world_size)]
+    first = sorted(failed, key=lambda rank: failed[rank].timestamp)
+    raise RankError({rank: failed[rank].traceback for rank in first}, hung)
+
+
+def end_processes(processes: list[Any]) -> None:
+    """Kill processes, and wait for their end."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
 
 
 def _collect_reports(
@@ -156,11 +182,32 @@ def _run_child(
     rank: int, world_size: int, directory: str, timeout: float, pipe: Connection, pickled_call: Any
 ) -> None:
     """Run the function of `run_processes` in a child process, and send its report."""
+    set_up_child()
+    call_in_group(rank, world_size, directory, timeout, pipe, pickled_call)
+
+
+def set_up_child() -> None:
+    """Give a child process one thread of torch, and let it end with its parent."""
     torch.set_num_threads(1)
     Thread(target=_end_with_parent, name="parent", daemon=True).start()
     # Objects of the parent are not collected in a fork. The destructor of a process group would
     # wait for threads that exist only in the parent.
     gc.freeze()
+
+
+def call_in_group(
+    rank: int, world_size: int, directory: str, timeout: float, pipe: Connection, pickled_call: Any
+) -> None:
+    """Call a function as one rank of a new Gloo process group, and send the report of the call.
+
+    Args:
+        rank: The rank.
+        world_size: The number of ranks.
+        directory: An empty directory that only the ranks of this call share.
+        timeout: As for `run_processes`.
+        pipe: The pipe for the report.
+        pickled_call: The function and its arguments, as a tuple or its pickle.
+    """
     with _stack_path(directory, rank).open("w") as stack:
         # A little before the parent's limit, so that the stacks are written when it reads them.
         faulthandler.dump_traceback_later(max(timeout - 1, timeout / 2), file=stack)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cpu.training import CONFIG, end_all
+from tests.cpu.training import end_all, write_config
 
 # Bits are compared between processes: each has the same one thread.
 torch.set_num_threads(1)
@@ -12,11 +12,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 40)
-    path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(text=text))
-    return str(path)
+    return str(write_config(tmp_path))
 
 
 @pytest.fixture(autouse=True)
@@ -27,15 +23,13 @@ def _ended() -> Iterator[None]:
 
 # Files that take the longest, in seconds of a core or of waiting, the longest first.
 LONG = (
-    "test_benchmarks", "test_train_ends", "test_resume", "test_deaths", "test_gpu_tests",
-    "test_checkpoints",
-    "test_nccl_like", "test_train", "test_zero", "test_warmup", "test_train_zero", "test_ends",
-    "test_train_memory", "test_faults", "test_torch_huggingface", "test_own_model",
-    "test_processes", "test_per_microbatch", "test_results", "test_finite", "test_offload_trains",
-    "test_meeting", "test_slots", "test_ahead", "test_measure", "test_tutorial", "test_edges",
+    "test_gpu_tests", "test_ends", "test_checkpoints", "test_nccl_like", "test_resume", "test_zero",
+    "test_faults", "test_warmup", "test_torch_huggingface", "test_tutorial", "test_own_model",
+    "test_per_microbatch", "test_finite", "test_train", "test_train_zero", "test_benchmarks",
+    "test_meeting", "test_slots", "test_ahead", "test_measure", "test_edges", "test_train_ends",
     "test_readers", "test_new_row_runs", "test_torch_page", "test_recompute_bytes", "test_kills",
-    "test_saver", "test_programs", "test_models", "test_gpt2", "test_torch_own", "test_skips",
-    "test_random", "test_corpus",
+    "test_saver", "test_programs", "test_models", "test_results", "test_hangs", "test_gpu_run",
+    "test_gpt2", "test_torch_own", "test_skips", "test_random", "test_corpus",
 )  # fmt: skip
 
 

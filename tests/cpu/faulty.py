@@ -86,7 +86,7 @@ def at_instruction(k: int, step: int, when: str, fails: Callable[[], object]) ->
 
     def linked(state: State) -> list[Call]:
         calls: list[Call] = link(state)
-        if not state.program_number:
+        if state.program is state.resources.program:
             calls[k] = Call(None, _failing(calls[k], state))
         return calls
 

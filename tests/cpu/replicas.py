@@ -143,7 +143,7 @@ class Spied(GlooTransport):
         self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         if group == "dp":
-            i = self.executor.state.stream[self.executor.position]
+            i = self.executor.state.stream[self.executor.runner.position]
             LOG.append(f"{'bucket' if i.op in GRAD_ADDING_OPS else 'late'} {output_tensor.numel()}")
             assert i.op in GRAD_ADDING_OPS or i.op is Opcode.ReduceGrads
         return super().start_collective(kind, group, output_tensor, input_tensor)

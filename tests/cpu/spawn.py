@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
-from collections.abc import Callable
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from types import FunctionType
 from typing import Any
 
-from schedir.transports.local_processes import GRACE_SECONDS, RankError
+import torch
+
+from schedir.transports.local_processes import (
+    GRACE_SECONDS,
+    RankError,
+    call_in_group,
+    collect_results,
+    end_processes,
+    set_up_child,
+)
 from schedir.transports.local_processes import run_processes as run_in
 
-__all__ = ["CONTEXT", "RankError", "run"]
+__all__ = ["CONTEXT", "RankError", "run", "run_fresh"]
 
 # The children fork from a server that has torch loaded and no threads yet: as quick as fork,
 # as safe as spawn. pytest is there because each child imports the parent's main module, and
@@ -24,6 +42,17 @@ CONTEXT.set_forkserver_preload(
 gc.freeze()  # this is the last: no child looks through what the server has loaded for garbage
 
 
+def run_fresh(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    limit: float = 240,
+    grace: float = GRACE_SECONDS,
+) -> list[Any]:
+    """Return the results of `fn(rank, *args)` in new processes, for what they may not survive."""
+    return run_in(fn, world_size, *args, context=CONTEXT, timeout=limit, grace_seconds=grace)
+
+
 def run(
     fn: Callable[..., Any],
     world_size: int,
@@ -31,5 +60,129 @@ def run(
     limit: float = 240,
     grace: float = GRACE_SECONDS,
 ) -> list[Any]:
-    """`fn(rank, *args)` on each of `world_size` processes, as `local_processes.run`."""
-    return run_in(fn, world_size, *args, context=CONTEXT, timeout=limit, grace_seconds=grace)
+    """Return the results of `fn(rank, *args)` in processes that stay alive for the next call.
+
+    Each call has a new process group and the same seed. The processes end if a call fails, or if
+    it leaves a change that the next call would see (`_Globals`).
+    """
+    return _WORLD.run((fn, args), world_size, limit, grace)
+
+
+class _World:
+    """Processes that run one function after the other."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def run(self, call: Any, world_size: int, limit: float, grace: float) -> list[Any]:
+        pickled = pickle.dumps(call)
+        while len(self.processes) < world_size:
+            self._start()
+        pipes, processes = self.pipes[:world_size], self.processes[:world_size]
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in pipes:
+                pipe.send((world_size, folder, limit, pickled))
+            try:
+                results = collect_results(pipes, processes, folder, limit, grace)
+                changes = [change for pipe in pipes for change in _read_changes(pipe, limit)]
+            except BaseException:
+                self.end()
+                raise
+        if changes:
+            self.end()
+        return results
+
+    def _start(self) -> None:
+        pipe, child_pipe = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_serve, args=(len(self.processes), child_pipe))
+        process.start()
+        child_pipe.close()  # else the pipe stays open when the child dies
+        self.processes.append(process)
+        self.pipes.append(pipe)
+
+    def end(self) -> None:
+        end_processes(self.processes)
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+
+_WORLD = _World()
+# This runs before multiprocessing waits for the end of all children.
+atexit.register(_WORLD.end)
+
+
+def _read_changes(pipe: Connection, limit: float) -> list[str]:
+    try:
+        changes: list[str] = pipe.recv() if pipe.poll(limit) else ["hung"]
+    except EOFError:
+        return ["died"]
+    return changes
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    set_up_child()
+    before, seed = _Globals(), torch.initial_seed()
+    while True:
+        torch.manual_seed(seed)
+        world_size, folder, limit, pickled = pipe.recv()
+        call_in_group(rank, world_size, folder, limit, pipe, pickled)
+        pipe.send(before.find_changes())
+        gc.collect()
+
+
+class _Globals:
+    """The state of a process that a function could change for the next one.
+
+    It contains the functions, classes and constants of modules, which tests replace.
+    """
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.names: dict[str, Any] = {}
+        self.state = _read_state()
+        self._add_modules()
+
+    def find_changes(self) -> list[str]:
+        """Return the names that have another value than before the call."""
+        now = _read_state()
+        changes = [name for name, value in self.state.items() if now[name] != value]
+        for module in self.modules:
+            changes += [k for k, v in _read_names(module) if self.names.get(k) is not v]
+        self._add_modules()
+        return changes
+
+    def _add_modules(self) -> None:
+        """Read the names of the modules that were loaded since the last call."""
+        for name in {*sys.modules} - self.modules:
+            if name.startswith(("schedir.", "torch.distributed")) or name == "torch":
+                self.modules.add(name)
+                self.names |= _read_names(name)
+
+
+def _read_names(module: str) -> Iterator[tuple[str, Any]]:
+    """Return the functions, classes and constants of a module, and the functions of its classes."""
+    for name, value in [*vars(sys.modules[module]).items()]:
+        if issubclass(type(value), _KINDS) or name.isupper():
+            yield f"{module}.{name}", value
+        if type(value) is type and value.__module__ == module:
+            for own, inner in [*vars(value).items()]:
+                if issubclass(type(inner), _KINDS):
+                    yield f"{module}.{name}.{own}", inner
+
+
+_KINDS = (FunctionType, type, classmethod, staticmethod, property)
+
+
+def _read_state() -> dict[str, Any]:
+    return {
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": [*sys.path],
+        "signals": {each: signal.getsignal(each) for each in signal.valid_signals()},
+        "threads": {thread.name for thread in threading.enumerate()},
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads of torch": torch.get_num_threads(),
+    }

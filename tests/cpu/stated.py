@@ -17,6 +17,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import (
     dualpipe,
     dualpipe_v,
@@ -86,13 +87,15 @@ def left(world: InProcessExecutor) -> list[Tensor]:
     """Each rank's parameters, with what its optimizer keeps of each, and the loss scale."""
     found: list[Any] = []
     for rank in world.executors:
-        optimizer: Any = rank.state.optimizer
+        optimizer: Any = rank.resources.optimizer
         inner = getattr(optimizer, "inner", optimizer)
         for group in inner.param_groups:
             for p in group["params"]:
                 found += [p, *inner.state[p].values()]
         found += [p for stage in rank.stages.values() for p in stage.module.parameters()]
-        found += [] if rank.state.loss_scale is None else [rank.state.loss_scale.value]
+        found += (
+            [] if rank.state.options.loss_scale is None else [rank.state.options.loss_scale.value]
+        )
     return [t.detach().clone() for t in found if isinstance(t, Tensor)]
 
 
@@ -116,13 +119,15 @@ def both(
 
 
 def optimizer_of(rank: Executor) -> Any:
-    return rank.state.optimizer
+    return rank.resources.optimizer
 
 
 def poison_weights(ranks: InProcessExecutor) -> None:
     """Fill the weights of a stage with NaN on the device while the host updates them."""
+    if ranks.program.optimizer_placement != "cpu_step":
+        return
     for rank in ranks.executors:
-        states = rank.state.resources.host_optimizer_state
+        states = rank.state.service(OptimizerPlacement).optimizer_state
         if isinstance(states, CpuOptimizer):
             vars(states)["begin_step"] = partial(_begin_poisoned, states, states.begin_step)
 

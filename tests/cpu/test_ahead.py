@@ -30,6 +30,7 @@ from schedir.runtime.parameters.mixed_precision import (
     MainOptimizer,
     use_float32_gradients,
 )
+from schedir.runtime.parameters.optimistic_step import OptimisticStep
 from schedir.testing import random_compute_program, shapes
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport, can_share_memory
@@ -77,9 +78,9 @@ def gpts(
 def repeated(ranks: InProcessExecutor) -> int:
     """How many steps were run again, on every rank."""
     (number,) = {
-        rank.state.optimistic_step.repeated_steps
+        rank.state.service(OptimisticStep).repeated_steps
         for rank in ranks.executors
-        if rank.state.optimistic_step
+        if rank.program.norm_check == "after_step"
     }
     return number
 
@@ -236,7 +237,7 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
         assert torch.equal(step(right, x, y), step(ahead, x, y))
         for ranks in (right, ahead):
             for rank in ranks.executors:
-                group = rank.state.optimizer.param_groups[0]  # type: ignore[union-attr]
+                group = rank.resources.optimizer.param_groups[0]  # type: ignore[union-attr]
                 if isinstance(group["lr"], Tensor):
                     group["lr"].mul_(0.9)
                 else:
@@ -274,7 +275,10 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
         assert torch.equal(right.step(*given), ahead.step(*given))
     ahead.validate_last_update()
     assert same(right, ahead)
-    values = [[float(rank.state.loss_scale.value) for rank in w.executors] for w in (right, ahead)]  # type: ignore[union-attr]
+    values = [
+        [float(rank.state.options.loss_scale.value) for rank in w.executors]  # type: ignore[union-attr]
+        for w in (right, ahead)
+    ]
     assert values[0] == values[1] != [2.0**24] * 3
 
 
@@ -305,9 +309,9 @@ def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
             losses.append(0.0 if loss is None else float(loss))
         norm = float(executor.grad_norm)
         executor.validate_last_update()
-        again = (
-            executor.state.optimistic_step.repeated_steps if executor.state.optimistic_step else 0
-        )
+        again = 0
+        if executor.program.norm_check == "after_step":
+            again = executor.state.service(OptimisticStep).repeated_steps
         found.append((losses, norm, [p.tolist() for p in ps], again))
     (*one, _), (*other, again) = found
     return one == other, again

@@ -75,7 +75,7 @@ def test_an_update_is_made_again_whatever_has_become_of_the_gradients() -> None:
     for each in (right, ranks):
         each.step(X, X)
         for rank in each.executors if each is ranks else ():
-            rank.state.optimizer.zero_grad()  # type: ignore[union-attr]
+            rank.resources.optimizer.zero_grad()  # type: ignore[union-attr]
         each.validate_last_update()
     assert same(right, ranks)
 
@@ -121,7 +121,7 @@ def _looks(
         ranks = one(**how)
         ranks.step(X, X)
         stage = ranks.executors[0].stages[0].module
-        return what(ranks, stage, ranks.executors[0].state.optimizer)
+        return what(ranks, stage, ranks.executors[0].resources.optimizer)
 
     return look
 
@@ -149,7 +149,7 @@ def _write(what: str) -> Callable[[InProcessExecutor, nn.Module, Any], object]:
         elif what == "cleared":
             optimizer.state.clear()
         elif what == "scale":
-            ranks.executors[0].state.loss_scale.value.fill_(4.0)  # type: ignore[union-attr]
+            ranks.executors[0].state.options.loss_scale.value.fill_(4.0)  # type: ignore[union-attr]
         else:
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         return ranks.step(X, X)
@@ -259,7 +259,7 @@ def test_settled_weights_may_be_looked_at_and_written_to() -> None:
         parts.validate_last_update()
         parts.validate_last_update()  # nothing is left
         for rank in parts.executors:
-            module, optimizer = rank.stages[rank.rank].module, rank.state.optimizer
+            module, optimizer = rank.stages[rank.rank].module, rank.resources.optimizer
             weights = {name: p.clone() for name, p in module.state_dict().items()}
             state = optimizer.state_dict()  # type: ignore[union-attr]
             module(X[0])

@@ -23,8 +23,8 @@ from schedir import Costs, PipelineShape, compile, simulate
 from schedir.ir.cost.sizes import Sizes
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.program_runner import ProgramRunner
 from schedir.schedules import one_f_one_b
 from schedir.testing import tiny_model
 from tests.cpu.virtual_gpu import Stream, copies, install
@@ -200,13 +200,13 @@ def test_figures_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("reset_peak_memory_stats", "set_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, name, lambda *given: None)
     config = gpt.GPTConfig(256, 4, 32, 2, 8, tied=False)
-    call = Executor.run_instruction
+    call = ProgramRunner.run_instruction
 
-    def slow(executor: Executor, k: int) -> None:
+    def slow(runner: ProgramRunner, k: int) -> None:
         gpu.work(1e-3)
-        call(executor, k)
+        call(runner, k)
 
-    monkeypatch.setattr(Executor, "run_instruction", slow)
+    monkeypatch.setattr(ProgramRunner, "run_instruction", slow)
     found = {figure.name.strip(): figure.value for figure in of_a_gpt(config, 4, 2)}
     assert list(found)[-4:] == [
         "host waits in a step", "device asked for memory, in all steps",

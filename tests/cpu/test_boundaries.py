@@ -23,6 +23,7 @@ from schedir.runtime.boundaries.size_measurement import infer_boundaries, measur
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
+from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.schedules import (
     chimera,
     forward_only,
@@ -206,7 +207,10 @@ def test_of_each_edge_its_own_shapes_are_counted() -> None:
         compile(gpipe, PipelineShape(3, 2)), stages, loss=loss, boundary=edges
     )
     received = [
-        {(kind.name, b.nbytes) for (kind, _), b in rank.state.receive_buffers.items()}
+        {
+            (kind.name, b.nbytes)
+            for (kind, _), b in rank.state.service(MessageBuffers).received.items()
+        }
         for rank in world.executors
     ]
     assert received == [{("GRAD_IN", 16)}, {("ACT_IN", 512), ("GRAD_IN", 6)}, {("ACT_IN", 6)}]

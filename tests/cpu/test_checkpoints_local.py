@@ -222,7 +222,7 @@ def test_a_scale_and_what_is_extra_go_on(tmp_path: Path) -> None:
     save(one, tmp_path, step=3, extra_state={"cursor": [1, 2], "text": "a"})
     assert load(two, tmp_path) == {"step": 3, "extra": {"cursor": [1, 2], "text": "a"}}
     for rank, other in zip(one.executors, two.executors, strict=True):
-        scale, found = rank.state.loss_scale, other.state.loss_scale
+        scale, found = rank.state.options.loss_scale, other.state.options.loss_scale
         assert scale is not None and found is not None
         assert float(scale.value) == float(found.value) == 16 and int(found.good_steps) == 1
         assert rank.random_streams.step == other.random_streams.step == 3
@@ -308,6 +308,17 @@ class Counts:
         self.inner.step()
 
 
+class Slashed(torch.optim.SGD):
+    """Keeps something by a name that a checkpoint would take for two."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["of/old"] = p.detach().clone()
+
+
 class Extra(nn.Linear):
     def get_extra_state(self) -> Any:
         return {"a": 1}
@@ -358,6 +369,7 @@ NOT_SAVED: dict[str, Any] = {
     "a count beside an optimizer": lambda: two(optimizer=Counts),
     "Adafactor": lambda: two(optimizer=lambda p: torch.optim.Adafactor(p)),
     "a state that is no tensor": lambda: two(linears(nn.Linear, Extra)),
+    "a state whose name would be two": lambda: two(optimizer=partial(Slashed, lr=0.1)),
     "a step that failed": _failed,
     "shown whole": lambda: _whole(two(zero=3)),
 }
@@ -378,7 +390,7 @@ def state_of(ranks: InProcessExecutor) -> list[Tensor]:
     for rank in ranks.executors:
         for stage in rank.stages.values():
             found += [t.clone() for t in (*stage.module.parameters(), *stage.module.buffers())]
-        kept: Any = getattr(rank.state.optimizer, "state", {})
+        kept: Any = getattr(rank.resources.optimizer, "state", {})
         found += [t.clone() for state in kept.values() for t in state.values()]
     return found
 
@@ -394,11 +406,14 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
     wrong: dict[str, dict[str, Any]] = {
         "one name for two": {"name_map": lambda s, n: n},
         "one name for two of a stage": {"name_map": lambda s, n: str(s)},
+        "no name": {"name_map": lambda s, n: None},
         "what JSON cannot say": {"extra_state": {"a": {1, 2}}},
+        "no mapping": {"extra_state": [1]},
     }
     for name, how in wrong.items():
         with pytest.raises(CheckpointError) as error:
             save(two(), tmp_path / name, step=1, **how)
+        assert not [*(tmp_path / name).glob("step-*")]
         texts.append(f"{name}\n{error.value}\n")
     save(two(), tmp_path, step=1)
     for name, make in NOT_READ.items():

@@ -27,6 +27,7 @@ from schedir.checkpoints.checkpoint_directory import (
 from schedir.checkpoints.checkpoint_group import CheckpointGroup
 from schedir.errors import CheckpointError, ExecutionError, ModelError, UsageError
 from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.schedules import one_f_one_b
 from tests.cpu.layouts import Layout, Model, executor_of, steps
 from tests.cpu.spawn import run
@@ -245,7 +246,7 @@ def written_by_one(rank: int, folder: Path) -> str:
     saver.schedule_save(0)
     steps(executor, 0, 1)
     if rank == 0:
-        executor.state.resources.snapshots.request({})
+        executor.state.service(SnapshotCopies).request({})
     with pytest.raises(ModelError) as caught:
         saver.write()
     saver.wait()
@@ -289,52 +290,6 @@ def test_what_is_due_and_never_written_is_said(tmp_path: Path) -> None:
     saver.write()
     saver.wait()
     assert CheckpointDirectory(tmp_path).list_steps() == [0]
-
-
-class Slashed(torch.optim.SGD):
-    """Keeps something by a name that a checkpoint would take for two."""
-
-    elementwise = True
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["of/old"] = p.detach().clone()
-
-
-MISUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no name": ({"name_map": lambda s, n: None}, r"name_map\(0, 'weight'\) is None, not a text"),
-    "no mapping": ({"extra_state": [1]}, r"extra_state must be a mapping, not \[1\]"),
-}
-
-
-@pytest.mark.parametrize("how", MISUSED)
-def test_what_a_save_cannot_take_is_said_in_words(how: str, tmp_path: Path) -> None:
-    given, fact = MISUSED[how]
-    with pytest.raises(CheckpointError, match=fact):
-        save(two(), tmp_path, step=1, **given)
-    assert not CheckpointDirectory(tmp_path).list_steps()
-
-
-def test_an_optimizer_that_keeps_what_has_no_name(tmp_path: Path) -> None:
-    ranks = two(optimizer=partial(Slashed, lr=0.1))
-    step(ranks, 0)
-    with pytest.raises(
-        CheckpointError, match=r"Slashed has the state 'of/old' of stages\.0\.weight"
-    ):
-        save(ranks, tmp_path, step=1)
-
-
-def test_a_full_disk_says_which_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(dcp_storage._DigestedFile, "write", full)
-    with pytest.raises(CheckpointError) as caught:
-        save(two(), tmp_path, step=3)
-    fact = f"cannot save step 3 to {tmp_path}: the disk is full (No space left on device): "
-    assert caught.value.fact.startswith(f"{fact}this process writes ")
-    assert caught.value.step == 3 and not CheckpointDirectory(tmp_path).list_steps()
 
 
 def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:

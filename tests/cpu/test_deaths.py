@@ -14,7 +14,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
 from tests.cases import cases
-from tests.cpu.training import TORCHRUN, arguments, finish, launched, start
+from tests.cpu.training import TORCHRUN, arguments, launched
 
 DEADLY = """\
 import os
@@ -126,7 +126,8 @@ def test_under_torchrun_a_neighbour_says_who_died(
     config: str, tmp_path: Path, transport: str
 ) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "schedir"]
-    code, _, err = finish(start([*agent, *dying(config, tmp_path, KILL, transport)]))
+    words = [*agent, *dying(config, tmp_path, KILL, transport)]
+    code, _, err = launched(words, tmp_path / "out")
     ours = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and "pair.cc" not in err
     # torchrun ends the others at once; who is told to end says who has died.

@@ -25,7 +25,9 @@ from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
+from schedir.runtime.offload.copy_lanes import CopyLanes
 from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.services.stage_weight_versions import StageWeightVersions
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
@@ -99,7 +101,7 @@ def test_a_microbatch_uses_its_version_whatever_takes_how_long(
     event(f"slow: {len(slow)} lanes")
     for k, rank in enumerate(world.executors):
         for lane in slow:  # a millisecond or so a stage
-            rank.state.resources.copy_lanes.bandwidth[lane] = 2e6
+            rank.state.resources.service(CopyLanes).bandwidth[lane] = 2e6
         if Lane.HOST in slow:  # ahead of what it does, too
             own = steps_of(world, k)
             vars(own)["step"] = partial(_late, own.step)
@@ -228,7 +230,7 @@ def _processes(rank: int) -> Any:
             optimizer=adam([p for m in stages.values() for p in m.parameters()]),
         )  # fmt: skip
         if states == "cpu_step":
-            executor.state.resources.copy_lanes.bandwidth[Lane.HOST] = 1e6
+            executor.state.resources.service(CopyLanes).bandwidth[Lane.HOST] = 1e6
         for _ in range(2):
             executor.step(*make_batch(shape.microbatches))
         found.append([*weights([*stages.values()]), executor.grad_norm.clone()])
@@ -255,7 +257,7 @@ def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
     stepped(world, 0)
     most = [0] * shape.ranks
     for r, rank in enumerate(world.executors):
-        for versions in rank.state.weight_versions.values():
+        for versions in rank.state.service(StageWeightVersions).by_stage.values():
             _counted(versions, most, r)
     stepped(world, 1)
     assert most == count_peak_versions(world.program).tolist()

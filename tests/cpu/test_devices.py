@@ -50,7 +50,7 @@ from schedir.transports.registry import (
     load_object,
 )
 from schedir.transports.shared_memory import SharedMemoryTransport
-from tests.pure.test_blocking import sends
+from tests.pure.test_blocking_hosts import sends
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -31,7 +30,7 @@ from schedir.io.black_box import (
 from schedir.training.processes.process_exit import exchange_black_boxes
 from schedir.transports.transport import describe_peer_error, is_caused_by_peer
 from tests.cpu.test_train_ends import gone
-from tests.cpu.training import LIMIT, TORCHRUN, arguments, finish, start
+from tests.cpu.training import TORCHRUN, Run, arguments, finish, start, wait_until
 
 
 def seen(process: int, *, waits: bool) -> BlackBoxSnapshot:
@@ -56,21 +55,15 @@ def test_no_process_outlives_torchrun(config: str, tmp_path: Path) -> None:
     sets = ["train.steps=1000000", "train.log_every=1", "pipeline.tp=1",
             "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]  # fmt: skip
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
-    process = start([*agent, *arguments(config, tmp_path / "out", *sets)])
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("step "):
-        assert process.poll() is None
+    run = Run([*agent, *arguments(config, tmp_path / "out", *sets)], tmp_path / "out")
+    run.wait_for("\nstep ")
     pids = [
         one[BlackBoxField.PID]
         for one in read_black_boxes(tmp_path / "out" / BLACK_BOX_DIRECTORY).values()
     ]
     assert len(pids) == 2
-    os.kill(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + LIMIT
-    while not all(map(gone, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.communicate()
+    os.kill(run.pid, signal.SIGKILL)
+    wait_until(lambda: all(map(gone, pids)))
 
 
 # A schedule's file is the user's own code.
@@ -95,27 +88,28 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def test_of_two_nodes_the_other_one_says_who_has_died(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_nodes_the_other_one_says_who_has_died(config: str, tmp_path: Path) -> None:
     """torchrun's report there, which knows the processes of its own node only, has that, too."""
     schedule = tmp_path / "mine.py"
     schedule.write_text(DIES)
-    monkeypatch.setenv("TRAINS", str(tmp_path / "out" / "loss.csv"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
     agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=it", "--rdzv-backend=c10d",
              f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "schedir"]  # fmt: skip
     command = [*agent, *arguments(config, tmp_path / "out", *sets)]
-    nodes = [start(command)]
-    while True:  # the first one has what they meet at; with it the other agent would go
+    trains = str(tmp_path / "out" / "loss.csv")
+    nodes = [Run(command, tmp_path / "first", TRAINS=trains)]
+
+    def listens() -> bool:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            break
-        assert nodes[0].poll() is None
-        time.sleep(0.05)
-    nodes.append(start(command))
-    both = [err for _, _, err in map(finish, nodes)]
+            return True
+        assert nodes[0].process.exitcode is None
+        return False
+
+    wait_until(listens)  # the first one has what they meet at; with it the other agent would go
+    nodes.append(Run(command, tmp_path / "second", TRAINS=trains))
+    both = [node.finish()[2] for node in nodes]
     said = "process 1 (pipeline rank 1) has sent no information from its machine"
     (own,) = (err for err in both if "rank      : 1 " in err)  # the node of the one that died
     (other,) = (err for err in both if err is not own)
@@ -156,10 +150,11 @@ def test_who_dies_before_it_has_begun_is_named(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("BEGUN", str(tmp_path / "out" / BLACK_BOX_DIRECTORY / "0"))
-    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    command = agent if launcher == "torchrun" else [sys.executable]
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]
-    process = start([*command, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)])
+    process = start(
+        [sys.executable, *agent, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
+    )
     code, _, err = finish(process)
     ours = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and ours[0].startswith(said), err

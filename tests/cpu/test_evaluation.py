@@ -17,7 +17,7 @@ from schedir.training.config.config_file import read_config
 from schedir.training.train import run
 from tests.cpu.training import alone, train
 
-DROPS = ["model.dropout=0.2", "pipeline.tp=1", "output.record=false"]
+DROPS = ["model.dropout=0.2", "pipeline.tp=1"]
 
 
 def evaluations(folder: Path) -> list[tuple[int, float, float, int]]:

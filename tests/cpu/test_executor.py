@@ -32,6 +32,7 @@ from schedir.runtime import make_backward_splittable
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
+from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing import random_compute_program, shapes
@@ -251,16 +252,19 @@ def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
     for r, rank in enumerate(ranks.executors):
 
         def watched(
-            index: int, r: int = r, rank: Any = rank, call: Any = rank.run_instruction
+            index: int, r: int = r, rank: Any = rank, call: Any = rank.runner.run_instruction
         ) -> None:
             call(index)
             for op in SEND_OPS:
-                held = sum(rank.state.stream[sent].op == op for sent in rank.state.pending_sends)
+                held = sum(
+                    rank.state.stream[sent].op == op
+                    for sent in rank.state.service(PendingSends).works
+                )
                 most[r, op] = max(most[r, op], held)
 
-        rank.run_instruction = watched  # type: ignore[method-assign]
+        rank.runner.run_instruction = watched  # type: ignore[method-assign]
     ranks.step(*batch(16), order_seed=1)
-    assert not any(rank.state.pending_sends for rank in ranks.executors)
+    assert not any(rank.state.service(PendingSends).works for rank in ranks.executors)
     # What the schedule holds, and one or two that are let go after the next was sent.
     assert all(held <= 4 - r + 1 for (r, _), held in most.items()) and most[0, SEND_OPS[0]] >= 3
 
@@ -373,7 +377,7 @@ def test_rows_do_not_lie() -> None:
         program = compile(schedule, PipelineShape(3, 3), tied_weights=True, recompute=recompute)
         ranks = InProcessExecutor(program, gpt_stages(3), loss=gpt.loss, boundary=BOUNDARY)
         middle = ranks.executors[1]
-        call = middle.run_instruction
+        call = middle.runner.run_instruction
 
         def watched(index: int, call: Any = call, middle: Executor = middle) -> None:
             instr = middle.state.stream[index]
@@ -399,6 +403,6 @@ def test_rows_do_not_lie() -> None:
                 assert before - after == {*row.frees} & there, instr
                 met.add(row.op)
 
-        middle.run_instruction = watched  # type: ignore[method-assign]
+        middle.runner.run_instruction = watched  # type: ignore[method-assign]
         ranks.step(*batch(3))
     assert met == {op for op in COMPUTE_OPS + TRANSFER_OPS if "Skip" not in op.name}

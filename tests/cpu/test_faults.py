@@ -2,7 +2,8 @@
 
 Processes are forked from one that has torch loaded, and find each other as under torchrun; the
 launchers themselves are tried a few times in `test_train_ends.py`.
-A fault takes seconds, mostly of waiting: every fifth is tried, and all with ALL_CASES=1.
+A fault takes seconds, mostly of waiting.  A few are tried, and all with ALL_CASES=1, as in
+`make campaign`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from schedir.io.black_box import BLACK_BOX_DIRECTORY, read_black_box
 from schedir.training import trainer
 from schedir.training.processes import process_world
 from schedir.training.train import run as train
-from tests.cases import ALL
+from tests.cases import cases
 from tests.cpu.faulty import goes_wrong
 from tests.cpu.spawn import CONTEXT
 from tests.cpu.training import LIMIT
@@ -77,7 +78,10 @@ FAULTS = [
 ]  # fmt: skip
 
 
-TRIED = FAULTS[:: 1 if ALL else 5]
+# A process that dies, stops, fails or sleeps: within a step, between steps and in set-up, on both
+# shapes and over both transports.
+SAMPLE = (0, 1, 5, 15, 20, 30)
+TRIED = cases([FAULTS[k] for k in SAMPLE], [f for k, f in enumerate(FAULTS) if k not in SAMPLE])
 
 
 @pytest.mark.parametrize(

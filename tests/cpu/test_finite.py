@@ -112,13 +112,16 @@ def learned(world: Any) -> list[Tensor]:
         p for rank in world.executors for s in rank.stages.values() for p in s.module.parameters()
     ]
     weights += [
-        p for rank in world.executors for p in getattr(rank.state.optimizer, "main_parameters", [])
+        p
+        for rank in world.executors
+        for p in getattr(rank.resources.optimizer, "main_parameters", [])
     ]
     weights += [
-        a for rank in world.executors for a in getattr(rank.state.optimizer, "averages", [])
+        a for rank in world.executors for a in getattr(rank.resources.optimizer, "averages", [])
     ]
     optimizers = [
-        getattr(rank.state.optimizer, "inner", rank.state.optimizer) for rank in world.executors
+        getattr(rank.resources.optimizer, "inner", rank.resources.optimizer)
+        for rank in world.executors
     ]
     states = [each for one in optimizers for each in getattr(one, "state", {}).values()]
     state = [t for each in states for t in each.values() if isinstance(t, Tensor)]

@@ -13,8 +13,8 @@ import pytest
 
 from schedir.errors import UsageError
 from schedir.models import gpt
-from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.program_runner import ProgramRunner
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.train import run
 from tests.cpu.training import forked
@@ -28,14 +28,15 @@ import os
 import torch
 
 from schedir.models import gpt
-from schedir.runtime.executor import Executor
+from schedir.runtime.program_runner import ProgramRunner
 from schedir.schedules import {schedule} as mine
 
-made, begun, now = gpt.build_stage, Executor.begin_step, [0]
+made, begun, now = gpt.build_stage, ProgramRunner.begin_step, [0]
 
 
 def begin(self, *given):
-    now[0] = self.random_streams.step
+    if self.program.has_backward:
+        now[0] = self.state.random_streams.step
     begun(self, *given)
 
 
@@ -50,7 +51,7 @@ def build_stage(config, s, stages, **more):
     return module
 
 
-Executor.begin_step = begin
+ProgramRunner.begin_step = begin
 gpt.build_stage = build_stage
 """
 FORWARD, BACKWARD = "y = y * math.nan", "y.register_hook(lambda dy: dy * math.inf)"
@@ -61,7 +62,7 @@ ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train
 def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Write a schedule whose file spoils a stage in some steps; what it patches is put back."""
     monkeypatch.setattr(gpt, "build_stage", gpt.build_stage)
-    monkeypatch.setattr(Executor, "begin_step", Executor.begin_step)
+    monkeypatch.setattr(ProgramRunner, "begin_step", ProgramRunner.begin_step)
 
     def write(
         what: str, stage: int, *steps: int, ranks: str = "01234567", schedule: str = "interleaved"

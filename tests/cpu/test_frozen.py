@@ -31,7 +31,7 @@ from tests.cpu.spawn import run
 from tests.cpu.test_updates import stage_by_stage
 from tests.cpu.tiny_stages import gradients, same_bits
 from tests.mutants import known
-from tests.pure.test_frozen import ahead
+from tests.pure.test_frozen_stages import ahead
 
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
 sgd = partial(torch.optim.SGD, lr=0.02)

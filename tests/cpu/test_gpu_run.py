@@ -22,7 +22,7 @@ BAD = Step("bad", "", 60, ["-c", "import sys; sys.exit('no: it fails')"])
 LINE = '["a gap", 12.5, "us", "gap between ready instructions, eager"]'
 MEASURES = Step("measures", "", 60, ["-c", f"open(r'{FIGURES}', 'w').write('''{LINE}\n''')"])
 # Its child would go on for a long time.
-HANGS = Step("hangs", "", 2, ["-c", """if True:
+HANGS = Step("hangs", "", 5, ["-c", """if True:
     import subprocess, sys, time
     child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
     print(child.pid, flush=True)
@@ -64,7 +64,7 @@ def test_a_step_that_fails_or_hangs_holds_up_no_other(tmp_path: Path) -> None:
     steps = {row[0].partition("]")[0][1:]: row[2:] for row in rows(tmp_path) if len(row) == 5}
     assert steps["good"][::2] == ["ok", "two"]
     assert steps["bad"][::2] == ["failed: 1", "no: it fails"]
-    assert steps["hangs"][0] == "cut after 2 s"
+    assert steps["hangs"][0] == "cut after 5 s"
     assert ends(int((tmp_path / "hangs.txt").read_text()))
     goals = {row[0]: row[1:] for row in rows(tmp_path) if len(row) == 4}
     assert goals[f"{figures.GAP.name} (measures: a gap)"] == ["<= 10 us", "12.50 us", "no"]

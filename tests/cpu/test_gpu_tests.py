@@ -1,4 +1,7 @@
-"""The tests of tests/gpu, as far as they run on a CPU: no minute of a GPU is lost to a name."""
+"""The tests of tests/gpu, as far as they run on a CPU: no minute of a GPU is lost to a name.
+
+Those of one process run by default, and those of NCCL with ALL_CASES=1, as in `make campaign`.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import cases
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
     "given",
-    [
-        [f"tests/gpu/test_{name}.py" for name in ("streams", "random")],
-        ["tests/gpu/test_nccl.py", "-k", "eager and one_f_one_b and edge and None"],
-        ["tests/gpu/test_nccl_steps.py", "-k", "proven or dies"],
-    ],
-    ids=["one process", "nccl", "steps"],
+    cases(
+        [[f"tests/gpu/test_{name}.py" for name in ("streams", "random")]],
+        [
+            ["tests/gpu/test_nccl.py", "-k", "eager and one_f_one_b and edge and None"],
+            ["tests/gpu/test_nccl_steps.py", "-k", "proven or dies"],
+        ],
+    ),
 )
 def test_they_run_where_a_cpu_stands_in(given: list[str]) -> None:
     """All of them: `SCHEDIR_REHEARSAL=1 python -m pytest tests/gpu`."""

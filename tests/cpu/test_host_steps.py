@@ -24,6 +24,7 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.spawn import run
@@ -44,7 +45,7 @@ WHERE = ("device", "cpu_step")
 
 
 def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
-    found = world.executors[rank].state.resources.host_optimizer_state
+    found = world.executors[rank].state.service(OptimizerPlacement).optimizer_state
     assert isinstance(found, CpuOptimizer)
     return found
 

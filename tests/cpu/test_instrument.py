@@ -286,3 +286,30 @@ for names in (["megatron", "deepspeed"], ["titan"], ["broken"]):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == (ROOT / "tests" / "golden" / "instrument.txt").read_text()
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_launcher_instruments_a_program(tmp_path: Path, module: bool) -> None:
+    """As `torchrun -m schedir.instrumentation` does, with the arguments of the program."""
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "program.py").write_text(
+        "import sys, helper\n"
+        "from torch.distributed.pipelining import schedules\n"
+        "print(__name__, sys.argv[1:], hasattr(schedules.Schedule1F1B.step, '__wrapped__'))\n"
+    )
+    named = ["-m", "program"] if module else [str(tmp_path / "program.py")]
+    command = [sys.executable, "-m", "schedir.instrumentation", *named, "-m", "--steps=2"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path if module else ''}"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == ["__main__ ['-m', '--steps=2'] True"], done.stderr
+
+
+def test_a_launcher_without_a_program_says_how_to_call_it() -> None:
+    command = [sys.executable, "-m", "schedir.instrumentation"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("usage: python -m schedir.instrumentation")

@@ -107,10 +107,12 @@ def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fus
     )
     for value in values:
         world.step(*batch(4))
-        assert [float(r.state.loss_scale.value) for r in world.executors if r.state.loss_scale] == [
-            value
-        ] * 2
-    got = [p.detach() for r in world.executors for p in r.state.optimizer.main_parameters]  # type: ignore[union-attr]
+        assert [
+            float(r.state.options.loss_scale.value)
+            for r in world.executors
+            if r.state.options.loss_scale
+        ] == [value] * 2
+    got = [p.detach() for r in world.executors for p in r.resources.optimizer.main_parameters]  # type: ignore[union-attr]
     start = [p.detach().float() for stage in half_stages(2, tied=False) for p in stage.parameters()]
     for one, other, was in zip(got, want, start, strict=True):
         assert (one - other).norm() <= 0.02 * (other - was).norm() + 1e-5

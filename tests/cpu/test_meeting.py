@@ -18,7 +18,7 @@ from schedir.training.config.run_config import Config, OutputConfig, PipelineCon
 from schedir.training.processes.rendezvous_store import connect_store
 from schedir.training.processes.startup_consistency import collect_config_facts, compare_facts
 from schedir.transports.json_collectives import encode_value
-from tests.cpu.training import TORCHRUN, arguments, finish, fork, launched, start
+from tests.cpu.training import TORCHRUN, arguments, fork, launched
 
 
 def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> list[str]:
@@ -193,10 +193,8 @@ def test_versions_are_compared(config: str, tmp_path: Path, launcher: str) -> No
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     own = [*TORCHRUN, f"--master-port={port}", "--nproc-per-node=2", "-m", "schedir"]
-    if launcher == "torchrun":
-        code, _, err = finish(start([*own, *words]))
-    else:
-        code, _, err = launched(words, tmp_path / "out")
+    command = [*own, *words] if launcher == "torchrun" else words
+    code, _, err = launched(command, tmp_path / "out")
     assert code == (1 if launcher == "torchrun" else 2), err
     assert err.count("do not agree on the version of schedir: 0.1.0 and 0.0.9") == 1, err
     assert not (tmp_path / "out" / "loss.csv").exists()

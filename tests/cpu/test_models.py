@@ -20,7 +20,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import llama
 from schedir.models.llama_config import LlamaConfig
-from schedir.runtime.executor import Executor, gather_full_parameters
+from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b, zb_h1, zb_v
@@ -123,7 +123,7 @@ def trained(kind: Kind, case: Case) -> tuple[list[float], Weights]:
         keywords = given.keywords[own] if given.keywords else ()
         loss = executor.step(given.inputs[own], given.targets[own], given.scale, keywords)
         found += [] if loss is None else [float(loss)]
-    with gather_full_parameters(executor.state):
+    with executor.full_parameters():
         weights = {
             (s, n): (p.detach().clone(), get_shard_dim(p))
             for s, stage in stages.items()

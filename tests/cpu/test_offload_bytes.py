@@ -24,7 +24,9 @@ from schedir.ir.program import SlotCounts
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
+from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
@@ -56,13 +58,13 @@ class Tiered(Witness):
     def __init__(self, rank: Executor, own: Footprint, tiers: dict[str, Footprint]) -> None:
         super().__init__(rank, own)
         self.most_on = dict.fromkeys(tiers, 0)
-        for k, (wait, run) in enumerate(rank.calls):
-            rank.calls[k] = Call(wait, partial(self.after, k, run, tiers))
+        for k, (wait, run) in enumerate(rank.runner.calls):
+            rank.runner.calls[k] = Call(wait, partial(self.after, k, run, tiers))
 
     def after(self, k: int, run: Any, tiers: dict[str, Footprint]) -> None:
         run()
         for tier, own in tiers.items():
-            now = self.rank.resources.memory_tiers.count_used_bytes(tier)
+            now = self.rank.resources.service(MemoryTiers).count_bytes(tier)
             assert (
                 now == own.total_bytes[int(np.searchsorted(own.positions, k, side="right")) - 1]
             ), (k, tier)
@@ -71,7 +73,7 @@ class Tiered(Witness):
     def living(self) -> dict[StorageWeakRef, int]:
         back = [
             x
-            for v in self.rank.state.offload_moves.values.values()
+            for v in self.rank.state.service(OffloadMoves).values.values()
             for x in v.list_device_tensors()
         ]
         self.born.made |= _refs(back)
@@ -172,7 +174,7 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
     stages = noisy(shape.stages, partial(next, map(Wide, (400, 40, 4))))
     world = InProcessExecutor(program, stages, loss=squares, boundary=FLAT, spill_dir=tmp_path)
     (rank,) = world.executors
-    rank.resources.copy_lanes.bandwidth = {Lane.H2D: 2e5, Lane.DISK: 2e5}
+    rank.resources.service(CopyLanes).bandwidth = {Lane.H2D: 2e5, Lane.DISK: 2e5}
     for k in range(3):
         world.step(*flat_batch(shape.microbatches, k), order_seed=k or None)
         spans = world.timeline().spans
@@ -184,11 +186,13 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
         )  # fmt: skip
         there = np.searchsorted(np.sort(brings), brings, "right")
         assert (there - np.searchsorted(np.sort(takes), brings, "right")).max() <= slots
-        rooms = [room.size for room in rank.resources.memory_tiers.host_arena.free_blocks]
-        largest = max(value.block_size for value in rank.state.offload_moves.values.values())
+        rooms = [room.size for room in rank.resources.service(MemoryTiers).host_arena.free_blocks]
+        largest = max(
+            value.block_size for value in rank.state.service(OffloadMoves).values.values()
+        )
         assert (
             len(rooms) == slots
-            and rank.resources.memory_tiers.host_arena.allocated_bytes
+            and rank.resources.service(MemoryTiers).host_arena.allocated_bytes
             == sum(rooms)
             <= slots * largest
         )

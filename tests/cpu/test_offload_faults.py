@@ -26,6 +26,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload import spill_file
 from schedir.runtime.offload.activation_offloader import SavedActivations
 from schedir.runtime.offload.copy_lanes import CopyLanes
+from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.offload.spill_file import SpillFile
 from schedir.schedules import gpipe
 from tests.cpu.moved import moved
@@ -67,7 +68,9 @@ def test_what_is_left_behind_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> Non
     gone = [bool(one.view(torch.float32).isnan().all()) for one in left]
     assert sum(gone) >= len(gone) - 4  # what a first stage puts out, a message may have, too
     for rank in world.executors:
-        rooms = [room.location for room in rank.resources.memory_tiers.host_arena.free_blocks]
+        rooms = [
+            room.location for room in rank.resources.service(MemoryTiers).host_arena.free_blocks
+        ]
         assert rooms and all((room == 0xFF).all() for room in rooms)
 
 
@@ -142,9 +145,9 @@ def test_a_file_without_a_name_that_folders_may_leave(tmp_path: Path) -> None:
     for k in range(2):
         world.step(*batch(4, k))
     arenas = [
-        rank.resources.memory_tiers.spill_file.arena
+        file.arena
         for rank in world.executors
-        if rank.resources.memory_tiers.spill_file
+        if (file := rank.resources.service(MemoryTiers).spill_file)
     ]
     made = [(arena.allocated_bytes, len(arena.free_blocks)) for arena in arenas]
     for rank, (_, rooms) in zip(world.executors, made, strict=True):

@@ -23,6 +23,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.schedules import (
     forward_only,
     gpipe,
@@ -209,7 +210,7 @@ def test_of_views_that_share_memory() -> None:
     x, y = batch(2)
     sizes = measure_sizes(stages, x[0], y[0], loss=squares, boundary=BOUNDARY)
     world.step(x, y)
-    value = world.executors[0].state.offload_moves.values[0, 1]
+    value = world.executors[0].state.service(OffloadMoves).values[0, 1]
     assert [value.nbytes] == sizes.for_stages("saved", 1).tolist()
     compared(compile(gpipe, PipelineShape(1, 2)), lambda: noisy(1, Views))
 

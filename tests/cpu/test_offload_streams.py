@@ -16,6 +16,7 @@ from schedir.models import gpt
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.activation_offloader import SavedActivations
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
+from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from tests.cases import cases
 from tests.cpu.happens_before import Races
@@ -52,7 +53,10 @@ def world_of(
     stages = gpt_stages(shape.stages, tied=False)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, **more)
     for rank in world.executors:
-        rank.resources.copy_lanes.uses_streams, rank.resources.memory_tiers.poisons_sources = (
+        (
+            rank.resources.service(CopyLanes).uses_streams,
+            rank.resources.service(MemoryTiers).poisons_sources,
+        ) = (
             True,
             False,
         )
@@ -156,4 +160,4 @@ def test_lanes_run_beside_what_is_computed(
     spans = timeline.spans
     took = (spans["end"] - spans["start"])[spans["lane"] == Lane.D2H]
     assert took == pytest.approx([5.0] * len(took), abs=1e-3) and len(took) == 3
-    assert rank.resources.copy_lanes.streams.keys() == {Lane.D2H, Lane.H2D}
+    assert rank.resources.service(CopyLanes).streams.keys() == {Lane.D2H, Lane.H2D}

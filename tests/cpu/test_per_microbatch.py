@@ -28,6 +28,7 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
+from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.testing import compute_programs
 from schedir.transports.gloo import GlooTransport
@@ -103,7 +104,9 @@ def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
         program = compile(gpipe, PipelineShape(2, 4), buffer_sharing=slots)
         ranks = InProcessExecutor(program, model(2), loss=loss, boundary=boundary)
         ranks.step(x, y)
-        rooms = [own.nbytes for own in ranks.executors[1].state.receive_buffers.values()]
+        rooms = [
+            own.nbytes for own in ranks.executors[1].state.service(MessageBuffers).received.values()
+        ]
         # Ends of sequences lie behind the numbers, each on a border of 256 bytes.
         assert rooms == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
 

@@ -38,7 +38,7 @@ from tests.cpu.tiny_stages import (
     same_bits,
     zb,
 )
-from tests.pure.test_blocking import sends
+from tests.pure.test_blocking_hosts import sends
 
 # ---------------------------------------------------------------- real processes
 

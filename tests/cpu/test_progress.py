@@ -56,13 +56,13 @@ def hang(ranks: InProcessExecutor, gpu: VirtualGPU, instr: Instr, rank: int) -> 
     """Let an instruction never end."""
     one = ranks.executors[rank]
     k = one.state.index_of[instr]
-    call = one.calls[k]
+    call = one.runner.calls[k]
 
     def run() -> None:
         gpu.work(math.inf)
         call.run()
 
-    one.calls[k] = Call(call.wait, run)
+    one.runner.calls[k] = Call(call.wait, run)
 
 
 def step(ranks: InProcessExecutor, gpu: VirtualGPU) -> None:
@@ -85,7 +85,7 @@ def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
     step(ranks, gpu)
     gpu.host = 1000.0
     for rank in ranks.executors:  # where the host is
-        assert rank.position == len(rank.calls) - 1
+        assert rank.runner.position == len(rank.runner.calls) - 1
     assert said(ranks, 1, progress[1]) == [("F 1.1", "in step 1, computes")]
     # Lanes run beside each other: of what stands there, the first of the Stream comes first.
     assert said(ranks, 0, progress[0]) == [
@@ -94,7 +94,7 @@ def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
     ]
     # Without asking, the last instruction of a Stream is blamed.
     error = make_stall_error("it stands", ranks.executors[1], 1, None, None)
-    assert [site.index for site in error.sites] == [len(ranks.executors[1].calls) - 1]
+    assert [site.index for site in error.sites] == [len(ranks.executors[1].runner.calls) - 1]
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
@@ -155,10 +155,10 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.executors[0]
     inputs, targets = tiny_model.make_batch(3)
-    one.begin_step(StepInputs(inputs, targets))
+    one.runner.begin_step(StepInputs(inputs, targets))
     for k in range(2):
-        one.run_instruction(k)
-    one.progress[POSITION_FIELD] = 2
+        one.runner.run_instruction(k)
+    one.runner.progress[POSITION_FIELD] = 2
     gpu.host = 1000.0
     assert said(ranks, 0, progress) == [("F 0.2", "in step 1, computes")]
 
@@ -170,14 +170,14 @@ def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
     one = ranks.executors[0]
     inputs, targets = tiny_model.make_batch(3)
     for _ in range(3):
-        one.begin_step(StepInputs(inputs, targets))
-        order = [1, 0, *range(2, len(one.calls))]
+        one.runner.begin_step(StepInputs(inputs, targets))
+        order = [1, 0, *range(2, len(one.runner.calls))]
         for k in order:
-            one.run_instruction(k)
+            one.runner.run_instruction(k)
             standing = progress.get_progress()
             assert standing is not None and standing.step == 1
             assert {*standing.issued} == {*order[: order.index(k) + 1]}
-        one.finish_step()
+        one.runner.finish_step()
         gpu.host = gpu.over
         assert progress.get_progress() is None
         one.random_streams.step -= 1

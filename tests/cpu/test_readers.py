@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from schedir.__main__ import main
-from tests.pure.test_readers import commands
+from tests.pure.test_page_examples import commands
 from tests.tutorial import READERS, ROOT, steps
 
 BLOCKS = [

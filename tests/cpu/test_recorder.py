@@ -38,7 +38,7 @@ from schedir.transports.in_process.mailbox import Mailbox, MailboxHub
 from schedir.transports.transport import Work
 from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
 from tests.laws import ZOO, least, shape_of
-from tests.legal import too_early
+from tests.timeline_legality import too_early
 
 BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 PAIRED = (dualpipe, dualpipe_v)

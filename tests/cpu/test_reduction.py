@@ -23,6 +23,7 @@ from schedir.runtime.recording.gpu_progress import GpuProgress
 from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.runtime.recording.nan_origin import find_origin
 from schedir.runtime.recording.recorder import EventTimestamps, HostTimestamps, read_step_times
+from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.replicas import (
@@ -39,7 +40,7 @@ from tests.cpu.replicas import (
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import zb
 from tests.cpu.virtual_gpu import install
-from tests.legal import too_early
+from tests.timeline_legality import too_early
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "written_late.txt"
 ONE = PipelineShape(1, 3)
@@ -78,7 +79,7 @@ def _early_and_late(rank: int) -> dict[str, tuple[bool, list[Log], list[Log], in
             executor = executor_of(case)
             early, log = steps(executor)
         late = executor_of(case)  # in one bucket
-        late.state.reduce_after_backward = True
+        late.state.service(PendingReductions).starts_after_backward = True
         right, late_log = steps(late)
         buckets = sum(len(stage.gradients.flat) for stage in executor.stages.values())
         found[name] = _same_but_for_the_norm(early, right), log, late_log, buckets
@@ -136,7 +137,9 @@ def _under_a_tape(rank: int) -> list[int]:
     left: list[int] = []
     with buckets_of(4 * WIDTH * WIDTH):
         executor = executor_of(Case(zb, ONE))
-        mine: Any = executor.state.reductions[Instr(Opcode.ReduceGrads, 0, 0)]
+        mine: Any = executor.state.service(PendingReductions).by_instruction[
+            Instr(Opcode.ReduceGrads, 0, 0)
+        ]
         begin = mine.start_bucket
 
         def spy(k: int) -> Any:
@@ -159,7 +162,7 @@ def _spoilt(rank: int) -> tuple[bool, int, bool, bool]:
     with buckets_of(64):
         early, _ = steps(executor_of(case), bad=True)
     late = executor_of(case)
-    late.state.reduce_after_backward = True
+    late.state.service(PendingReductions).starts_after_backward = True
     right, _ = steps(late, bad=True)
     lost = sum(int(t.isnan().sum()) for t in right[:-2])
     return same(early, right), lost, bool(right[0][0, 0].isnan()), bool(right[-1].any())
@@ -174,7 +177,7 @@ def _holders(rank: int) -> bool:
     with buckets_of(64):
         early, _ = steps(executor_of(case))
     late = executor_of(case)
-    late.state.reduce_after_backward = True
+    late.state.service(PendingReductions).starts_after_backward = True
     return _same_but_for_the_norm(early, steps(late)[0])
 
 
@@ -339,7 +342,9 @@ def test_one_replica_has_no_buckets() -> None:
     with buckets_of(64):
         executor = _alone(program)
     (stage,) = executor.stages.values()
-    assert len(stage.gradients.flat) == 1 and not executor.state.overlapped_reductions
+    assert (
+        len(stage.gradients.flat) == 1 and not executor.state.service(PendingReductions).overlapped
+    )
 
 
 def _alone(program: Program) -> Executor:

@@ -7,9 +7,6 @@ import json
 import math
 import os
 import signal
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +25,7 @@ from schedir.training.run_results import (
     claim_directories,
 )
 from schedir.training.train import run
-from tests.cpu.training import ALONE, LIMIT, ROOT, arguments, finish, forked, launched, start
+from tests.cpu.training import ALONE, ROOT, Run, arguments, forked, launched, wait_until
 
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
 AGAIN = "output.overwrite=true"
@@ -86,6 +83,15 @@ def test_any_result_counts(config: str, tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).exists()
 
 
+def test_a_missing_data_file_is_reported_before_old_results(config: str, tmp_path: Path) -> None:
+    (tmp_path / "loss.csv").write_text("of an earlier run")
+    output = f'output.dir="{tmp_path}"'
+    assert "loss.csv" in refused(config, output).fact
+    for name in ("source", "validation"):
+        error = refused(config, output, f'data.{name}="{tmp_path / "none.txt"}"')
+        assert "none.txt" in error.fact and "loss.csv" not in error.fact
+
+
 def test_nothing_is_replaced_before_processes_agree(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,21 +142,16 @@ def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
     config: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
-    first = start([sys.executable, "-m", "schedir", *arguments(config, folder, *TWO, *ENDLESS)])
-    try:
-        assert first.stdout is not None and first.stdout.readline().startswith("predicted memory ")
-        assert first.stdout.readline().startswith("step ")
-        began = (folder / "loss.csv").stat().st_ino
-        again = arguments(config, folder, *ALONE, AGAIN)
-        code, _, err = launched(again, tmp_path / "again")
-        assert code == 2 and err.count("\n") == 2 and "in use by another run, process " in err
-        assert (folder / "loss.csv").stat().st_ino == began and (folder / "boxes").is_dir()
-        first.send_signal(signal.SIGKILL)
-        first.wait()
-        wait_for(lambda: not taken(folder))
-    finally:
-        first.kill()
-        finish(first)
+    first = Run(arguments(config, folder, *TWO, *ENDLESS), folder)
+    first.wait_for("\nstep ")
+    began = (folder / "loss.csv").stat().st_ino
+    again = arguments(config, folder, *ALONE, AGAIN)
+    code, _, err = launched(again, tmp_path / "again")
+    assert code == 2 and err.count("\n") == 2 and "in use by another run, process " in err
+    assert (folder / "loss.csv").stat().st_ino == began and (folder / "boxes").is_dir()
+    os.kill(first.pid, signal.SIGKILL)
+    first.finish()
+    wait_until(lambda: not taken(folder))
     assert "loss.csv" in refused(config, f'output.dir="{folder}"').fact
     last = [*ALONE, AGAIN, "train.steps=1", f'output.dir="{folder}"']
     assert run(config, last) == 0
@@ -164,13 +165,6 @@ def taken(folder: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    over = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < over
-        time.sleep(0.05)
 
 
 def test_a_lock_that_its_owner_takes_away_is_none(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +17,10 @@ from schedir.training.resume_checks import RUN_FILE
 from schedir.training.run_results import claim_directories
 from schedir.training.step_loop import StepLoop
 from schedir.training.train import run
-from tests.cpu.training import ALONE, ROOT, TORCHRUN, finish, forked, start
+from tests.cpu import training
+from tests.cpu.training import ROOT, TORCHRUN, Run, forked, launched, wait_until
 
+ALONE = [*training.ALONE, "output.record=false"]  # to draw a picture takes as long as the steps
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
 STEPS = 7
 
@@ -41,9 +40,10 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (folder / "saved").glob("step-*"))
 
 
-@pytest.fixture
-def unbroken(config: str, tmp_path: Path) -> bytes:
-    folder = tmp_path / "unbroken"
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("unbroken")
+    config = str(training.write_config(folder))
     assert run(config, [*ALONE, *words(folder)[:3], f'output.dir="{folder / "out"}"']) == 0
     return losses(folder)
 
@@ -81,7 +81,7 @@ def test_a_run_goes_on_with_the_bits_of_an_unbroken_one(
     assert losses(folder).count(b"\n") == 5 and steps(folder) == [2, 4]
     with (folder / "out" / "loss.csv").open("a") as file:  # of a step after the one that is saved
         file.write("5,1.0,0.1,0.1,0\n6,1")
-    assert run(config, [*ALONE, *words(folder)]) == 0
+    assert run(config, [*training.ALONE, *words(folder)]) == 0
     assert losses(folder) == unbroken and steps(folder) == [6, 7]
     said = capsys.readouterr().out
     assert f"resumed at step 4 from {folder / 'saved' / 'step-00000004'}\n" in said
@@ -249,7 +249,7 @@ def test_a_full_disk_ends_a_run_and_the_last_whole_checkpoint_stays(
     assert run(config, [*ALONE, *words(folder)]) == 0
 
 
-@pytest.mark.parametrize("how", ["tampered", "truncated"])
+@pytest.mark.parametrize("how", ["tampered", "manifest"])
 def test_a_checkpoint_that_is_not_whole_is_passed_over(
     config: str,
     unbroken: bytes,
@@ -258,12 +258,16 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
     how: str,
 ) -> None:
     folder = broken(6)
-    file = next((folder / "saved" / "step-00000004").glob("*.distcp"))
+    newest = folder / "saved" / "step-00000004"
+    file = next(newest.glob("*.distcp")) if how == "tampered" else newest / "manifest.jsonl"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    file.write_bytes(data if how == "tampered" else data[:-1])
+    file.write_bytes(data if how == "tampered" else b"{}\n")
     assert run(config, [*ALONE, *words(folder)]) == 0
-    assert "resumed at step 2 from " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    wrong = file.name if how == "tampered" else "its manifest"
+    assert f"\nskipped: step-00000004 is not complete: {wrong}" in said
+    assert f"\nresumed at step 2 from {folder / 'saved' / 'step-00000002'}\n" in said
     assert losses(folder) == unbroken
 
 
@@ -271,11 +275,13 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
 
 SLOW = """\
 import time
+from pathlib import Path
 
 from schedir.schedules import one_f_one_b as mine
 from schedir.training import checkpointing
 
 def slowly(*given, **more):
+    Path(__file__).with_suffix(".saving").touch()
     time.sleep(60)
 
 
@@ -283,22 +289,18 @@ checkpointing.write_checkpoint = slowly
 """
 
 
-def begun(config: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+def begun(config: str, folder: Path, *more: str) -> Run:
     """A run of two processes under way, which would take for ever."""
     sets = [*TWO, *words(folder, every=10**6), "train.steps=1000000", "train.log_every=1", *more]
-    process = start(
-        [sys.executable, "-m", "schedir", "train", config, *(f"--set={s}" for s in sets)]
-    )
-    assert process.stdout is not None and process.stderr is not None
-    assert process.stdout.readline().startswith("predicted memory "), process.stderr.read()
-    assert process.stdout.readline().startswith("step "), process.stderr.read()
-    return process
+    launcher = Run(["train", config, *(f"--set={s}" for s in sets)], folder / "begun")
+    launcher.wait_for("\nstep ")
+    return launcher
 
 
 def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path) -> None:
-    process = begun(config, tmp_path)
-    process.send_signal(signal.SIGTERM)
-    code, _, err = finish(process)
+    launcher = begun(config, tmp_path)
+    os.kill(launcher.pid, signal.SIGTERM)
+    code, _, err = launcher.finish()
     (last,) = steps(tmp_path)
     assert code == 143
     saved = tmp_path / "saved" / f"step-{last:08}"
@@ -315,11 +317,11 @@ def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path
 def test_past_the_grace_all_end_without_and_say_so(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
     schedule.write_text(SLOW)
-    process = begun(
+    launcher = begun(
         config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.shutdown_grace=1"
     )
-    process.send_signal(signal.SIGTERM)
-    code, _, err = finish(process)
+    os.kill(launcher.pid, signal.SIGTERM)
+    code, _, err = launcher.finish()
     assert code == 143 and err.count("\n") == 1
     assert "received SIGTERM, and has not saved a checkpoint in 1 s, saving step" in err
     assert steps(tmp_path) == []
@@ -328,14 +330,13 @@ def test_past_the_grace_all_end_without_and_say_so(config: str, tmp_path: Path) 
 def test_told_twice_all_end_at_once(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
     schedule.write_text(SLOW)
-    process = begun(
+    launcher = begun(
         config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.shutdown_grace=200"
     )
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == -signal.SIGTERM
-    finish(process)
+    os.kill(launcher.pid, signal.SIGTERM)
+    wait_until(schedule.with_suffix(".saving").exists)
+    os.kill(launcher.pid, signal.SIGTERM)
+    assert launcher.finish(60)[0] == -signal.SIGTERM
 
 
 # Restarts of torchrun
@@ -369,7 +370,8 @@ def test_torchrun_comes_back_by_itself(config: str, tmp_path: Path) -> None:
     own = [*TWO, f"pipeline.schedule={schedule}:mine"]
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "schedir"]
     sets = [*own, *words(tmp_path, every=3)]
-    code, out, err = finish(start([*agent, "train", config, *(f"--set={s}" for s in sets)]))
+    command = [*agent, "train", config, *(f"--set={s}" for s in sets)]
+    code, out, err = launched(command, tmp_path / "died")
     assert code == 0, err
     assert out.count("resumed at step 3 from ") == 1
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE, "summary.json"}

@@ -44,19 +44,6 @@ def test_another_size_of_a_microbatch_and_another_text_that_is_held_out(
     ), said
 
 
-def test_a_checkpoint_that_is_passed_over(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(config, words(tmp_path, 4)) == 0
-    losses = (tmp_path / "out" / "loss.csv").read_bytes()
-    (tmp_path / "saved" / "step-00000004" / "manifest.jsonl").write_text("{}\n")
-    assert run(config, words(tmp_path, 4)) == 0
-    said = capsys.readouterr().out
-    assert "\nskipped: step-00000004 is not complete: its manifest" in said
-    assert resumed(said) == f"resumed at step 2 from {tmp_path / 'saved' / 'step-00000002'}"
-    assert (tmp_path / "out" / "loss.csv").read_bytes() == losses
-
-
 def test_fewer_steps_than_have_been_made(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

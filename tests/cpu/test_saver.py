@@ -19,6 +19,7 @@ from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.errors import CheckpointError, ModelError
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload import snapshot_copies
+from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from tests.cpu.layouts import Layout, Model, executor_of, in_process, same, steps, whole
 from tests.cpu.spawn import run
@@ -101,7 +102,7 @@ def test_a_step_that_does_not_wait_spoils_it(
     steps(executor, 2, 3)
     over.set()
     for rank in executor.executors:
-        late = rank.state.resources.snapshots.pending_copies
+        late = rank.state.service(SnapshotCopies).pending_copies
         assert late
         for one in late:
             assert isinstance(one, snapshot_copies._ThreadCopy) and one.result_queue.get() is None

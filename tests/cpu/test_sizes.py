@@ -30,6 +30,8 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import use_float32_gradients
 from schedir.runtime.rank_state import Call
+from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, zb
 
@@ -137,9 +139,9 @@ class Witness:
         self.rank, self.own, self.born = rank, own, Born()
         self.most, self.beside = 0, 0.0  # what lives; by how much the prediction was beside it
         self.group = 0  # the most alive while those run that are issued as one
-        for k, (wait, run) in enumerate(rank.calls):
+        for k, (wait, run) in enumerate(rank.runner.calls):
             if rank.state.stream[k].op in COMPUTE_OPS:  # which is in order
-                rank.calls[k] = Call(wait, partial(self.run, k, run))
+                rank.runner.calls[k] = Call(wait, partial(self.run, k, run))
 
     def run(self, k: int, run: Callable[[], None]) -> None:
         rank, own, before = self.rank, self.own, self.living()
@@ -186,7 +188,7 @@ class Witness:
             for kind in (Value.ACT_OUT, Value.GRAD_OUT)
             for x in rank.state.slot_tables[kind].values
         ]
-        out += [tensor for _, tensor in rank.state.pending_sends.values()]
+        out += [tensor for _, tensor in rank.state.service(PendingSends).works.values()]
         return self.born.living(rank.state.losses + tree_leaves(out))
 
 
@@ -232,7 +234,7 @@ def test_what_computes_leaves_what_was_predicted(
     world.step(inputs, targets, scale)
     peaks = simulate(program, sizes=sizes).peak_memory.tolist()
     for rank, witness, peak in zip(world.executors, witnesses, peaks, strict=True):
-        static = [*rank.state.receive_buffers.values()]
+        static = [*rank.state.service(MessageBuffers).received.values()]
         for stage in rank.stages.values():
             module = stage.module
             static += [*module.parameters(), *module.buffers(), *stage.gradients.flat]

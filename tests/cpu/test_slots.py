@@ -20,6 +20,8 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
+from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
@@ -32,19 +34,22 @@ BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 
 def watch(rank: Executor, used: dict[Value, set[int]]) -> None:
     """Note which slots are ever taken; what is on its way still is where it was."""
-    call = rank.run_instruction
+    call = rank.runner.run_instruction
 
     def watched(index: int) -> None:
         call(index)
         for kind, slots in rank.state.slot_tables.items():
             used[kind] |= {n for n, value in enumerate(slots.values) if value is not None}
         for kind, send in ((Value.ACT_OUT, Opcode.SendAct), (Value.GRAD_OUT, Opcode.SendGrad)):
-            leaving = sum(rank.state.stream[sent].op == send for sent in rank.state.pending_sends)
+            leaving = sum(
+                rank.state.stream[sent].op == send
+                for sent in rank.state.service(PendingSends).works
+            )
             assert rank.state.slot_tables[kind].num_occupied + leaving <= len(
                 rank.state.slot_tables[kind].values
             )
 
-    rank.run_instruction = watched  # type: ignore[method-assign]
+    rank.runner.run_instruction = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
@@ -70,7 +75,7 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
             for rank, noted in zip(ranks.executors, used, strict=True):
                 watch(rank, noted)
             buffers = [
-                {k: b.data_ptr() for k, b in r.state.receive_buffers.items()}
+                {k: b.data_ptr() for k, b in r.state.service(MessageBuffers).received.items()}
                 for r in ranks.executors
             ]
             for seed in range(2):
@@ -83,7 +88,10 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
                     s.max_occupied <= len(s.values) and not s.num_occupied
                     for s in rank.state.slot_tables.values()
                 )
-                received = {key: b.data_ptr() for key, b in rank.state.receive_buffers.items()}
+                received = {
+                    key: b.data_ptr()
+                    for key, b in rank.state.service(MessageBuffers).received.items()
+                }
                 assert received == buffers[r]
                 assert len(received) == own[Value.ACT_IN] + own[Value.GRAD_IN]
         for loss, grads in results[1:]:
@@ -103,7 +111,10 @@ class Odd(nn.Module):
 
 def keep_apart(rank: Executor) -> None:
     """Let nothing that outlives a buffer have its memory."""
-    call, static = rank.run_instruction, {memory(b) for b in rank.state.receive_buffers.values()}
+    call, static = (
+        rank.runner.run_instruction,
+        {memory(b) for b in rank.state.service(MessageBuffers).received.values()},
+    )
 
     def watched(index: int) -> None:
         call(index)
@@ -119,7 +130,7 @@ def keep_apart(rank: Executor) -> None:
         ]
         assert not static & {memory(value) for value in tree_leaves(out) if value is not None}
 
-    rank.run_instruction = watched  # type: ignore[method-assign]
+    rank.runner.run_instruction = watched  # type: ignore[method-assign]
 
 
 def memory(tensor: Tensor) -> int:
@@ -158,13 +169,13 @@ def test_outputs_are_let_go_when_they_are_sent() -> None:
         program, tiny_model.make_tiny_stages(2), loss=tiny_model.squared_error, boundary=BOUNDARY
     )
     saved = ranks.executors[0].state.slot_tables[Value.SAVED]
-    call, roots = ranks.executors[0].run_instruction, list[Any]()
+    call, roots = ranks.executors[0].runner.run_instruction, list[Any]()
 
     def watched(index: int) -> None:
         call(index)
         roots.extend(value[1] for value in saved.values if value is not None)
 
-    ranks.executors[0].run_instruction = watched  # type: ignore[method-assign]
+    ranks.executors[0].runner.run_instruction = watched  # type: ignore[method-assign]
     ranks.step(*tiny_model.make_batch(4))
     assert roots and not any(isinstance(root, Tensor) for root in roots)
 

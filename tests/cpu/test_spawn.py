@@ -5,20 +5,25 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from schedir.errors import CheckpointError
 from schedir.io.black_box import read_process_state
+from schedir.transports import local_processes
 from schedir.transports.local_processes import run_processes as run_in
-from tests.cpu.spawn import CONTEXT, RankError, run
+from tests.cpu.spawn import CONTEXT, RankError, run, run_fresh
+from tests.cpu.training import wait_until
 
 
 def add_up(rank: int, start: torch.Tensor) -> torch.Tensor:
@@ -49,9 +54,10 @@ def test_results_come_by_rank() -> None:
     assert [x.tolist() for x in sums] == [[6.0, 6.0]] * 3
 
 
-def test_a_failure_shows_its_traceback_first_and_ends_the_others() -> None:
+@pytest.mark.parametrize("how", [run, run_fresh])
+def test_a_failure_shows_its_traceback_first_and_ends_the_others(how: Any) -> None:
     with pytest.raises(RankError) as error:
-        run(fail_on, 3, 1)
+        how(fail_on, 3, 1)
     assert "the cause" in error.value.tracebacks[1]
     assert next(iter(error.value.tracebacks)) == 1
 
@@ -66,6 +72,41 @@ def test_a_hang_shows_where() -> None:
     with pytest.raises(RankError) as error:
         run(hang_on, 2, 1, limit=4)
     assert "in hang_on" in error.value.tracebacks[1]
+
+
+def change(rank: int, what: str) -> int:
+    if what == "a function":
+        torch.distributed.all_reduce = fail_on  # type: ignore[assignment]
+    if what == "a method":
+        CheckpointError.describe = fail_on  # type: ignore[attr-defined]
+    if what == "a constant":
+        local_processes.GRACE_SECONDS = 2.0
+    if what == "the environment":
+        os.environ["SCHEDIR_TEST"] = "1"
+    if what == "a signal":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if what == "a thread":
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    return os.getpid()
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["", "a function", "a method", "a constant", "the environment", "a signal", "a thread"],
+)
+def test_processes_stay_for_the_next_call_unless_they_have_changed(what: str) -> None:
+    first = run(change, 2, what)
+    assert (run(change, 2, "") == first) == (what == "")
+    assert run(add_up, 1, torch.ones(1))[0] == 1
+
+
+def draw(rank: int) -> float:
+    return float(torch.rand(()))
+
+
+def test_each_call_draws_the_same_and_a_fresh_process_is_another() -> None:
+    assert run(draw, 1) == run(draw, 1)
+    assert run_fresh(change, 1, "") != run(change, 1, "")
 
 
 def parent(folder: Path) -> None:
@@ -90,13 +131,6 @@ def test_ranks_end_with_the_process_that_runs_them(tmp_path: Path) -> None:
     wait_until(
         lambda: not any(read_process_state(rank, 0) in ("runs", "stopped") for rank in ranks)
     )
-
-
-def wait_until(happens: Callable[[], bool]) -> None:
-    over = time.monotonic() + 30
-    while not happens():
-        assert time.monotonic() < over
-        time.sleep(0.02)
 
 
 def collect(rank: int) -> bool:

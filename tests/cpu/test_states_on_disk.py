@@ -23,7 +23,9 @@ from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
+from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import interleaved, looped_bfs
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.stated import (
@@ -43,7 +45,7 @@ torch.set_num_threads(1)
 
 
 def states_of(rank: Executor) -> DiskOptimizerState:
-    states = rank.state.resources.host_optimizer_state
+    states = rank.state.service(OptimizerPlacement).optimizer_state
     assert isinstance(states, DiskOptimizerState)
     return states
 
@@ -140,8 +142,8 @@ def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
         stepped(world, 0)
         (rank,) = world.executors
         seen: dict[str, list[int]] = {"device": [], "host": [], "disk": []}
-        rank.calls = [
-            call._replace(run=partial(_look, rank, call.run, seen)) for call in rank.calls
+        rank.runner.calls = [
+            call._replace(run=partial(_look, rank, call.run, seen)) for call in rank.runner.calls
         ]
         stepped(world, 1)
         (device,) = compute_footprints(world.program, sizes)
@@ -159,7 +161,7 @@ def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
 
 def _look(rank: Executor, run: Any, seen: dict[str, list[int]]) -> None:
     run()
-    states, tiers = states_of(rank), rank.state.resources.memory_tiers
+    states, tiers = states_of(rank), rank.state.resources.service(MemoryTiers)
     found = [
         t
         for stage in states.optimizer_parameters
@@ -170,10 +172,10 @@ def _look(rank: Executor, run: Any, seen: dict[str, list[int]]) -> None:
         found += [memory for _, _, memory in each.tensors]
     seen["device"].append(sum(t.nbytes for t in dict.fromkeys(found)))
     on_host = [t for here in states.host_buffers.values() for t in here.views.values()]
-    assert sum(t.nbytes for t in on_host) == tiers.count_used_bytes("host")
-    seen["host"].append(tiers.count_used_bytes("host"))
-    assert sum(t.nbytes for t in states.list_host_memory()) == tiers.count_used_bytes("disk")
-    seen["disk"].append(tiers.count_used_bytes("disk"))
+    assert sum(t.nbytes for t in on_host) == tiers.count_bytes("host")
+    seen["host"].append(tiers.count_bytes("host"))
+    assert sum(t.nbytes for t in states.list_host_memory()) == tiers.count_bytes("disk")
+    seen["disk"].append(tiers.count_bytes("disk"))
 
 
 def test_what_nobody_has_any_more_leaves_room_in_the_file(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None
         for s in world.executors[0].stages.values()
         for p in s.module.parameters()
     ]
-    world.executors[0].state.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
+    world.executors[0].resources.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
     with pytest.raises(ExecutionError, match="stage_step"):
         stepped(world, 1)
     after = [p for s in world.executors[0].stages.values() for p in s.module.parameters()]

@@ -21,6 +21,7 @@ from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import (
     forward_only,
     gpipe,
@@ -159,7 +160,7 @@ def test_between_steps_all_of_it_is_on_the_host_and_nothing_is_left() -> None:
     )
     stepped(world, 0)
     (rank,) = world.executors
-    states = rank.state.resources.host_optimizer_state
+    states = rank.state.service(OptimizerPlacement).optimizer_state
     assert states is not None and all(map(states.is_on_host, kept_by(rank)))
     places = [t.data_ptr() for t in kept_by(rank)]
     seen: list[Tensor] = []
@@ -195,12 +196,12 @@ def test_as_much_is_on_each_tier_as_was_predicted() -> None:
         (rank,) = world.executors
         (own,) = compute_footprints(world.program, sizes)
         here: list[int] = []
-        rank.calls = [
-            call._replace(run=partial(_look, rank, call.run, here)) for call in rank.calls
+        rank.runner.calls = [
+            call._replace(run=partial(_look, rank, call.run, here)) for call in rank.runner.calls
         ]
         stepped(world, 1)
         assert max(here) == own.dynamic_memory["state"][1].max()
-        states = rank.state.resources.host_optimizer_state
+        states = rank.state.service(OptimizerPlacement).optimizer_state
         assert states is not None
         on_host = compute_footprints(world.program, sizes, "host")[0].total_bytes
         assert set(on_host) == {sum(t.nbytes for t in states.list_host_memory())}
@@ -210,7 +211,7 @@ def test_as_much_is_on_each_tier_as_was_predicted() -> None:
 
 def _look(rank: Executor, run: Any, here: list[int]) -> None:
     run()
-    states = rank.state.resources.host_optimizer_state
+    states = rank.state.service(OptimizerPlacement).optimizer_state
     assert states is not None
     moving = [*states.pending_loads.values(), *states.pending_stores.values()]
     found = [

@@ -20,8 +20,9 @@ from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.handlers.handler_registry import HANDLERS
-from schedir.runtime.rank_resources import RankResources
+from schedir.runtime.rank_resources import RankOptions, RankResources
 from schedir.runtime.rank_state import State
+from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.schedules import one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
@@ -46,14 +47,16 @@ def made(program: Program, rank: int) -> dict[str, int]:
     boundary = Boundary((2, WIDTH // 2), torch.float64)
     passing = BoundaryTable.from_boundary(boundary, program)
     loss = nn.functional.mse_loss
-    held = RankResources(program, rank, stages, transport, loss, None, 1.0, None, 0)
-    held.allocate_buffers([(program, passing)])
+    held = RankResources(program, rank, stages, transport, None, RankOptions(loss=loss))
+    held.service(MessageBuffers).allocate([(program, passing)])
     state = State(program, held, transport, passing)
     for i in state.stream:
         HANDLERS[i.op](state, i)
     found = dict.fromkeys(SlotCounts._fields, 0)
-    memory = [(kind, tensor) for (kind, _), tensor in state.receive_buffers.items()]
-    memory += [(kind, tensor) for (kind, _, _), tensor in held.send_buffers.items()]
+    memory = [
+        (kind, tensor) for (kind, _), tensor in state.service(MessageBuffers).received.items()
+    ]
+    memory += [(kind, tensor) for (kind, _, _), tensor in held.service(MessageBuffers).sent.items()]
     for kind, tensor in memory:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         found[kind.name.lower()] += tensor.nbytes

@@ -21,6 +21,7 @@ from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale, step_if_finite, unwrap_optimizer
+from schedir.runtime.program_runner import ProgramRunner
 from schedir.training import step_loop, trainer
 from schedir.training.batches.text_batches import Corpus
 from schedir.training.config.config_file import read_config
@@ -50,10 +51,11 @@ def infinite_gradient(y: torch.Tensor) -> torch.Tensor:
 
 def spoilt(patch: pytest.MonkeyPatch, what: Spoil, stage: int, *steps: int, once: bool) -> None:
     """Let a stage's output be spoilt in some steps, from 0; when these run again, too, or not."""
-    made, begun, runs = gpt.build_stage, Executor.begin_step, list[int]()
+    made, begun, runs = gpt.build_stage, ProgramRunner.begin_step, list[int]()
 
-    def begin(self: Executor, *given: Any) -> None:
-        runs.append(self.random_streams.step)
+    def begin(self: ProgramRunner, *given: Any) -> None:
+        if self.program.has_backward:
+            runs.append(self.state.random_streams.step)
         begun(self, *given)
 
     def build_stage(config: Any, s: int, stages: int, **more: Any) -> Any:
@@ -66,7 +68,7 @@ def spoilt(patch: pytest.MonkeyPatch, what: Spoil, stage: int, *steps: int, once
             module.register_forward_hook(spoil)
         return module
 
-    patch.setattr(Executor, "begin_step", begin)
+    patch.setattr(ProgramRunner, "begin_step", begin)
     patch.setattr(gpt, "build_stage", build_stage)
 
 
@@ -326,19 +328,19 @@ def test_a_token_that_is_none_is_an_error_of_its_step(
 
     tokens = tmp_path / "tokens.bin"
     np.zeros(400, "<u2").tofile(tokens)
-    drawn, begun, steps = Batches.read_batch, Executor.begin_step, list[int]()
+    drawn, begun, steps = Batches.read_batch, ProgramRunner.begin_step, list[int]()
 
     def batch(self: Batches, first: int, count: int) -> Any:
         if first == 3 * self.batch_size:
             raise UsageError("token 300 at position 7 is not below the vocabulary size 256")
         return drawn(self, first, count)
 
-    def begin(self: Executor, *given: Any) -> None:
-        steps.append(self.random_streams.step)
+    def begin(self: ProgramRunner, *given: Any) -> None:
+        steps.append(self.state.random_streams.step)
         begun(self, *given)
 
     monkeypatch.setattr(Batches, "read_batch", batch)
-    monkeypatch.setattr(Executor, "begin_step", begin)
+    monkeypatch.setattr(ProgramRunner, "begin_step", begin)
     sets = [*ONE, f'data.source="{tokens}"', f'output.dir="{tmp_path}"']
     with pytest.raises(UsageError, match="token 300"):
         run(config, sets)
@@ -352,15 +354,15 @@ def test_a_token_that_is_none_is_an_error_of_its_step(
 def test_ctrl_c_in_a_step_leaves_no_thread(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = Executor.begin_step
+    begun = ProgramRunner.begin_step
 
-    def begin(self: Executor, *given: Any) -> None:
+    def begin(self: ProgramRunner, *given: Any) -> None:
         assert prefetching()
-        if self.random_streams.step == 3:
+        if self.state.random_streams.step == 3:
             raise KeyboardInterrupt
         begun(self, *given)
 
-    monkeypatch.setattr(Executor, "begin_step", begin)
+    monkeypatch.setattr(ProgramRunner, "begin_step", begin)
     assert run(config, [*ONE, f'output.dir="{tmp_path}"']) == 130
     assert not prefetching()
 

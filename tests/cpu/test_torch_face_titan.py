@@ -1,15 +1,20 @@
 """`schedir.torch_pipelining.Schedule` built and called as torchtitan builds and calls torch's
 schedules.
 
-After its `pipeline_parallel.py`, `trainer.py` and `validate.py` of 2025 and of August 2026: a model
-on the meta device is cut into stages, each is sharded, then the schedule is made, and only then are
-weights made; batches are whole in the older one, and microbatches in the newer one.
+After its `pipeline_parallel.py`, `trainer.py` and `validate.py` of 0.2.2 and 0.3.0: the class of
+the schedule decides how many stages a rank has and where they are; a model on the meta device is
+cut into stages, each is sharded, then the schedule is made, and only then are weights made; batches
+are whole in 0.2.2, and microbatches in 0.3.0.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import metadata
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,10 +23,19 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from schedir.torch_pipelining import Schedule
+from schedir.errors import UsageError
+from schedir.torch_pipelining import patch_torchtitan
 from tests.cpu.spawn import run
 
 LAYERS, WIDTH, ROWS, MB = 4, 6, 8, 4
+
+
+class Linear(nn.Linear):
+    """Keeps its forward when it is made, as `parallelize` of 0.3.0 does."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.forward = self.forward  # type: ignore[method-assign]
 
 
 class Layers(nn.Module):
@@ -29,7 +43,7 @@ class Layers(nn.Module):
 
     def __init__(self, own: list[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({f"{k}": nn.Linear(WIDTH, WIDTH) for k in own})
+        self.layers = nn.ModuleDict({f"{k}": Linear(WIDTH, WIDTH) for k in own})
 
     def forward(self, x: Tensor, by: Tensor | None = None) -> Tensor:
         for layer in self.layers.values():
@@ -52,17 +66,36 @@ def loss_fn(y: Tensor, target: Tensor, global_valid_tokens: float = 1.0) -> Tens
     return (y - target).square().sum() / global_valid_tokens
 
 
-def indices(style: str, rank: int, ranks: int, stages: int) -> list[int]:
-    if style == "v":
-        return [rank, stages - 1 - rank]
-    return [*range(rank, stages, ranks)]
+class PipelineParallel(ModuleType):
+    """Chooses a class by name, as `torchtitan.distributed.pipeline_parallel`."""
+
+    get_schedule_class: Any = staticmethod(theirs.get_schedule_class)
+    ScheduleZBVZeroBubble: Any = theirs.ScheduleZBVZeroBubble
+
+    def count_stages(self, name: str, ranks: int) -> int:
+        is_single = issubclass(self.get_schedule_class(name), theirs.PipelineScheduleSingle)
+        return ranks * (1 if is_single else 2)
+
+    def indices(self, name: str, rank: int, ranks: int, stages: int) -> list[int]:
+        kinds = (self.ScheduleZBVZeroBubble, theirs.ScheduleDualPipeV)
+        if self.get_schedule_class(name) in kinds:
+            return [rank, stages - 1 - rank]
+        return [*range(rank, stages, ranks)]
+
+    def build(self, name: str, stages: list[PipelineStage]) -> Any:
+        kind = self.get_schedule_class(name)
+        looped = issubclass(kind, theirs.PipelineScheduleMulti)
+        given: Any = stages if looped else stages[0]
+        return kind(given, n_microbatches=MB, loss_fn=loss_fn, scale_grads=False)
 
 
-def build(kind: type, stages: list[PipelineStage]) -> Any:
-    """By the kind of a class it says whether to pass one stage or all."""
-    looped = issubclass(kind, theirs.PipelineScheduleMulti)
-    given: Any = stages if looped else stages[0]
-    return kind(given, n_microbatches=MB, loss_fn=loss_fn, scale_grads=False)
+def install(version: str = "0.3.0") -> PipelineParallel:
+    """Let this process find a torchtitan."""
+    where = "torchtitan.distributed.pipeline_parallel"
+    found = PipelineParallel(where)
+    metadata.version = lambda distribution_name: version
+    sys.modules |= {where: found, "torchtitan.models.common.linear": sys.modules[__name__]}
+    return found
 
 
 def data(step: int, replica: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,11 +106,12 @@ def data(step: int, replica: int) -> tuple[Tensor, Tensor, Tensor]:
 class Trainer:
     """What a rank does, of a trainer of one of the two kinds."""
 
-    def __init__(self, kind: type, style: str, stages: int, pre_split: bool) -> None:
+    def __init__(self, titan: PipelineParallel, name: str, stages: int, pre_split: bool) -> None:
+        assert titan.count_stages(name, 2) == stages
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         pp, self.replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
         held, self.parts = [], []
-        for s in indices(style, pp, 2, stages):
+        for s in titan.indices(name, pp, 2, stages):
             with torch.device("meta"):
                 part = Layers([*range(s * LAYERS // stages, (s + 1) * LAYERS // stages)])
             group = mesh["pp"].get_group()
@@ -88,7 +122,7 @@ class Trainer:
                 self.parts[k], mesh=mesh["dp"], reshard_after_forward=False
             )
             stage.submod = self.parts[k]
-        self.schedule = build(kind, held)
+        self.schedule = titan.build(name, held)
         self.first, self.last = (any(getattr(s, e) for s in held) for e in ("is_first", "is_last"))
         for part in self.parts:
             part.to_empty(device="cpu")
@@ -133,21 +167,25 @@ class Trainer:
 
 
 CASES = [
-    (name, style, stages, pre_split)
-    for name, style, stages in (
-        ("one_f_one_b", "loop", 2),
-        ("interleaved", "loop", 4),
-        ("zb_v", "v", 4),
+    (schedule, runtime, name, stages, pre_split)
+    for schedule, runtime, name, stages in (
+        ("one_f_one_b", "torch", "1F1B", 2),
+        ("zb_h1", "torch", "Interleaved1F1B", 2),
+        ("zb_v", "torch", "ZBVZeroBubble", 4),
+        ("interleaved", "torch", "1F1B", 4),
+        ("zb_h1", "schedir", "1F1B", 2),
+        ("zb_v", "schedir", "ZBVZeroBubble", 4),
     )
     for pre_split in (False, True)
 ]
 
 
 def trained(rank: int) -> list[list[float | None]]:
-    return [
-        Trainer(Schedule.with_options(schedule=name), style, stages, pre_split).train()
-        for name, style, stages, pre_split in CASES
-    ]
+    titan, results = install(), []
+    for schedule, runtime, name, stages, pre_split in CASES:
+        patch_torchtitan(schedule, runtime=runtime)
+        results.append(Trainer(titan, name, stages, pre_split).train())
+    return results
 
 
 def plain(pre_split: bool) -> list[list[float]]:
@@ -176,3 +214,36 @@ def test_losses_are_those_of_one_process() -> None:
         last = [losses for losses in ranks if losses[0] is not None]
         for one, other in zip(last, plain(case[-1]), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=str(case))
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.4.0", "0.0.0+unknown"])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    with pytest.raises(UsageError, match=r"0\.3\.0"):
+        patch_torchtitan("zb_h1")
+
+
+def test_a_missing_torchtitan_is_refused() -> None:
+    with pytest.raises(UsageError, match="not installed"):
+        patch_torchtitan("zb_h1")
+
+
+def test_placements_and_names_that_torchtitan_would_run_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    monkeypatch.setattr(metadata, "version", metadata.version)  # `install` sets it
+    titan = install()
+    with pytest.raises(UsageError) as caught:
+        patch_torchtitan("chimera")
+    assert caught.value.fields == ("schedule",)
+    for schedule, right, wrong in (
+        ("zb_v", "ZBVZeroBubble", "1F1B"),
+        ("zb_h1", "1F1B", "ZBVZeroBubble"),
+    ):
+        replacement = patch_torchtitan(schedule)
+        assert titan.get_schedule_class(right) is replacement
+        assert (titan.ScheduleZBVZeroBubble is replacement) == (schedule == "zb_v")
+        with pytest.raises(UsageError) as caught:
+            titan.get_schedule_class(wrong)
+        assert right in caught.value.hint

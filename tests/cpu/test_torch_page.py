@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,22 @@ from tests.cpu.training import ROOT, TORCHRUN, finish, start
 
 PAGE = (ROOT / "docs" / "how-to" / "run-in-torch.md").read_text()
 
-# What torchtitan does with a class of schedules, written again: it places stages by what the class
-# is, and builds it by keywords.
+# What torchtitan does with a class of schedules, written again: it makes as many stages as the kind
+# of the class says, and builds it by keywords.
 TITAN = """\
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 
-def placed(rank, ranks, stages):
-    vee = get_schedule_class("ZBVZeroBubble") in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
-    return (rank, stages - 1 - rank) if vee else range(rank, stages, ranks)
+def placed(rank, ranks):
+    kind = get_schedule_class("1F1B")
+    assert kind not in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+    return [rank] if issubclass(kind, schedules.PipelineScheduleSingle) else [rank, rank + ranks]
 
 
 def build(stages, loss_fn):
-    kind = get_schedule_class("ZBVZeroBubble")
+    kind = get_schedule_class("1F1B")
     assert issubclass(kind, schedules.PipelineScheduleMulti)
     return kind(
         stages, n_microbatches=8, loss_fn=loss_fn, scale_grads=False,
@@ -37,18 +39,18 @@ def build(stages, loss_fn):
 STEP = """
 import torchtitan.distributed.pipeline_parallel as titan
 
-parts = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
-vee = [PipelineStage(parts[s], s, 4, device) for s in titan.placed(rank, 2, 4)]
-schedule = titan.build(vee, lambda y, target, scale: scale * loss_fn(y, target))
+parts = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)]
+own = [PipelineStage(parts[s], s, 2, device) for s in titan.placed(rank, 2)]
+schedule = titan.build(own, lambda y, target, scale: scale * loss_fn(y, target))
 first = rank == 0
-losses = [] if first else None
+losses = None if first else []
 schedule.step(
     arg_mbs=[(each,) for each in xs] if first else None, kwarg_mbs=[{} for _ in xs],
-    target_mbs=[*ys] if first else None, losses=losses, loss_kwargs={"scale": 2},
+    target_mbs=None if first else [*ys], losses=losses, loss_kwargs={"scale": 2},
     return_outputs=False,
 )
-assert not first or len(losses) == 8
-assert all(p.grad is not None for stage in vee for p in stage.submod.parameters())
+assert first or len(losses) == 8
+assert all(p.grad is not None for stage in own for p in stage.submod.parameters())
 dist.barrier()
 dist.destroy_process_group()
 if rank == 0:
@@ -60,12 +62,16 @@ def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     blocks = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.S)
     csv, refusal = [body for kind, body in blocks if kind == "text"]
     code = "\n".join(body for kind, body in blocks if kind == "python")
-    titan = tmp_path / "torchtitan" / "distributed"
-    titan.mkdir(parents=True)
-    (titan / "pipeline_parallel.py").write_text(TITAN)
-    (tmp_path / "mine.csv").write_text(csv)
-    (tmp_path / "train.py").write_text(code + STEP)
-    script = [*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")]
+    for name, text in (
+        ("torchtitan/distributed/pipeline_parallel.py", TITAN),
+        ("torchtitan/train.py", "def main():\n    pass\n"),
+        ("torchtitan-0.3.0.dist-info/METADATA", "Name: torchtitan\nVersion: 0.3.0\n"),
+        ("mine.csv", csv),
+        ("train.py", code + STEP),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    script = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")]
     code_, out, err = finish(start(script, cwd=tmp_path))
     assert code_ == 0, err
     assert out == refusal + "done\n"

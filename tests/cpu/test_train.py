@@ -12,24 +12,23 @@ import pytest
 
 from schedir.io.timeline_file import load_timeline
 from schedir.training.train import run
+from tests.check_calls import proofs
 from tests.cpu.training import (
     ALONE,
     TORCHRUN,
+    Run,
     alone,
     arguments,
-    finish,
     launched,
     losses,
-    start,
     train,
 )
-from tests.proofs import proofs
 
 
 def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_path: Path) -> None:
     traces = tmp_path / "traces"
-    many = train(config, tmp_path / "many", f'output.trace="{traces}"')
-    one = alone(config, tmp_path / "one", "output.record=false")
+    many = train(config, tmp_path / "many", "output.record=true", f'output.trace="{traces}"')
+    one = alone(config, tmp_path / "one")
     assert len(many) == 6 and many[-1] < many[0]
     assert many == pytest.approx(one, rel=1e-5)
 
@@ -56,7 +55,7 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
     assert not (tmp_path / "one" / "timeline.png").exists()
 
     again = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "schedir"]
-    code, _, err = finish(start([*again, *arguments(config, tmp_path / "again")]))
+    code, _, err = launched([*again, *arguments(config, tmp_path / "again")], tmp_path / "again")
     assert code == 0, err
     bits = [(tmp_path / name / "loss.csv").read_bytes() for name in ("many", "again")]
     assert bits[0] == bits[1]
@@ -67,7 +66,7 @@ def test_a_program_is_checked_once(
 ) -> None:
     """By the run: its executor, and what predicts each report, find the proof."""
     seen = proofs(monkeypatch)
-    alone(config, tmp_path)
+    alone(config, tmp_path, "output.record=true")
     assert seen == [("complete", "interleaved"), ("proof", "interleaved")]
 
 
@@ -77,10 +76,14 @@ def test_two_nodes(config: str, tmp_path: Path) -> None:
     where = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
     what = ["-m", "schedir", *arguments(config, tmp_path / "two", "pipeline.tp=1")]
     agents = [
-        start([*TORCHRUN, *where, "--nproc-per-node", "1", "--node-rank", node, *what])
+        Run(
+            [*TORCHRUN, *where, "--nproc-per-node", "1", "--node-rank", node, *what],
+            tmp_path / node,
+        )
         for node in ("0", "1")
     ]
-    for code, _, err in map(finish, agents):
+    for agent in agents:
+        code, _, err = agent.finish()
         assert code == 0, err
     assert losses(tmp_path / "two") == pytest.approx(alone(config, tmp_path / "one"), rel=1e-5)
 
@@ -102,7 +105,7 @@ def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) ->
         "pipeline.stages_per_rank=1",
         "pipeline.layers_per_stage=[3, 1]",
     ]
-    many = train(config, tmp_path / "many", *half, *uneven)
+    many = train(config, tmp_path / "many", *half, *uneven, "output.record=true")
     assert many == pytest.approx(alone(config, tmp_path / "one", *whole), rel=1e-5)
 
 
@@ -153,7 +156,7 @@ def test_speed_leaves_out_the_first_step(
 
 def test_a_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
-    code, _, err = finish(start([*agent, *arguments(config, tmp_path / "out")]))
+    code, _, err = launched([*agent, *arguments(config, tmp_path / "out")], tmp_path / "out")
     assert code != 0
     assert err.count("there are 2 processes, but pp 2 x tp 2 x dp 1 needs 4") == 1
 

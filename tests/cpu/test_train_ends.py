@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +14,11 @@ import torch
 
 from schedir.__main__ import main
 from schedir.errors import ConfigError, SchedirError, UsageError
+from schedir.io.black_box import read_process_state
 from schedir.models import gpt
 from schedir.training.train import run
 from tests.cases import cases
-from tests.cpu.training import (
-    ALONE,
-    LIMIT,
-    arguments,
-    finish,
-    launched,
-    start,
-)
+from tests.cpu.training import ALONE, Run, arguments, launched, wait_until
 
 # How runs end
 
@@ -44,13 +36,10 @@ def mine(rank, ranks, microbatches):
 
 
 @pytest.fixture
-def endless(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def endless(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
     """A run of two ranks under way, and their process ids; nothing is left of it."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
     shared = {*os.listdir("/dev/shm")}
     folder = tmp_path / "pids"
     folder.mkdir()
@@ -58,21 +47,17 @@ def endless(
     schedule.write_text(SCHEDULE.format(folder=str(folder)))
     sets = ["train.steps=1000000", "train.log_every=1", "train.timeout=10", "pipeline.tp=1",
             "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]  # fmt: skip
-    process = start([sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)])
-    assert process.stdout is not None and process.stderr is not None
-    for first in ("predicted memory ", "step "):
-        assert process.stdout.readline().startswith(first), process.stderr.read()
-    with process:  # its pipes are closed, whatever a test finds
-        yield process, [int((folder / rank).read_text()) for rank in "01"]
-        process.kill()
+    out = tmp_path / "out"
+    launcher = Run(arguments(config, out, *sets), out, TMPDIR=str(temporary))
+    launcher.wait_for("\nstep ")
+    yield launcher, [int((folder / rank).read_text()) for rank in "01"]
     assert not [*temporary.glob("schedir*"), *temporary.glob("tmp*")]
     assert not [name for name in {*os.listdir("/dev/shm")} - shared if "schedir" in name]
 
 
 def gone(pid: int) -> bool:
     """Whether a process has ended, though nobody may have asked how."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return state.stdout.strip()[:1] in ("", "Z")
+    return read_process_state(pid, 0) == "gone"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +75,7 @@ def gone(pid: int) -> bool:
     ),
 )
 def test_all_end_together(
-    endless: tuple[subprocess.Popen[str], list[int]],
+    endless: tuple[Run, list[int]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     to: str,
@@ -98,9 +83,9 @@ def test_all_end_together(
     code: int,
     said: str,
 ) -> None:
-    process, pids = endless
+    launcher, pids = endless
     out = tmp_path / "out"
-    os.kill(pids[1] if to == "rank 1" else process.pid, what)
+    os.kill(pids[1] if to == "rank 1" else launcher.pid, what)
     if what is signal.SIGSTOP:  # before its timeout is over
         while (now := where(capsys, out)).startswith("the run goes on"):
             time.sleep(0.05)
@@ -109,13 +94,10 @@ def test_all_end_together(
             and "process 1 (pipeline rank 1) is stopped, " in now
         )
         assert "\n  process 0 (pipeline rank 0)  " in now  # wherever it is by then
-    got, _, err = finish(process)
+    got, _, err = launcher.finish()
     assert got == code and said in err
     assert err.count("\n") <= 3 and "Traceback" not in err
-    deadline = time.monotonic() + LIMIT
-    while not all(map(gone, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: all(map(gone, pids)))
     if to == "rank 1":
         assert where(capsys, out).startswith(err)
     elif what is signal.SIGKILL:  # nobody was left to tidy up
@@ -223,16 +205,12 @@ def test_an_odd_environment_is_refused(
     assert fact.endswith(f", not {value!r}") and "torchrun" in error.value.hint
 
 
-def test_a_peer_that_never_comes_is_one_error(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_never_comes_is_one_error(config: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    for variable, value in (WORLD | {"MASTER_PORT": port}).items():
-        monkeypatch.setenv(variable, value)
-    sets = ["train.timeout=1", "pipeline.tp=1"]
-    command = [sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
-    code, _, err = finish(start(command))
+    words = arguments(config, tmp_path / "out", "train.timeout=1", "pipeline.tp=1")
+    rank = Run(words, tmp_path / "out", **WORLD | {"MASTER_PORT": port})
+    code, _, err = rank.finish()
     assert code == 1 and err.count("the processes did not connect in 1 s") == 1
     assert "Traceback" not in err
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,12 +54,8 @@ def test_what_lives_is_counted_beside_what_was_predicted(
     assert "counted" not in (tmp_path / "o" / "summary.json").read_text()
 
 
-def test_the_example(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["recompute.py", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "examples" / "recompute.py"), run_name="__main__")
-    shown = capfd.readouterr()
-    assert ended.value.code == 0, shown
-    assert "rank 0 needs" in shown.err and ": 7 of 16 forwards: mb 1-7 of stage 0" in shown.out
+def test_the_example(tmp_path: Path) -> None:
+    words = [str(ROOT / "examples" / "recompute.py"), str(tmp_path / "out")]
+    code, out, err = launched(words, tmp_path / "out")
+    assert code == 0, err
+    assert "rank 0 needs" in err and ": 7 of 16 forwards: mb 1-7 of stage 0" in out

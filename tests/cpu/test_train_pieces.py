@@ -13,7 +13,7 @@ from tests.cpu.training import CONFIG, alone, losses, train
 RATE = ["train.lr=0.001", "train.min_lr=0.001"]  # at any number of steps
 TWO = ["model.dropout=0.1", *RATE]
 # As one process that is cut: the embedding of a tied model is in another piece than the head.
-ONE = ["model.tied=false", "model.dropout=0.1", "output.record=false", *RATE]
+ONE = ["model.tied=false", "model.dropout=0.1", *RATE]
 HELD = ["train.evaluate_every=2", "data.validation=0.2", "train.evaluate_batches=2"]
 
 
@@ -37,7 +37,7 @@ def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
     saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
     whole = train(config, tmp_path / "whole", *TWO, *HELD)
     cut = [*TWO, "pipeline.stage_segments=layers"]
-    train(config, tmp_path / "half", *cut, *HELD, *saved, "train.steps=2")
+    train(config, tmp_path / "half", *cut, *HELD, *saved, "train.steps=2", "output.record=true")
     assert losses(tmp_path / "half") == whole[:2]
     assert evaluated(tmp_path / "whole").startswith(evaluated(tmp_path / "half"))
     more: dict[str, Any] = {
@@ -88,7 +88,7 @@ def test_pieces_share_the_sequence(config: str, tmp_path: Path) -> None:
 
 
 def test_chunks_of_a_llama(config: str, tmp_path: Path) -> None:
-    own = ["model.kind=llama", "train.steps=2", "output.record=false"]
+    own = ["model.kind=llama", "train.steps=2"]
     found = alone(config, tmp_path / "chunks", *own, "pipeline.microbatch_chunks=2")
     small = ["pipeline.microbatches=6", "data.microbatch_size=1"]
     assert found == alone(config, tmp_path / "small", *own, *small)

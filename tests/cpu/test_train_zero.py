@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 
 from schedir.training.train import run
 from tests.cpu.test_finite_runs import BACKWARD, FORWARD, ONE, poison, rows
-from tests.cpu.training import ROOT, forked
+from tests.cpu.training import ROOT, forked, launched
 
 __all__ = ["poison"]
 FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipeline.dp=2",
@@ -77,18 +75,14 @@ def test_updates_that_are_skipped_are_so_on_all_replicas(
     assert [row["skipped"] for row in rows(tmp_path / "3")] == ["0", "1", "0"]
 
 
-def test_the_example(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example(tmp_path: Path) -> None:
     """Plain replicas, ZeRO alone and recomputation alone exceed the limit; both train within it,
     and hold what was predicted, but for what an instruction hands over: one activation."""
-    monkeypatch.setattr(sys, "argv", ["zero.py", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "examples" / "zero.py"), run_name="__main__")
-    shown = capfd.readouterr()
-    assert ended.value.code == 0, shown
-    assert shown.err.count("MemoryLimitError: looped_bfs: rank 0 needs") == 3
-    assert "sharded" in shown.err and "recomputed, to use at most 26MB: " in shown.out
+    words = [str(ROOT / "examples" / "zero.py"), str(tmp_path / "out")]
+    code, out, err = launched(words, tmp_path / "out")
+    assert code == 0, err
+    assert err.count("MemoryLimitError: looped_bfs: rank 0 needs") == 3
+    assert "sharded" in err and "recomputed, to use at most 26MB: " in out
     memory = json.loads((tmp_path / "out" / "summary.json").read_text())["memory"]
     (predicted,), (counted,) = memory["predicted"], memory["counted"]
     assert 0 <= predicted - counted <= 4 * 2 * 64 * 128 and predicted <= 26e6

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from schedir.__main__ import main
-from tests.cpu.training import script
+from tests.cpu.training import Run, script
 from tests.tutorial import READ_A_TRACE, ROOT, TRAIN_A_MODEL, Step, numbers_apart, steps
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
@@ -38,7 +38,7 @@ def test_a_run_may_be_predicted_or_not() -> None:
 def run(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Run a command of a page in the current folder, and return what it prints.
 
-    Only the launchers of `schedir train` and of examples/traced.py start a new Python.
+    Only examples/traced.py starts a new Python.
     """
     words = shlex.split(step.text)
     if words[0] == "torchrun":
@@ -50,8 +50,11 @@ def run(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     if words[0] == "schedir" and words[1] != "train":
         assert main(words[1:]) == 0, step.text
         return capsys.readouterr().out
-    argv = [sys.executable, *(["-m"] if words[0] == "schedir" else words[1:2])]
-    argv += words if words[0] == "schedir" else words[2:]
+    if words[0] == "schedir":
+        code, out, err = Run(words[1:], folder / f"run {words[2:]}", cwd=folder).finish()
+        assert code == 0, (step.text, out, err)
+        return out
+    argv = [sys.executable, *words[1:]]
     done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, (step.text, done.stdout, done.stderr)
     return done.stdout

@@ -227,7 +227,7 @@ def _steps(make: Callable[[], Made], warm: bool) -> list[Tensor]:
         program, 0, [made.first, made.last], Streamed(program), loss=made.loss,
         boundary=Boundary((2, 8)), optimizer=made.optimizer,
     )  # fmt: skip
-    executor.is_warm = not warm
+    executor.runner.is_warm = not warm
     found: list[Any] = []
     for step in range(STEPS):
         torch.manual_seed(step)

@@ -91,10 +91,15 @@ def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
             world.step(*batch(2, seed)[:2])
         own = world.executors[0]
         parameters = [p for s in own.stages.values() for p in s.module.parameters()]
-        inner = getattr(own.state.optimizer, "inner", own.state.optimizer)
+        inner = getattr(own.resources.optimizer, "inner", own.resources.optimizer)
         states = [t for state in inner.state.values() for t in state.values()]
         found.append(
-            [*parameters, *states, own.state.loss_scale.value, own.state.loss_scale.good_steps]
+            [
+                *parameters,
+                *states,
+                own.state.options.loss_scale.value,
+                own.state.options.loss_scale.good_steps,
+            ]
         )
     assert [p.data_ptr() for p in found[1][: len(places)]] == places
     assert len(found[0]) > len(places) + 2
@@ -105,7 +110,7 @@ def test_what_is_undone_within_another_does_not_end_it() -> None:
     world = trained(adamw=True, main=False)
     (rank,) = world.executors
     before = [p.detach().clone() for s in rank.stages.values() for p in s.module.parameters()]
-    rank.state.optimizer = torch.optim.AdamW(
+    rank.resources.optimizer = torch.optim.AdamW(
         [p for s in rank.stages.values() for p in s.module.parameters()], fused=True
     )
     with undo_steps(rank.state):

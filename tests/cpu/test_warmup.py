@@ -109,7 +109,7 @@ class _Held:
 
 def _bits(executor: Executor) -> list[Any]:
     """Gradients, and all that a step changes."""
-    optimizer: Any = executor.state.optimizer
+    optimizer: Any = executor.resources.optimizer
     parameters = [
         p.detach().clone() for s in executor.stages.values() for p in s.module.parameters()
     ]
@@ -142,19 +142,19 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]
                 transport = Streamed(program)
                 executor = gpt_executor(program, transport, max_norm=1.0 if case.clip else None)
                 parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
-                executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=fused)
-                assert not executor.is_warm
-                executor.is_warm = not warm
+                executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=fused)
+                assert not executor.runner.is_warm
+                executor.runner.is_warm = not warm
                 inputs, targets, scale = own_batch(program, transport)
                 if warm:
                     before = _bits(executor)
-                    executor._warm_up(StepInputs(inputs, targets, scale))
+                    executor.runner._warm_up(StepInputs(inputs, targets, scale))
                     after, met = _bits(executor), {*transport.met}
                     if fused:  # state is made, and is what it begins with
                         state = after[2].pop("state")
                         before[2].pop("state")
                         assert not any(t.any() for own in state.values() for t in own.values())
-                    assert executor.is_warm and _equal(before[1:], after[1:])
+                    assert executor.runner.is_warm and _equal(before[1:], after[1:])
                     transport.met.clear()
                 for seed in range(2):
                     executor.step(*own_batch(program, transport, seed))
@@ -209,7 +209,7 @@ def growing(rank: int, cold: bool) -> int:
         program, rank, {rank: layer}, transport, loss=lambda y, _: y.sum(), boundary=Boundary((4,)),
         allow_identical_stages=True,
     )  # fmt: skip
-    executor.is_warm = cold
+    executor.runner.is_warm = cold
     x = torch.ones(8, 4)
     for _ in range(2):
         executor.step(x, x)
@@ -244,12 +244,12 @@ def asked(rank: int, warm: bool) -> dict[str, list[int]]:
             norm = 1.0 if case.clip else None
             executor = gpt_executor(program, transport, max_norm=norm, record_timestamps=False)
             parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
-            executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
+            executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
             given = own_batch(program, transport)
             with CachingAllocator(gpu) as allocator:
                 if warm:
-                    executor._warm_up(StepInputs(*given))
-                executor.is_warm = True
+                    executor.runner._warm_up(StepInputs(*given))
+                executor.runner.is_warm = True
                 found[name] = []
                 for _ in range(3):
                     before = allocator.asked
@@ -279,8 +279,8 @@ def turned(rank: int, kind: str) -> bool:
         )
         transport.uses_static_buffers = True
         executor = gpt_executor(program, transport, lr=1e-2, max_norm=1.0)
-        executor.is_warm = True
-        step = executor.step_serialized if in_turn else executor.step
+        executor.runner.is_warm = True
+        step = executor.runner.step_serialized if in_turn else executor.step
         for seed in range(2):
             step(*own_batch(program, transport, seed))
         found.append(_bits(executor))

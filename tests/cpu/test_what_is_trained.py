@@ -305,7 +305,7 @@ def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseExcepti
     program = schedir.compile(interleaved, PipelineShape(1, 2, 2), tied_weights=True)
     ranks = InProcessExecutor(program, stages, loss=ends, boundary=BOUNDARY)
     for step in (ranks.step, ranks.executors[0].step):
-        ranks.executors[0].is_in_step = False
+        ranks.executors[0].resources.is_in_step = False
         with pytest.raises((SchedirError, error)):
             step(*batch(2, 0), SCALE)
         assert stages[0].words.weight is stages[1].head.weight is model.wte.weight

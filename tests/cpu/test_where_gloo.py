@@ -14,7 +14,7 @@ import torch.distributed as dist
 from schedir.hang_diagnosis.flight_recorder import read_dumps
 from schedir.hang_diagnosis.hang_report import describe_job
 from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
-from tests.cpu.spawn import run
+from tests.cpu.spawn import run_fresh
 
 c10d: Any = torch._C._distributed_c10d
 if not hasattr(c10d, "_dump_fr_trace"):
@@ -46,7 +46,7 @@ def _stand(rank: int, folder: str) -> None:
 def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
     for form in ("pickles", "json"):
         (tmp_path / form).mkdir()
-    run(_stand, 3, str(tmp_path))
+    run_fresh(_stand, 3, str(tmp_path))
     for form in ("pickles", "json"):
         job = DistributedJob(read_dumps([str(tmp_path / form)])[0])
         assert job.roots == (LATE,) and not job.cycle and not job.missing

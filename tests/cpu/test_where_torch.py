@@ -31,7 +31,7 @@ from schedir.io import torch_csv
 from schedir.ir.instruction_index import InstructionIndex
 from tests.cpu.spawn import run
 from tests.cpu.theirs import SINGLE, lowered
-from tests.flight import Recorder, record, stopped
+from tests.flight_recorder_dumps import Recorder, record, stopped
 
 STOPS, STEP, STAGE, MICROBATCH = 1, 1, 1, 2
 PLANS = {

@@ -125,7 +125,7 @@ def test_schedir_train(tmp_path: Path) -> None:
         said.format(text=text).replace("steps = 6", "steps = 2")
         + "evaluate_every = 2\nevaluate_batches = 1\n"
     )
-    more = ("output.record=false", "data.validation=0.2", "pipeline.stages_per_rank=1")
+    more = ("data.validation=0.2", "pipeline.stages_per_rank=1")
     two = train(str(path), tmp_path / "two", *more, "pipeline.ranks=1", "pipeline.tp=2")
     one = alone(str(path), tmp_path / "one", *more)
     without = alone(str(path), tmp_path / "without", *more, "model.window=0", "model.stride=1")

@@ -8,21 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from runpy import run_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from schedir.__main__ import main
 from schedir.training.config.config_file import read_config
+from schedir.training.processes import launcher
 from schedir.training.train import run
 from tests.cpu.spawn import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240  # seconds: enough on any machine, and the end of a hang
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 ALONE = ["pipeline.ranks=1", "pipeline.stages_per_rank=1", "pipeline.tp=1", "pipeline.dp=1"]
 
 CONFIG = """\
@@ -48,6 +51,14 @@ steps = 6
 warmup = 2
 log_every = 4
 """
+
+
+def write_config(folder: Path) -> Path:
+    """A configuration of six steps, and its text."""
+    text, path = folder / "text.txt", folder / "run.toml"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 40)
+    path.write_text(CONFIG.format(text=text))
+    return path
 
 
 def small(folder: Path) -> Path:
@@ -81,12 +92,26 @@ def end_all() -> None:
     while _STARTED:
         with _STARTED.pop() as process:
             process.kill()
+    while _RUNS:
+        run = _RUNS.pop()
+        run.process.kill()
+        run.process.join()
 
 
 def _heed() -> None:
-    """Tests may run where nohup or a shell's `&` has these ignored, which children inherit."""
-    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    """Tests may run where nohup or a shell's `&` has these ignored, which children inherit; and a
+    fork of a launcher has its handlers."""
+    for each in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def wait_until(happens: Callable[[], bool]) -> None:
+    """Wait until a condition is true; it fails the test if that takes too long."""
+    over = time.monotonic() + LIMIT
+    while not happens():
+        assert time.monotonic() < over
+        time.sleep(0.02)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -99,11 +124,51 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+class Run:
+    """A command of schedir, a module or a script, in a fork of a process that has torch loaded.
+
+    The processes that `schedir train` and torchrun start are forks, too.  A process is one rank of
+    a run if `environment` has the variables of torchrun.
+    """
+
+    def __init__(
+        self, words: list[str], folder: Path, *, cwd: Path | None = None, **environment: str
+    ) -> None:
+        said = folder.parent / f"said-{folder.name}-{environment.get('RANK', '')}"
+        said.mkdir(parents=True)
+        self.out, self.err = said / "out", said / "err"
+        cwd = cwd or (Path(words[0]).parent if words[0].endswith(".py") else ROOT)
+        self.process = CONTEXT.Process(target=_process, args=(words, said, cwd, environment))
+        self.process.start()
+        self.pid = self.process.pid or 0
+        _RUNS.append(self)
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the process has printed a text."""
+
+        def has_printed() -> bool:
+            is_over = self.process.exitcode is not None
+            found = self.out.exists() and text in self.out.read_text()
+            assert found or not is_over, self.err.read_text()
+            return found
+
+        wait_until(has_printed)
+
+    def finish(self, limit: float = LIMIT) -> tuple[int, str, str]:
+        """Exit code and what was said; a process that hangs is ended, and fails the test."""
+        self.process.join(limit)
+        code = self.process.exitcode
+        self.process.kill()
+        assert code is not None, "the process has not ended"
+        return code, self.out.read_text(), self.err.read_text()
+
+
+_RUNS: list[Run] = []
+
+
 def launched(words: list[str], folder: Path) -> tuple[int, str, str]:
-    """Exit code and what was said of a run that starts its processes itself, by what it is told; it
-    forks from a process that has torch loaded, and they start anew."""
-    (found,) = _forked([words], folder, {})
-    return found
+    """Exit code and what was said of a run that starts its processes itself, by what it is told."""
+    return Run(words, folder).finish()
 
 
 def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
@@ -144,48 +209,25 @@ def fork(
     """Exit code and what was said of each of several processes, by what they are told, or of a
     script; they fork from one that has torch loaded.  `port` is that of their store."""
     more |= {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return _forked(words, folder, more)
-
-
-def _forked(
-    words: Sequence[list[str]], folder: Path, more: dict[str, str]
-) -> list[tuple[int, str, str]]:
-    """Processes that know who they are if they know of a world."""
-    said = folder.parent / f"said-{folder.name}"
-    said.mkdir(parents=True)
-    processes = [
-        CONTEXT.Process(target=_process, args=(rank, own, said, more))
+    runs = [
+        Run(own, folder, RANK=str(rank), LOCAL_RANK=str(rank), **more)
         for rank, own in enumerate(words)
     ]
     over = time.monotonic() + LIMIT
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(max(0, over - time.monotonic()))
-        codes = [code for process in processes if (code := process.exitcode) is not None]
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
-    assert len(codes) == len(words), "a process has not ended"
-    outs, errs = (
-        [(said / f"{rank}.{name}").read_text() for rank in range(len(words))]
-        for name in ("out", "err")
-    )
-    return list(zip(codes, outs, errs, strict=True))
+    return [run.finish(max(0, over - time.monotonic())) for run in runs]
 
 
-def _process(rank: int, words: list[str], said: Path, more: dict[str, str]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)} | more if more else {}
-    os.chdir(ROOT)
+def _process(words: list[str], said: Path, cwd: Path, environment: dict[str, str]) -> None:
+    os.environ |= environment
+    _heed()
+    os.chdir(cwd)
+    vars(launcher)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _fork_rank})
+    vars(subprocess_handler)["Popen"] = _fork_rank
     for descriptor, name in ((1, "out"), (2, "err")):
-        with (said / f"{rank}.{name}").open("w") as file:
+        with (said / name).open("w") as file:
             os.dup2(file.fileno(), descriptor)
     if words[0].endswith(".py"):
         folder = str(Path(words[0]).parent)
-        os.chdir(folder)
         sys.argv = words
         # As Python starts a script: it finds our tree only if it looks for it.
         sys.path[:] = [folder, *(path for path in sys.path if path not in ("", str(ROOT)))]
@@ -195,14 +237,35 @@ def _process(rank: int, words: list[str], said: Path, more: dict[str, str]) -> N
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
         exec(compile(Path(words[0]).read_text(), words[0], "exec"), main_module.__dict__)
     elif words[0] == "-m":
+        sys.argv[1:] = words[2:]
         run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.exit(main(words))
 
 
+def _fork_rank(args: Sequence[str], env: dict[str, str], **how: Any) -> subprocess.Popen[bytes]:
+    """Start `python -m schedir` as a fork of its launcher, which has torch loaded."""
+
+    def be() -> None:
+        os.closerange(3, 1 << 12)  # the launcher waits until the last of them is closed
+        os.environ.clear()
+        os.environ.update(env)
+        _heed()
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        code = 1
+        try:
+            code = main([*args][args.index("schedir") + 1 :])
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    sys.stdout.flush()
+    return subprocess.Popen(args, preexec_fn=be, **how)
+
+
 def train(config: str, folder: Path, *sets: str) -> list[float]:
-    """The losses of a run of as many processes as it asks for."""
-    code, out, err = forked(config, folder, *sets)
+    """The losses of a run of as many processes as it asks for, without a picture unless told."""
+    code, out, err = forked(config, folder, "output.record=false", *sets)
     assert code == 0, err
     assert err == "" and out.startswith("predicted memory ") and "\nstep " in out
     return losses(folder)
@@ -210,7 +273,7 @@ def train(config: str, folder: Path, *sets: str) -> list[float]:
 
 def alone(config: str, folder: Path, *sets: str) -> list[float]:
     """The losses of the same run in this process."""
-    assert run(config, [*sets, *ALONE, f'output.dir="{folder}"']) == 0
+    assert run(config, ["output.record=false", *sets, *ALONE, f'output.dir="{folder}"']) == 0
     return losses(folder)
 
 

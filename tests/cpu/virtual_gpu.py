@@ -162,10 +162,12 @@ def charge(
     table, row = ranks.graph.get_cost_table(costs)
     for rank in ranks.executors:
         first = int(ranks.program.offsets[rank.rank])
-        for k, (wait, run) in enumerate(rank.calls):
+        for k, (wait, run) in enumerate(rank.runner.calls):
             moves = index.op[first + k] in TRANSFER_OPS
             seconds = 0.0 if moves else float(table[row[first + k]])
-            rank.calls[k] = Call(partial(_late, wait, gpu, host), _charged(run, gpu, seconds))
+            rank.runner.calls[k] = Call(
+                partial(_late, wait, gpu, host), _charged(run, gpu, seconds)
+            )
 
 
 def _late(wait: Callable[[], None] | None, gpu: VirtualGPU, seconds: float) -> None:

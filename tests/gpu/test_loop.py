@@ -78,13 +78,13 @@ def test_the_instruction_that_hangs_is_named() -> None:
     assert [p.get_progress() for p in progress] == [None, None]
     one = world.executors[1]
     k = one.state.index_of[Instr(Opcode.Forward, 1, 1)]
-    wait, run_it = one.calls[k]
+    wait, run_it = one.runner.calls[k]
 
     def hangs() -> None:
         torch.cuda._sleep(2 * LONG)
         run_it()
 
-    one.calls[k] = Call(wait, hangs)
+    one.runner.calls[k] = Call(wait, hangs)
     world.step(inputs, targets, scale)
     sleep(0.5)  # the rest of the step is over long before
     said = []

@@ -28,7 +28,8 @@ from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog
 from schedir.transports.gloo import GlooTransport, ProcessTransport
-from tests.cpu.spawn import RankError, run
+from tests.cpu.spawn import RankError
+from tests.cpu.spawn import run_fresh as run
 from tests.cpu.tiny_stages import batch, gpt_executor, own_batch
 from tests.gpu.shared import REHEARSED, no_wait, over, share_gpu, wait_for_device
 
@@ -75,7 +76,7 @@ def made(case: Case, program: Program, transport: Any, device: torch.device) -> 
         program, transport, device, max_norm=norm, record_timestamps=case.record
     )
     parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
-    executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, eps=1e-3, fused=True)
+    executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, eps=1e-3, fused=True)
     return executor
 
 
@@ -189,7 +190,7 @@ def failing(rank: int, folder: str, how: str) -> None:
     executor.step(*given)
     if transport.rank == 1:
         k = executor.state.index_of[Instr(Opcode.Forward, 1, 1)]
-        wait, forward = executor.calls[k]
+        wait, forward = executor.runner.calls[k]
         fail = {"dies": partial(os.kill, os.getpid(), signal.SIGKILL),
                 "hangs": partial(torch.cuda._sleep, HANG)}[how]  # fmt: skip
 
@@ -197,7 +198,7 @@ def failing(rank: int, folder: str, how: str) -> None:
             fail()
             forward()
 
-        executor.calls[k] = Call(wait, fails)
+        executor.runner.calls[k] = Call(wait, fails)
     own = RunMember(folder, ProcessLayout.from_program(program), rank)
     own.black_box.enter_phase(ProcessPhase.STEP, executor.random_streams.step)
     with Watchdog(own, PATIENCE) as watchdog, watchdog.watch(executor):

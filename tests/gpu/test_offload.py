@@ -13,6 +13,7 @@ from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.schedules import gpipe, one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
 from tests.gpu.shared import REHEARSED
@@ -41,7 +42,9 @@ def test_the_bits_of_what_stays(schedule: Any, shape: PipelineShape, recompute: 
         assert not waited
         found.append((total, gradients(stages)))
         for rank in world.executors:
-            rooms = [room.location for room in rank.resources.memory_tiers.host_arena.free_blocks]
+            rooms = [
+                room.location for room in rank.resources.service(MemoryTiers).host_arena.free_blocks
+            ]
             assert REHEARSED or all(room.is_pinned() for room in rooms)
     torch.use_deterministic_algorithms(False)
     assert torch.equal(found[0][0], found[1][0]) and same_bits(found[0][1], found[1][1])

@@ -23,7 +23,7 @@ from schedir.runtime.recording.recorder import EVENT_RESOLUTION
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, zb
-from tests.legal import too_early
+from tests.timeline_legality import too_early
 
 PLANS = [
     (one_f_one_b, PipelineShape(4, 6)),

@@ -223,6 +223,10 @@ def clamp(folder: str) -> None:
         assert schedir.simulate(read).peak_weight_versions.tolist() == [versions], before
     early = text.replace("  F 0.1\n", "  copy 1\n  F 0.1\n")
     refused(early, "OrderError", "copy 1", "step")
+    # A program with one optimizer step keeps no old weights.
+    text = flat(schedir.compile(one_f_one_b, PipelineShape(1, 4)))
+    schedir.from_text(text.replace("  step\n", "  copy\n  step\n"))
+    refused(text.replace("  step\n", "  step\n  copy\n"), "OrderError", "step", "copy")
 
 
 def compress(folder: str) -> None:

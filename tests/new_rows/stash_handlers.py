@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from schedir.ir.isa.instructions import Instr, Opcode, Value
-from schedir.runtime.rank_state import Call, Handler, State
+from schedir.runtime.rank_state import Call, Handler, ProgramService, State
 
 
 class Holder:
@@ -21,13 +20,18 @@ class Holder:
         self.disk: Tensor | None = None
 
 
-_HELD: WeakKeyDictionary[State, dict[Any, Any]] = WeakKeyDictionary()
+class Stashes(ProgramService):
+    """By stage and microbatch, what autograd kept. With "disk" before, what the slot had."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self.held: dict[Any, Any] = defaultdict(list)
 
 
 def forward(plain: Handler) -> Handler:
     def link(state: State, i: Instr) -> Call:
         wait, run = plain(state, i)
-        held = _HELD.setdefault(state, defaultdict(list))
+        held = state.service(Stashes).held
 
         def pack(tensor: Tensor) -> Tensor | Holder:
             if isinstance(tensor, torch.nn.Parameter):
@@ -53,11 +57,12 @@ def forward(plain: Handler) -> Handler:
 
 def stash(state: State, i: Instr) -> Call:
     slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
+    held = state.service(Stashes).held
 
     def run() -> None:
-        _HELD[state]["disk", *i[1:]] = slot.peek()
+        held["disk", *i[1:]] = slot.peek()
         slot.free()
-        for holder in _HELD[state][i[1:]]:
+        for holder in held[i[1:]]:
             assert holder.device is not None
             holder.disk = holder.device.clone()
             holder.device.zero_().log_()  # nobody reads it now
@@ -68,10 +73,11 @@ def stash(state: State, i: Instr) -> Call:
 
 def take(state: State, i: Instr) -> Call:
     slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
+    held = state.service(Stashes).held
 
     def run() -> None:
-        slot.fill(_HELD[state].pop(("disk", *i[1:])))
-        for holder in _HELD[state][i[1:]]:
+        slot.fill(held.pop(("disk", *i[1:])))
+        for holder in held[i[1:]]:
             assert holder.disk is not None
             holder.device, holder.disk = holder.disk.clone(), None
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.runtime.rank_state import Call, State
+from schedir.runtime.services.pending_reductions import PendingReductions
 
 VERDICTS: list[Tensor] = []  # of each rank, for who looks
 
@@ -14,15 +15,16 @@ VERDICTS: list[Tensor] = []  # of each rank, for who looks
 def judge(state: State, i: Instr) -> Call:
     verdict = torch.ones(1)
     VERDICTS.append(verdict)
+    reductions = state.service(PendingReductions)
 
     def run() -> None:
         flats = [flat for stage in state.stages.values() for flat in stage.gradients.flat]
         bad = sum(int((~flat.isfinite()).sum()) for flat in flats)
         own = torch.full((state.shape.ranks,), float(bad))
         work = state.transport.start_collective("reduce_scatter", "model", verdict, own)
-        state.pending_reductions.append(work)
+        reductions.works.append(work)
 
-    return Call(state.wait_for_reductions, run)
+    return Call(reductions.wait, run)
 
 
 HANDLERS = {Opcode.Judge: judge}

@@ -19,8 +19,8 @@ from schedir.predict.calibrate import calibrate, compute_unexplained_share, form
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, Schedule, W
+from tests.clock_noise import measured
 from tests.laws import TWO_WAY, ZOO, least, shape_of
-from tests.measuring import measured
 from tests.strategies import compute_programs, costs
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from schedir.checkpoints.checkpoint_directory import LOCK_FILE, CheckpointDirectory
-from tests.killed import killed_before
+from tests.kill_points import killed_before
 from tests.pure.test_checkpoint_folder import save
 
 

@@ -15,7 +15,7 @@ import pytest
 from schedir.errors import SchedirError, TraceError, UsageError
 from schedir.hang_diagnosis import flight_recorder
 from schedir.hang_diagnosis.flight_recorder import read_dumps
-from tests.flight import Recorder
+from tests.flight_recorder_dumps import Recorder
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -11,8 +11,8 @@ from schedir.errors import DeadlockError
 from schedir.ir.text_format import from_text
 from schedir.verify.check import check
 from tests.museum.cases import HERE, Case, cases, verdict
-from tests.sequences import verdict as in_turn
-from tests.threads import verdict as ran
+from tests.oracle_step_sequences import verdict as in_turn
+from tests.oracle_threads import verdict as ran
 
 CASES = cases()
 SAID = [case for case in CASES if case.is_said]

@@ -14,7 +14,7 @@ from schedir.io import perfetto
 from schedir.ir.isa.instructions import LANES, Lane, Opcode
 from schedir.viz.layout import CURVE_HEIGHT
 from schedir.viz.palette import DARK_PALETTE, PALETTES, choose_box_color, format_hex, lightness
-from tests.offloaded import offloaded
+from tests.offload_programs import offloaded
 
 COSTS = Costs(
     F=1, B=2, send=0.1, offload=0.5, reload=0.5, offload_to_disk=0.6, reload_from_disk=0.6

@@ -181,7 +181,7 @@ def test_it_is_told_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
         )
         assert sum(plan["breakdown"].values()) == pytest.approx(plan["step_time"])
     steps = [plan["step_time"] for plan in told["plans"]]
-    assert steps == sorted(steps)
+    assert steps[1:] == sorted(steps[1:]) and steps[0] <= 1.02 * min(steps)
 
 
 def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedule_search.search import search_schedule
 from schedir.schedule_search.search_results import LowerBound
-from tests.certified import Case, cases
+from tests.certified_optima import Case, cases
 from tests.interleavings import shortest
 
 

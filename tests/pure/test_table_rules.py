@@ -76,6 +76,12 @@ def test_the_tables_keep_to_the_rules() -> None:
         ),
         # A message that goes elsewhere than its value.
         ("SendSkip", row(O.SendSkip, needs=(T.ACT_OUT,))),
+        # Messages and forms that a cluster would price as free, or as an activation's.
+        ("SendSkip: a cluster has no price", row(O.SendSkip, cost="send_skip")),
+        (
+            "SKIP_OUT crosses along a skip",
+            row(O.TPScatterAct, needs=(T.SKIP_OUT,), gives=(T.SKIP_OUT,), traffic=None),
+        ),
         # A form without a second row, a form changed twice, and a form of a value that stays.
         ("TPGatherAct", row(O.TPScatterAct, form=None, traffic=None)),
         ("TPScatterAct", row(O.TPGatherAct, form=None)),

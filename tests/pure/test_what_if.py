@@ -15,8 +15,8 @@ from schedir import Costs, PipelineShape, RankSchedule, Timeline
 from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.predict.what_if import Advice, advise
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1, zb_v
+from tests.clock_noise import slow_at_the_end
 from tests.commands import refused, said
-from tests.measuring import slow_at_the_end
 
 PLAN = PipelineShape(4, 8)
 COSTS = Costs(F=(1, 1, 1, 1.5), B=(2, 2, 2, 3), send=0.25, reduce_grads=2)

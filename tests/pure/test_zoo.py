@@ -42,7 +42,7 @@ from schedir.schedules import (
 from schedir.schedules.schedule_algebra import RankSchedule, Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, run, shape_of
-from tests.published import PRINTED, Row, rows
+from tests.zero_bubble_figures import PRINTED, Row, rows
 
 # ------------------------------------------------------------------ whole backwards
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import groupby, zip_longest
+from math import exp
 from typing import TYPE_CHECKING, Any, Final
 
 from schedir.errors import format_bytes
 from schedir.io.terminal import format_json, format_table
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
+from schedir.planner.plan_simplicity import PREFERENCE_TOLERANCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,6 +51,7 @@ LAST_COLUMNS: Final = (
 )
 _BYTE_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS_PER_DAY: Final = 86400.0
+_QUANTILE: Final = 1.645  # standard deviations of an interval of 90 %
 _MAX_OPTION_LENGTH: Final = 100  # printed characters of an option; `--json` has all
 
 
@@ -92,16 +95,21 @@ def describe_plan(plan: PlanEstimate) -> str:
 
 
 def format_plans(
-    request: PlanRequest, plans: Sequence[PlanEstimate], selected_number: int, tokens: float | None
+    request: PlanRequest,
+    plans: Sequence[PlanEstimate],
+    selected_number: int,
+    tokens: float | None,
+    fastest: PlanEstimate | None = None,
 ) -> str:
     """Return the table of plans, and the details of one of them.
 
     Args:
         request: The request of the plans.
-        plans: The plans, the shortest step first.
+        plans: The plans, the preferred one first.
         selected_number: The number of the plan to detail, from 1.
         tokens: The number of tokens of the training run, or None.  With it, the duration is
             printed.
+        fastest: The fastest plan, if the first one was preferred to it.
     """
     model, cluster = request.model, request.cluster
     plan = plans[selected_number - 1]
@@ -112,6 +120,7 @@ def format_plans(
         f"sequences of {model.sequence:,} tokens; {cluster.gpu_count:,} "
         f"GPU{'s' * (cluster.gpu_count > 1)} of {request.display_names[1]} ({nodes})\n",
         _format_table(plans, cluster.memory),
+        *_describe_preference(plans[0], fastest),
         f"plan {selected_number}: {describe_plan(plan)}\n",
         *_join_columns(
             _format_step_times(plan),
@@ -119,7 +128,7 @@ def format_plans(
         ),
         *(f"  {line}\n" for line in _format_layers(request, plan)),
     ]
-    lines += [f"  note: {note}\n" for note in _list_notes(request, plan)]
+    lines += [f"  note: {note}\n" for note in _list_notes(request, plans, plan)]
     if plan.offload_comparison:
         lines.append(f"  offload: {plan.offload_comparison}\n")
     if plan.explanation:
@@ -154,6 +163,15 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
             for k, plan in enumerate(plans, 1)
         ],
     )  # fmt: skip
+
+
+def _describe_preference(first: PlanEstimate, fastest: PlanEstimate | None) -> Iterator[str]:
+    """Yield a line about the fastest plan, if a simpler one was preferred."""
+    if fastest is not None and first.step_time > fastest.step_time:
+        yield (
+            f"plan 1 is the simplest within {100 * PREFERENCE_TOLERANCE:g} % of the fastest. The "
+            f"fastest takes {format_seconds(fastest.step_time)}: {describe_plan(fastest)}\n"
+        )
 
 
 def _format_cell(value: int | str) -> str:
@@ -237,8 +255,23 @@ def _format_repeats(numbers: Sequence[int]) -> str:
     return ", ".join(f"{n} x {number}" if n > 1 else f"{number}" for number, n in runs)
 
 
-def _list_notes(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
-    """Yield warnings about a plan."""
+def _list_notes(
+    request: PlanRequest, plans: Sequence[PlanEstimate], plan: PlanEstimate
+) -> Iterator[str]:
+    """Yield warnings about a plan, and how certain its step time is."""
+    cluster = request.cluster
+    if cluster.uncertainty:
+        share = exp(_QUANTILE * cluster.uncertainty)
+        low, high = (format_seconds(plan.step_time * x) for x in (1 / share, share))
+        alike = sum(one.step_time <= plans[0].step_time * share for one in plans)
+        yield f"the step takes {low} to {high} in 90 % of runs" + (
+            f"; plans 1 to {alike} cannot be told apart" if alike > 1 else ""
+        )
+    if cluster.calibrated_gpus and cluster.gpu_count > cluster.calibrated_gpus:
+        yield (
+            f"{cluster.gpu_count:,} GPUs are an extrapolation: the cluster is calibrated with runs "
+            f"on at most {cluster.calibrated_gpus:,}"
+        )
     if plan.tp > request.cluster.gpus_per_node:
         yield (
             f"tp {plan.tp} is more than the {request.cluster.gpus_per_node} GPUs of a node: the "

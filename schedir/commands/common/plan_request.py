@@ -54,15 +54,21 @@ class PlanRequest:
     display_names: tuple[str, str]
     planner_options: dict[str, Any]
 
+    @property
+    def software(self) -> dict[str, Any]:
+        """The constants and state bytes of `--stack`, as keyword arguments."""
+        names = ("constants", "state_bytes")
+        return {name: self.planner_options.get(name) for name in names}
 
-def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
-    """Return the planning request of the options.
+
+def resolve_model(args: argparse.Namespace) -> TransformerSpec:
+    """Return the model of the options.
 
     Args:
         args: The parsed options of `plan`.
 
     Raises:
-        UsageError: The model, the batch, the cluster or its number of nodes is missing or invalid.
+        UsageError: The model is missing or invalid.
     """
     from schedir.planner.transformer.model_presets import (
         SPEC_FIELDS,
@@ -81,7 +87,22 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
             fields=["model"],
         )
     preset_fields = {} if args.model is None else load_model_fields(args.model)
-    model = build_model({**preset_fields, **model_options}, args.model or "")
+    return build_model({**preset_fields, **model_options}, args.model or "")
+
+
+def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
+    """Return the planning request of the options.
+
+    Args:
+        args: The parsed options of `plan`.
+
+    Raises:
+        UsageError: The model, the batch, the cluster or its number of nodes is missing or invalid.
+    """
+    from schedir.planner import stack_preset
+    from schedir.planner.transformer.model_presets import SPEC_FIELDS
+
+    model = resolve_model(args)
     if args.batch is None:
         raise UsageError("--batch, the sequences per step, is missing", hint="--batch 1536",
                          fields=["batch"])  # fmt: skip
@@ -89,15 +110,25 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
              if (value := getattr(args, field)) is not None}  # fmt: skip
     fixed |= {name: value for name in ("attention", "sequence_parallel", "rank_order")
               if (value := getattr(args, name)) is not None}  # fmt: skip
-    planner_options = {"exact": not args.no_exact, "offload": args.offload, **fixed}
-    name = Path(args.model).stem if args.model is not None and not model_options else "the model"
+    planner_options = {"exact": not args.no_exact, "offload": args.offload}
+    planner_options |= {} if args.stack is None else stack_preset(args.stack).options
+    planner_options |= fixed
+    is_preset = args.model is not None and all(getattr(args, name) is None for name in SPEC_FIELDS)
+    name = Path(args.model).stem if is_preset else "the model"
     return PlanRequest(
-        model, _resolve_cluster(args), args.batch, (name, Path(args.cluster).stem), planner_options
+        model, resolve_cluster(args), args.batch, (name, Path(args.cluster).stem), planner_options
     )
 
 
-def _resolve_cluster(args: argparse.Namespace) -> Cluster:
-    """Return the cluster of a preset or a file, with the given number of nodes or GPUs."""
+def resolve_cluster(args: argparse.Namespace) -> Cluster:
+    """Return the cluster of a preset or a file, with the given number of nodes or GPUs.
+
+    Args:
+        args: The parsed options of `plan`.
+
+    Raises:
+        UsageError: The cluster or its number of nodes is missing or invalid.
+    """
     from schedir.io.cluster_file import load_cluster
     from schedir.planner import cluster_preset, cluster_presets
 
@@ -112,7 +143,13 @@ def _resolve_cluster(args: argparse.Namespace) -> Cluster:
         cluster_preset(args.cluster) if is_preset or not args.cluster.endswith(".toml") else None
     )
     result = load_cluster(args.cluster) if result is None else result
-    if is_preset and args.nodes is None and args.gpus is None and args.scale is None:
+    if (
+        is_preset
+        and args.calibrate is None
+        and args.nodes is None
+        and args.gpus is None
+        and args.scale is None
+    ):
         raise UsageError(f"--nodes, the number of nodes of {args.cluster}, is missing",
                          hint="--nodes 128", fields=["nodes"])  # fmt: skip
     if args.nodes is not None:
@@ -171,6 +208,28 @@ def find_plans(request: PlanRequest, max_plans: int) -> list[PlanEstimate]:
         progress.clear()
 
 
+def find_preferred_plans(
+    request: PlanRequest, max_plans: int
+) -> tuple[list[PlanEstimate], PlanEstimate]:
+    """Return the plans that fit into memory: the preferred one first, then the fastest first.
+
+    Args:
+        request: The planning request.
+        max_plans: The largest number of plans.
+
+    Returns:
+        The plans, and the fastest plan, which may be beyond `max_plans`.
+
+    Raises:
+        UsageError: No plan fits.
+    """
+    from schedir.planner import prefer_simplest
+    from schedir.planner.plan_search import MAX_SIMULATED_PLANS
+
+    plans = find_plans(request, max(max_plans, MAX_SIMULATED_PLANS))
+    return prefer_simplest(plans)[:max_plans], plans[0]
+
+
 def improve_plan_schedules(
     request: PlanRequest, plans: list[PlanEstimate], seconds: float
 ) -> tuple[list[PlanEstimate], dict[PlanEstimate, Program], str]:
@@ -179,21 +238,23 @@ def improve_plan_schedules(
     Args:
         request: The planning request.
         plans: The plans, the shortest step first.
-        seconds: The time limit of the search for each plan.  0 disables the search.
+        seconds: The time limit of the search for each plan.
 
     Returns:
         The plans with the shortest step first, the programs of the plans that became shorter, and a
-        line about the use of numba.  The line is "" without a search.
+        line about the use of numba.  The line is "" if no plan was searched.
     """
     from schedir.planner import improve_schedule
     from schedir.schedule_search.search_results import combine_numba, describe_numba
 
     result, programs, progress = [*plans], dict[Any, Any](), ProgressLine()
     uses = []
-    for k, plan in enumerate(plans[: _MAX_SEARCHED_PLANS if seconds else 0]):
+    for k, plan in enumerate(plans[:_MAX_SEARCHED_PLANS]):
         progress.show(f"searching for a shorter schedule of plan {k + 1}")
         with suppress(SchedirError):  # the search does not support all plans
-            new = improve_schedule(request.model, request.cluster, plan, time_limit=seconds)
+            new = improve_schedule(
+                request.model, request.cluster, plan, time_limit=seconds, **request.software
+            )
             uses.append(new.numba)
             if new.estimate.step_time < plan.step_time:
                 result[k] = replace(
@@ -227,12 +288,15 @@ def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> 
     for k, plan in enumerate(plans[:_MAX_SEARCHED_PLANS]):
         progress.show(f"dividing the layers of plan {k + 1}")
         with suppress(UsageError):  # no division fits into memory
-            layers = optimize_layer_division(request.model, request.cluster, strip_estimates(plan))
+            layers = optimize_layer_division(
+                request.model, request.cluster, strip_estimates(plan), **request.software
+            )
             even, new = (
                 simulate_plan(
                     request.model,
                     request.cluster,
                     replace(strip_estimates(plan), layers_per_stage=division),
+                    **request.software,
                 )
                 for division in (plan.layers_per_stage, layers)
             )

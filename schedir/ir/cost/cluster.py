@@ -57,7 +57,12 @@ class Cluster:
         dram_bandwidth: Bytes per second that the processors of the host read and write in its
             memory, for one GPU. The CPU optimizer needs it.
         latency: Time of a message in addition to that of its bytes, in seconds.
+        network_latency: The same between nodes. The default is `latency`.
+        jitter: Standard deviation of the step time of one replica, as a share of its mean. The
+            planner adds the time that replicas wait for the slowest one.
         kernel_us: Time to issue a kernel, in microseconds.
+        uncertainty: Standard deviation of predicted step times, as a share. A calibration sets it.
+        calibrated_gpus: The number of GPUs of the largest run of a calibration.
         peak: Floating-point operations per second of the data sheet. The model FLOPs utilization
             (MFU) is a share of it. The default is `flops`.
         num_sms: Number of multiprocessors of a GPU. The tiles of a matrix product are distributed
@@ -92,12 +97,16 @@ class Cluster:
     disk_bandwidth: float | None = None
     dram_bandwidth: float | None = None
     latency: float = 0.0
+    network_latency: float | None = None
+    jitter: float = 0.0
     kernel_us: float = 0.0
     peak: float | None = None
     num_sms: int | None = None
     itemsize: int = 2
     processors: int | None = None
     host_memory: float | None = None
+    uncertainty: float = 0.0
+    calibrated_gpus: int | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -105,7 +114,14 @@ class Cluster:
             if value is None and f.default is None:
                 continue
             number = parse_cluster_field(f.name, value)
-            if f.name in ("nodes", "gpus_per_node", "num_sms", "itemsize", "processors"):
+            if f.name in (
+                "nodes",
+                "gpus_per_node",
+                "num_sms",
+                "itemsize",
+                "processors",
+                "calibrated_gpus",
+            ):
                 if number != int(number):
                     raise UsageError(
                         f"cluster: {f.name} must be an integer, not {describe(value)}",
@@ -181,6 +197,26 @@ class Cluster:
             )
         return group
 
+    def latency_of(self, processes: GroupProcesses) -> float:
+        """Return the latency of the slowest link of a ring of processes.
+
+        Args:
+            processes: The processes of the ring, or their number.
+
+        Returns:
+            Seconds: `latency` within a node, and `network_latency` between nodes.
+
+        Raises:
+            UsageError: See `bandwidth`.
+        """
+        nodes = self._require_group(processes) // self.gpus_per_node
+        return self.latency if (nodes == nodes[0]).all() else self.max_latency
+
+    @property
+    def max_latency(self) -> float:
+        """The latency of a message between nodes: `network_latency`, or else `latency`."""
+        return self.latency if self.network_latency is None else self.network_latency
+
     def send_time(self, size: float, source: int, target: int) -> float:
         """Return the time of a message between two processes, in seconds.
 
@@ -199,7 +235,9 @@ class Cluster:
             Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
             MPICH" (2005), section 3: alpha + n beta.
         """
-        return _message_time(size, self.latency, self.bandwidth([*{source, target}]))
+        return _message_time(
+            size, self.latency_of([*{source, target}]), self.bandwidth([*{source, target}])
+        )
 
     def all_gather_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of an all-gather over a ring, in seconds.
@@ -218,7 +256,9 @@ class Cluster:
             Thakur et al. (2005), section 4.1: (p-1) alpha + (p-1)/p n beta.
         """
         group = len(self._require_group(processes))
-        return (group - 1) * _message_time(size / group, self.latency, self.bandwidth(processes))
+        return (group - 1) * _message_time(
+            size / group, self.latency_of(processes), self.bandwidth(processes)
+        )
 
     def reduce_scatter_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of a reduce-scatter over a ring, in seconds.
@@ -281,7 +321,7 @@ class Cluster:
             Thakur et al. (2005), section 4.4: lg p (alpha + n beta).
         """
         steps = ceil(log2(len(self._require_group(processes))))
-        return steps * _message_time(size, self.latency, self.bandwidth(processes))
+        return steps * _message_time(size, self.latency_of(processes), self.bandwidth(processes))
 
     def all_to_all_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of an all-to-all by pairwise exchange, in seconds.
@@ -320,7 +360,7 @@ class Cluster:
             part * inside / self.nvlink_bandwidth,
             part * (len(group) - own) / self.network_bandwidth,
         )
-        return (len(group) - 1) * self.latency + carried
+        return (len(group) - 1) * self.latency_of(group) + carried
 
     # ------------------------------------------------------------ one GPU
 

@@ -89,8 +89,16 @@ class ClusterPrices(Protocol):
         """See `Cluster`."""
         ...
 
+    @property
+    def max_latency(self) -> float:
+        """See `Cluster.max_latency`."""
+        ...
+
     def bandwidth(self, processes: Processes) -> float:
         """See `Cluster.bandwidth`."""
+
+    def latency_of(self, processes: Processes) -> float:
+        """See `Cluster.latency_of`."""
 
     def host_transfer_time(self, size: float) -> float:
         """See `Cluster.host_transfer_time`."""
@@ -264,9 +272,7 @@ class _CostFiller:
             Seconds, shape (stages, microbatches) or (stages, 1).
         """
         act, grad = self._find_sent_bytes("send")
-        act, grad = (
-            self._compute_messages(x / self.tp, self._find_link_bandwidths()) for x in (act, grad)
-        )
+        act, grad = (self._compute_messages(x / self.tp, self._find_links()) for x in (act, grad))
         return np.maximum(act, _shift_to_next_stage(grad))
 
     def compute_message(self, cost: str) -> Floats:
@@ -283,15 +289,16 @@ class _CostFiller:
             if row.cost == cost and row.peer is not None:
                 each = self.sizes.per_microbatch(VALUES[row.needs[0]].size, self.shape)
                 seconds = self._compute_messages(
-                    each * self._is_sent_onward[:, None], self._find_link_bandwidths()
+                    each * self._is_sent_onward[:, None], self._find_links()
                 )
                 messages.append(
                     seconds if row.peer.is_downstream else _shift_to_next_stage(seconds)
                 )
         return reduce(np.maximum, messages)
 
-    def _find_link_bandwidths(self) -> Floats:
-        """Return the bandwidth of the slowest link from each stage to the next, shape (stages,)."""
+    def _find_links(self) -> tuple[Floats, Floats]:
+        """Return bandwidth and latency of the slowest link from each stage, shape (stages,)."""
+        latency = np.full(self.shape.stages, self.cluster.latency)
         nodes, links = self.mesh // self.cluster.gpus_per_node, np.full(self.shape.stages, inf)
         within, between = (
             self.cluster.nvlink_bandwidth,
@@ -301,7 +308,8 @@ class _CostFiller:
             a, b = self.shape.replica_ranks[:, stage], self.shape.replica_ranks[:, stage + 1]
             across = (nodes[:, a] != nodes[:, b]).any()
             links[stage] = between if across else within
-        return links
+            latency[stage] = self.cluster.max_latency if across else self.cluster.latency
+        return links, latency
 
     def compute_gather(self, cost: str) -> Floats:
         """Return the time of the all-gather of the values that a stage receives.
@@ -314,9 +322,7 @@ class _CostFiller:
         """
         if self.tp == 1:
             return np.zeros((1, 1))
-        links = self._find_slowest_bandwidth(
-            lambda holders: self.mesh[:, holders].reshape(-1, self.tp)
-        )
+        links = self._find_slowest_links(lambda holders: self.mesh[:, holders].reshape(-1, self.tp))
         return (self.tp - 1) * self._compute_messages(
             self._find_changed_bytes(cost) / self.tp, links
         )
@@ -354,9 +360,10 @@ class _CostFiller:
         holders = self.shape.replica_ranks
         return np.append((holders[:, 1:] != holders[:, :-1]).any(0), False)
 
-    def _compute_messages(self, size: Floats, links: Floats) -> Floats:
+    def _compute_messages(self, size: Floats, links: tuple[Floats, Floats]) -> Floats:
         """Return the seconds of one message of each stage. A message of 0 bytes takes no time."""
-        return np.where(size > 0, self.cluster.latency + size / links[:, None], 0.0)
+        bandwidth, latency = links
+        return np.where(size > 0, latency[:, None] + size / bandwidth[:, None], 0.0)
 
     # ------------------------------------------------------------ once a step
 
@@ -386,23 +393,25 @@ class _CostFiller:
         each = self.sizes.per_microbatch(ring.size, self.shape)
         if not each.any():
             raise _make_missing_size_error(cost, f"{ring.size}=2GB")
-        message = self._compute_messages(
-            each / parts / members, self._find_slowest_bandwidth(groups)
-        )
+        message = self._compute_messages(each / parts / members, self._find_slowest_links(groups))
         return ring.rounds * (members - 1) * message
 
-    def _find_slowest_bandwidth(self, groups: GroupFunction) -> Floats:
-        """Return the bandwidth of the slowest group of processes of each stage, shape (stages,)."""
-        bandwidths: dict[tuple[int, ...], float] = {}
+    def _find_slowest_links(self, groups: GroupFunction) -> tuple[Floats, Floats]:
+        """Return bandwidth and latency of the slowest group of each stage, shape (stages,)."""
+        links: dict[tuple[int, ...], tuple[float, float]] = {}
         for holders in map(tuple, self.shape.replica_ranks.T.tolist()):
-            if holders not in bandwidths:
+            if holders not in links:
                 each = groups(np.array(holders))
                 nodes = each // self.cluster.gpus_per_node
                 _, unlike = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
-                bandwidths[holders] = min(map(self.cluster.bandwidth, each[unlike]))
-        return np.array(
-            [bandwidths[holders] for holders in map(tuple, self.shape.replica_ranks.T.tolist())]
+                links[holders] = (
+                    min(map(self.cluster.bandwidth, each[unlike])),
+                    max(map(self.cluster.latency_of, each[unlike])),
+                )
+        columns = np.array(
+            [links[holders] for holders in map(tuple, self.shape.replica_ranks.T.tolist())]
         )
+        return columns[:, 0], columns[:, 1]
 
     def compute_reduce_norm(self) -> Floats:
         """Return the time of an all-reduce of one float64 number over all processes of a replica.

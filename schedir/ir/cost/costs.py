@@ -60,7 +60,10 @@ def select_ranks(subject: str, value: PerStage, shape: PipelineShape) -> Any:
         return value
     if len(value) not in (shape.ranks, shape.stages):
         per_stage = f" and {shape.stages} stages" if shape.stages != shape.ranks else ""
-        raise CostsError(f"{subject} has {len(value)} numbers for {shape.ranks} ranks{per_stage}")
+        raise CostsError(
+            f"{subject} has {len(value)} numbers for {shape.ranks} ranks{per_stage}",
+            hint=f"give {shape.ranks} numbers, one per rank, or one number for all ranks",
+        )
     return value[: shape.ranks]
 
 
@@ -115,6 +118,8 @@ class Costs(CostFields):
         host_step: Optimizer step of one stage on the host.
         reload_weights: Copy of a stage's updated weights to the device.
         check_grads_finite: Test for infinite gradients of a rank, before the step on the host.
+        dispatch: All-to-all that sends tokens, or gradients of outputs, to the ranks of experts.
+        combine: All-to-all that sends outputs of experts, or gradients of tokens, back.
 
     Raises:
         CostsError: A cost is negative or not finite, has rows of different lengths, or is an array

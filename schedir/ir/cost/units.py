@@ -46,6 +46,12 @@ _FLOPS_UNIT: Final = _Unit(
     "312TFLOP/s or 312e12",
     suffixes=("PFLOP/s", "TFLOP/s", "GFLOP/s"),
 )
+_LATENCY_UNIT: Final = _Unit(
+    _make_unit_parser(us=1e-6, ms=1e-3, s=1.0),
+    "5us or 5e-6",
+    can_be_zero=True,
+    suffixes=("s", "ms", "us"),
+)
 _UNIT_BY_FIELD: Final = {
     "nodes": _Unit(parse_decimal, "8"),
     "gpus_per_node": _Unit(parse_decimal, "8"),
@@ -57,12 +63,11 @@ _UNIT_BY_FIELD: Final = {
     "host_bandwidth": _BANDWIDTH_UNIT,
     "disk_bandwidth": _BANDWIDTH_UNIT,
     "dram_bandwidth": _BANDWIDTH_UNIT,
-    "latency": _Unit(
-        _make_unit_parser(us=1e-6, ms=1e-3, s=1.0),
-        "5us or 5e-6",
-        can_be_zero=True,
-        suffixes=("s", "ms", "us"),
-    ),
+    "latency": _LATENCY_UNIT,
+    "network_latency": _LATENCY_UNIT,
+    "jitter": _Unit(parse_decimal, "0.02", can_be_zero=True),
+    "uncertainty": _Unit(parse_decimal, "0.05", can_be_zero=True),
+    "calibrated_gpus": _Unit(parse_decimal, "16"),
     "kernel_us": _Unit(parse_decimal, "4", can_be_zero=True),
     "peak": _FLOPS_UNIT,
     "num_sms": _Unit(parse_decimal, "108"),

@@ -141,6 +141,8 @@ LANES: Final[tuple[LaneRow, ...]] = (
             "disk", "#4a3728", "disk"),
     LaneRow(_L.HOST, False, "starts", "computes of the host, in parallel with the device",
             "step", "#6b8e23", "host computes"),
+    LaneRow(_L.EP, False, "waits", "all-to-alls of the expert-parallel group",
+            "all_to_all", "#882255", "expert parallel"),
 )  # fmt: skip
 
 # The sizes that an optimizer step moves: it reads and writes weights and state, and reads
@@ -553,5 +555,45 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
             "update may then add to its gradients during the step of the host."
         ),
         cost="check_grads_finite", host_sync_lanes=(_L.DP, _L.D2H), is_implicit_in_torch=True,
+    ),
+    Row(
+        _O.Dispatch, "dispatch", _L.EP, _MB,
+        needs=(_V.ACT_IN,),
+        gives=(_V.ACT_IN,),
+        doc=(
+            "Sends the tokens of a mixture-of-experts layer to the ranks of their experts, by an "
+            "all-to-all of the expert-parallel group (GShard, arXiv 2006.16668)."
+        ),
+        cost="dispatch", ring=CollectiveRing("ep"), between_segments="always",
+    ),
+    Row(
+        _O.Combine, "combine", _L.EP, _MB,
+        needs=(_V.ACT_IN,),
+        gives=(_V.ACT_IN,),
+        doc=(
+            "Sends the outputs of experts back to the ranks of their tokens, by an all-to-all of "
+            "the expert-parallel group."
+        ),
+        cost="combine", ring=CollectiveRing("ep"), between_segments="always",
+    ),
+    Row(
+        _O.CombineGrad, "combine_grad", _L.EP, _MB,
+        needs=(_V.GRAD_IN,),
+        gives=(_V.GRAD_IN,),
+        doc=(
+            "The backward of combine: sends the gradients of the experts' outputs to the ranks of "
+            "the experts, over the same links as dispatch."
+        ),
+        cost="dispatch", ring=CollectiveRing("ep"), between_segments="always",
+    ),
+    Row(
+        _O.DispatchGrad, "dispatch_grad", _L.EP, _MB,
+        needs=(_V.GRAD_IN,),
+        gives=(_V.GRAD_IN,),
+        doc=(
+            "The backward of dispatch: sends the gradients of the tokens back to their ranks, over "
+            "the same links as combine."
+        ),
+        cost="combine", ring=CollectiveRing("ep"), between_segments="always",
     ),
 )  # fmt: skip

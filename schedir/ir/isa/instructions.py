@@ -136,6 +136,10 @@ BOUNDARY_COLLECTIVE_OPS: Final = tuple(
 BOUNDARY_GATHER_OPS: Final = tuple(
     op for op in BOUNDARY_COLLECTIVE_OPS if INSTRUCTIONS[op].form is not None
 )
+# All-to-alls of the expert-parallel group, between segments.
+EP_COLLECTIVE_OPS: Final = tuple(
+    row.op for row in INSTRUCTIONS if row.ring is not None and row.ring.members == "ep"
+)
 COMPUTE_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.is_compute)
 # Compute instructions, by the values that they make.  B and I make the gradient of the input.  I
 # also keeps deferred weight gradients, and W uses them.

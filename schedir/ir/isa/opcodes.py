@@ -57,6 +57,7 @@ class Lane(IntEnum):
     H2D = 7
     DISK = 8
     HOST = 9
+    EP = 10
 
 
 class Opcode(IntEnum):
@@ -112,3 +113,7 @@ class Opcode(IntEnum):
     HostOptimizerStep = 40
     ReloadWeights = 41
     CheckGradsFinite = 42
+    Dispatch = 43
+    Combine = 44
+    CombineGrad = 45
+    DispatchGrad = 46

@@ -187,15 +187,15 @@ class CollectiveRing(NamedTuple):
     """The bytes that a collective sends around a ring of its members.
 
     Attributes:
-        members: The tensor-parallel group ("tp"), the replicas ("dp"), or the ranks that have the
-            stage ("stage_replicas").
+        members: The tensor-parallel group ("tp"), the expert-parallel group ("ep"), the replicas
+            ("dp"), or the ranks that have the stage ("stage_replicas").
         size: The field of `Sizes` with the bytes; "" for the bytes of the value that the
             instruction needs.
-        rounds: Number of times that the bytes go around: one for an all-gather or a
-            reduce-scatter, two for an all-reduce.
+        rounds: Number of times that the bytes go around: one for an all-gather, a reduce-scatter
+            or an all-to-all, two for an all-reduce.
     """
 
-    members: Literal["tp", "dp", "stage_replicas"]
+    members: Literal["tp", "ep", "dp", "stage_replicas"]
     size: str = ""
     rounds: int = 1
 
@@ -258,8 +258,8 @@ class Row(NamedTuple):
             passes place all others.
         form: The form that it gives to a value that its stage puts out, or removes from a value
             that its stage takes in.
-        between_segments: Set for a tensor-parallel collective between two segments of a stage:
-            "always", or only in programs with "sequence_parallel".
+        between_segments: Set for a tensor-parallel or expert-parallel collective between two
+            segments of a stage: "always", or only in programs with "sequence_parallel".
         idle_cause: The `IdleCause` of a rank that waits for it; "" for that of the lane.
         traffic: The bytes that it moves over a link of the machine.  A `Cluster` computes the cost
             from `ring` or `traffic`.

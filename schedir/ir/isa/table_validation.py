@@ -25,6 +25,7 @@ from schedir.ir.isa.instructions import (
     Lane,
     LaneRow,
     Opcode,
+    PeerRule,
     ProducerRule,
     Row,
     Scope,
@@ -50,6 +51,7 @@ _DEFAULTED_ATTRIBUTES: Final = {
 }
 # Values with a begin and an end, between which they take memory.
 _LIFETIME_RULES: Final = (*_CHAINED_RULES, ProducerRule.ALL)
+_SKIP_PEERS: Final = (PeerRule.SKIP_TO, PeerRule.SKIP_FROM)
 
 
 class TableError(Exception):
@@ -167,8 +169,11 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
         yield "it frees a value that it does not need"
     if row.is_compute and (row.lane is not Lane.COMPUTE or row.scope is not Scope.MICROBATCH):
         yield "a compute must be per microbatch, on the lane COMPUTE"
-    if row.between_segments and (row.ring is None or row.ring.members != "tp"):
-        yield "a row between segments must be a collective of the tensor-parallel group"
+    if row.between_segments and (row.ring is None or row.ring.members not in ("tp", "ep")):
+        yield (
+            "a row between segments must be a collective of the tensor-parallel or the "
+            "expert-parallel group"
+        )
     if row.traffic is not None and row.traffic.program_attribute not in (
         "",
         "checkpoint_snapshots",
@@ -189,6 +194,8 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
             yield "a message must be of a microbatch"
         if len(row.gives) + len(row.needs) != 1:
             yield "a message must need or give exactly one value"
+        if row.peer in _SKIP_PEERS and row.cost not in ("", "send"):
+            yield f"a cluster has no price for a message along a skip with the cost {row.cost!r}"
     elif row.partner not in (None, row.op):
         yield "without a peer, its partner must be its own kind"
     elif row.partner is None and row.group:
@@ -253,6 +260,8 @@ def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow])
         yield "a row with a form must need and give one value that crosses between stages"
         return
     (token,) = row.gives
+    if values[token].peer in _SKIP_PEERS:
+        yield f"{token.name} crosses along a skip: a cluster has no price for its forms"
     handed = values[token].local_source
     others = (
         [value.value for value in values if value.local_source is token] if handed is None else []

@@ -18,8 +18,8 @@ from schedir.ir.pipeline.field_schema import (
 )
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, PipelineShape
 from schedir.ir.pipeline.skip_connections import SKIPS_TYPE as SKIPS_KIND
+from schedir.ir.pipeline.stage_segments import EP_LETTERS, TP_LETTERS, has_collectives
 from schedir.ir.pipeline.stage_segments import SEGMENT_BOUNDARIES_TYPE as MEETS_KIND
-from schedir.ir.pipeline.stage_segments import has_tp_collectives
 from schedir.ir.pipeline.tied_weights import TIED_WEIGHTS_TYPE as TIED_KIND
 from schedir.ir.pipeline.tied_weights import TiedStages, format_tied_stages, normalize_tied_stages
 from schedir.retired_names import get_rename_hint
@@ -101,6 +101,8 @@ def require_compatible(
     segment_boundaries: str,
     sequence_parallel: bool,
     tp: int,
+    dp: int,
+    ep: int,
 ) -> None:
     """Raise ShapeError for attributes that are valid one by one and cannot be combined.
 
@@ -117,6 +119,8 @@ def require_compatible(
         segment_boundaries: See `Program`.
         sequence_parallel: See `Program`.
         tp: See `Program`.
+        dp: See `Program`.
+        ep: See `Program`.
 
     Raises:
         ShapeError: Two attributes cannot be combined. The hint names values that work.
@@ -203,13 +207,27 @@ def require_compatible(
             "optimizer_placement",
             "optimizer_steps",
         )
-    if has_tp_collectives(segment_boundaries) and tp == 1:
+    if has_collectives(segment_boundaries, TP_LETTERS) and tp == 1:
         refuse(
             f"segment_boundaries={segment_boundaries!r} has tensor-parallel collectives, but tp "
             "is 1",
             "tp=2, or '.' for each f and g",
             "segment_boundaries",
             "tp",
+        )
+    if has_collectives(segment_boundaries, EP_LETTERS) and ep == 1:
+        refuse(
+            f"segment_boundaries={segment_boundaries!r} has all-to-alls of experts, but ep is 1",
+            "ep=2, or '.' for each d and c",
+            "segment_boundaries",
+            "ep",
+        )
+    if dp % ep:
+        refuse(
+            f"ep={ep} does not divide dp={dp}: experts are distributed over data-parallel replicas",
+            f"dp={dp - dp % ep + ep}, or an ep that divides {dp}",
+            "ep",
+            "dp",
         )
     if sequence_parallel and tp == 1:
         refuse(
@@ -283,6 +301,11 @@ OPTIMIZER_PLACEMENT: Final = make_field_metadata(
 SEQUENCE_PARALLEL: Final = make_field_metadata(
     YES_OR_NO_TYPE, "tensor-parallel ranks also split the tokens of norms, dropout and messages"
 )
+EP: Final = make_field_metadata(
+    make_integer_type(1, 65535),
+    "size of the expert-parallel groups, which are parts of the data-parallel groups (1)",
+    in_config=False,  # `schedir train` has no mixture-of-experts model.
+)
 SKIPS: Final = make_field_metadata(
     SKIPS_KIND,
     "skip connections, each from a source to a target stage: 0=3,1=2",
@@ -291,7 +314,7 @@ SKIPS: Final = make_field_metadata(
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
     "letters of the boundaries between stages of the program that are segments, with their "
-    "tensor-parallel collectives: fgfg-fgfg (-O stage_segments sets it)",
+    "tensor-parallel and expert-parallel collectives: fgfg-fgfg (-O stage_segments sets it)",
     in_config=False,  # A configuration has stage_segments instead.
 )
 CHUNKS_PER_MICROBATCH: Final = make_field_metadata(

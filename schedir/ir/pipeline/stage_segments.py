@@ -1,11 +1,14 @@
 """Segments of a stage: which stages of a program they are, and which collectives join them.
 
-A tensor-parallel stage can be cut at its collectives (Megatron-LM, arXiv 1909.08053, section 3).
-The parts are segments: stages of the program on the same rank. `Program.segment_boundaries` has one
-letter for each boundary between two stages of the program:
+A stage can be cut at its tensor-parallel collectives (Megatron-LM, arXiv 1909.08053, section 3),
+and at the all-to-alls of its experts (GShard, arXiv 2006.16668). The parts are segments: stages of
+the program on the same rank. `Program.segment_boundaries` has one letter for each boundary between
+two stages of the program:
 
 - `f`: a tensor-parallel region begins. An all-reduce sums the gradient of the boundary.
 - `g`: a tensor-parallel region ends. An all-reduce sums the activation of the boundary.
+- `d`: experts begin. An all-to-all dispatches tokens, and another one returns their gradients.
+- `c`: experts end. An all-to-all returns (combines) the outputs, and another one their gradients.
 - `.`: a boundary between two segments without a collective.
 - `-`: the end of a stage.
 """
@@ -23,7 +26,11 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 STAGE_END: Final = "-"
 ENTRY_COLLECTIVE, EXIT_COLLECTIVE, NO_COLLECTIVE = "f", "g", "."
-SEGMENT_LETTERS: Final = ENTRY_COLLECTIVE + EXIT_COLLECTIVE + NO_COLLECTIVE
+DISPATCH, COMBINE = "d", "c"
+TP_LETTERS: Final = ENTRY_COLLECTIVE + EXIT_COLLECTIVE
+EP_LETTERS: Final = DISPATCH + COMBINE
+COLLECTIVE_LETTERS: Final = TP_LETTERS + EP_LETTERS
+SEGMENT_LETTERS: Final = COLLECTIVE_LETTERS + NO_COLLECTIVE
 _ALL_LETTERS: Final = {*SEGMENT_LETTERS, STAGE_END}
 
 
@@ -44,16 +51,18 @@ def split_letters_by_stage(segment_boundaries: str, stages: int) -> tuple[str, .
     return tuple(segment_boundaries.split(STAGE_END)) if segment_boundaries else ("",) * stages
 
 
-def has_tp_collectives(segment_boundaries: str) -> bool:
-    """Return whether there is a tensor-parallel collective at any boundary.
+def has_collectives(segment_boundaries: str, letters: str = COLLECTIVE_LETTERS) -> bool:
+    """Return whether there is a collective at any boundary.
 
     Args:
         segment_boundaries: A letter for each boundary, or "".
+        letters: The letters of these collectives. All by default.
 
-    Returns:
-        True if there is an `f` or a `g`.
+    Example:
+        >>> has_collectives("..-.."), has_collectives("dc-dc"), has_collectives("dc", TP_LETTERS)
+        (False, True, False)
     """
-    return ENTRY_COLLECTIVE in segment_boundaries or EXIT_COLLECTIVE in segment_boundaries
+    return not {*letters}.isdisjoint(segment_boundaries)
 
 
 def count_segments(segment_boundaries: str, stages: int) -> tuple[int, ...]:
@@ -133,6 +142,15 @@ def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
             hint="compile(..., stage_segments=5) splits stages, and sets segment_boundaries",
             fields=[name],
         )
+    for own in value.split(STAGE_END):
+        experts = "".join(letter for letter in own if letter in EP_LETTERS)
+        if experts != (DISPATCH + COMBINE) * (len(experts) // 2):
+            raise ShapeError(
+                f"{name} has the all-to-alls {experts} in a stage, but each dispatch d needs a "
+                "combine c after it in the same stage",
+                hint="dc for each mixture-of-experts layer, as in dc or fgdc",
+                fields=[name],
+            )
     for s, letter in enumerate(value):
         if (
             letter != STAGE_END
@@ -156,8 +174,9 @@ def _parse_boundaries(text: str) -> str:
 
 
 _REQUIREMENT: Final = (
-    "must have a letter for each boundary: f or g for a collective between segments, . for none, "
-    "- for the end of a stage, as in fgfg-fgfg"
+    "must have a letter for each boundary: f or g for a tensor-parallel collective between "
+    "segments, d or c for dispatch or combine of experts, . for none, - for the end of a stage, as "
+    "in fgfg-fgfg or fgdc-fgdc"
 )
 SEGMENT_BOUNDARIES_TYPE: Final = FieldType(
     _REQUIREMENT,

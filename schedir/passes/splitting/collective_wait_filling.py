@@ -1,4 +1,4 @@
-"""Reorder compute so that it runs while a segment waits for a tensor-parallel collective.
+"""Reorder compute so that it runs while a segment waits for a collective or an all-to-all.
 
 The pass simulates the program and makes a new order of computes on each rank, in several ways. In
 most of them, a rank whose next compute waits only for a running collective runs the first later
@@ -31,6 +31,7 @@ from schedir.ir.isa.instructions import (
     BACKWARD_WEIGHT_OPS,
     BOUNDARY_COLLECTIVE_OPS,
     COMPUTE_OPS,
+    EP_COLLECTIVE_OPS,
     FORWARD_OPS,
     FULL_BACKWARD_OPS,
     GRAD_ADDING_OPS_BY_WEIGHT,
@@ -38,7 +39,7 @@ from schedir.ir.isa.instructions import (
     find_segment_collectives,
 )
 from schedir.ir.pipeline.field_schema import FieldType
-from schedir.ir.pipeline.stage_segments import has_tp_collectives
+from schedir.ir.pipeline.stage_segments import has_collectives
 from schedir.ir.program import Program, StreamSlices
 from schedir.passes.memory.offload_placement import predict_span
 from schedir.passes.pass_types import Options, Pass
@@ -64,7 +65,7 @@ MicrobatchDirection = tuple[bool, int]  # True for a backward, and the microbatc
 
 
 def fill_collective_waits(program: Program, options: Options) -> Program:
-    """Return a draft, reordered so that compute runs during tensor-parallel collectives.
+    """Return a draft, reordered so that compute runs during collectives of segments.
 
     Each stage adds to its gradients in the original order, so results stay equal to the last bit.
     The result is not longer than the original by simulation, and not farther above a memory limit.
@@ -99,8 +100,8 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
             hint="stage_segments=5",
             fields=["fill_collective_waits", "stage_segments"],
         )
-    if not has_tp_collectives(program.segment_boundaries):
-        return program  # with one tensor-parallel rank there are no collectives
+    if not has_collectives(program.segment_boundaries):
+        return program  # with tp=1 and ep=1 there are no collectives
     if not any(
         options.costs.for_opcode(op, program.shape).any()
         for op in find_segment_collectives(program.sequence_parallel)
@@ -108,7 +109,8 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
         raise UsageError(
             "fill_collective_waits fills waits for collectives between segments, but these "
             "collectives take no time",
-            hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(F=1, B=2, tp_reduce=0.5)",
+            hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(F=1, B=2, tp_reduce=0.5); with "
+            "experts, give dispatch and combine",
             fields=["fill_collective_waits", "costs"],
         )
     if program.joined.any():
@@ -230,7 +232,9 @@ class _ProgramSimulation:
         self.is_segment_collective: list[bool] = index.is_op(
             find_segment_collectives(program.sequence_parallel)
         ).tolist()
-        self.is_boundary_collective: list[bool] = index.is_op(BOUNDARY_COLLECTIVE_OPS).tolist()
+        self.is_boundary_collective: list[bool] = index.is_op(
+            BOUNDARY_COLLECTIVE_OPS + EP_COLLECTIVE_OPS
+        ).tolist()
         self.is_fill: list[bool] = index.is_op(fill_ops).tolist()
         self.rank_computes = [
             np.flatnonzero(computes[lo:hi]) + lo for lo, hi in pairwise(program.offsets)

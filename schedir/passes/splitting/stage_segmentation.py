@@ -1,9 +1,10 @@
 """Split stages into segments between collectives, and microbatches into chunks.
 
-A segment is the compute of a stage between two collectives of the tensor-parallel group. Segments
-are stages of the program. So all that works for stages works for segments: checks, costs,
-recomputation, offload and charts. The collectives between them are instructions, and other compute
-can run during a collective. T3 (arXiv 2401.16677) does this in hardware.
+A segment is the compute of a stage between two collectives of the tensor-parallel group, or between
+two all-to-alls of the expert-parallel group. Segments are stages of the program. So all that works
+for stages works for segments: checks, costs, recomputation, offload and charts. The collectives
+between them are instructions, and other compute can run during a collective. T3 (arXiv 2401.16677)
+does this in hardware.
 
 The chunks of a microbatch pass through each segment one after the other. The samples of a
 microbatch are independent, so the next chunk can always run during the collective of another. A
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
+from itertools import chain
 from operator import index
 from typing import Any, Final, TypeVar
 
@@ -37,11 +39,15 @@ from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import MAX_STAGES, PipelineShape
 from schedir.ir.pipeline.program_attributes import CHUNK_COUNT_TYPE
 from schedir.ir.pipeline.stage_segments import (
+    COMBINE,
+    DISPATCH,
     ENTRY_COLLECTIVE,
+    EP_LETTERS,
     EXIT_COLLECTIVE,
     NO_COLLECTIVE,
     SEGMENT_LETTERS,
     STAGE_END,
+    TP_LETTERS,
     split_letters_by_stage,
 )
 from schedir.ir.program import (
@@ -130,8 +136,8 @@ def _parse_option(text: str) -> Any:
 
 
 _REQUIREMENT: Final = (
-    "must be a number of segments, the collectives between them like fgfg (. for none), or one "
-    "of these per stage"
+    "must be a number of segments, the collectives between them like fgfg or fgdc (. for none), or "
+    "one of these per stage"
 )
 SEGMENTS_TYPE: Final = FieldType(
     _REQUIREMENT, _parse_segments, int | str | tuple[int | str, ...], metavar="SEGMENTS"
@@ -193,7 +199,7 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
     """Return a draft with each stage split into segments, and each microbatch into chunks.
 
     Forwards run the first segment first, and backwards the last segment first. Two joined computes
-    alternate their segments. With one tensor-parallel rank there are segments without collectives.
+    alternate their segments. With tp=1 or ep=1, the segments have no collectives of this group.
 
     Attributes of stages become those of segments: frozen stages, tied weights, skips and the weight
     delay. A skip leads from the last segment of a stage to the first of another. A tied weight of
@@ -224,10 +230,9 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
             "stage_segments is not possible: the program has segments already",
             fields=["stage_segments"],
         )
-    first, alone = (
-        np.concatenate([[0], np.cumsum(number)]),
-        [NO_COLLECTIVE * len(own) for own in letters],
-    )
+    first = np.concatenate([[0], np.cumsum(number)])
+    alone = (TP_LETTERS if program.tp == 1 else "") + (EP_LETTERS if program.ep == 1 else "")
+    boundaries = STAGE_END.join(letters).translate(str.maketrans(alone, NO_COLLECTIVE * len(alone)))
     return replace(
         program,
         shape=_split_shape(program.shape, number, chunks),
@@ -241,8 +246,7 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
             tuple(_find_tied_segment(s, number, first, stages) for s in stages)
             for stages in program.tied_weights
         ),
-        segment_boundaries=program.segment_boundaries
-        or STAGE_END.join(letters if program.tp > 1 else alone),
+        segment_boundaries=program.segment_boundaries or boundaries,
         chunks_per_microbatch=program.chunks_per_microbatch * chunks,
         message_order={},
     )
@@ -265,7 +269,8 @@ def split_like(program: Program, reference: Program) -> Program:
             f"{program.shape.stages} stages"
         )
     given = [own or 1 for own in letters]
-    return split_stages(replace(program, tp=reference.tp), given, reference.chunks_per_microbatch)
+    groups = replace(program, tp=reference.tp, dp=reference.dp, ep=reference.ep)
+    return split_stages(groups, given, reference.chunks_per_microbatch)
 
 
 def _split_stream(
@@ -439,11 +444,24 @@ def _divide_shares(
 
 # ---------------------------------------------------------------- collectives between segments
 
+# Pairs of a collective of forwards and one of backwards, each with the letter of its boundaries.
+_TP_COLLECTIVES: Final = (
+    ((Opcode.TPReduceAct, EXIT_COLLECTIVE), (Opcode.TPReduceGrad, ENTRY_COLLECTIVE)),
+)
+_SEQUENCE_PARALLEL_GATHERS: Final = (
+    ((Opcode.TPGatherAct, ENTRY_COLLECTIVE), (Opcode.TPGatherGrad, EXIT_COLLECTIVE)),
+)
+_EP_COLLECTIVES: Final = (
+    ((Opcode.Dispatch, DISPATCH), (Opcode.DispatchGrad, DISPATCH)),
+    ((Opcode.Combine, COMBINE), (Opcode.CombineGrad, COMBINE)),
+)
+
 
 def insert_collectives(program: Program) -> Program:
-    """Insert the tensor-parallel collectives between segments, each after its producer.
+    """Insert the collectives between segments, each after its producer.
 
-    With sequence parallelism these are reduce-scatters and all-gathers, and otherwise all-reduces.
+    With sequence parallelism those of the tensor-parallel group are reduce-scatters and
+    all-gathers, and otherwise all-reduces. Those of the expert-parallel group are all-to-alls.
 
     Args:
         program: A program with segments (`segment_boundaries`).
@@ -466,19 +484,13 @@ def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.boo
     """
     stages, trained = program.shape.stages, np.arange(program.shape.stages) > program.frozen_stages
     letters = np.array([*(program.segment_boundaries or STAGE_END * (stages - 1)), STAGE_END])
-    yield Opcode.TPReduceAct, letters == EXIT_COLLECTIVE, 1
-    yield (
-        Opcode.TPReduceGrad,
-        np.roll(letters == ENTRY_COLLECTIVE, 1) & trained & program.has_backward,
-        -1,
-    )
+    groups = [_TP_COLLECTIVES, _EP_COLLECTIVES]
     if program.sequence_parallel:
-        yield Opcode.TPGatherAct, letters == ENTRY_COLLECTIVE, 1
-        yield (
-            Opcode.TPGatherGrad,
-            np.roll(letters == EXIT_COLLECTIVE, 1) & trained & program.has_backward,
-            -1,
-        )
+        groups.append(_SEQUENCE_PARALLEL_GATHERS)
+    for (forward_op, forward_letter), (backward_op, backward_letter) in chain(*groups):
+        yield forward_op, letters == forward_letter, 1
+        before = np.roll(letters == backward_letter, 1)
+        yield backward_op, before & trained & program.has_backward, -1
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
@@ -507,7 +519,8 @@ PASSES: Final = (
         option_descriptions={
             "stage_segments": "split each stage into this number of segments at its "
             "tensor-parallel collectives: 5, or 5,9,5 per stage, or the collectives between "
-            "segments, fgfg; to compare schedules, the segments of a rank's part of the model",
+            "segments, fgfg (with experts fgdc); to compare schedules, the segments of a rank's "
+            "part of the model",
             "microbatch_chunks": "split each microbatch into this number of chunks; one chunk "
             "computes during the collective of another",
         },

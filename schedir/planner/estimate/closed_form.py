@@ -18,6 +18,7 @@ from schedir.planner.estimate.link_time import (
     NodePlacement,
     build_replica_rings,
     compute_link_times,
+    count_stragglers,
     place_plans_on_nodes,
 )
 from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS, count_unshards
@@ -145,6 +146,9 @@ def estimate_breakdowns(
         optimizer=optimizer,
         host_copies=0 * optimizer,
     )
+    replicas, which = np.unique(plans.dp * plans.cp, return_inverse=True)
+    slowest = np.array([count_stragglers(n) for n in replicas.tolist()])[which]
+    parts["data_parallel"] = data + cluster.jitter * slowest * sum(parts.values())
     return np.stack([parts[name] for name in StepBreakdown._fields])
 
 
@@ -221,7 +225,8 @@ def _compute_part_work(
         plans.schedule
     ]
     names = ["tp", "microbatch_size", "recompute", "sequence_parallel", "cp", "ep"]
-    names += ["pp"] if bool((plans.ep > 1).any()) else []
+    names += ["pp"] if constants.crossing_us or bool((plans.ep > 1).any()) else []
+    names += ["dp"] if constants.crossing_us else []
     work = np.zeros((len(plans), 3, 12))
     for half in (False, True):
         mine = np.flatnonzero(split == half)
@@ -288,6 +293,7 @@ def _estimate_data_parallel(
       compute.
     - With sharded gradients a rank has one unsharded gradient at a time, so the next backward waits
       until it is reduced.
+    - Replicas wait for the slowest one (`count_stragglers`).
     """
     zero, v, p, m = (
         getattr(plans, name)[:, None] for name in ("zero", "stages_per_rank", "pp", "microbatches")
@@ -301,6 +307,8 @@ def _estimate_data_parallel(
     ]
     scatter = sum(ring.compute_gather_time(state_bytes.grads * own) for ring, own in each)
     gather = sum(ring.compute_gather_time(state_bytes.params * own) for ring, own in each)
+    tensors = constants.gathers_per_layer * shares.layers
+    gather = gather + tensors * each[0][0].compute_tensor_latency()
     flush = np.array([not SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
         plans.schedule
     ][:, None]
@@ -378,8 +386,9 @@ def _estimate_tied_reduction(
     is_reduced = (plans.pp > 1) & ~vee & model.tied
     slow = min(cluster.nvlink_bandwidth, cluster.network_bandwidth)
     link = np.where(placement.has_separate_ends, slow, cluster.nvlink_bandwidth)
+    latency = np.where(placement.has_separate_ends, cluster.max_latency, cluster.latency)
     size = state_bytes.grads * count_end_params(model, plans.tp)[2]
-    return np.where(is_reduced, 2 * (cluster.latency + size / 2 / link), 0.0)
+    return np.where(is_reduced, 2 * (latency + size / 2 / link), 0.0)
 
 
 def _estimate_sequence_sums(

@@ -14,7 +14,11 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.per_stage_values import from_grid, to_grid
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.planner.estimate.link_time import build_process_mesh
+from schedir.planner.estimate.link_time import (
+    build_process_mesh,
+    compute_tree_latency,
+    place_on_nodes,
+)
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan, StageTimes
 from schedir.planner.trainer_profile import get_trainer
@@ -132,6 +136,12 @@ def compute_costs(
         for name in ("reduce_grads", "reduce_scatter")
         for whole in [np.broadcast_to(to_grid(getattr(costs, name) or 0.0), (shape.stages, 1))]
     }
+    if plan.zero and costs.unshard is not None and constants.gathers_per_layer:
+        nodes = place_on_nodes(cluster, plan.layout).replica_nodes
+        latency = compute_tree_latency(nodes, cluster.max_latency)
+        tensors = constants.gathers_per_layer * np.array(get_layers_per_stage(model, plan), float)
+        gathers = to_grid(costs.unshard) + latency * tensors[:, None]
+        exposed_reductions["unshard"] = from_grid(gathers)
     return replace(costs, **exposed_reductions)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,18 +47,20 @@ def compute_link_times(
         min(cluster.nvlink_bandwidth, cluster.network_bandwidth),
     )
     t = plans.tp
+    is_wide = t > cluster.gpus_per_node
     gather = (t - 1) * (
-        cluster.latency + size / t / np.where(t > cluster.gpus_per_node, between, within)
+        np.where(is_wide, cluster.max_latency, cluster.latency)
+        + size / t / np.where(is_wide, between, within)
     )
 
-    def message(link: float) -> Floats:
+    def message(link: float, latency: float) -> Floats:
         """Return the seconds of one message over a link of `link` bytes per second."""
-        part = cluster.latency + size / t / link
-        whole = cluster.latency + size / link
+        part = latency + size / t / link
+        whole = latency + size / link
         cut = plans.sequence_parallel > 0
         return np.where(cut, part, np.minimum(whole, part + gather))
 
-    slow, near = message(between), message(within)
+    slow, near = message(between, cluster.max_latency), message(within, cluster.latency)
     borders = placement.node_crossings * slow + (plans.pp - 1 - placement.node_crossings) * near
     around = np.where(placement.has_separate_ends, slow, near)
     return LinkTimes(np.where(plans.pp > 1, borders, 0.0), np.where(plans.pp > 1, around, 0.0))
@@ -96,6 +99,7 @@ class NodePlacement(NamedTuple):
             replica.
         has_separate_ends: True if the first and the last rank are on two nodes in some replica.
         replica_bandwidth: The slowest link between replicas, in bytes per second.
+        replica_nodes: The number of nodes that a group of replicas is on, at most.
         expert_bandwidth: The slowest link between replicas with the same experts, in bytes per
             second.
     """
@@ -103,6 +107,7 @@ class NodePlacement(NamedTuple):
     node_crossings: int
     has_separate_ends: bool
     replica_bandwidth: float
+    replica_nodes: int
     expert_bandwidth: float
 
 
@@ -125,7 +130,11 @@ def place_on_nodes(cluster: Cluster, plan: ParallelPlan) -> NodePlacement:
         min(cluster.bandwidth(group[::each]) for group in distinct_groups) for each in (1, plan.ep)
     )
     return NodePlacement(
-        int(crossed.sum()), bool((nodes[:, 0] != nodes[:, -1]).any()), slowest, experts
+        int(crossed.sum()),
+        bool((nodes[:, 0] != nodes[:, -1]).any()),
+        slowest,
+        max(len(np.unique(group // cluster.gpus_per_node)) for group in distinct_groups),
+        experts,
     )
 
 
@@ -140,13 +149,45 @@ def place_plans_on_nodes(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
     each = []
     for i in first.tolist():
         p, t, d, c, e = (int(getattr(plans, name)[i]) for name in ("pp", "tp", "dp", "cp", "ep"))
-        each.append(
-            place_on_nodes(
-                cluster, ParallelPlan(pp=p, tp=t, dp=d, cp=c, ep=e, rank_order=plans.rank_order)
-            )
-        )
+        layout = ParallelPlan(pp=p, tp=t, dp=d, cp=c, ep=e, rank_order=plans.rank_order)
+        each.append(place_on_nodes(cluster, layout))
     columns: list[Any] = [np.array(column)[which] for column in zip(*each, strict=True)]
     return NodePlacement(*columns)
+
+
+def compute_tree_latency(nodes: Any, latency: Any) -> Any:
+    """Return the seconds of a collective of a small tensor, 2 ceil(log2 n) latency for n nodes.
+
+    Args:
+        nodes: The number of nodes of the group, a number or an array.
+        latency: Seconds of an empty message between nodes.
+
+    References:
+        Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and
+        scan" (2009), section 3.
+    """
+    return 2 * np.ceil(np.log2(nodes)) * latency
+
+
+@lru_cache(maxsize=4096)
+def count_stragglers(replicas: int) -> float:
+    """Return the expected maximum of independent standard normal numbers, one for each replica.
+
+    A step ends with its slowest replica, so it takes 1 + `Cluster.jitter` times this number of mean
+    steps.
+
+    Args:
+        replicas: The number of replicas.
+
+    References:
+        Blom, "Statistical estimates and transformed beta-variables" (1958): the quantile of
+        (n - 0.375) / (n + 0.25).
+
+    Example:
+        >>> [round(count_stragglers(n), 2) for n in (1, 2, 8, 128)]
+        [0.0, 0.59, 1.43, 2.59]
+    """
+    return NormalDist().inv_cdf((replicas - 0.375) / (replicas + 0.25))
 
 
 class ReplicaRing(NamedTuple):
@@ -155,12 +196,14 @@ class ReplicaRing(NamedTuple):
     Attributes:
         size: The number of replicas, of shape (plans,).
         bandwidth: The slowest link in bytes per second, of shape (plans,).
-        latency: Seconds of an empty message.
+        latency: Seconds of an empty message, of shape (plans,).
+        nodes: The number of nodes of a ring, of shape (plans,).
     """
 
     size: Ints
     bandwidth: Floats
-    latency: float
+    latency: Floats
+    nodes: Ints
 
     def compute_gather_time(self, size: Any) -> Any:
         """Return the seconds of an all-gather or a reduce-scatter, as in `Cluster.all_gather_time`.
@@ -169,8 +212,16 @@ class ReplicaRing(NamedTuple):
             size: Bytes of the gathered tensor, an array whose first dimension is the plans.
         """
         many = self.size[:, None]
-        taken = (many - 1) * (self.latency + size / many / self.bandwidth[:, None])
+        taken = (many - 1) * (self.latency[:, None] + size / many / self.bandwidth[:, None])
         return np.where((many > 1) & (size > 0), taken, 0.0)
+
+    def compute_tensor_latency(self) -> Floats:
+        """Return the seconds that each further collective adds, of shape (plans, 1).
+
+        See `compute_tree_latency`.
+        """
+        seconds: Floats = compute_tree_latency(self.nodes, self.latency)
+        return seconds[:, None]
 
 
 def build_replica_rings(
@@ -183,10 +234,10 @@ def build_replica_rings(
         plans: The plans.
         placement: The placement of the plans, from `place_plans_on_nodes`.
     """
-    many = plans.dp * plans.cp
+    many, nodes = plans.dp * plans.cp, np.array(placement.replica_nodes)
+    latency = np.where(nodes > 1, cluster.max_latency, cluster.latency)
+    experts = np.maximum(many // plans.ep, 1)
     return (
-        ReplicaRing(many, np.array(placement.replica_bandwidth), cluster.latency),
-        ReplicaRing(
-            np.maximum(many // plans.ep, 1), np.array(placement.expert_bandwidth), cluster.latency
-        ),
+        ReplicaRing(many, np.array(placement.replica_bandwidth), latency, nodes),
+        ReplicaRing(experts, np.array(placement.expert_bandwidth), latency, nodes),
     )

@@ -46,6 +46,14 @@ class SoftwareConstants:
         tile_columns: Columns of this tile. Rows and columns are exchanged if that needs fewer
             tiles.
         max_splits: The largest number of splits of the inner dimension of a product.
+        speed_share: The share of the cluster's compute speed that the software reaches: flops and
+            bytes per second of all kernels.
+        kernels_per_op: The kernels that the software launches for each kernel that the planner
+            counts.
+        loss_share: Bytes that the loss reads and writes, as a share of those of Megatron-LM.
+        gathers_per_layer: Tensors of a layer that ZeRO gathers with a collective of its own.
+        crossing_us: Microseconds of the host per rank of a tensor-parallel group for each of its
+            collectives, if the boundaries of stages cross nodes.
         flash_forward_efficiency: The share of `Cluster.flops` that the flash attention forward
             reaches.
         flash_backward_efficiency: The share of `Cluster.flops` that the flash attention backward
@@ -58,6 +66,10 @@ class SoftwareConstants:
             before the gradient arrives. The rest is part of the backward.
         reduction_overlap_share: The share of a stage's last backward that hides the reduction of
             its gradients over replicas.
+        logit_bytes: Bytes of the saved tensors of the loss, for each logit of the last stage.
+        gathered_bytes: Bytes for each token and hidden unit that a layer saves unsharded, although
+            sequence parallelism shards its input.
+        unsharded_bytes: Bytes per parameter of buffers that ZeRO 1 has besides its states.
         allocator_share: Bytes that the allocator wastes, as a share of the bytes of tensors.
         reserved_bytes: Bytes of a process without its tensors: GPU context, kernels, and buffers of
             collectives.
@@ -83,6 +95,27 @@ class SoftwareConstants:
     max_splits: float = _constant_field(
         8, "largest number of splits of the inner dimension of a product", 1, 32,
         "arXiv 2301.03598, section 3.2: fixed split",
+    )  # fmt: skip
+    speed_share: float = _constant_field(
+        1.0, "share of the cluster's compute speed that the software reaches", 0.2, 1.0,
+        "1: the speeds of a cluster are those that Megatron-LM reaches",
+    )  # fmt: skip
+    kernels_per_op: float = _constant_field(
+        1.0, "kernels that the software launches for each that the planner counts", 0.2, 20.0,
+        "1: the planner counts the kernels of Megatron-LM",
+    )  # fmt: skip
+    loss_share: float = _constant_field(
+        1.0, "bytes that the loss reads and writes, as a share of those of Megatron-LM", 0.1, 2.0,
+        "1: list_head_ops counts the kernels of Megatron-LM",
+    )  # fmt: skip
+    gathers_per_layer: float = _constant_field(
+        0.0, "tensors of a layer that ZeRO gathers with a collective of its own", 0.0, 20.0,
+        "0 in Megatron-LM, which gathers buckets",
+    )  # fmt: skip
+    crossing_us: float = _constant_field(
+        0.0, "microseconds of the host per rank of a tensor-parallel group for each of its "
+        "collectives, if boundaries of stages cross nodes", 0.0, 1000.0,
+        "0 in Megatron-LM",
     )  # fmt: skip
     flash_forward_efficiency: float = _constant_field(
         0.90, "share of the reached flops that the flash attention forward reaches",
@@ -117,8 +150,21 @@ class SoftwareConstants:
         "0 in Megatron-LM as of arXiv 2104.04473; up to 1 if each bucket is reduced early "
         "(arXiv 2006.15704, section 3.2.3)",
     )  # fmt: skip
+    logit_bytes: float = _constant_field(
+        4.0, "bytes of the saved tensors of the loss, for each logit", 0.0, 20.0,
+        "arXiv 2205.05198, section 4.3: the logits in 32 bits",
+    )  # fmt: skip
+    gathered_bytes: float = _constant_field(
+        0.0, "bytes for each token and hidden unit that a layer saves unsharded, although sequence "
+        "parallelism shards its input", 0.0, 12.0,
+        "0: arXiv 2205.05198, section 4.2.2, gathers inputs again",
+    )  # fmt: skip
+    unsharded_bytes: float = _constant_field(
+        0.0, "bytes per parameter of buffers that ZeRO 1 has besides its states", 0.0, 8.0,
+        "0 in arXiv 1910.02054",
+    )  # fmt: skip
     allocator_share: float = _constant_field(
-        0.03, "bytes that the allocator wastes, as a share of the bytes of tensors", 0.0, 0.2,
+        0.03, "bytes that the allocator wastes, as a share of the bytes of tensors", 0.0, 0.5,
         "arXiv 1910.02054, section 3.2: memory fragments; blocks of caching allocators are rounded "
         "up, large ones to 2 MiB",
     )  # fmt: skip

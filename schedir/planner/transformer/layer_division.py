@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from schedir.errors import UsageError
 from schedir.planner.estimate.schedule_formulas import get_formulas
@@ -48,6 +48,52 @@ def divide_evenly(layers: int, stages: int) -> tuple[int, ...]:
     each, more = divmod(layers, stages)
     longer_stages = [*range(stages - 2, 0, -1), 0, stages - 1][:more]
     return tuple(each + (stage in longer_stages) for stage in range(stages))
+
+
+def divide_by_compute(model: TransformerSpec, stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage, by the weights that a token multiplies.
+
+    The head counts with its matrix. A stage takes parts of the model until the sum over all stages
+    so far reaches its share. Late stages can have no layer.
+
+    Args:
+        model: The model.
+        stages: Stages of the pipeline.
+
+    References:
+        nanotron: `get_block_compute_costs` of its Llama, and `build_model` of helpers.py.
+
+    Example:
+        >>> from schedir.planner import TransformerSpec
+        >>> model = TransformerSpec(16, 2048, 32, 131072, 4096, ffn=8192, gated=True)
+        >>> divide_by_compute(model, 4)
+        (5, 5, 5, 1)
+    """
+    matrices = model.hidden * (model.qkv_columns + model.hidden)
+    layer = matrices + model.active * model.hidden * model.ffn * (3 if model.gated else 2)
+    model_total = model.layers * layer + model.embedding_params
+    counts, stage = [0] * stages, 0
+    for number in range(1, model.layers + 1):
+        counts[stage] += 1
+        if number * layer * stages >= model_total * (stage + 1) and stage < stages - 1:
+            stage += 1
+    return tuple(counts)
+
+
+DivisionRule = Literal["even", "compute"]
+
+
+def divide_layers(model: TransformerSpec, stages: int, division: DivisionRule) -> tuple[int, ...]:
+    """Return the number of layers of each stage, by `divide_evenly` or `divide_by_compute`.
+
+    Args:
+        model: The model.
+        stages: Stages of the pipeline.
+        division: "even" divides the layers alone, "compute" also counts the head.
+    """
+    if division == "even":
+        return divide_evenly(model.layers, stages)
+    return divide_by_compute(model, stages)
 
 
 def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[int, ...]:

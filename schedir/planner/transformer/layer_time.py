@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedir.ir.cost.cluster import Cluster
+from schedir.planner.estimate.link_time import place_on_nodes
 from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan, PhaseTimes, StageTimes
@@ -237,8 +238,15 @@ def compute_work(
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, cp=plan.cp,
         ep=plan.ep, attention=plan.attention, rank_order=plan.rank_order,
     )  # fmt: skip
+    constants = constants or SoftwareConstants()
+    crosses_nodes = (
+        constants.crossing_us > 0
+        and plan.pp > 1
+        and plan.gpus == cluster.gpu_count
+        and place_on_nodes(cluster, plan.layout).node_crossings > 0
+    )
     return _compute_work_cached(
-        part, model, cluster, reduced_plan, constants or SoftwareConstants(), has_full_backward
+        part, model, cluster, reduced_plan, constants, has_full_backward, crosses_nodes
     )
 
 
@@ -250,16 +258,18 @@ def _compute_work_cached(
     plan: ParallelPlan,
     constants: SoftwareConstants,
     has_full_backward: bool,
+    crosses_nodes: bool,
 ) -> GpuWork:
     """Return the work of all phases. Only layers have recomputation."""
     gemms, passes, collectives = ops = _LIST_OPS[part](model, plan)
-    op_times = OpTimes(cluster, plan, constants, has_full_backward)
+    op_times = OpTimes(cluster, plan, constants, has_full_backward, crosses_nodes)
     products = {gemm.name: op_times.time_gemm(gemm) for gemm in gemms}
     core = _sum_phases(products[gemm.name] for gemm in gemms if gemm.is_attention_core)
     core = core.plus(
         _sum_phases(op_times.time_memory_pass(one) for one in passes if one.is_attention_core)
     )
     gpu = _sum_phases([*products.values(), *map(op_times.time_memory_pass, passes)])
+    gpu = PhaseTimes().plus(gpu, 1 / constants.speed_share)
     host = _sum_phases(op_times.time_issue(one) for some in ops for one in some)
     tensor = _sum_phases(
         op_times.time_exposed_collective(one, products.get(one.overlapped_gemm, PhaseTimes()), core)

@@ -119,7 +119,7 @@ def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]
 
 
 def compute_saved_bytes(
-    model: TransformerSpec, plan: ParallelPlan, itemsize: float = 2
+    model: TransformerSpec, plan: ParallelPlan, itemsize: float = 2, gathered_bytes: float = 0
 ) -> tuple[float, float]:
     """Return the bytes that a layer saves of a microbatch, and those of its recomputation.
 
@@ -136,6 +136,7 @@ def compute_saved_bytes(
         model: The model.
         plan: The plan.
         itemsize: Bytes of a number. Masks and softmax sums have fixed sizes.
+        gathered_bytes: See `SoftwareConstants`.
 
     Returns:
         The saved bytes, and the further bytes that the layer uses while it is recomputed.
@@ -148,7 +149,11 @@ def compute_saved_bytes(
     kept = _compute_saved_terms(model, plan, plan.recompute, itemsize)
     if plan.recompute == "full" and plan.sequence_parallel:
         kept = {what: size / plan.tp for what, size in kept.items()}
-    return sum(kept.values()), sum(none.values()) - sum(kept.values())
+    saved, again = sum(kept.values()), sum(none.values()) - sum(kept.values())
+    if plan.sequence_parallel and plan.recompute != "full":
+        tokens = plan.microbatch_size * (model.sequence // plan.cp)
+        saved += gathered_bytes * (1 - 1 / plan.tp) * tokens * model.hidden
+    return saved, again
 
 
 _SCORE_TERMS: Final = (
@@ -266,7 +271,7 @@ def estimate_memory(
     optimizer = state(state_bytes.optimizer, "optimizer")
 
     item = state_bytes.params  # Activations have the number type of weights.
-    kept, again = compute_saved_by_plan(model, plans, item)
+    kept, again = compute_saved_by_plan(model, plans, item, constants.gathered_bytes)
     stages, loss, waiting = _count_in_flight(plans, shares)
     split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
         plans.schedule
@@ -282,11 +287,12 @@ def estimate_memory(
     activations = activations + first * np.minimum(np.ceil(stages / v), m) * boundary_size / cut
     activations = activations + last * (
         loss * (2 * item * boundary_size / cut)
-        + 4 * logits
+        + constants.logit_bytes * logits
         + (loss - 1) * np.where(split, np.minimum(item, 4), 4) * logits
     )
     boundary = item * boundary_size / cut
     buffers = np.where(p > 1, waiting * boundary, 0.0)
+    buffers = buffers + constants.unsharded_bytes * (zero == 1) * everything
     used = weights + grads + optimizer + activations + buffers
     other = buffers + constants.allocator_share * used + constants.reserved_bytes
     memory = np.stack([x * exists for x in (weights, grads, optimizer, activations, other)])
@@ -296,7 +302,7 @@ def estimate_memory(
 
 
 def compute_saved_by_plan(
-    model: TransformerSpec, plans: PlanColumns, itemsize: float
+    model: TransformerSpec, plans: PlanColumns, itemsize: float, gathered_bytes: float
 ) -> tuple[Floats, Floats]:
     """Return `compute_saved_bytes` of each plan, as two arrays of shape (plans, 1).
 
@@ -304,11 +310,15 @@ def compute_saved_by_plan(
         model: The model.
         plans: The plans.
         itemsize: Bytes of a number.
+        gathered_bytes: See `SoftwareConstants`.
     """
     first, which = plans.find_distinct(
         "tp", "microbatch_size", "recompute", "sequence_parallel", "cp"
     )
-    each = [compute_saved_bytes(model, plans.plan_at(model, i), itemsize) for i in first.tolist()]
+    each = [
+        compute_saved_bytes(model, plans.plan_at(model, i), itemsize, gathered_bytes)
+        for i in first.tolist()
+    ]
     kept, again = np.array(each).reshape(-1, 2)[which].T
     return kept[:, None], again[:, None]
 

@@ -23,6 +23,7 @@ class OpTimes:
         constants: Constants of the software.
         has_full_backward: True if backwards are not split. Collectives then overlap with weight
             gradients.
+        crosses_nodes: True if boundaries of stages cross nodes (`SoftwareConstants.crossing_us`).
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class OpTimes:
         plan: ParallelPlan,
         constants: SoftwareConstants,
         has_full_backward: bool,
+        crosses_nodes: bool = False,
     ) -> None:
         self.cluster, self.plan, self.constants, self.has_full_backward = (
             cluster,
@@ -38,6 +40,7 @@ class OpTimes:
             constants,
             has_full_backward,
         )
+        self.crosses_nodes = crosses_nodes
         self.has_gpu = cluster.processors is None  # On CPUs, collectives do not overlap.
         self.byte_scale = cluster.itemsize / 2  # Operations count bytes of 16-bit numbers.
 
@@ -118,6 +121,7 @@ class OpTimes:
             self.cluster.hbm_bandwidth
             / self.byte_scale
             * (self.constants.scores_bandwidth_share if memory_pass.is_attention_core else 1.0)
+            / (self.constants.loss_share if memory_pass.name == "loss" else 1.0)
         )
         return PhaseTimes(
             *(
@@ -140,11 +144,13 @@ class OpTimes:
         Args:
             layer_op: The operation.
         """
-        each = self.cluster.kernel_us / 1e6
+        each = self.cluster.kernel_us / 1e6 * self.constants.kernels_per_op
         if isinstance(layer_op, MemoryPass):
             kernels = layer_op.kernel_counts
         elif isinstance(layer_op, CollectiveOp):
             kernels = (1, 0, 0) if layer_op.phase == "F" else (0, 1, 0)
+            if layer_op.group == "tensor" and self.crosses_nodes:
+                each += self.plan.tp * self.constants.crossing_us / 1e6
         elif layer_op.is_flash:
             kernels = (1, 1, 0) if layer_op.name == "scores" else (0, 0, 0)
         else:

@@ -92,6 +92,7 @@ def compute_sizes(
     - The last stage also saves the inputs of its norm and of the logits, and the logits in 32 bits.
       After I, gradients of logits in the type of activations replace these (arXiv 2205.05198,
       section 4.3).
+      `SoftwareConstants.logit_bytes` counts further buffers of the loss.
     - The memory of recomputation is a buffer of each rank. If stages recompute ahead of their
       backwards (`SoftwareConstants.recompute_ahead` is 1), it is part of the saved activations
       instead. Stages then keep their inputs until they recompute.
@@ -106,7 +107,9 @@ def compute_sizes(
     constants = constants or SoftwareConstants()
     layers = np.array(get_layers_per_stage(model, plan), float)
     item = state_bytes.params  # Activations have the number type of weights.
-    saved_per_layer, recompute_bytes = compute_saved_bytes(model, plan, item)
+    saved_per_layer, recompute_bytes = compute_saved_bytes(
+        model, plan, item, constants.gathered_bytes
+    )
     tokens = float(plan.microbatch_size) * (model.sequence // plan.cp) * model.hidden
     cut = plan.tp if plan.sequence_parallel else 1
     logits = float(plan.microbatch_size) * (model.sequence // plan.cp) * -(-model.vocab // plan.tp)
@@ -120,6 +123,8 @@ def compute_sizes(
     for own in shape.stages_on_rank if not recomputes_ahead else ():
         buffers[own[0]] = recompute_bytes * min(1.0, layers[list(own)].max())
     numbers = count_stage_params(model, plan, shape)
+    buffers[-1] += (constants.logit_bytes - 4) * logits
+    buffers += constants.unsharded_bytes * (plan.zero == 1) * numbers.total
     each = {name: size * numbers.total for name, size in state_bytes._asdict().items()}
     # Experts are sharded over fewer replicas than `Sizes` assumes, so each replica has more of
     # them. The optimizer state is never unsharded. Its difference can count as more experts.

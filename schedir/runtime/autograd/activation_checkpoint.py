@@ -85,15 +85,13 @@ class Checkpoints:
 
     def __init__(self, state: State, i: Instr) -> None:
         self.state, self.stage, self.mb = state, i.stage, i.mb
-        self.module, self.written_buffers = (
-            state.stages[i.stage].module,
-            state.stages[i.stage].written_buffers,
-        )
+        self.module = state.stages[i.stage].module
+        self.written_buffers = state.stages[i.stage].written_buffers
         self.checked_modes = state.stages[i.stage].checked_recompute_modes
         self.is_last_stage = i.stage == state.shape.stages - 1
         modules = [self.module]
-        if self.is_last_stage and isinstance(state.loss, nn.Module):
-            modules.append(state.loss)
+        if self.is_last_stage:
+            modules += state.options.loss_modules
         tables: list[tuple[str, _TensorTable]] = [
             (path, table)
             for each in modules
@@ -135,10 +133,8 @@ class Checkpoints:
         values = _copy_tensors(
             [(b, known is None or f in known, known is None) for f, _, _, b in entries]
         )
-        traces, generators = (
-            get_write_traces([b for *_, b in entries]),
-            self._get_generator_states(),
-        )
+        traces = get_write_traces([b for *_, b in entries])
+        generators = self._get_generator_states()
         target = self._get_target_versions()
         versions = get_versions(inputs) if self.state.first_step_checks.is_active else ()
         # Gradients stay enabled, because some kernels round differently without them.
@@ -270,7 +266,7 @@ class Checkpoints:
 
     def _checksum_outputs(self, outputs: Sequence[Tensor]) -> list[int]:
         """Return a checksum of the bits of each output, on a CPU or in debug mode."""
-        if self.state.device.type != "cpu" and not self.state.debug:
+        if self.state.device.type != "cpu" and not self.state.options.debug:
             return []
         return [compute_checksum(y.detach()) for y in outputs]
 

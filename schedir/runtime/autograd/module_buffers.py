@@ -104,8 +104,8 @@ def add_buffer_checks(
     """
     stage = state.stages[i.stage]
     owners = [*stage.module.named_modules()]
-    if i.stage == state.shape.stages - 1 and isinstance(state.loss, nn.Module):
-        owners += [(f"loss.{path}".rstrip("."), m) for path, m in state.loss.named_modules()]
+    for loss in state.options.loss_modules if i.stage == state.shape.stages - 1 else ():
+        owners += [(f"loss.{path}".rstrip("."), m) for path, m in loss.named_modules()]
     tables = [(path, m) for path, m in owners if m._buffers]
     cases = _find_cases(state, i, is_forward) if tables else []
     if not cases:
@@ -191,7 +191,7 @@ def _find_cases(state: State, i: Instr, is_forward: bool) -> list[_Case]:
     cases = []
     module = state.stages[i.stage].module
     others = [stage.module for s, stage in state.stages.items() if s != i.stage]
-    others += state.resources.other_rank_stages
+    others += state.resources.options.other_rank_stages
     theirs = {m for other in others for m in other.modules()}
     modules = [m for m in module.modules() if m._buffers and m in theirs]
     buffers = find_shared_buffers(module, others)

@@ -158,7 +158,8 @@ class DeferredGradients:
                     if uses[key]:
                         sums[key] = dw
                     elif weight.grad is None:
-                        weight.grad = dw
+                        # Earlier versions of torch than 2.13 may lack the attribute.
+                        weight.grad = dw.to(getattr(weight, "grad_dtype", None) or dw.dtype)
                     else:
                         weight.grad += dw
                 if on_accumulated is not None and not uses[key]:

@@ -42,8 +42,9 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
     """Make layers of a module splittable, in place: linear layers and those of registered types.
 
     The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and those of
-    `register_splittable_layer`. Layers of a subclass do not change. Neither do embeddings with
-    `max_norm`, `sparse` or `scale_grad_by_freq`.
+    `register_splittable_layer`, also under `fully_shard`. Layers of a subclass do not change.
+    Neither do layers whose `forward` was replaced, and embeddings with `max_norm`, `sparse` or
+    `scale_grad_by_freq`.
 
     I computes the gradient of a weight in three cases: the weight is used elsewhere, as by
     `nn.MultiheadAttention`; it is computed from other parameters, as after pruning; or it has
@@ -84,9 +85,10 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         if _find_split_type(kind) is None:
             raise _unknown_type_error(kind)
     for layer in module.modules():
-        kind = _original_type(layer)  # A layer that is split already gets the newest rules.
-        asked = kind not in _OPT_IN_TYPES or kind in layer_types or kind is not type(layer)
-        split = _find_split_type(kind) if asked else None
+        whole_type = _original_type(layer)  # A layer that is split already gets the newest rules.
+        kind = _without_fsdp(whole_type)
+        asked = kind not in _OPT_IN_TYPES or kind in layer_types or whole_type is not type(layer)
+        split = _find_split_type(whole_type) if asked and "forward" not in vars(layer) else None
         if split is None or (kind is nn.Embedding and _has_special_gradient(layer)):
             continue
         if kind in _REGISTERED_LAYERS and (
@@ -103,6 +105,12 @@ def _original_type(layer: nn.Module) -> type[nn.Module]:
     """Return the type of a layer without a split."""
     kind: type[nn.Module] = type(layer).__dict__.get("original_type", type(layer))
     return kind
+
+
+def _without_fsdp(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the type that a layer had before `fully_shard` gave it a subclass of its own."""
+    _, *bases = kind.__mro__
+    return bases[1] if bases[0].__name__ == "FSDPModule" else kind
 
 
 def _find_uncovered_parameters(layer: nn.Module, split: SplitLayer) -> list[str]:
@@ -224,10 +232,8 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
     require_type(layer, nn.Module, "nn.Linear(8, 8)")
     require_type(x, Tensor, "torch.randn(2, 8)")
     kind = _original_type(layer)
-    unsplit, split = (
-        deepcopy(layer),
-        make_backward_splittable(deepcopy(layer), *_OPT_IN_TYPES & {kind}),
-    )
+    unsplit = deepcopy(layer)
+    split = make_backward_splittable(deepcopy(layer), *_OPT_IN_TYPES & {kind})
     unsplit.__class__ = kind
     if not hasattr(split, "deferred_names"):
         raise _unknown_type_error(kind)
@@ -283,7 +289,7 @@ class SplitEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """See `nn.Embedding.forward`."""
         if _has_special_gradient(self):
-            return super().forward(input)
+            return nn.Embedding.forward(self, input)
         return embedding(input, self.weight, self.padding_idx)
 
 
@@ -304,10 +310,13 @@ _FORWARDS_BY_TYPE_NAME: dict[str, LayerForward] = {"transformers.pytorch_utils.C
 
 def _find_split_type(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Return the splittable subclass of a layer type, or None if there is none."""
-    if kind not in _SPLIT_TYPES and (
-        run := _FORWARDS_BY_TYPE_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
-    ):
-        _SPLIT_TYPES[kind] = _make_split_type(kind, run)
+    if kind not in _SPLIT_TYPES:
+        inner = _without_fsdp(kind)
+        run = _FORWARDS_BY_TYPE_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+        if inner is not kind and (split := _find_split_type(inner)):
+            run = split.forward
+        if run is not None:
+            _SPLIT_TYPES[kind] = _make_split_type(kind, run)
     return _SPLIT_TYPES.get(kind)
 
 
@@ -316,8 +325,8 @@ def _make_split_type(kind: type[nn.Module], forward: LayerForward) -> type[nn.Mo
     members = {
         "forward": forward,
         "__reduce_ex__": partialmethod(_reduce_split_layer, kind),
-        "deferred_names": (*_REGISTERED_LAYERS[kind].deferred_grads,)
-        if kind in _REGISTERED_LAYERS
+        "deferred_names": (*_REGISTERED_LAYERS[inner].deferred_grads,)
+        if (inner := _without_fsdp(kind)) in _REGISTERED_LAYERS
         else ("weight",),
         "original_type": kind,
     }

@@ -20,6 +20,7 @@ from schedir.runtime.model_checks.tensor_fingerprint import (
 from schedir.runtime.parameters.gradient_buffers import GradientBuffers
 from schedir.runtime.parameters.weight_versions import WeightVersions
 from schedir.runtime.rank_state import State
+from schedir.runtime.services.stage_weight_versions import find_weight_versions
 
 # ---------------------------------------------------------------- writes to weights
 
@@ -49,13 +50,13 @@ def add_weight_checks(
         stage has copies.
     """
     stage, holders = state.stages[i.stage], state.shape.placement_rows
-    tied = {
-        id(weight.local_copies[i.stage])
-        for weight in state.tied_weights
-        if i.stage in weight.local_copies
-    }
+    tied = {id(p) for p in state.resources.ties.list_local_copies(i.stage)}
     copied, on_cpu = holders > 1, state.device.type == "cpu"
-    if not state.has_backward or i.stage < state.program.frozen_stages or not (copied or tied):
+    if (
+        not state.program.has_backward
+        or i.stage < state.program.frozen_stages
+        or not (copied or tied)
+    ):
         return run
 
     def weights() -> dict[str, Tensor]:
@@ -110,11 +111,12 @@ def wrap_stage_run(
     Returns:
         A function that raises ModelError if a check fails.
     """
-    if purpose == FORWARD and i.stage in state.weight_versions:
+    versions = find_weight_versions(state, i.stage)
+    if purpose == FORWARD and versions is not None:
         run = partial(_run_checking_gradients, state.stages[i.stage].gradients, i.stage, run)
         run = partial(
             _run_checking_parameters,
-            state.weight_versions[i.stage],
+            versions,
             int(state.shape.weight_version(i.stage, i.mb)),
             run,
         )
@@ -164,12 +166,12 @@ def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Call
     Returns:
         A function, or `run` if the stage has neither weight versions nor such a copy.
     """
-    stage, versions = state.stages[i.stage], state.weight_versions.get(i.stage)
+    stage, versions = state.stages[i.stage], find_weight_versions(state, i.stage)
     if versions is not None:
         use: Callable[[], None] = partial(
             versions.use, int(state.shape.weight_version(i.stage, i.mb))
         )
-    elif stage.local_ties is not None:
+    elif stage.local_ties.substitutions:
         use = stage.local_ties.install_substitutes
     else:
         return run

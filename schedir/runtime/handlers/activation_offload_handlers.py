@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from schedir.ir.isa.instructions import (
@@ -28,11 +28,13 @@ from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.autograd.activation_checkpoint import Checkpoint
 from schedir.runtime.offload.activation_offloader import (
     POISON_BYTE,
+    OffloadMoves,
     SavedActivations,
     UnpackedMicrobatches,
     get_storage_keys,
 )
-from schedir.runtime.offload.copy_lanes import LaneJob
+from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
+from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.rank_state import Call, Handler, State, chain_calls
 
 _SAVED: Final = Value.SAVED
@@ -48,8 +50,9 @@ _TO_HOST_OPS: Final = (Opcode.Offload, Opcode.ReloadFromDisk)
 
 def offload(state: State, i: Instr) -> Call:
     """Link Offload: copy the saved activations of a microbatch to the host."""
-    k, tiers = state.index_of[i], state.resources.memory_tiers
+    k, tiers = state.index_of[i], state.service(MemoryTiers)
     slot, value = state.find_slot(_SAVED, i.stage, i.mb, k), _get_saved_activations(state, i)
+    moves, lanes = state.service(OffloadMoves), state.service(CopyLanes)
     max_blocks, find_resident = _count_host_buffers(state), _make_resident_finder(state, i)
 
     def run() -> None:
@@ -57,38 +60,39 @@ def offload(state: State, i: Instr) -> Call:
         if isinstance(kept, Checkpoint):  # Reloaded tensors have other version counters.
             kept.require_unwritten(i.stage, i.mb)
             kept = kept._replace(input_versions=())
-        state.offload_moves.slot_values[i[1:]] = kept
+        moves.slot_values[i[1:]] = kept
         slot.free()
         tensors = _get_slot_tensors(kept)
         value.prepare_offload(tensors, find_resident() if tensors else ())
         block = value.block = tiers.host_arena.acquire(value.block_size, value.nbytes, max_blocks)
-        is_synchronous_copy = not state.resources.copy_lanes.uses_streams
+        is_synchronous_copy = not lanes.uses_streams
         copy = partial(
             value.copy_to_block, block, tiers.poisons_sources, is_synchronous=is_synchronous_copy
         )
         value.offload_job = value.arrival_job = _start_copy(
             state, k, value, copy, block.pending_jobs
         )
-        if not state.offload_moves.has_fixed_slots:
-            state.offload_moves.offloading.append(value)
+        if not moves.has_fixed_slots:
+            moves.offloading.append(value)
 
     return Call(None, run)
 
 
 def reload(state: State, i: Instr) -> Call:
     """Link Reload: copy the saved activations of a microbatch from the host to the device."""
-    k, tiers = state.index_of[i], state.resources.memory_tiers
+    k, tiers = state.index_of[i], state.service(MemoryTiers)
     slot, value = state.find_slot(_SAVED, i.stage, i.mb, k), _get_saved_activations(state, i)
+    moves, lanes = state.service(OffloadMoves), state.service(CopyLanes)
     occupants = _find_offloaded_occupants(state, k)
     on_disk = _find_previous_change(state, k) is Opcode.ReloadFromDisk
 
     def run() -> None:
-        slot.fill(state.offload_moves.slot_values.pop(i[1:]))
+        slot.fill(moves.slot_values.pop(i[1:]))
         (block, value.block), arrival_job = (value.block, None), value.arrival_job
         assert block is not None and arrival_job is not None, (
             "the checker proves that it is on the host"
         )
-        on_streams, after = state.resources.copy_lanes.uses_streams, [arrival_job]
+        on_streams, after = lanes.uses_streams, [arrival_job]
         if on_streams and on_disk:  # A stream cannot wait for the disk lane, which is a thread.
             arrival_job.finish()
             after = []
@@ -115,13 +119,10 @@ def _allocate_on_device(occupants: Sequence[SavedActivations], value: SavedActiv
 
 def offload_to_disk(state: State, i: Instr) -> Call:
     """Link OffloadToDisk: write the saved activations of a microbatch from the host to the disk."""
-    k, tiers, value = (
-        state.index_of[i],
-        state.resources.memory_tiers,
-        _get_saved_activations(state, i),
-    )
-    spills = tiers.spill_file
-    assert spills is not None, "an executor of a program that spills has a folder"
+    k = state.index_of[i]
+    tiers = state.service(MemoryTiers)
+    value = _get_saved_activations(state, i)
+    spills = tiers.open_spill_file(state.program.name)
     max_on_disk = _count_max_on_disk(state)
 
     def run() -> None:
@@ -150,13 +151,10 @@ def offload_to_disk(state: State, i: Instr) -> Call:
 
 def reload_from_disk(state: State, i: Instr) -> Call:
     """Link ReloadFromDisk: read the saved activations of a microbatch from the disk to the host."""
-    k, tiers, value = (
-        state.index_of[i],
-        state.resources.memory_tiers,
-        _get_saved_activations(state, i),
-    )
-    spills = tiers.spill_file
-    assert spills is not None
+    k = state.index_of[i]
+    tiers = state.service(MemoryTiers)
+    value = _get_saved_activations(state, i)
+    spills = tiers.open_spill_file(state.program.name)
     max_blocks = _count_host_buffers(state)
 
     def run() -> None:
@@ -188,21 +186,20 @@ def _start_copy(
             raise state.wrap_error(k, error) from error
 
     lane = INSTRUCTIONS[state.stream[k].op].lane
-    return state.resources.copy_lanes.start(
-        lane, run, value.nbytes, after, state.get_lane_observer()
-    )
+    lanes, observer = state.service(CopyLanes), state.observer.make_lane_observer()
+    return lanes.start(lane, run, value.nbytes, after, observer)
 
 
 def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
     """Return the saved activations of an instruction's stage and microbatch."""
-    return state.offload_moves.values.setdefault(
+    return state.service(OffloadMoves).values.setdefault(
         (i.stage, i.mb), SavedActivations(i.stage, state.device)
     )
 
 
 def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
     """Return the value that was offloaded from the slot that instruction k fills, if any."""
-    free = state.saved_freed_by.get(k)
+    free = state.service(OffloadMoves).freed_by.get(k)
     moved = free is not None and state.stream[free].op == Opcode.Offload
     return [_get_saved_activations(state, state.stream[free])] if free is not None and moved else []
 
@@ -256,8 +253,9 @@ def _wrap_compute(handler: Handler, state: State, i: Instr) -> Call:
     waits += [one.release_device_memory for one in _find_offloaded_occupants(state, k)]
     if _find_previous_change(state, k) is Opcode.Reload:
         waits.append(_get_saved_activations(state, i).finish_reload)
-    if i.op == Opcode.Forward and not state.offload_moves.has_fixed_slots:
-        waits.append(state.offload_moves.release_copied)
+    moves = state.service(OffloadMoves)
+    if i.op == Opcode.Forward and not moves.has_fixed_slots:
+        waits.append(moves.release_copied)
     if _SAVED in INSTRUCTIONS[i.op].gives and _find_next_change(state, k) is Opcode.Offload:
         run = partial(
             _record_saved_tensors,
@@ -281,11 +279,7 @@ def _record_saved_tensors(
     """
     batch = state.batch
     if not isinstance(batch.inputs, UnpackedMicrobatches):
-        state.batch = batch._replace(
-            inputs=UnpackedMicrobatches(batch.inputs),
-            targets=UnpackedMicrobatches(batch.targets),
-            keywords=UnpackedMicrobatches(batch.keywords),
-        )
+        state.batch = batch.view(UnpackedMicrobatches)
     with value.record_saved():
         run()
     value.mark_resident(find_resident())
@@ -302,8 +296,8 @@ def _get_slot_tensors(value: object) -> list[Tensor]:
 def _make_resident_finder(state: State, i: Instr) -> Callable[[], set[int]]:
     """Return a function that finds the storages that the rank keeps while it runs a stage."""
     modules = [*state.stages[i.stage].module.modules()]
-    if i.stage == state.shape.stages - 1 and isinstance(state.loss, nn.Module):
-        modules += state.loss.modules()
+    for loss in state.options.loss_modules if i.stage == state.shape.stages - 1 else ():
+        modules += loss.modules()
 
     def has() -> set[int]:
         batch = state.batch

@@ -42,6 +42,10 @@ from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.model_checks.parameter_guard import require_stage_parameters
 from schedir.runtime.parameters.overlapped_reduction import BackwardRoot, GradientReduction
 from schedir.runtime.rank_state import Call, State, chain_calls
+from schedir.runtime.services.loss_gradients import LossGradients
+from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.pending_sends import PendingSends
+from schedir.runtime.services.stage_weight_versions import find_weight_versions
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import require_input_tensors
 from schedir.runtime.value_slots import Slot
@@ -50,15 +54,11 @@ from schedir.runtime.value_slots import Slot
 def forward(state: State, i: Instr) -> Call:
     """Link Forward: run the module of a stage, and the loss for the last stage, on a microbatch."""
     stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.shape.stages - 1
-    taken, give, stage_run = (
-        find_input_slots(state, i),
-        _make_output_writer(state, i),
-        StageRun(state, i),
-    )
-    trains, versions = (
-        state.has_backward and i.stage >= state.program.frozen_stages,
-        state.weight_versions.get(i.stage),
-    )
+    taken = find_input_slots(state, i)
+    give = _make_output_writer(state, i)
+    stage_run = StageRun(state, i)
+    trains = state.program.has_backward and i.stage >= state.program.frozen_stages
+    versions = find_weight_versions(state, i.stage)
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i]) if trains else None
     is_recomputed = Instr(RECOMPUTE, i.stage, mb) in state.index_of
     checkpoints = Checkpoints(state, i) if is_recomputed else None
@@ -95,7 +95,7 @@ def forward(state: State, i: Instr) -> Call:
             if not stage.has_checked_parameters:
                 stage.has_checked_parameters = True
                 kept = versions.names if versions is not None else ()
-                require_stage_parameters(ys, stage.module, kept, i.stage, state.optimizer)
+                require_stage_parameters(ys, stage.module, kept, i.stage, state.resources.optimizer)
             saved.fill(value)
         for one in taken:
             one.slot.free()
@@ -118,11 +118,9 @@ class StageRun:
 
     def __init__(self, state: State, i: Instr) -> None:
         forward = i._replace(op=Opcode.Forward)
-        stage, boundaries, frozen = (
-            state.stages[i.stage],
-            state.boundaries[i.mb],
-            state.program.frozen_stages,
-        )
+        stage = state.stages[i.stage]
+        boundaries = state.boundaries[i.mb]
+        frozen = state.program.frozen_stages
         self.state, self.stage, self.mb = state, i.stage, i.mb
         self.module, self.input_adapter = stage.module, stage.input_adapter
         self.num_skip_tensors = boundaries.count_skip_inputs(i.stage)
@@ -135,7 +133,9 @@ class StageRun:
             for kind in _select_boundary_kinds(state, forward, INSTRUCTIONS[Opcode.Forward].needs)
             for has in boundaries.get_value_tensors(kind, i.stage).requires_grad
         ]
-        self.grad_input_indices = [k for k, has in enumerate(came) if has and state.has_backward]
+        self.grad_input_indices = [
+            k for k, has in enumerate(came) if has and state.program.has_backward
+        ]
 
     def __call__(
         self, xs: Sequence[Tensor], is_exclusive: bool
@@ -168,7 +168,7 @@ class StageRun:
         )
         if self.require_outputs is not None:
             return self.require_outputs(y, self.stage), xs
-        return (require_scalar_loss(self.state.loss(y, batch.targets[mb])),), xs
+        return (require_scalar_loss(self.state.options.loss(y, batch.targets[mb])),), xs
 
     def collect_saved(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> object:
         """Return the value of the slot for saved activations: the leaves and the backward's roots.
@@ -281,9 +281,8 @@ def _make_input_wait(
 ) -> Callable[[], None] | None:
     """Return a function that waits for messages, and for sends that still use the output slots."""
     waits = [make_message_wait(state, i, one.kind) for one in input_slots]
-    waits += [
-        partial(state.complete_send, k) for k in state.sends_before_reuse.get(state.index_of[i], ())
-    ]
+    sends = state.service(PendingSends)
+    waits += [partial(sends.complete, k) for k in sends.before_reuse.get(state.index_of[i], ())]
     return chain_calls(*waits)
 
 
@@ -305,6 +304,7 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
     """
     mb, last = i.mb, i.stage == state.shape.stages - 1
     taken, give = find_input_slots(state, i), _make_output_writer(state, i)
+    first_gradients = state.service(LossGradients)
     gives_gradients = bool(_select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives))
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i])
     # Deferred weight gradients may keep a received gradient after its slot gets another value.
@@ -317,7 +317,7 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
 
     def run() -> None:
         xs, roots = saved.peek()
-        dys = (state.compute_loss_gradient(mb),) if last else take()
+        dys = (first_gradients.compute(mb),) if last else take()
         is_first_step = state.first_step_checks.is_active
         if is_first_step:
             # With detached tensors, a hook that keeps a gradient adds a reference to its memory.
@@ -388,10 +388,8 @@ def _take_input_gradients(
 
 def backward_input(state: State, i: Instr) -> Call:
     """Link BackwardInput: compute the gradients of the inputs, and defer those of the weights."""
-    stage, deferred_slot = (
-        state.stages[i.stage],
-        state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb),
-    )
+    stage = state.stages[i.stage]
+    deferred_slot = state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
     wait, run_backward = backward(state, i, is_split=True)
 
     def run() -> None:
@@ -430,10 +428,8 @@ def _describe_stage(stage: StageState, i: Instr) -> str:
 
 def backward_weight(state: State, i: Instr) -> Call:
     """Link BackwardWeight: compute the deferred weight gradients."""
-    deferred_slot, find_reduction = (
-        state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb),
-        _make_reduction_finder(state, i),
-    )
+    deferred_slot = state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
+    find_reduction = _make_reduction_finder(state, i)
 
     def run() -> None:
         deferred, reduction = deferred_slot.peek(), find_reduction()
@@ -448,9 +444,12 @@ def backward_weight(state: State, i: Instr) -> Call:
 
 def _make_reduction_finder(state: State, i: Instr) -> Callable[[], GradientReduction | None]:
     """Return a function that returns the reduction which overlaps with an instruction, or None."""
-    if (reduction := state.overlapped_reductions.get(i)) is None:
+    reductions = state.service(PendingReductions)
+    if (reduction := reductions.overlapped.get(i)) is None:
         return lambda: None
-    return lambda: None if state.reduce_after_backward else state.reductions[reduction]
+    return lambda: (
+        None if reductions.starts_after_backward else reductions.by_instruction[reduction]
+    )
 
 
 HANDLERS: Final = {

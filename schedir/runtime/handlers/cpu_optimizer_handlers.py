@@ -11,14 +11,16 @@ from typing import Final
 import torch
 
 from schedir.ir.isa.instructions import Instr, Opcode
-from schedir.runtime.handlers.reduction_handlers import check_and_clip_grads
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.rank_state import Call, State
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
+from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
 
 
 def _get_cpu_optimizer(state: State) -> CpuOptimizer | None:
     """Return the CPU optimizer, or None for a rank without an optimizer."""
-    optimizer = state.resources.host_optimizer_state
+    optimizer = state.service(OptimizerPlacement).optimizer_state
     assert optimizer is None or isinstance(optimizer, CpuOptimizer), "the program steps on the host"
     return optimizer
 
@@ -29,30 +31,27 @@ def offload_grads(state: State, i: Instr) -> Call:
     def run() -> None:
         if (optimizer := _get_cpu_optimizer(state)) is not None:
             optimizer.offload_gradient(
-                i.stage, is_first_update=not i.mb, observer=state.get_lane_observer()
+                i.stage, is_first_update=not i.mb, observer=state.observer.make_lane_observer()
             )
 
-    return Call(state.wait_for_reductions, run)
+    return Call(state.service(PendingReductions).wait, run)
 
 
 def _wait_for_host_grads(state: State) -> None:
     """Wait until all gradients are reduced, and their copies are on the host."""
-    state.wait_for_reductions()
+    state.service(PendingReductions).wait()
     if (optimizer := _get_cpu_optimizer(state)) is not None:
         optimizer.wait_for_gradients()
 
 
 def _decide_update(state: State, update: int) -> None:
     """Check and clip the gradients of an update, and give the result to the CPU optimizer."""
-    state.is_update_finite = check_and_clip_grads(state, update)
-    can_update = (
-        state.is_update_finite
-        if state.resources.can_step
-        else torch.zeros_like(state.is_update_finite)
-    )
+    checks = state.service(UpdateChecks)
+    finite = checks.check_once(update)
+    can_update = finite if state.service(OptimizerSteps).can_step else torch.zeros_like(finite)
     if (optimizer := _get_cpu_optimizer(state)) is not None:
-        optimizer.set_grad_check(can_update, state.clip_factor)
-    state.clip_factor = None
+        optimizer.set_grad_check(can_update, checks.clip_factor)
+    checks.clip_factor = None
 
 
 def check_grads_finite(state: State, i: Instr) -> Call:
@@ -73,10 +72,10 @@ def host_optimizer_step(state: State, i: Instr) -> Call:
 
     def run() -> None:
         optimizer = _get_cpu_optimizer(state)
-        if state.is_update_finite is None:
+        if state.service(UpdateChecks).is_finite is None:
             _decide_update(state, i.mb)
         if optimizer is not None:
-            optimizer.begin_step(i.stage, make_error, state.get_lane_observer())
+            optimizer.begin_step(i.stage, make_error, state.observer.make_lane_observer())
 
     return Call(partial(_wait_for_host_grads, state), run)
 
@@ -88,7 +87,7 @@ def reload_weights(state: State, i: Instr) -> Call:
     def run() -> None:
         if (optimizer := _get_cpu_optimizer(state)) is not None:
             optimizer.reload_weights(
-                i.stage, is_last_update=last, observer=state.get_lane_observer()
+                i.stage, is_last_update=last, observer=state.observer.make_lane_observer()
             )
 
     return Call(None, run)

@@ -5,40 +5,45 @@ See `handler_registry` for the arguments and the result of a handler.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.autograd.random_streams import UPDATE
-from schedir.runtime.handlers.reduction_handlers import check_and_clip_grads
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState, ErrorWrapper
 from schedir.runtime.offload.host_optimizer_state import HostOptimizerState
-from schedir.runtime.rank_state import Call, State, find_freeing_instructions
+from schedir.runtime.rank_state import Call, State
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
+from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
+from schedir.runtime.value_slots import find_freeing_instructions
 
 
 def _get_host_state(state: State) -> HostOptimizerState:
-    assert state.resources.host_optimizer_state is not None, "the program offloads the state"
-    return state.resources.host_optimizer_state
+    optimizer_state = state.service(OptimizerPlacement).optimizer_state
+    assert optimizer_state is not None, "the rank has an optimizer"
+    return optimizer_state
 
 
 def _get_disk_state(state: State) -> DiskOptimizerState:
-    assert isinstance(state.resources.host_optimizer_state, DiskOptimizerState), (
-        "the program keeps the state on the disk"
-    )
-    return state.resources.host_optimizer_state
+    optimizer_state = _get_host_state(state)
+    assert isinstance(optimizer_state, DiskOptimizerState), "the program keeps the state on disk"
+    return optimizer_state
 
 
 def read_state_from_disk(state: State, i: Instr) -> Call:
     """Link ReadStateFromDisk: read the optimizer state of a stage into a host buffer."""
     slots, wrap_error = state.program.slots, _make_error_wrapper(state, i)
-    if isinstance(states := state.resources.host_optimizer_state, DiskOptimizerState):
+    states = state.service(OptimizerPlacement).optimizer_state
+    if isinstance(states, DiskOptimizerState):
         buffers = slots[state.rank].state_host if slots else UNSHARED_SLOTS
         stages = len(state.shape.stages_on_rank[state.rank])
         states.buffer_count = max(states.buffer_count, min(buffers, 2 * stages))
 
     def run() -> None:
-        if state.optimizer is not None:
-            _get_disk_state(state).fetch(i.stage, state.get_lane_observer(), wrap_error)
+        if state.resources.optimizer is not None:
+            _get_disk_state(state).fetch(i.stage, state.observer.make_lane_observer(), wrap_error)
 
     return Call(None, run)
 
@@ -48,8 +53,8 @@ def write_state_to_disk(state: State, i: Instr) -> Call:
     wrap_error = _make_error_wrapper(state, i)
 
     def run() -> None:
-        if state.optimizer is not None:
-            _get_disk_state(state).spill(i.stage, state.get_lane_observer(), wrap_error)
+        if state.resources.optimizer is not None:
+            _get_disk_state(state).spill(i.stage, state.observer.make_lane_observer(), wrap_error)
 
     return Call(None, run)
 
@@ -77,27 +82,28 @@ def reload_state(state: State, i: Instr) -> Call:
     )
 
     def run() -> None:
-        if state.optimizer is not None:
+        if state.resources.optimizer is not None:
             if freed_by is not None:
                 _get_host_state(state).finish_store(state.stream[freed_by].stage)
-            _get_host_state(state).load(i.stage, state.get_lane_observer())
+            _get_host_state(state).load(i.stage, state.observer.make_lane_observer())
 
     return Call(None, run)
 
 
 def stage_optimizer_step(state: State, i: Instr) -> Call:
     """Link StageOptimizerStep: step the parameters of a stage on the device."""
+    checks, steps = state.service(UpdateChecks), state.service(OptimizerSteps)
 
     def run() -> None:
-        if state.optimizer is not None:
+        if state.resources.optimizer is not None:
             _get_host_state(state).finish_load(i.stage)
-        if state.is_update_finite is None:
-            state.is_update_finite = check_and_clip_grads(state, i.mb)
-        state.step_optimizer(state.is_update_finite, i.stage)
+        finite = checks.check_once(i.mb)
+        if state.resources.optimizer is not None:
+            steps.run(finite, partial(_get_host_state(state).step, i.stage))
 
     update = state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, i.stage, update, run)
-    return Call(state.wait_for_reductions, seeded)
+    return Call(state.service(PendingReductions).wait, seeded)
 
 
 def offload_state(state: State, i: Instr) -> Call:
@@ -105,9 +111,9 @@ def offload_state(state: State, i: Instr) -> Call:
     wrap_error = _make_error_wrapper(state, i)
 
     def run() -> None:
-        if state.optimizer is not None:
+        if state.resources.optimizer is not None:
             try:
-                _get_host_state(state).store(i.stage, state.get_lane_observer())
+                _get_host_state(state).store(i.stage, state.observer.make_lane_observer())
             except OSError as error:
                 raise wrap_error(error) from error
 

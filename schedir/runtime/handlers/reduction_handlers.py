@@ -22,33 +22,33 @@ from schedir.runtime.parameters.gradient_buffers import (
     poison_if_nan,
     scale_buffer,
 )
-from schedir.runtime.parameters.mixed_precision import are_finite
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
-from schedir.runtime.parameters.sharded_parameters import require_sharded_state
 from schedir.runtime.parameters.tied_parameters import TiedWeight, make_tie_reducer, sum_into_copies
 from schedir.runtime.rank_state import Call, State
+from schedir.runtime.services.loss_gradients import LossGradients
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
+from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.stage_weight_versions import StageWeightVersions, find_weight_versions
+from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
 from schedir.transports.transport import ChainedWork, Work
 
 
 def reduce_grads(state: State, i: Instr) -> Call:
     """Link ReduceGrads: sum the gradients of a stage over the data-parallel replicas."""
-    gradients, versions = state.stages[i.stage].gradients, state.weight_versions.get(i.stage)
+    gradients, versions = state.stages[i.stage].gradients, find_weight_versions(state, i.stage)
     scale_flat = make_scaler(state, i.stage, i.mb)
-    start, pending, at = (
-        state.transport.start_collective,
-        state.pending_reductions,
-        state.index_of[i],
-    )
+    reductions = state.service(PendingReductions)
+    start, at = state.transport.start_collective, state.index_of[i]
 
     def begin(k: int) -> list[Work]:
         flat = scale_flat(k)
         if state.program.dp == 1:
             return []
-        with state.record_as(at):
+        with state.observer.attribute_to(at):
             return [start("all_reduce", "dp", flat, flat)]
 
-    state.reductions[i] = reduction = GradientReduction(gradients, begin, versions)
-    return Call(None, lambda: pending.extend(reduction.end()))
+    reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin, versions)
+    return Call(None, lambda: reductions.works.extend(reduction.end()))
 
 
 def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int], Tensor]:
@@ -66,6 +66,7 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
         A function of the number of a buffer that returns the flat buffer.
     """
     gradients, shape = state.stages[stage].gradients, state.shape
+    gradients_of_loss = state.service(LossGradients)
     takes = stage == shape.stages - 1 and update is not None
     taken = [  # the microbatches whose losses are checked
         mb
@@ -76,7 +77,7 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
 
     def scaled(k: int) -> Tensor:
         flat = gradients.flat[k]
-        scale_buffer(flat, state.grad_scale)
+        scale_buffer(flat, gradients_of_loss.grad_scale)
         # The gradient may be finite although the loss is not: a mean over no tokens.
         if taken and not k:
             losses = torch.stack([state.losses[mb] for mb in taken])
@@ -88,42 +89,41 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
 
 def reduce_replicated_stages(state: State, i: Instr) -> Call:
     """Link ReduceReplicatedStages: sum the gradients of a stage over its stage replicas."""
-    gradients, replica_ranks = (
-        state.stages[i.stage].gradients,
-        find_sharing_ranks([i.stage], state.shape),
-    )
-    start, pending = state.transport.start_collective, state.pending_reductions
+    gradients = state.stages[i.stage].gradients
+    replica_ranks = find_sharing_ranks([i.stage], state.shape)
+    start, reductions = state.transport.start_collective, state.service(PendingReductions)
 
     def run() -> None:
         for flat in gradients.reduced_flat:
-            pending.append(start("all_reduce", replica_ranks, flat, flat))
+            reductions.works.append(start("all_reduce", replica_ranks, flat, flat))
 
     # The sum over data-parallel replicas comes first. Without replicas there is no need to wait.
-    return Call(state.wait_for_reductions if state.shard_spec != ShardSpec() else None, run)
+    return Call(reductions.wait if state.resources.shard_spec != ShardSpec() else None, run)
 
 
 def reduce_tied(state: State, i: Instr) -> Call:
     """Link ReduceTied: sum the gradients of tied weights over their copies."""
+    reductions = state.service(PendingReductions)
     sums = [
         make_tie_reducer(
             w,
             state.shape,
             state.rank,
             state.transport,
-            state.pending_reductions,
+            reductions.works,
             partial(_get_tied_gradient, state, w),
         )
-        for w in state.tied_weights
+        for w in state.resources.ties.weights
     ]
 
     def run() -> None:
-        for weight in state.tied_weights if state.accumulate_grads else ():
+        for weight in state.resources.ties.weights if state.options.accumulate_grads else ():
             for copy in weight.local_copies.values():  # A step may not use a copy.
                 copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
         for begin in sums:
             begin()
 
-    return Call(state.wait_for_reductions, run)
+    return Call(reductions.wait, run)
 
 
 def _get_tied_gradient(state: State, weight: TiedWeight, stage: int) -> Tensor:
@@ -149,7 +149,7 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
     buffer or in a replica's shard. The gathered gradients are small.
     """
     gradients, t = state.stages[i.stage].gradients, state.program.tp
-    start, pending = state.transport.start_collective, state.pending_reductions
+    start, reductions = state.transport.start_collective, state.service(PendingReductions)
     summed = [
         kept
         for bucket, kept in zip(gradients.buckets, gradients.reduced_flat, strict=True)
@@ -160,24 +160,22 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
         for kept in summed:
             each = kept.new_empty(t, kept.numel())
             work = start("all_gather", "tp", each.view(-1), kept)
-            pending.append(ChainedWork(work, partial(sum_into_copies, *each, targets=[kept])))
+            add = partial(sum_into_copies, *each, targets=[kept])
+            reductions.works.append(ChainedWork(work, add))
 
-    return Call(state.wait_for_reductions, run)
+    return Call(reductions.wait, run)
 
 
 def reduce_norm(state: State, i: Instr) -> Call:
     """Link ReduceNorm: sum the squares of an update's gradients over the ranks of the model."""
-    compute_squares, start, pending = (
-        make_local_squared_norm(state),
-        state.transport.start_collective,
-        state.pending_reductions,
-    )
+    start, reductions = state.transport.start_collective, state.service(PendingReductions)
+    compute_squares, checks = make_local_squared_norm(state), state.service(UpdateChecks)
 
     def run() -> None:
-        norm = state.squared_norms[i.mb] = compute_squares()
-        pending.append(start("all_reduce", "model", norm, norm))
+        norm = checks.squared_norms[i.mb] = compute_squares()
+        reductions.works.append(start("all_reduce", "model", norm, norm))
 
-    return Call(state.wait_for_reductions, run)
+    return Call(reductions.wait, run)
 
 
 def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
@@ -199,13 +197,15 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
         # One rank counts a parameter that several ranks have in full.
         if state.shape.first_rank_per_stage[s] == state.rank
         and (is_tp_sharded(p) or state.transport.tp_rank == 0)
-        and not any(p is w.local_copies.get(s) and s > w.stages[0] for w in state.tied_weights)
+        and not any(
+            p is w.local_copies.get(s) and s > w.stages[0] for w in state.resources.ties.weights
+        )
     ]
 
     of_replicas = state.transport.start_collective
     parts = [
         [gradients.shard_views[k][p] for gradients, p in counted]
-        for k in state.shard_spec.shard_indices
+        for k in state.resources.shard_spec.shard_indices
     ]
 
     def own() -> Tensor:
@@ -214,145 +214,46 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
             zero() if (sum_ := compute_sum_of_squares(part)) is None else sum_ for part in parts
         ]
         each = torch.stack(sums)
-        if len(parts) < state.shard_spec.replicas:
-            each = each.new_empty(state.shard_spec.replicas)
+        if len(parts) < state.resources.shard_spec.replicas:
+            each = each.new_empty(state.resources.shard_spec.replicas)
             of_replicas("all_gather", "dp", each, torch.stack(sums)).wait()
         return each.sum()
 
     return own
 
 
-def compute_clip_factor(max_norm: float, squared_norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether the norm of all gradients is finite, and the factor that clips them.
-
-    It reads no value on the host, because on a GPU the host would wait.
-
-    Args:
-        max_norm: The largest allowed norm.
-        squared_norm: The sum of squares of all gradients, 0-dim.
-
-    Returns:
-        A 0-dim bool tensor, and a 0-dim factor of at most 1.
-    """
-    norm = squared_norm.sqrt()
-    finite = norm.isfinite()
-    # The factor is 1 for a norm that is not finite, so that the finite gradients stay unchanged.
-    return finite, torch.where(finite, (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-
-
-def check_and_clip_grads(state: State, update: int) -> Tensor:
-    """Return whether an update's gradients are finite, and prepare gradients and parameters.
-
-    This clips the gradients if the program clips, and shards the parameters for the optimizer.
-
-    Args:
-        state: The state of the rank.
-        update: The number of the update.
-
-    Returns:
-        A 0-dim bool tensor. It covers the stages of the rank, or with clipping all ranks.
-
-    Raises:
-        ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
-    """
-    if state.optimistic_step is not None:
-        finite, shrink = state.optimistic_step.verdict
-    elif state.program.clip_grad_norm:
-        total = state.squared_norms.pop(update)
-        finite, shrink = compute_clip_factor(state.resources.max_norm, total)
-        state.grad_norm = total.sqrt()
-    else:
-        finite = are_finite(
-            flat for s in state.stages.values() for flat in s.gradients.reduced_flat
-        )
-        if state.program.zero and state.program.dp > 1:  # Each replica checks only its shard.
-            spoilt = finite.logical_not().to(torch.int32)
-            state.transport.start_collective("all_reduce", "dp", spoilt, spoilt).wait()
-            finite = spoilt == 0
-    # The CPU optimizer clips the copies of the gradients on the host.
-    if state.program.clip_grad_norm and state.program.optimizer_placement == "cpu_step":
-        state.clip_factor = shrink
-    for stage in state.stages.values():
-        if state.program.clip_grad_norm:
-            stage.gradients.scale(shrink)
-        if stage.sharded_parameters is not None:
-            stage.sharded_parameters.require_unwritten()
-            stage.sharded_parameters.to_resting_state()
-    if state.program.zero:
-        cut = (
-            s.sharded_parameters.full_views
-            for s in state.stages.values()
-            if s.sharded_parameters is not None
-        )
-        shapes = {p: view.shape for views in cut for p, view in views}
-        require_sharded_state(state.optimizer, shapes)
-    return finite
-
-
 def optimizer_step(state: State, i: Instr) -> Call:
     """Link OptimizerStep: wait for the reductions, step the optimizer, and end the update."""
-    ahead, by_stage = state.optimistic_step, state.program.optimizer_placement != "device"
-    last, released = (
-        i.mb == state.shape.optimizer_steps - 1,
-        not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS),
+    reductions, checks = state.service(PendingReductions), state.service(UpdateChecks)
+    steps = state.service(OptimizerSteps)
+    placement = (
+        None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
     )
+    last = i.mb == state.shape.optimizer_steps - 1
+    released = not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS)
 
     def run() -> None:
-        finite = (
-            check_and_clip_grads(state, i.mb)
-            if state.is_update_finite is None
-            else state.is_update_finite
-        )
-        state.is_update_finite = None
-        state.finite_updates[i.mb] = finite
-        if not by_stage:
-            state.step_optimizer(finite)
-        if state.loss_scale is not None:
-            state.loss_scale.update(finite)
+        finite = checks.finish_update(i.mb)
+        if placement is None:
+            steps.run(finite)
+        if state.options.loss_scale is not None:
+            state.options.loss_scale.update(finite)
         if not last:  # The gradients of the last update stay for the caller.
             if not released:
                 state.begin_update()
-            state.save_weight_version(i)
+            state.service(StageWeightVersions).keep_next(i)
 
     def waits() -> None:
         # If gradients were released, the wait was earlier. Newer reductions are of the next update.
         if not released:
-            state.wait_for_reductions()
-        if state.resources.host_optimizer_state is not None:
-            state.resources.host_optimizer_state.finish(is_last_update=last)
+            reductions.wait()
+        if placement is not None and placement.optimizer_state is not None:
+            placement.optimizer_state.finish(is_last_update=last)
 
     # Stage replicas draw the same random numbers as this rank.
     first, update = min(state.stages), state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, first, update, run)
-    if ahead is None:
-        return Call(waits if by_stage else state.wait_for_reductions, seeded)
-    ahead.apply_update, ahead.judge_norm = (
-        seeded,
-        partial(compute_clip_factor, state.resources.max_norm),
-    )
-    own = make_local_squared_norm(state)
-
-    def wait() -> None:
-        state.wait_for_reductions()
-        ahead.wait_for_previous_norm()
-
-    def claim() -> None:
-        state.grad_norm = own()
-        ahead.step(state.grad_norm)
-
-    return Call(wait, claim)
-
-
-def reduce_norm_after_step(state: State, i: Instr) -> Call:
-    """Link ReduceNormAfterStep: sum the squares of all gradients after the optimistic step."""
-    start, ahead = state.transport.start_collective, state.optimistic_step
-    assert ahead is not None, "the program validates the update after the step"
-
-    def run() -> None:
-        total = state.grad_norm
-        ahead.track_norm(total, start("all_reduce", "model", total, total))
-
-    return Call(None, run)
+    return Call(waits if placement is not None else reductions.wait, seeded)
 
 
 HANDLERS: Final = {
@@ -362,5 +263,4 @@ HANDLERS: Final = {
     Opcode.ReduceSequenceParallelGrads: reduce_sequence_parallel_grads,
     Opcode.ReduceNorm: reduce_norm,
     Opcode.OptimizerStep: optimizer_step,
-    Opcode.ReduceNormAfterStep: reduce_norm_after_step,
 }

@@ -9,20 +9,23 @@ from functools import partial
 from typing import Final
 
 from schedir.ir.isa.instructions import Instr, Opcode, Value, find_consumers
+from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.runtime.rank_state import Call, Handler, State, chain_calls
 
 
 def snapshot(state: State, i: Instr) -> Call:
     """Link Snapshot: start the requested copies of a stage for a checkpoint."""
-    return Call(None, partial(state.resources.snapshots.begin_stage, i.stage))
+    return Call(None, partial(state.service(SnapshotCopies).begin_stage, i.stage))
 
 
 def _wait_for_snapshot(handler: Handler, state: State, i: Instr) -> Call:
     """Make a handler that changes state wait for snapshots, or cancel them if there are none."""
     call = handler(state, i)
     if not state.program.checkpoint_snapshots:
-        return call._replace(wait=chain_calls(call.wait, state.resources.snapshots.cancel_request))
-    return call._replace(wait=chain_calls(call.wait, state.resources.snapshots.wait))
+        return call._replace(
+            wait=chain_calls(call.wait, state.service(SnapshotCopies).cancel_request)
+        )
+    return call._replace(wait=chain_calls(call.wait, state.service(SnapshotCopies).wait))
 
 
 HANDLERS: Final = {Opcode.Snapshot: snapshot}

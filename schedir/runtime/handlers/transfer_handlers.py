@@ -27,6 +27,8 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions
 from schedir.runtime.rank_state import Call, State
+from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.runtime.services.pending_sends import PendingSends
 from schedir.runtime.value_slots import OutputSlot
 from schedir.transports.transport import ChainedWork, CompletedWork, allocate_bytes, view_tp_shard
 
@@ -44,7 +46,7 @@ def send(state: State, i: Instr) -> Call:
     out = state.find_slot(kind, i.stage, mb)
     assert isinstance(out, OutputSlot)
     peer = state.program.peer_rank(i)
-    start, sending, lane = state.transport.send, state.pending_sends, row.lane
+    start, sending, lane = state.transport.send, state.service(PendingSends).works, row.lane
 
     def run() -> None:
         tensor = out.peek().contiguous()
@@ -77,17 +79,18 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
     Returns:
         A function of the tensors of the value.
     """
-    out, carried = (
-        state.find_slot(kind, i.stage, i.mb),
-        state.boundaries[i.mb].get_value_tensors(kind, i.stage),
-    )
+    out = state.find_slot(kind, i.stage, i.mb)
+    carried = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
     if state.find_local_stage(state.program.peer_stage(kind, i.stage), i.mb) is not None:
         layouts = [one.to_message_layout for one in carried.tensors]
         return lambda values: out.fill(
             tuple([as_sent(value) for as_sent, value in zip(layouts, values, strict=True)])
         )
+    buffers = state.service(MessageBuffers)
     own = (
-        None if _list_form_changes(state, i, kind) else state.get_send_buffer(kind, out.number, ())
+        None
+        if _list_form_changes(state, i, kind)
+        else buffers.get_send_buffer(kind, out.number, ())
     )
     if own is None and carried.is_single_tensor:
         return lambda values: out.fill(values[0])
@@ -111,6 +114,7 @@ def recv(state: State, i: Instr) -> Call:
     given, peer = state.find_slot(kind, i.stage, mb), state.program.peer_rank(i)
     whole, tensors = _get_receive_memory(state, i, kind)
     message = _view_in_form(state, whole, _list_form_changes(state, i, kind))
+    state.first_step_checks.buffers = state.service(MessageBuffers).received
     start, arrivals, lane = state.transport.recv, state.stages[i.stage].arrivals, row.lane
 
     def run() -> None:
@@ -126,7 +130,7 @@ def _get_receive_memory(state: State, i: Instr, kind: Value) -> tuple[Tensor, tu
     return (
         state.boundaries[i.mb]
         .get_value_tensors(kind, i.stage)
-        .place_tensors(state.receive_buffers[kind, number])
+        .place_tensors(state.service(MessageBuffers).received[kind, number])
     )
 
 
@@ -210,12 +214,13 @@ def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]
     has_collective = any((op, i.stage, i.mb) in state.index_of for op in ops)
     if k is None and not has_collective:
         return None
-    acknowledged_sends = state.implied_acks.get(k, ()) if k is not None else ()
+    sends = state.service(PendingSends)
+    acknowledged_sends = sends.implied_acks.get(k, ()) if k is not None else ()
 
     def wait() -> None:
         arrivals.pop(key).wait()
         for send in acknowledged_sends:
-            state.complete_send(send)
+            sends.complete(send)
 
     return wait
 
@@ -225,7 +230,8 @@ def tp_scatter(state: State, i: Instr) -> Call:
     kind = INSTRUCTIONS[i.op].gives[0]
     out = state.find_slot(kind, i.stage, i.mb)
     changed = _list_form_changes(state, i, kind)
-    own = state.get_send_buffer(kind, out.number, changed) if changed[-1] is i.op else None
+    buffers = state.service(MessageBuffers)
+    own = buffers.get_send_buffer(kind, out.number, changed) if changed[-1] is i.op else None
     carried = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
     into = None if own is None else carried.slice_part(own)
 

@@ -29,6 +29,8 @@ from schedir.runtime.handlers.reduction_handlers import make_scaler
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.runtime.parameters.sharded_parameters import ShardedParameters
 from schedir.runtime.rank_state import Call, Handler, State, chain_calls
+from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.sharded_stages import ShardedStages
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.value_slots import Slot
 from schedir.transports.transport import ChainedWork, CompletedWork, Work
@@ -58,8 +60,9 @@ def reduce_scatter(state: State, i: Instr) -> Call:
     From ZeRO level 2 on, each occurrence adds its result to the shard, and releases the full
     buffers.
     """
-    gradients, share = state.stages[i.stage].gradients, state.shard_spec
+    gradients, share = state.stages[i.stage].gradients, state.resources.shard_spec
     start, at = state.transport.start_collective, state.index_of[i]
+    reductions = state.service(PendingReductions)
     final = not any(j[:2] == i[:2] and j.mb > i.mb for j in state.stream)
     scaled = make_scaler(state, i.stage, 0 if final else None)
 
@@ -73,14 +76,14 @@ def reduce_scatter(state: State, i: Instr) -> Call:
         flat, bucket = scaled(k), gradients.buckets[k]
         if share.replicas == 1 or not flat.numel():
             return [ChainedWork(CompletedWork(), partial(keep, k))]
-        with state.record_as(at):
+        with state.observer.attribute_to(at):
             own = bucket.get_shard(flat, share.replica)
             return [ChainedWork(start("reduce_scatter", "dp", own, flat), partial(keep, k))]
 
-    state.reductions[i] = reduction = GradientReduction(gradients, begin)
+    reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin)
 
     def run() -> None:
-        state.pending_reduce_scatters.append((at, reduction.end()))
+        reductions.reduce_scatters.append((at, reduction.end()))
         gradients.is_allocated = not gradients.is_grad_sharded
 
     return Call(None, run)
@@ -90,34 +93,20 @@ def _wrap_weight_reader(handler: Handler, state: State, i: Instr) -> Call:
     """Add waits and checks to a handler that reads full weights or adds to a full gradient."""
     call, stage = handler(state, i), state.stages[i.stage]
     waits = [call.wait]
-    if stage.sharded_parameters is not None and i.op in _WEIGHT_READERS:
-        waits.append(stage.sharded_parameters.finish_unshard)
+    weights = stage.sharded_parameters
+    if weights is not None and i.op in _WEIGHT_READERS:
+        state.service(ShardedStages)  # It shards the weights between steps.
+        waits.append(weights.finish_unshard)
     if stage.gradients.is_grad_sharded and i.op in GRAD_ADDING_OPS:
-        waits.append(partial(state.allocate_gradient, i.stage, state.index_of[i]))
-    if (
-        stage.sharded_parameters is not None
-        and not stage.sharded_parameters.keeps_full_weights
-        and i.op in BACKWARD_WEIGHT_OPS
-    ):
-        call = call._replace(
-            run=partial(
-                _run_guarded_wgrad,
-                stage.sharded_parameters,
-                _find_deferred_slot(state, i),
-                call.run,
-            )
-        )
-    if (
-        stage.sharded_parameters is not None
-        and not stage.sharded_parameters.keeps_full_weights
-        and i.op in FORWARD_OPS
-    ):
-        call = call._replace(run=partial(_run_guarded_forward, stage, call.run))
+        reductions = state.service(PendingReductions)
+        waits.append(partial(reductions.allocate_gradient, i.stage, state.index_of[i]))
+    if weights is not None and not weights.keeps_full_weights:
+        if i.op in BACKWARD_WEIGHT_OPS:
+            deferred = state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
+            call = call._replace(run=partial(_run_guarded_wgrad, weights, deferred, call.run))
+        if i.op in FORWARD_OPS:
+            call = call._replace(run=partial(_run_guarded_forward, stage, weights, call.run))
     return call._replace(wait=chain_calls(*waits))
-
-
-def _find_deferred_slot(state: State, i: Instr) -> Slot:
-    return state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
 
 
 def _run_guarded_wgrad(
@@ -129,15 +118,15 @@ def _run_guarded_wgrad(
         run()
 
 
-def _run_guarded_forward(stage: StageState, run: Callable[[], None]) -> None:
+def _run_guarded_forward(
+    stage: StageState, weights: ShardedParameters, run: Callable[[], None]
+) -> None:
     """Run an F; in the first run of each mode it must not read weights of another stage."""
     training = stage.module.training
-    if training in stage.checked_read_modes or stage.sharded_parameters is None:
+    if training in stage.checked_read_modes:
         run()
         return
-    with _ReadGuard(
-        *_OTHER_STAGE_ERROR, refused_storages=stage.sharded_parameters.list_other_storages()
-    ):
+    with _ReadGuard(*_OTHER_STAGE_ERROR, refused_storages=weights.list_other_storages()):
         run()
     stage.checked_read_modes.add(training)
 

@@ -29,24 +29,26 @@ class FirstStepChecks:
     Args:
         slots: The slots of each kind.
         slot_numbers: The slot numbers of each value, by kind, stage and microbatch.
-        buffers: The memory in which messages are received.
-        weights: The weights of the stages that ZeRO shards.
         device: The rank's device. On a CPU, checksums of outputs are compared and references to
             memory are counted. On a GPU, only version counters of outputs are compared.
+
+    Attributes:
+        buffers: The memory in which messages are received. No step may keep references to it.
+        weights: The weights of the stages that ZeRO shards. No step may keep references to them.
     """
 
     def __init__(
         self,
         slots: Mapping[Value, SlotTable],
         slot_numbers: Mapping[tuple[Value, int, int], Mapping[int, int]],
-        buffers: Mapping[SlotKey, Tensor],
-        weights: list[ShardedParameters],
         device: torch.device,
     ) -> None:
         self.is_active = True
         # On a GPU, the works of messages may refer to memory for longer than a step.
         self.counts_references = device.type == "cpu"
-        self.slot_numbers, self.buffers, self.weights = slot_numbers, buffers, weights
+        self.slot_numbers = slot_numbers
+        self.buffers: Mapping[SlotKey, Tensor] = {}
+        self.weights: list[ShardedParameters] = []
         self.output_slots = [slots[kind] for kind in OUTPUT_KINDS]
         self.fingerprint_of = (
             collect_versions_and_sums if device.type == "cpu" else collect_versions

@@ -146,11 +146,9 @@ def require_stage_parameters(
     Raises:
         ModelError: The optimizer steps such a Parameter.
     """
-    allowed, visited, nodes = (
-        {*module.parameters(), *allowed_parameters},
-        set(),
-        [y.grad_fn for y in outputs],
-    )
+    allowed = {*module.parameters(), *allowed_parameters}
+    visited = set()
+    nodes = [y.grad_fn for y in outputs]
     strangers: dict[nn.Parameter, None] = {}
     while nodes:
         node = nodes.pop()
@@ -181,10 +179,8 @@ def _describe_change(
     trained_before: Mapping[nn.Parameter, bool],
 ) -> str:
     """Return a description of a parameter's change, or "" if it does not affect training."""
-    trained, trains = (
-        before is not None and trained_before[before],
-        after is not None and after.requires_grad,
-    )
+    trained = before is not None and trained_before[before]
+    trains = after is not None and after.requires_grad
     if before is after and trained != trains:
         kinds = ("frozen", "trained")
         return f"was {kinds[trained]} when the executor was created, and is {kinds[trains]} now"

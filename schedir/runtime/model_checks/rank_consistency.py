@@ -25,6 +25,7 @@ from schedir.runtime.parameters.tied_parameters import (
     fingerprint_parameters,
     list_local_tied_weights,
 )
+from schedir.runtime.rank_resources import RankOptions
 from schedir.transports.transport import Transport
 from schedir.verify.check import check
 
@@ -36,13 +37,10 @@ def check_rank_agreement(
     transport: Transport,
     boundary_table: BoundaryTable,
     optimizer: OptimizerLike | None,
-    max_norm: float,
-    loss_scale: LossScale | None,
-    seed: int | None,
+    options: RankOptions,
     tied: TiedWeights | None,
     *,
     allow_identical_stages: bool,
-    accumulate_grads: bool,
     extra_programs: Sequence[tuple[Program, BoundaryTable]] = (),
 ) -> list[TiedWeight]:
     """Compare the programs, stages and options of all processes.
@@ -56,12 +54,9 @@ def check_rank_agreement(
         transport: The transport of the rank.
         boundary_table: The boundaries of the program.
         optimizer: The optimizer, or None.
-        max_norm: The limit of the gradient norm.
-        loss_scale: The loss scale, or None.
-        seed: The seed of random numbers, or None.
+        options: The options of the rank.
         tied: The tied weights that the user gives, or None.
         allow_identical_stages: If True, weights of different stages may be equal without a tie.
-        accumulate_grads: True if gradients are added to those of earlier steps.
         extra_programs: Other programs of the executor, with their boundaries.
 
     Returns:
@@ -74,14 +69,14 @@ def check_rank_agreement(
     fingerprints = fingerprint_parameters(stages, optimizer) if program.has_backward else {}
     facts = collect_facts(program, stages, transport, fingerprints) | {
         "the boundary": str(boundary_table),
-        "the loss scale": str(loss_scale),
-        "the seed": str(seed),
+        "the loss scale": str(options.loss_scale),
+        "the seed": str(options.seed),
     }
     facts["the extra programs"] = "; ".join(
         f"{one.name} ({one.digest[:12]}), boundary {passes}" for one, passes in extra_programs
     )
     if program.clip_grad_norm:
-        facts["max_norm"] = repr(max_norm)
+        facts["max_norm"] = repr(options.max_norm)
     everyone = transport.check_agreement(
         facts, (transport.tp_rank, fingerprints), record_types=[ParameterFingerprint]
     )
@@ -89,14 +84,15 @@ def check_rank_agreement(
         check(one, transport.progress_model, blocking_hosts=transport.blocking_hosts)
     for one, passes in extra_programs:
         passes.require_program_fit(one)
-        if accumulate_grads:
+        if options.accumulate_grads:
             raise ModelError(
                 "accumulate_grads is True, but the executor has extra_programs",
                 program=one.name,
             )
     require_program_match(program, rank, stages, transport, boundary_table)
-    require_shardable(program, stages, optimizer, accumulate_grads=accumulate_grads)
-    require_steppable(program, stages, optimizer, loss_scale, accumulate_grads=accumulate_grads)
+    accumulates, loss_scale = options.accumulate_grads, options.loss_scale
+    require_shardable(program, stages, optimizer, accumulate_grads=accumulates)
+    require_steppable(program, stages, optimizer, loss_scale, accumulate_grads=accumulates)
     if not program.has_backward:
         return []
     rank_fingerprints = [

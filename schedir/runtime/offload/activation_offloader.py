@@ -19,8 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from schedir.errors import ModelError
+from schedir.ir.isa.instructions import Value
+from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.offload.arena import ArenaBlock
 from schedir.runtime.offload.copy_lanes import LaneJob
+from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.step_inputs import Microbatches, MicrobatchView
+from schedir.runtime.value_slots import find_freeing_instructions
 
 BLOCK_ALIGNMENT = 64  # Bytes; storages begin at multiples of it in a block.
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -352,17 +357,21 @@ class SavedActivations:
                 yield one.tensor
 
 
-class OffloadMoves:
+class OffloadMoves(ProgramService):
     """The saved activations that a program moves on a rank, by stage and microbatch.
 
     Args:
-        has_fixed_slots: True if the number of slots on the device is fixed. If so, an instruction
-            that fills a slot releases the memory of the earlier value. Otherwise the memory is
-            released once the copy has ended, by `release_copied`.
+        state: The state of the program.
     """
 
-    def __init__(self, *, has_fixed_slots: bool) -> None:
-        self.has_fixed_slots = has_fixed_slots
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        # If the number of slots on the device is fixed, an instruction that fills a slot releases
+        # the memory of the earlier value. Otherwise `release_copied` releases it after the copy.
+        slots = state.program.slots
+        self.has_fixed_slots = bool(slots) and slots[state.rank].saved != UNSHARED_SLOTS
+        # For each instruction that fills a slot, the instruction that freed the slot.
+        self.freed_by = find_freeing_instructions(state.program, state.rank, Value.SAVED)
         self.values: dict[tuple[int, int], SavedActivations] = {}
         # The content of the slot before the offload, which the reload restores.
         self.slot_values: dict[tuple[int, int], Any] = {}
@@ -375,19 +384,22 @@ class OffloadMoves:
                 value.release_device_memory()
         self.offloading = [value for value in self.offloading if value.offload_job is not None]
 
+    def list_device_tensors(self) -> Iterable[Tensor]:
+        """Yield the tensors that use device memory. Threads may have created them."""
+        for value in self.values.values():
+            yield from value.list_device_tensors()
 
-class UnpackedMicrobatches(Sequence[Any]):
+
+class UnpackedMicrobatches(MicrobatchView):
     """Microbatches that are taken from their source only once each, and then kept.
 
     Args:
         source: The microbatches. The attribute `unpacked` has those that were taken, by number.
     """
 
-    def __init__(self, source: Sequence[Any] | Tensor) -> None:
-        self.source, self.unpacked = source, dict[int, Any]()
-
-    def __len__(self) -> int:
-        return len(self.source)
+    def __init__(self, source: Microbatches) -> None:
+        super().__init__(source)
+        self.unpacked = dict[int, Any]()
 
     def __getitem__(self, mb: Any) -> Any:
         if mb not in self.unpacked:

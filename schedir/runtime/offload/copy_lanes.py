@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Event, Thread
 from time import perf_counter, sleep
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import torch
 
 from schedir.ir.isa.instructions import Lane
+from schedir.runtime.rank_resources import RankResources, RankService
 
 _THREAD_LANES: Final = (Lane.DISK, Lane.HOST)
 
@@ -55,7 +56,7 @@ class LaneJob:
         raise NotImplementedError
 
 
-class CopyLanes:
+class CopyLanes(RankService):
     """The lanes of a rank. Each is created at its first use.
 
     The attribute `bandwidth` is for tests on CPUs: a job on a lane with an entry takes at least the
@@ -70,6 +71,15 @@ class CopyLanes:
         self.bandwidth: dict[Lane, float] = {}
         self.threads: dict[Lane, SimpleQueue[_ThreadJob | None]] = {}
         self.streams: dict[Lane, torch.cuda.Stream] = {}
+
+    @classmethod
+    def create(cls, owner: RankResources) -> Self:
+        """Create the lanes of a rank.
+
+        Args:
+            owner: The resources of the rank.
+        """
+        return cls(owner.device)
 
     def start(
         self,

@@ -33,8 +33,6 @@ from schedir.runtime.parameters.mixed_precision import OptimizerLike, is_torch_o
 from schedir.runtime.parameters.parameter_copies import make_parameter_like
 from schedir.runtime.stage_state import StageState
 
-CopyPairs = Sequence[tuple[Tensor, Tensor]]  # targets and sources of copies
-
 
 class _GradCheck(NamedTuple):
     """The result of the check of an update's gradients, on the host after `job` has ended.
@@ -268,11 +266,9 @@ class CpuOptimizer(HostOptimizerState):
             observer: An object that is notified of the begin and the end.
         """
         assert self.grad_check is not None, "the checker proves that there is a norm"
-        judged, part, threads = (
-            self.grad_check,
-            self.host_parameters[stage],
-            torch.get_num_threads(),
-        )
+        judged = self.grad_check
+        part = self.host_parameters[stage]
+        threads = torch.get_num_threads()
 
         def run() -> None:
             if torch.get_num_threads() != threads:  # The setting is per thread.
@@ -372,11 +368,9 @@ class CpuOptimizer(HostOptimizerState):
     @contextmanager
     def _restrict_to_stage(self, stage: int) -> Iterator[None]:
         """See `HostOptimizerState._restrict_to_stage`; it uses the parameters on the host."""
-        place, optimizer, inner = (
-            self.host_parameters[stage].host_copies,
-            self.optimizer,
-            self.inner,
-        )
+        place = self.host_parameters[stage].host_copies
+        optimizer = self.optimizer
+        inner = self.inner
         with super()._restrict_to_stage(stage):
             if self.main_parameters:
                 both: Any = optimizer

@@ -31,6 +31,7 @@ from schedir.runtime.offload.host_optimizer_state import (
 )
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.offload.snapshot_copies import copy_pairs
+from schedir.runtime.offload.spill_file import SpillFile
 from schedir.runtime.parameters.mixed_precision import OptimizerLike
 
 ErrorWrapper = Callable[[Exception], Exception]  # adds the instruction to an error
@@ -64,7 +65,8 @@ class DiskOptimizerState(HostOptimizerState):
         lanes: The lanes of the rank.
         device: The device of the rank.
         names: The names of the parameters, for errors.
-        tiers: The host memory and the file of the rank.
+        tiers: The host memory of the rank.
+        file: The file of the rank.
     """
 
     def __init__(
@@ -75,10 +77,10 @@ class DiskOptimizerState(HostOptimizerState):
         device: torch.device,
         names: Mapping[Tensor, str],
         tiers: MemoryTiers,
+        file: SpillFile,
     ) -> None:
         super().__init__(parameters, optimizer, lanes, device, names)
-        assert tiers.spill_file is not None, "optimizer state on the disk has a file"
-        self.tiers, self.spill_file = tiers, tiers.spill_file
+        self.tiers, self.spill_file = tiers, file
         self.buffer_count, self.buffer_size = 1, BLOCK_ALIGNMENT  # number; bytes of each
         self.file_offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # in bytes
         self.host_buffers: dict[int, _HostBuffer] = {}  # filled buffers, by stage

@@ -10,17 +10,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from schedir.errors import ModelError
+from schedir.errors import ModelError, describe
 from schedir.ir.isa.instructions import INSTRUCTIONS, Lane
 from schedir.ir.program import Program
 from schedir.passes.memory.offload_placement import DISK_TRIP
 from schedir.runtime.offload.arena import Arena
 from schedir.runtime.offload.spill_file import SpillFile
+from schedir.runtime.rank_resources import RankResources, RankService
 
 _DISK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.lane is Lane.DISK)
 
 
-class MemoryTiers:
+class MemoryTiers(RankService):
     """The arenas of a rank's host memory and disk file.
 
     All programs that a rank runs share them, because one program runs at a time. On a GPU the host
@@ -28,22 +29,12 @@ class MemoryTiers:
     source of a copy is overwritten with NaN, so that a late read is found.
 
     Args:
-        device: The device of the rank.
-        rank: The number of the rank.
-        programs: The programs that the rank runs.
-        spill_dir: The directory of the file. None if no program uses the disk.
-
-    Raises:
-        ModelError: A program uses the disk and there is no directory, or the directory is unusable.
+        resources: The resources of the rank.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        rank: int,
-        programs: Sequence[Program],
-        spill_dir: str | Path | None,
-    ) -> None:
+    def __init__(self, resources: RankResources) -> None:
+        super().__init__(resources)
+        device = resources.device
         self.poisons_sources = device.type == "cpu"
         self.host_arena: Arena[Tensor] = Arena(
             partial(allocate_host_memory, pinned=device.type == "cuda")
@@ -51,25 +42,22 @@ class MemoryTiers:
         # Host buffers for optimizer states on their way between the disk and the device.
         self.state_arena: Arena[Tensor] = Arena(self.host_arena.allocate)
         self.spill_file: SpillFile | None = None
-        spilling = [
-            program for program in programs if not program.used_opcodes.isdisjoint(_DISK_OPS)
-        ]
-        if spilling and spill_dir is None:
-            what = (
-                "activations"
-                if not spilling[0].used_opcodes.isdisjoint(DISK_TRIP)
-                else "the optimizer state"
-            )
-            raise ModelError(
-                f"the program moves {what} to the disk, but spill_dir is not set",
-                program=spilling[0].name,
-                hint="Executor(..., spill_dir='/nvme'), or [memory] spill_dir = \"/nvme\"",
-            )
-        own = [one.name for one in spilling if any(i.op in _DISK_OPS for i in one.streams[rank])]
-        if own and spill_dir is not None:
-            self.spill_file = SpillFile(spill_dir, own[0])
 
-    def count_used_bytes(self, tier: str) -> int:
+    def open_spill_file(self, program: str) -> SpillFile:
+        """Return the rank's file on the disk, which the first call creates.
+
+        Args:
+            program: The name of the program, for errors.
+
+        Raises:
+            ModelError: The directory is unusable.
+        """
+        if self.spill_file is None:
+            assert self.resources.options.spill_dir is not None, "`require_spill_dir` refuses this"
+            self.spill_file = SpillFile(self.resources.options.spill_dir, program)
+        return self.spill_file
+
+    def count_bytes(self, tier: str) -> int:
         """Return the bytes of the values in a tier.
 
         Args:
@@ -78,6 +66,35 @@ class MemoryTiers:
         if tier == "host":
             return self.host_arena.used_bytes + self.state_arena.used_bytes
         return self.spill_file.arena.used_bytes if self.spill_file is not None else 0
+
+
+def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None:
+    """Return the folder of the spill file, or None.
+
+    Args:
+        value: The path of the folder, or None.
+        programs: The programs that a rank runs.
+
+    Raises:
+        ModelError: `value` is not a path, or an empty string. Or it is None, and a program uses the
+            disk.
+    """
+    if isinstance(value, str | Path) and str(value):
+        return Path(value)
+    if value is not None:
+        raise ModelError(
+            f"spill_dir must be a path, not {describe(value)}", hint="spill_dir='/nvme'"
+        )
+    for program in programs:
+        if not program.used_opcodes.isdisjoint(_DISK_OPS):
+            moves_activations = not program.used_opcodes.isdisjoint(DISK_TRIP)
+            what = "activations" if moves_activations else "the optimizer state"
+            raise ModelError(
+                f"the program moves {what} to the disk, but spill_dir is not set",
+                program=program.name,
+                hint="Executor(..., spill_dir='/nvme'), or [memory] spill_dir = \"/nvme\"",
+            )
+    return None
 
 
 def allocate_host_memory(size: int, pinned: bool) -> Tensor:

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from threading import Thread
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from schedir.runtime.rank_resources import RankResources, RankService
+
 CopyPair = tuple[Tensor, Tensor]  # host memory, and the tensor to copy to it
 
 
-class SnapshotCopies:
+class SnapshotCopies(RankService):
     """The snapshot copies of a rank's stages in the current or the next step.
 
     Args:
@@ -30,6 +33,19 @@ class SnapshotCopies:
         self.pending_copies: list[SnapshotCopy] = []
         self.started_copies: list[SnapshotCopy] = []  # since the last request
         self.requester: object = None  # the object that made the last request
+
+    @classmethod
+    def create(cls, owner: RankResources) -> Self:
+        """Create the snapshot copies of a rank.
+
+        Args:
+            owner: The resources of the rank.
+        """
+        return cls(owner.device)
+
+    def on_load(self) -> None:
+        """Cancel the requested copies, because a load changes the tensors."""
+        self.cancel_request()
 
     def request(self, tensors: Mapping[int, Sequence[CopyPair]], requester: object = None) -> None:
         """Request copies in the next step. This replaces an earlier request.

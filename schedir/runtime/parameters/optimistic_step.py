@@ -17,18 +17,16 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
-from schedir.runtime.autograd.random_streams import RandomStreams
-from schedir.runtime.parameters.gradient_buffers import GradientBuffers
 from schedir.runtime.parameters.mixed_precision import (
-    LossScale,
     OptimizerLike,
     has_known_effects,
     has_step_hooks,
@@ -36,61 +34,54 @@ from schedir.runtime.parameters.mixed_precision import (
     unwrap_optimizer,
 )
 from schedir.runtime.parameters.unvalidated_update_guard import (
+    TableCopies,
     UnvalidatedUpdateGuard,
+    copy_tables,
     list_optimizer_tables,
+    restore_tables,
 )
+from schedir.runtime.rank_state import ProgramService, State
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
+from schedir.runtime.services.update_checks import NormVerdict, UpdateChecks, compute_clip_factor
+from schedir.runtime.step_inputs import StepInputs
+from schedir.runtime.warm_up import RecordedState, UnsteppedParameters
 from schedir.transports.transport import Work
 
-# The result for a norm: whether it is finite (0-dim bool), and the factor that clips the gradients
-# (0-dim).
-NormVerdict = tuple[Tensor, Tensor]
 
-
-class OptimisticStep:
+class OptimisticStep(ProgramService):
     """The updates of a rank. At most the last one is not validated yet.
 
-    Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. The executor calls
-    `begin_step` and `end_step`. If `end_step` returns True, it does so on all ranks.
+    Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. If `needs_rerun`
+    returns True, it does so on all ranks.
 
     Args:
-        gradients: The gradient buffers of the rank's stages.
-        modules: The rank's stages.
-        optimizer: The optimizer, or None if the rank has none.
-        loss_scale: The loss scale, if the loss is scaled.
-        random_streams: The random streams of the rank.
-        device: The rank's device.
-        debug: If True, the host may read tensors of a GPU, to find writes to weights.
+        state: The state of the program.
 
     Attributes:
-        judge_norm: Returns a `NormVerdict` for the sum of the squares of all gradients. Set it
-            before the first step.
-        apply_update: Makes an update by `verdict`. Set it before the first step.
+        judge_norm: Returns a `NormVerdict` for the sum of the squares of all gradients.
+        apply_update: Makes an update by `verdict`. The handler of the optimizer step sets it.
         restore_step_state: Restores all state that a step has changed, except for weights and
-            optimizer. Set it before a step that may be run again.
+            optimizer.
         verdict: The `NormVerdict` of the next update.
         pending_update: The update that is not validated, if there is one.
         is_warm_up: True in steps that are undone. Their updates are not validated.
         repeated_steps: The number of steps that were run again.
     """
 
-    def __init__(
-        self,
-        gradients: Sequence[GradientBuffers],
-        modules: Sequence[nn.Module],
-        optimizer: OptimizerLike | None,
-        loss_scale: LossScale | None,
-        random_streams: RandomStreams,
-        device: torch.device,
-        debug: bool = False,
-    ) -> None:
-        self.debug = debug
-        self.gradients, self.modules, self.optimizer = gradients, modules, optimizer
-        self.loss_scale, self.random_streams, self.device = loss_scale, random_streams, device
-        self.judge_norm: Callable[[Tensor], NormVerdict] = lambda total: (total.isfinite(), total)
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        resources = state.resources
+        self.gradients = [stage.gradients for stage in state.stages.values()]
+        self.modules = [stage.module for stage in state.stages.values()]
+        self.optimizer, self.loss_scale = resources.optimizer, resources.options.loss_scale
+        self.random_streams, self.device = resources.random_streams, state.device
+        self.unstepped_parameters = UnsteppedParameters(state)
+        self.judge_norm = partial(compute_clip_factor, resources.options.max_norm)
+        checks = state.service(UpdateChecks)
+        checks.judge, checks.read_result = lambda update: self.verdict, self.read_result
         self.apply_update: Callable[[], None] = lambda: None
         self.restore_step_state: Callable[[], None] = lambda: None
-        one = torch.ones((), dtype=torch.float64, device=device)
+        one = torch.ones((), dtype=torch.float64, device=self.device)
         self.unit_factor = one
         self.verdict: NormVerdict = one > 0, one
         self.saved_copies: dict[Tensor, Tensor] = {}  # the memory of copies, reused by each update
@@ -99,8 +90,8 @@ class OptimisticStep:
         self.must_repeat = self.waits_for_norm = self.is_warm_up = False
         self.repeated_steps = 0
         self.guard: UnvalidatedUpdateGuard | None = None
-        self.scalar_buffer = AsyncScalarBuffer(device, 1, 2)
-        self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.scalar_buffer = AsyncScalarBuffer(self.device, 1, 2)
+        self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     # ------------------------------------------------------------ within a step
 
@@ -118,7 +109,7 @@ class OptimisticStep:
         """Make an update before its norm arrives.
 
         No update is made if this step must be run again, or if the last update was wrong. In the
-        second case `end_step` makes it with its norm.
+        second case `needs_rerun` makes it with its norm.
 
         Args:
             local_sum_of_squares: The sum of squares of the rank's gradients. If it is too large
@@ -142,10 +133,16 @@ class OptimisticStep:
 
     # ------------------------------------------------------------ between steps
 
-    def begin_step(self) -> bool:
-        """Begin a step, and return whether it may have to be run again.
+    def prepare_step(self, batch: StepInputs) -> StepInputs:
+        """Record the state before the step if it may have to be run again.
 
         It may if the last update is not validated yet.
+
+        Args:
+            batch: The inputs of the step.
+
+        Returns:
+            The same inputs. The step must read them from the result, so that they are recorded.
 
         Raises:
             ModelError: Weights or optimizer state were written to before validation, or the
@@ -153,7 +150,11 @@ class OptimisticStep:
         """
         require_known_optimizer(self.optimizer)
         self.lift_guard()
-        return self.pending_update is not None
+        if self.pending_update is None:
+            return batch
+        recorded = RecordedState(self.state, batch, self.unstepped_parameters)
+        self.restore_step_state = recorded.restore
+        return recorded.batch
 
     def fail(self, *, has_begun: bool) -> None:
         """Handle an error in a step.
@@ -173,8 +174,11 @@ class OptimisticStep:
             self._undo_update()
         self.pending_update = None
 
-    def end_step(self) -> bool:
-        """End a step, and return whether it must be run again."""
+    def needs_rerun(self) -> bool:
+        """Return whether the step must be run again, because its weights were wrong.
+
+        If so, the weights are now right, and all other state is as before the step.
+        """
         norm = self.norm
         assert norm is not None, "every step has a norm"
         if self.is_warm_up:
@@ -199,12 +203,31 @@ class OptimisticStep:
             self.guard = self._make_guard()
         return False
 
-    def finish_validation(self) -> None:
+    @contextmanager
+    def undo_steps(self, *, makes_update: bool) -> Iterator[None]:
+        """Do not validate updates that are undone.
+
+        Args:
+            makes_update: See `Service.undo_steps`.
+        """
+        was_warm_up, self.is_warm_up = self.is_warm_up, True
+        try:
+            yield
+        finally:
+            self.is_warm_up = was_warm_up
+
+    def validate(self) -> None:
         """Validate the last update, and make it again if it was wrong.
 
         Raises:
-            ModelError: Weights or optimizer state were written to before validation.
+            ModelError: Weights or optimizer state were written to before validation, or the
+                processes call it after different steps.
+            ExecutionError: An earlier step failed.
         """
+        self.state.require_no_failed_step()
+        self.state.transport.check_agreement(
+            {"the step of the last update": str(self.random_streams.step)}
+        )
         # The guard stays if the norm does not arrive, because the update is not validated then.
         is_valid = self.pending_update is None or self.is_update_valid()
         self.lift_guard()
@@ -220,16 +243,18 @@ class OptimisticStep:
         finite, shrink = self.judge_norm(torch.tensor(total, dtype=torch.float64))
         return bool(finite & (shrink == 1.0))
 
-    def get_last_norm(self) -> Tensor:
+    def read_result(self) -> tuple[Tensor, Tensor]:
         """Wait for the norm of the last step's gradients before clipping, and return it.
 
         Returns:
-            A 0-dim float64 tensor, 0 before the first step.
+            A 0-dim float64 tensor, 0 before the first step. And whether it is finite, in a tensor
+            of shape (1,).
         """
-        if self.norm is None:
-            return torch.zeros_like(self.unit_factor)
-        self.norm.read()
-        return self.norm.sum_of_squares.sqrt()
+        norm = torch.zeros_like(self.unit_factor)
+        if self.norm is not None:
+            self.norm.read()
+            norm = self.norm.sum_of_squares.sqrt()
+        return norm, norm.isfinite().view(1)
 
     def lift_guard(self) -> None:
         """Allow access to weights and optimizer again.
@@ -243,7 +268,7 @@ class OptimisticStep:
             self.guard = None
 
     def _make_guard(self) -> UnvalidatedUpdateGuard:
-        looks = self.debug or self.device.type == "cpu"
+        looks = self.state.options.debug or self.device.type == "cpu"
         return UnvalidatedUpdateGuard(
             self.modules, self.optimizer, self.loss_scale, compares_values=looks
         )
@@ -252,8 +277,8 @@ class OptimisticStep:
 
     def _save_state(self) -> _UnvalidatedUpdate:
         """Copy the gradients, and all state that an update changes."""
-        tables = list_optimizer_tables(self.optimizer)
         tensors = dict.fromkeys(self._list_changed_tensors())
+        tables = copy_tables(self.optimizer)
         self.saved_copies = {
             t: self.saved_copies[t] if t in self.saved_copies else torch.empty_like(t)
             for t in tensors
@@ -264,7 +289,7 @@ class OptimisticStep:
         with torch.no_grad():
             for some in groups.values():  # one kernel copies tensors of one device and type
                 torch._foreach_copy_([self.saved_copies[t] for t in some], some)
-        return _UnvalidatedUpdate([(table, dict(table)) for table in tables], self.saved_copies)
+        return _UnvalidatedUpdate(tables, self.saved_copies)
 
     def _list_changed_tensors(self) -> Iterator[Tensor]:
         """Yield the gradients and the tensors that an update changes."""
@@ -291,7 +316,7 @@ class OptimisticStep:
         with torch.no_grad():
             self._undo_update()
             self.update_by_norm()
-            _restore_tables(later)
+            restore_tables(later)
             for t, now in numbers:
                 t.copy_(now)
         self.pending_update, self.waits_for_norm = None, True
@@ -299,7 +324,7 @@ class OptimisticStep:
     def _undo_update(self) -> None:
         """Restore all state that the update has changed."""
         assert self.pending_update is not None
-        _restore_tables(self.pending_update.tables)
+        restore_tables(self.pending_update.tables)
         for t, before in self.pending_update.copies.items():
             t.copy_(before)
 
@@ -328,7 +353,7 @@ class _UnvalidatedUpdate:
 
     def __init__(
         self,
-        tables: Sequence[tuple[dict[Any, Any], dict[Any, Any]]],
+        tables: TableCopies,
         copies: dict[Tensor, Tensor],
         norm: _Norm | None = None,
     ) -> None:
@@ -366,12 +391,6 @@ class _Norm:
                 (self.host_value,) = self.scalar_copy.read()
             self.is_read = True
         return self.host_value
-
-
-def _restore_tables(tables: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
-    for table, before in tables:
-        table.clear()
-        table.update(before)
 
 
 def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") -> None:

@@ -62,10 +62,8 @@ class ShardedParameters:
         aliases: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         self.gradients, self.shard_spec, self.aliases = gradients, shard_spec, aliases
-        self.buckets, self.keeps_full_weights = (
-            gradients.buckets,
-            not shard_spec.shards_state("params"),
-        )
+        self.buckets = gradients.buckets
+        self.keeps_full_weights = not shard_spec.shards_state("params")
         self.flat: list[Tensor] = []
         self.shards: list[Tensor] = []  # by bucket, the shard of this replica
         self.full_views: list[tuple[nn.Parameter, Tensor]] = []

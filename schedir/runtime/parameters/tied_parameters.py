@@ -116,7 +116,9 @@ def _fingerprint(
         constant = bool((sample == sample[:1]).all())
         if constant and not bool((flat == flat[:1]).all()):
             sample, constant = flat, False  # the numbers that differ are not in the sample
-        numbers = sample.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        # A copy, because `numpy` fixes the size of a storage, and FSDP frees that of the weight.
+        copy = sample.clone(memory_format=torch.contiguous_format)
+        numbers = copy.view(torch.uint8).cpu().numpy().tobytes()
         values = sha256(kind.encode() + numbers).hexdigest()[:16]
     return ParameterFingerprint(
         tuple(names),
@@ -386,7 +388,7 @@ def list_local_tied_weights(
     return weights
 
 
-def has_separate_copies(weight: TiedWeight, shape: PipelineShape) -> bool:
+def _has_separate_copies(weight: TiedWeight, shape: PipelineShape) -> bool:
     """Return whether the copies of a weight do not share memory.
 
     Each copy is then stepped separately.
@@ -431,7 +433,59 @@ class LocalTies:
             setattr(owner, name, original)
 
 
-def make_substitutes(
+class RankTies:
+    """The tied weights of a rank, and its Parameters that share memory with others.
+
+    Args:
+        weights: The tied weights with copies on the rank. They get the substitutes.
+        parameter_copies: The Parameter with which this rank computes, by each Parameter that
+            virtual ranks of the process share.
+        program: The first program of the rank.
+        keeps_gradients: True if gradients are added to existing ones.
+
+    Attributes:
+        substitutes: By stage, the substitute of each Parameter that several stages have.
+        aliases: For each Parameter in the memory of another one, that other one.
+        has_separate_copies: True if the copies of a weight do not share memory.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[TiedWeight],
+        parameter_copies: Mapping[nn.Parameter, nn.Parameter],
+        program: Program,
+        *,
+        keeps_gradients: bool,
+    ) -> None:
+        self.weights, self.parameter_copies = weights, parameter_copies
+        self.is_sharded, self.keeps_gradients = program.zero > 0, keeps_gradients
+        self.substitutes, self.aliases = _make_substitutes(weights, parameter_copies)
+        self.has_separate_copies = any(_has_separate_copies(w, program.shape) for w in weights)
+
+    def list_local_copies(self, stage: int) -> list[nn.Parameter]:
+        """Return the Parameters of a stage that are copies of tied weights.
+
+        Args:
+            stage: The stage.
+        """
+        return [w.local_copies[stage] for w in self.weights if stage in w.local_copies]
+
+    def copy_shared_parameters(self) -> None:
+        """Copy the values of shared Parameters to the rank's own copies."""
+        for shared, copy in self.parameter_copies.items():
+            if copy is not shared:
+                copy.detach().copy_(shared.detach())
+
+    def begin_update(self) -> None:
+        """Let aliases use the memory of the other Parameter: the caller may have replaced it."""
+        for alias, one in self.aliases.items():
+            if not self.is_sharded and alias.data_ptr() != one.data_ptr():
+                alias.data = one.data
+            if self.keeps_gradients:
+                alias.grad = None
+
+
+def _make_substitutes(
     weights: Sequence[TiedWeight], copies: Mapping[nn.Parameter, nn.Parameter]
 ) -> tuple[dict[int, dict[nn.Parameter, nn.Parameter]], dict[nn.Parameter, nn.Parameter]]:
     """Create the substitutes for Parameters that several stages of a process have.

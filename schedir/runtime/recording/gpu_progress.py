@@ -27,6 +27,8 @@ from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.recording.stream_events import make_event
+from schedir.runtime.services.pending_reductions import PendingReductions
+from schedir.runtime.services.pending_sends import PendingSends
 
 # The number of steps that may be unfinished: the host issues one while the GPU runs another.
 MAX_STEPS_IN_FLIGHT: Final = 2
@@ -70,9 +72,9 @@ class GpuProgress:
         self.step_events = [
             _StepEvents(state.device, len(state.stream)) for _ in range(MAX_STEPS_IN_FLIGHT)
         ]
-        executor.calls = [
+        executor.runner.calls = [
             Call(call.wait, partial(self._run, k, call.run, _find_started_work(state, k, i)))
-            for k, (i, call) in enumerate(zip(state.stream, executor.calls, strict=True))
+            for k, (i, call) in enumerate(zip(state.stream, executor.runner.calls, strict=True))
         ]
 
     def _run(self, k: int, run: Callable[[], None], started: Callable[[], Sequence[Any]]) -> None:
@@ -80,7 +82,8 @@ class GpuProgress:
         if self.step_events[-1].issued[k]:
             self.step_events = [*self.step_events[1:], self.step_events[0]]
             self.step_events[-1].begin_step(self.executor.random_streams.step)
-        step, reductions = self.step_events[-1], self.executor.state.pending_reductions
+        step = self.step_events[-1]
+        reductions = self.executor.state.service(PendingReductions).works
         before = len(reductions)
         run()
         step.works[k] = [*reductions[before:], *started()]
@@ -120,7 +123,7 @@ class GpuProgress:
         is_open[[*progress.unfinished]] = True
         elsewhere = (before < 0) | (before >= end - first)
         waits = is_open[np.where(elsewhere, end - first, before)].any(0)
-        issued = {*progress.issued, self.executor.position}
+        issued = {*progress.issued, self.executor.runner.position}
         return [k for k in progress.unfinished if k in issued and not waits[k]]
 
 
@@ -152,7 +155,7 @@ class _StepEvents:
 def _find_started_work(state: State, k: int, i: Instr) -> Callable[[], Sequence[Any]]:
     """Return a function that returns the transfers that an instruction has just started."""
     if i.op in SEND_OPS:
-        return lambda: state.pending_sends[k][:1]
+        return lambda: state.service(PendingSends).works[k][:1]
     if i.op in RECV_OPS + BOUNDARY_COLLECTIVE_OPS:
         arrivals, key = state.stages[i.stage].arrivals, (INSTRUCTIONS[i.op].gives[0], i.mb)
         return lambda: (arrivals[key],)

@@ -43,13 +43,15 @@ class LiveMemory(TorchDispatchMode):
         self.created_storages: dict[StorageWeakRef, int] = {}
 
     def __enter__(self) -> Self:
-        self.calls = self.executor.calls
-        self.executor.calls = [Call(wait, partial(self._run, run)) for wait, run in self.calls]
+        self.calls = self.executor.runner.calls
+        self.executor.runner.calls = [
+            Call(wait, partial(self._run, run)) for wait, run in self.calls
+        ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error_info: Any) -> None:
-        self.executor.calls = self.calls
+        self.executor.runner.calls = self.calls
         super().__exit__(*error_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,9 +73,12 @@ class LiveMemory(TorchDispatchMode):
         device, before = self._count_live_bytes(), -1
         while device != before:  # Other threads may allocate and free memory meanwhile.
             device, before = self._count_live_bytes(), device
-        tiers = self.executor.resources.memory_tiers
+        services = self.executor.state.list_services()
         for tier in TIERS:
-            used = device if tier == TIERS[0] else tiers.count_used_bytes(tier)
+            if tier == TIERS[0]:
+                used = device
+            else:
+                used = sum(service.count_bytes(tier) for service in services)
             self.peak_by_tier[tier] = max(self.peak_by_tier[tier], used)
 
     def _count_live_bytes(self) -> int:
@@ -81,8 +86,8 @@ class LiveMemory(TorchDispatchMode):
             ref: size for ref, size in self.created_storages.items() if not ref.expired()
         }
         storages = self.created_storages | _measure_storages(_list_static_tensors(self.executor))
-        states = self.executor.state.resources.host_optimizer_state
-        on_host = _measure_storages([] if states is None else states.list_host_memory())
+        services = self.executor.state.list_services()
+        on_host = _measure_storages(t for one in services for t in one.list_host_tensors())
         return sum(size for ref, size in storages.items() if ref not in on_host)
 
     @property
@@ -95,17 +100,15 @@ def _list_static_tensors(executor: Executor) -> Iterable[object]:
     """Yield the tensors that a rank has in all steps. Some have memory only part of the time."""
     state = executor.state
     for stage in executor.stages.values():
-        yield from (*stage.module.parameters(), *stage.module.buffers())
-        yield from (*stage.gradients.flat, *stage.gradients.reduced_flat)
-        if stage.sharded_parameters is not None:
-            yield from (*stage.sharded_parameters.flat, *stage.sharded_parameters.shards)
-    yield from tree_leaves([*getattr(unwrap_optimizer(state.optimizer), "state", {}).values()])
-    if isinstance(state.optimizer, MainOptimizer):
-        for p in state.optimizer.main_parameters:
+        yield from stage.list_static_tensors()
+    yield from tree_leaves(
+        [*getattr(unwrap_optimizer(state.resources.optimizer), "state", {}).values()]
+    )
+    if isinstance(state.resources.optimizer, MainOptimizer):
+        for p in state.resources.optimizer.main_parameters:
             yield from (p, p.grad)
-    yield from tree_leaves(state.receive_buffers)
-    for value in state.offload_moves.values.values():  # Threads created these.
-        yield from value.list_device_tensors()
+    for service in state.list_services():
+        yield from service.list_device_tensors()
 
 
 def _measure_storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:

@@ -30,6 +30,7 @@ from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import are_finite
 from schedir.runtime.rank_state import Call
+from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.step_inputs import Keywords, Microbatches
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
@@ -194,7 +195,7 @@ class StepResidue:
         each = [are_finite(stage.gradients.reduced_flat) for stage in self.trained_stages.values()]
         if len(each) < len(self):
             each += torch.stack(state.losses).isfinite().unbind()
-        return torch.stack(each) if each else state.finite_updates[:0]
+        return torch.stack(each) if each else torch.zeros(0, dtype=torch.bool, device=state.device)
 
     def find_nonfinite(self, finite: Sequence[float]) -> list[Instr]:
         """Return the instructions that produced values that are not finite.
@@ -234,11 +235,12 @@ def rerun_step(
         The local instructions with results that are not finite, in execution order.
     """
     found: list[NanOrigin] = []
+    reductions = executor.state.service(PendingReductions)
     usual = (
-        executor.calls,
-        executor.state.optimizer,
+        executor.runner.calls,
+        executor.resources.optimizer,
         executor.record_timestamps,
-        executor.state.reduce_after_backward,
+        reductions.starts_after_backward,
     )
 
     def watch(k: int, i: Instr, call: Call) -> Call:
@@ -251,19 +253,21 @@ def rerun_step(
         gives = partial(_list_outputs, executor, i)
         return Call(call.wait, run) if i.op in COMPUTE_OPS else call
 
-    executor.calls = [watch(k, i, executor.calls[k]) for k, i in enumerate(executor.state.stream)]
-    executor.state.optimizer, executor.record_timestamps = None, False
+    executor.runner.calls = [
+        watch(k, i, executor.runner.calls[k]) for k, i in enumerate(executor.state.stream)
+    ]
+    executor.resources.optimizer, executor.record_timestamps = None, False
     # An overlapped sum over replicas would show the NaN of another replica as the rank's own.
-    executor.state.reduce_after_backward = True
+    reductions.starts_after_backward = True
     executor.random_streams.step -= 1  # Draw the same random numbers.
     try:
         executor.step(inputs, targets, scale, keywords)
     finally:
         (
-            executor.calls,
-            executor.state.optimizer,
+            executor.runner.calls,
+            executor.resources.optimizer,
             executor.record_timestamps,
-            executor.state.reduce_after_backward,
+            reductions.starts_after_backward,
         ) = usual
     return found
 

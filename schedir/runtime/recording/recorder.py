@@ -27,6 +27,7 @@ from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import RECV_OPS, SEND_OPS, Lane
 from schedir.ir.program import Program
+from schedir.runtime.rank_state import WorkObserver
 from schedir.transports.collectives import CollectiveName, GroupKey
 from schedir.transports.transport import CompletedWork, Transport, TransportWrapper, Work
 
@@ -49,7 +50,7 @@ class InstructionTimes(NamedTuple):
     end: FloatArray
 
 
-class Timestamps(ABC):
+class Timestamps(WorkObserver, ABC):
     """A recorder of when the instructions of one rank begin and end.
 
     Attributes:
@@ -245,10 +246,8 @@ class EventTimestamps(Timestamps):
         queue = Graph.from_program(program, progress_model).queue[
             slice(*program.offsets[rank : rank + 2].tolist())
         ]
-        self.queue_by_instruction, self.group_by_instruction = (
-            queue.tolist(),
-            np.cumsum(~own.joined).tolist(),
-        )
+        self.queue_by_instruction = queue.tolist()
+        self.group_by_instruction = np.cumsum(~own.joined).tolist()
         # Instructions that may end later than they are issued. The receiver records a message, so
         # sends are not in the list.
         self.lane_instructions = np.flatnonzero(~np.isin(own.op, SEND_OPS)).tolist()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from schedir.errors import SchedirError, UsageError
 from schedir.ir.isa.instructions import RECOMPUTE
-from schedir.ir.pipeline.stage_segments import has_tp_collectives
+from schedir.ir.pipeline.stage_segments import has_collectives
 from schedir.ir.program import Program
 from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import Order, order_of_program
@@ -60,7 +60,7 @@ def describe_unsearchable(program: Program) -> str:
         (not program.has_backward, "has no backwards"),
         (program.frozen_stages, "has frozen stages"),
         (RECOMPUTE in program.used_opcodes, "recomputes forwards"),
-        (has_tp_collectives(program.segment_boundaries), "has collectives between stage segments"),
+        (has_collectives(program.segment_boundaries), "has collectives between stage segments"),
     ):
         if is_so:
             return f"{what}: a search supports only one forward and one backward of each microbatch"

@@ -123,7 +123,7 @@ class Watchdog:
         Args:
             executor: The executor of this rank.
         """
-        executor.progress = self.box_values
+        executor.runner.progress = self.box_values
         self.member.set_program(executor.program)
         if executor.state.device.type == "cuda":
             self.gpu = _Device(GpuProgress(executor), executor.state.device)
@@ -409,7 +409,7 @@ def make_stall_error(
     """
     runner = executor.current_runner
     stream, program, notes = runner.state.stream, runner.program, dict[int, str]()
-    gpu_step = gpu_step if runner is executor else None
+    gpu_step = gpu_step if runner is executor.runner else None
     if progress is not None and gpu_step is not None:
         notes = {
             k: f"in step {gpu_step.step}, {describe_wait(program, stream[k])}"

@@ -1,0 +1,124 @@
+"""Read the runs of `plan --calibrate`, and report the calibration."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from schedir.commands.common.plan_report import format_seconds
+from schedir.errors import ConfigError, SchedirError, format_bytes
+from schedir.io.files import read_text
+from schedir.io.terminal import format_table
+from schedir.ir.cost.number_parsing import parse_decimal
+from schedir.ir.cost.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from schedir.planner import Calibration, MeasuredRun, TransformerSpec
+
+_MAX_RUNS_BYTES = 2**20
+_RESULTS = ("step_time", "tokens_per_second", "memory")
+
+
+def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
+    """Read measured runs from a CSV file with a header.
+
+    Args:
+        path: The file. Its columns are fields of `ParallelPlan`, and `step_time` in seconds or
+            `tokens_per_second` of all GPUs, and `memory` in bytes or with a unit. `memory` can be
+            empty. Lines that begin with # are comments.
+        model: The model of all runs.
+
+    Raises:
+        ConfigError: A column is unknown or missing, or a value is invalid. The error has the line.
+        UsageError: The file cannot be read.
+    """
+    from schedir.planner import MeasuredRun, ParallelPlan
+
+    text = read_text(path, _MAX_RUNS_BYTES)
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1)
+             if line.strip() and not line.startswith("#")]  # fmt: skip
+    table = [*csv.reader(line for _, line in lines)]
+    header = [name.strip() for name in table[0]] if table else []
+    plan_fields = {f.name: f.default for f in fields(ParallelPlan)}
+    unknown = [name for name in header if name not in (*plan_fields, *_RESULTS)]
+    if unknown or not {"step_time", "tokens_per_second"} & {*header}:
+        what = f"unknown column {unknown[0]}" if unknown else "no column of the results"
+        raise ConfigError(
+            f"{what}: the columns are fields of a plan, step_time or tokens_per_second, and memory",
+            location=str(path), line=lines[0][0] if lines else 1,
+            hint="pp,tp,dp,microbatch_size,microbatches,step_time",
+        )  # fmt: skip
+    runs = []
+    for (number, _), row in zip(lines[1:], table[1:], strict=True):
+        try:
+            if len(row) != len(header):
+                raise ValueError(f"{len(row)} values in {len(header)} columns")
+            cells = {k: v.strip() for k, v in zip(header, row, strict=True) if v.strip()}
+            plan = ParallelPlan(
+                **{k: _parse_cell(v, plan_fields[k]) for k, v in cells.items() if k in plan_fields}
+            )
+            if "step_time" in cells:
+                seconds = parse_decimal(cells["step_time"])
+            else:
+                seconds = plan.batch * model.sequence / parse_decimal(cells["tokens_per_second"])
+            memory = parse_bytes(cells["memory"]) if "memory" in cells else None
+        except (ValueError, KeyError, ZeroDivisionError, SchedirError) as error:
+            fact = error.fact if isinstance(error, SchedirError) else f"invalid run: {error}"
+            raise ConfigError(fact, location=str(path), line=number) from None
+        runs.append(MeasuredRun(model, plan, seconds, memory))
+    return runs
+
+
+def _parse_cell(text: str, default: Any) -> Any:
+    """Return the value of a field of a plan, in the type of its default."""
+    if isinstance(default, bool):
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+    if isinstance(default, int):
+        return int(text)
+    return tuple(map(int, text.split())) if isinstance(default, tuple) else text
+
+
+def format_calibration(calibration: Calibration) -> Iterator[str]:
+    """Yield the lines of a report: constants, runs, and the best next run.
+
+    Args:
+        calibration: The calibration.
+    """
+    from schedir.planner.bottleneck import describe_plan
+
+    yield format_table(
+        ["constant", "before", "fitted", "90 % interval", "meaning"],
+        [
+            [one.name, f"{one.prior:.4g}", f"{one.value:.4g}", f"{one.low:.3g} to {one.high:.3g}",
+             one.meaning]
+            for one in calibration.constants
+        ],
+    )  # fmt: skip
+    yield format_table(
+        ["run", "plan", "measured", "predicted", "error", "memory", "predicted"],
+        [
+            [
+                str(k), describe_plan(run.plan), format_seconds(run.step_time),
+                format_seconds(found.step_time), f"{error:+.1%}",
+                "-" if run.memory is None else format_bytes(run.memory),
+                format_bytes(found.memory.total),
+            ]
+            for k, (run, found, error) in enumerate(
+                zip(calibration.runs, calibration.estimates, calibration.errors, strict=True), 1
+            )
+        ],
+    )  # fmt: skip
+    yield (
+        f"step times have a standard deviation of {calibration.cluster.uncertainty:.1%}, for plans "
+        f"like these runs; plans on more than {calibration.cluster.calibrated_gpus} GPUs are "
+        "extrapolations\n"
+    )
+    if (plan := calibration.suggest_run()) is not None:
+        yield (
+            f"measure next: pp {plan.pp} tp {plan.tp} dp {plan.dp} microbatch_size "
+            f"{plan.microbatch_size}, zero {plan.zero}: its step time is the least certain\n"
+        )

@@ -1,0 +1,101 @@
+"""Complete names of schedules, options and files in a shell, with argcomplete."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable
+
+from schedir.commands import COMMANDS
+
+
+def answer_completion_request(
+    build_parser: Callable[[list[str]], argparse.ArgumentParser],
+) -> None:
+    """Write the completions of the line that a user types, and exit.
+
+    Args:
+        build_parser: Returns the parser of a command.
+    """
+    import argcomplete
+
+    words = os.environ.get("COMP_LINE", "").split()[1:2]
+    parser = build_parser(words if words and words[0] in COMMANDS else [])
+    for action in _list_actions(parser):
+        if (make_names := _NAMES.get(action.dest)) is not None:
+            action.completer = _Completer(make_names)  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)
+
+
+class _Completer:
+    """The completer of an argument that takes one of some names, or a file.
+
+    Args:
+        make_names: Returns the names.
+    """
+
+    def __init__(self, make_names: Callable[[], Iterable[str]]) -> None:
+        self.make_names = make_names
+
+    def __call__(self, prefix: str, **_: object) -> list[str]:
+        """Return the names, and the files that begin with a prefix.
+
+        Args:
+            prefix: The typed part of the word.
+        """
+        from argcomplete.completers import FilesCompleter
+
+        return [*self.make_names(), *FilesCompleter()(prefix)]
+
+
+def _list_schedules() -> Iterable[str]:
+    from schedir.schedules import get_built_in_schedules
+
+    return get_built_in_schedules()
+
+
+def _list_progress_models() -> Iterable[str]:
+    from schedir.analysis.progress_models import MODELS
+
+    return MODELS
+
+
+def _list_program_options() -> Iterable[str]:
+    from schedir.commands.common.program_options import PROGRAM_OPTIONS
+
+    return PROGRAM_OPTIONS
+
+
+def _list_models() -> Iterable[str]:
+    from schedir.planner.transformer.model_presets import MODEL_PRESETS
+
+    return MODEL_PRESETS
+
+
+def _list_clusters() -> Iterable[str]:
+    from schedir.planner import cluster_presets
+
+    return cluster_presets()
+
+
+# The names that an argument takes, by its `dest`.  All other arguments take files or choices.
+_NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    "source": _list_schedules,
+    "program": _list_schedules,
+    "start": _list_schedules,
+    "schedules": _list_schedules,
+    "progress_model": _list_progress_models,
+    "program_options": _list_program_options,
+    "name": _list_program_options,
+    "model": _list_models,
+    "cluster": _list_clusters,
+}
+
+
+def _list_actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
+    """Yield the arguments of a parser and of its subparsers."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                yield from _list_actions(subparser)

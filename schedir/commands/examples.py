@@ -1,0 +1,59 @@
+"""The command `examples`: write the example files of the documentation to a folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from shutil import copyfile
+
+from schedir.errors import UsageError
+from schedir.io.files import describe_os_error
+
+EXAMPLES = """\
+  schedir examples
+  schedir train examples/demo.toml
+
+The page docs/tutorials/train-a-model.md has more.
+"""
+_SOURCE = Path(__file__).parents[1] / "examples"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `examples`.
+
+    Args:
+        parser: The parser of the command.
+    """
+    parser.add_argument(
+        "-o", dest="output", metavar="DIR", default="examples",
+        help="the folder, which is created (examples)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> str:
+    """Write the example files.
+
+    Args:
+        args: The parsed options of `examples`.
+
+    Returns:
+        A line with the number of files.
+
+    Raises:
+        UsageError: The folder exists, or cannot be written.
+    """
+    folder = Path(args.output)
+    sources = sorted(path for path in _SOURCE.iterdir() if path.is_file())
+    try:
+        folder.mkdir(parents=True)
+        for source in sources:
+            copyfile(source, folder / source.name)
+    except FileExistsError:
+        raise UsageError(
+            f"-o {args.output}: the folder exists already, and its files are not replaced",
+            hint="-o DIR writes to another folder",
+            fields=["output"],
+        ) from None
+    except OSError as error:
+        raise UsageError(f"-o {args.output}: {describe_os_error(error)}") from None
+    return f"wrote {len(sources)} files to {args.output}\n"

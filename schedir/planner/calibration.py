@@ -1,0 +1,389 @@
+"""Calibrate a cluster with a few measured runs of training software, and report what is certain.
+
+The logarithms of five constants are fitted to the logarithms of step times. A normal prior keeps
+them near the cluster's values, and Cauchy weights let a bad run count little. The result is the
+mode of the posterior and its covariance there (Laplace approximation).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import UsageError
+from schedir.ir.cost.cluster import Cluster
+from schedir.planner.hardware.stacks import Stack
+from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
+from schedir.planner.plan_search import all_plans, estimate_step
+from schedir.planner.transformer.transformer_spec import TransformerSpec
+
+Floats = NDArray[np.float64]
+
+MAX_RUNS: Final = 20
+_RUN_NOISE: Final = 0.05  # Repeated runs of a grid on H100 differ by 3 to 5 % (planner-h100.md).
+_MISFIT: Final = 2.0  # Errors above this many standard deviations count less: Cauchy weights.
+_ITERATIONS: Final = 8
+_STEP: Final = 0.05  # Difference of the logarithm of a constant, for derivatives.
+_QUANTILE: Final = 1.645  # Standard deviations of an interval of 90 %.
+
+
+class _ConstantRow(NamedTuple):
+    """A constant that is fitted.
+
+    Attributes:
+        meaning: A description with the unit.
+        prior_deviation: The standard deviation of the logarithm before any run.
+        min_value: The smallest value that is possible.
+        max_value: The largest value that is possible.
+        start: The value if the cluster has none.
+    """
+
+    meaning: str
+    prior_deviation: float
+    min_value: float
+    max_value: float
+    start: float = 0.0
+
+
+# Standard deviations are those of the constants of `a100.toml`, `h100.toml` and `h100-efa.toml`,
+# where they differ for one accelerator, rounded up.
+CONSTANTS: Final = {
+    "flops": _ConstantRow(
+        "operations per second of matrix products; the bandwidth of memory changes by the same "
+        "factor", 0.15, 1e9, 1e18,
+    ),
+    "kernel_us": _ConstantRow(
+        "microseconds in which the host issues a kernel", 0.3, 0.5, 500.0, 10.0
+    ),
+    "network_bandwidth": _ConstantRow(
+        "bytes per second of a GPU to other nodes", 0.5, 1e8, 2e12
+    ),
+    "network_latency": _ConstantRow(
+        "seconds of an empty message between nodes", 0.5, 1e-7, 1e-3, 1e-5
+    ),
+    "jitter": _ConstantRow(
+        "standard deviation of a replica's step, as a share", 0.5, 1e-4, 0.3, 0.02
+    ),
+}  # fmt: skip
+
+
+class MeasuredRun(NamedTuple):
+    """A measured run: what ran, and how long a step took.
+
+    Attributes:
+        model: The model.
+        plan: The plan. Its GPUs fill the nodes of the cluster.
+        step_time: Seconds of a step.
+        memory: Peak bytes of the GPU that used the most, or None.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt = planner.load_model("gpt-22b")
+        >>> planner.MeasuredRun(gpt, planner.ParallelPlan(tp=8, microbatches=4), 5.1).step_time
+        5.1
+    """
+
+    model: TransformerSpec
+    plan: ParallelPlan
+    step_time: float
+    memory: float | None = None
+
+
+class CalibratedConstant(NamedTuple):
+    """A constant before and after the calibration.
+
+    Attributes:
+        name: The name of its field in `Cluster`.
+        meaning: A description with the unit.
+        prior: The value before any run.
+        value: The fitted value.
+        low: The lower end of the interval of 90 %.
+        high: The upper end of the interval.
+    """
+
+    name: str
+    meaning: str
+    prior: float
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """A cluster that was fitted to runs, and how certain it is.
+
+    Args:
+        cluster: The fitted cluster.
+        stack: The training software of the runs.
+        runs: The runs.
+        constants: The fitted constants.
+        estimates: The prediction of each run.
+        covariance: The covariance of the logarithms of the constants.
+    """
+
+    cluster: Cluster
+    stack: Stack
+    runs: tuple[MeasuredRun, ...]
+    constants: tuple[CalibratedConstant, ...]
+    estimates: tuple[PlanEstimate, ...]
+    covariance: Floats
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """The predicted over the measured step time of each run, less 1."""
+        return tuple(
+            found.step_time / run.step_time - 1
+            for found, run in zip(self.estimates, self.runs, strict=True)
+        )
+
+    def find_interval(self, model: TransformerSpec, plan: ParallelPlan) -> tuple[float, float]:
+        """Return the interval of 90 % of a step time, in seconds.
+
+        It has the uncertainty of the constants, and the noise of a run.
+
+        Args:
+            model: The model.
+            plan: The plan.
+        """
+        seconds, slopes = _differentiate(
+            self.cluster, lambda at: np.array([predict(at, self.stack, model, plan).step_time])
+        )
+        spread = _QUANTILE * _deviate(slopes, self.covariance, _RUN_NOISE)[0]
+        return float(seconds[0] * np.exp(-spread)), float(seconds[0] * np.exp(spread))
+
+    def list_extrapolations(self, plan: ParallelPlan) -> list[str]:
+        """Return where a plan is outside of the runs, a sentence each.
+
+        Args:
+            plan: The plan.
+        """
+        found = []
+        for name in ("gpus", "pp", "tp", "dp", "microbatch_size"):
+            values = [getattr(run.plan, name) for run in self.runs]
+            if not min(values) <= getattr(plan, name) <= max(values):
+                found.append(
+                    f"{name} {getattr(plan, name)} is outside of the runs, which have "
+                    f"{min(values)} to {max(values)}"
+                )
+        return found
+
+    def suggest_run(self, max_gpus: int | None = None) -> ParallelPlan | None:
+        """Return the plan whose measurement would make the constants most certain.
+
+        It is the plan with the least certain step time, of all plans of the largest run's model and
+        batch that fit. The information of a run grows with this variance (D-optimality: Atkinson
+        and Donev 1992, section 10.2).
+
+        Args:
+            max_gpus: The number of GPUs of the plan. None is that of the largest run.
+
+        Returns:
+            The plan, or None if no plan fits.
+        """
+        largest = max(self.runs, key=lambda run: run.plan.gpus)
+        gpus = largest.plan.gpus if max_gpus is None else max_gpus
+        cluster = resize_to(self.cluster, gpus)
+        options = self.stack.options | {"recompute": largest.plan.recompute}
+        options |= {"schedules": "one_f_one_b", "zero": (0, 1)}
+
+        def estimate(at: Cluster) -> Any:
+            return all_plans(largest.model, at, largest.plan.batch, **options)
+
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            plan_table = estimate(cluster)
+            _, slopes = _differentiate(cluster, lambda at: estimate(at).step_times)
+        fits = plan_table.total_memory <= cluster.memory
+        for run in self.runs:
+            names = ("pp", "tp", "dp", "microbatch_size", "zero")
+            same = [getattr(plan_table.plans, name) == getattr(run.plan, name) for name in names]
+            fits &= ~np.logical_and.reduce(same)
+        if not fits.any():
+            return None
+        deviation = np.where(fits, _deviate(slopes, self.covariance, 0.0), -1.0)
+        found: ParallelPlan = plan_table.plans.plan_at(largest.model, int(deviation.argmax()))
+        return found
+
+
+def resize_to(cluster: Cluster, gpus: int) -> Cluster:
+    """Return a cluster with as many nodes as some GPUs need.
+
+    Args:
+        cluster: The cluster.
+        gpus: The number of GPUs: a part of a node, or a multiple of a node's.
+
+    Raises:
+        UsageError: The GPUs do not fill their nodes.
+    """
+    if gpus <= cluster.gpus_per_node:
+        return replace(cluster, nodes=1, gpus_per_node=gpus)
+    if gpus % cluster.gpus_per_node:
+        raise UsageError(
+            f"a run has {gpus} GPUs: they do not fill nodes of {cluster.gpus_per_node}",
+            fields=["gpus"],
+        )
+    return replace(cluster, nodes=gpus // cluster.gpus_per_node)
+
+
+def predict(
+    cluster: Cluster, stack: Stack, model: TransformerSpec, plan: ParallelPlan
+) -> PlanEstimate:
+    """Estimate a plan in closed form, with the constants of training software.
+
+    Args:
+        cluster: The cluster. Its nodes are replaced by those that the plan needs.
+        stack: The training software.
+        model: The model.
+        plan: The plan.
+
+    Raises:
+        UsageError: See `estimate_step` and `resize_to`.
+    """
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        return estimate_step(
+            model, resize_to(cluster, plan.gpus), stack.complete(model, plan), exact=False,
+            constants=stack.constants, state_bytes=stack.state_bytes,
+        )  # fmt: skip
+
+
+def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Calibration:
+    """Fit five constants of a cluster to measured runs.
+
+    The constants are those of `CONSTANTS`. Each stays within its bounds, and near the value of
+    `cluster` as far as the runs do not determine it.
+
+    Args:
+        cluster: The cluster before the calibration, such as a preset.
+        stack: The training software of the runs.
+        runs: 1 to 20 runs.
+
+    Raises:
+        UsageError: There are too few or too many runs, a time is not positive, or a plan does not
+            work.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster_preset("h100")
+        >>> one = planner.ParallelPlan(tp=8, microbatches=4, microbatch_size=4)
+        >>> found = planner.calibrate(node, planner.stack_preset("megatron"),
+        ...     [planner.MeasuredRun(gpt, one, 1.2)])
+        >>> abs(found.errors[0]) < 0.05, len(found.constants)
+        (True, 5)
+    """
+    if not 1 <= len(runs) <= MAX_RUNS:
+        raise UsageError(f"a calibration needs 1 to {MAX_RUNS} runs, not {len(runs)}")
+    for number, run in enumerate(runs, 1):
+        if not 0 < run.step_time < np.inf:
+            raise UsageError(
+                f"run {number}: step_time must be above 0 and finite, not {run.step_time:g}",
+                fields=["step_time"],
+            )
+    measured = np.log([run.step_time for run in runs])
+
+    def estimate(at: Cluster) -> Floats:
+        found = [predict(at, stack, run.model, run.plan).step_time for run in runs]
+        return np.array(found)
+
+    start = _fill_constants(cluster)
+    fitted, covariance = fit_constants(start, estimate, measured)
+    values, priors = _get_constants(fitted), _get_constants(start)
+    spread = np.exp(_QUANTILE * np.sqrt(np.diag(covariance)))
+    constants = tuple(
+        CalibratedConstant(
+            name, row.meaning, float(prior), float(value),
+            max(float(value / factor), row.min_value), min(float(value * factor), row.max_value),
+        )
+        for (name, row), prior, value, factor in zip(
+            CONSTANTS.items(), priors, values, spread, strict=True
+        )
+    )  # fmt: skip
+    estimates = tuple(predict(fitted, stack, run.model, run.plan) for run in runs)
+    slopes = _differentiate(fitted, estimate)[1]
+    uncertainty = float(np.median(_deviate(slopes, covariance, _RUN_NOISE)))
+    rounded: dict[str, Any] = {
+        name: float(f"{getattr(fitted, name):.4g}") for name in (*CONSTANTS, "hbm_bandwidth")
+    }
+    fitted = replace(
+        fitted, **rounded, uncertainty=float(f"{uncertainty:.2g}"),
+        calibrated_gpus=max(run.plan.gpus for run in runs),
+    )  # fmt: skip
+    return Calibration(fitted, stack, tuple(runs), constants, estimates, covariance)
+
+
+def fit_constants(
+    cluster: Cluster, estimate: Callable[[Cluster], Floats], measured: Floats
+) -> tuple[Cluster, Floats]:
+    """Return the cluster with the most likely constants, and the covariance of their logarithms.
+
+    The steps are those of Gauss and Newton, with weights 1 / (1 + (error / (c s))^2) for a noise of
+    s (iteratively reweighted least squares: Holland and Welsch 1977).
+
+    Args:
+        cluster: The cluster before the fit, with all constants.
+        estimate: A function that returns the predicted seconds of the runs.
+        measured: The logarithms of the measured seconds.
+    """
+    rows = CONSTANTS.values()
+    precision = np.diag([1 / row.prior_deviation**2 for row in rows])
+    prior = np.log(_get_constants(cluster))
+    for _ in range(_ITERATIONS):
+        now = np.log(_get_constants(cluster))
+        seconds, slopes = _differentiate(cluster, estimate)
+        error = measured - np.log(seconds)
+        weights = 1 / (1 + (error / (_MISFIT * _RUN_NOISE)) ** 2) / _RUN_NOISE**2
+        information = slopes.T @ (slopes * weights[:, None]) + precision
+        gradient = slopes.T @ (weights * error) - precision @ (now - prior)
+        step = np.clip(np.linalg.solve(information, gradient), -0.5, 0.5)
+        cluster = _set_constants(cluster, np.exp(now + step))
+        if np.abs(step).max() < 1e-3:
+            break
+    return cluster, np.array(np.linalg.inv(information), float)
+
+
+def _differentiate(
+    cluster: Cluster, estimate: Callable[[Cluster], Floats]
+) -> tuple[Floats, Floats]:
+    """Return seconds, and the derivatives of their logarithms by those of the constants."""
+    values, seconds = _get_constants(_fill_constants(cluster)), estimate(cluster)
+    slopes = []
+    for k in range(len(values)):
+        moved = values.copy()
+        moved[k] *= np.exp(-_STEP)  # Down: `flops` cannot be above the peak.
+        other = estimate(_set_constants(cluster, moved))
+        slopes.append(np.log(seconds / other) / _STEP)
+    return seconds, np.stack(slopes, axis=-1)
+
+
+def _deviate(slopes: Floats, covariance: Floats, noise: float) -> Floats:
+    """Return the standard deviation of the logarithm of each step time."""
+    deviation: Floats = np.sqrt(np.einsum("ri,ij,rj->r", slopes, covariance, slopes) + noise**2)
+    return deviation
+
+
+def _fill_constants(cluster: Cluster) -> Cluster:
+    """Return the cluster with a start value for each constant that it lacks."""
+    missing: dict[str, Any] = {
+        name: row.start for name, row in CONSTANTS.items() if not getattr(cluster, name)
+    }
+    if "network_latency" in missing and cluster.latency:
+        missing["network_latency"] = cluster.latency
+    return replace(cluster, **missing)
+
+
+def _get_constants(cluster: Cluster) -> Floats:
+    return np.array([getattr(cluster, name) for name in CONSTANTS], float)
+
+
+def _set_constants(cluster: Cluster, values: Floats) -> Cluster:
+    """Return the cluster with other constants, each within its bounds."""
+    rows = CONSTANTS.values()
+    low, high = np.array([row.min_value for row in rows]), np.array([row.max_value for row in rows])
+    each = dict(zip(CONSTANTS, np.clip(values, low, high).tolist(), strict=True))
+    each["flops"] = min(each["flops"], cluster.peak or each["flops"])
+    each["hbm_bandwidth"] = cluster.hbm_bandwidth * each["flops"] / cluster.flops
+    return replace(cluster, **each)

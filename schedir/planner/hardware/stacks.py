@@ -1,0 +1,127 @@
+"""Training software by name: its constants, the bytes of its states, and how it divides a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, Final, NamedTuple
+
+from schedir.errors import UsageError, describe
+from schedir.planner.hardware.software_constants import SoftwareConstants
+from schedir.planner.parallel_plan import Attention, ParallelPlan, RankOrder
+from schedir.planner.transformer.layer_division import DivisionRule, divide_layers
+from schedir.planner.transformer.memory_estimate import ADAM, ADAM_MAIN_GRADS, StateBytes
+from schedir.planner.transformer.transformer_spec import TransformerSpec
+
+
+class Stack(NamedTuple):
+    """Training software, as far as it changes times and memory.
+
+    Attributes:
+        constants: Its constants.
+        state_bytes: Its bytes of weights, gradients and optimizer state per parameter.
+        division: The rule by which it divides layers among stages.
+        attention: Its attention.
+        rank_order: The order in which it numbers ranks.
+        source: Where these values come from.
+
+    Example:
+        >>> from schedir.planner import stack_preset
+        >>> sum(stack_preset("megatron").state_bytes)
+        18
+    """
+
+    constants: SoftwareConstants
+    state_bytes: StateBytes
+    division: DivisionRule
+    attention: Attention
+    rank_order: RankOrder
+    source: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `schedir.planner.plan` for this software."""
+        return {name: value for name, value in self._asdict().items() if name != "source"}
+
+    def complete(self, model: TransformerSpec, plan: ParallelPlan) -> ParallelPlan:
+        """Return a plan with the attention, the rank order and the division of this software.
+
+        Args:
+            model: The model.
+            plan: The plan. A division of its own is kept.
+        """
+        layers = plan.layers_per_stage or divide_layers(model, plan.stages, self.division)
+        return replace(
+            plan, layers_per_stage=layers, attention=self.attention, rank_order=self.rank_order
+        )
+
+
+_NANOTRON_CONSTANTS: Final = SoftwareConstants(
+    speed_share=0.74,
+    kernels_per_op=3.02,
+    loss_share=0.54,
+    gathers_per_layer=6,  # Its layer has six weights: two norms, and four matrices.
+    crossing_us=192,
+    logit_bytes=8.5,
+    gathered_bytes=5.1,
+    unsharded_bytes=0.6,
+    allocator_share=0.16,
+    reserved_bytes=1e8,
+)
+_STACKS: Final = {
+    "megatron": Stack(
+        SoftwareConstants(), ADAM_MAIN_GRADS, "even", "flash", "tp-dp-pp",
+        "the defaults of the constants; 32-bit gradients of bfloat16 models: Megatron-LM's "
+        "--accumulate-allreduce-grads-in-fp32",
+    ),
+    "nanotron": Stack(
+        _NANOTRON_CONSTANTS, ADAM_MAIN_GRADS, "compute", "flash", "tp-dp-pp",
+        "fitted to the runs of docs/results/planner-h100.md",
+    ),
+    "torchtitan": Stack(
+        SoftwareConstants(), ADAM, "even", "flash", "tp-dp-pp",
+        "torchtitan's docs/fsdp.md: 16-bit weights and gradients beside 32-bit states; its times "
+        "are not measured",
+    ),
+    "schedir": Stack(
+        SoftwareConstants(recompute_ahead=1), ADAM, "even", "flash", "tp-pp-dp",
+        "docs/how-to/fit-in-memory.md; times on GPUs are not measured",
+    ),
+}  # fmt: skip
+
+
+def stack_presets() -> list[str]:
+    """Return the names of the training software that the planner has constants of.
+
+    Example:
+        >>> from schedir.planner import stack_presets
+        >>> stack_presets()
+        ['megatron', 'nanotron', 'schedir', 'torchtitan']
+    """
+    return sorted(_STACKS)
+
+
+def stack_preset(name: str) -> Stack:
+    """Return training software by its name.
+
+    Args:
+        name: The name, such as "megatron".
+
+    Raises:
+        UsageError: No preset has this name.
+
+    Example:
+        >>> from schedir.planner import stack_preset
+        >>> stack_preset("nanotron").division
+        'compute'
+    """
+    if name not in _STACKS:
+        near = get_close_matches(str(name), _STACKS, 1)
+        raise UsageError(
+            f"there is no stack {describe(name)}",
+            hint=f"did you mean {near[0]!r}?"
+            if near
+            else f"the stacks are {', '.join(stack_presets())}",
+            fields=["stack"],
+        )
+    return _STACKS[name]

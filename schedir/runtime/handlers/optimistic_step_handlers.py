@@ -1,0 +1,47 @@
+"""Handlers of ReduceNormAfterStep, and of the optimizer steps that it validates.
+
+See `handler_registry` for the arguments and the result of a handler.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from schedir.ir.isa.instructions import Instr, Opcode
+from schedir.runtime.handlers.reduction_handlers import make_local_squared_norm
+from schedir.runtime.parameters.optimistic_step import OptimisticStep
+from schedir.runtime.rank_state import Call, Handler, State, chain_calls
+from schedir.runtime.services.update_checks import UpdateChecks
+
+
+def reduce_norm_after_step(state: State, i: Instr) -> Call:
+    """Link ReduceNormAfterStep: sum the squares of all gradients after the optimistic step."""
+    start, optimistic_step = state.transport.start_collective, state.service(OptimisticStep)
+    checks = state.service(UpdateChecks)
+
+    def run() -> None:
+        total = checks.grad_norm
+        optimistic_step.track_norm(total, start("all_reduce", "model", total, total))
+
+    return Call(None, run)
+
+
+def _step_before_norm(handler: Handler, state: State, i: Instr) -> Call:
+    """Make OptimizerStep not wait for the norm of its update, if the program validates it later."""
+    call = handler(state, i)
+    if state.program.norm_check != "after_step":
+        return call
+    optimistic_step, checks = state.service(OptimisticStep), state.service(UpdateChecks)
+    optimistic_step.apply_update = call.run
+    compute_squares = make_local_squared_norm(state)
+
+    def run() -> None:
+        checks.grad_norm = compute_squares()
+        optimistic_step.step(checks.grad_norm)
+
+    return Call(chain_calls(call.wait, optimistic_step.wait_for_previous_norm), run)
+
+
+HANDLERS: Final = {Opcode.ReduceNormAfterStep: reduce_norm_after_step}
+WRAPPERS: Final = {Opcode.OptimizerStep: partial(partial, _step_before_norm)}

@@ -1,0 +1,57 @@
+"""LossGradients: the gradient with which the backward of each microbatch begins."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from schedir.runtime.rank_state import ProgramService, State
+
+
+class LossGradients(ProgramService):
+    """The initial gradients of a step, and the factor of the sum of its gradients.
+
+    Args:
+        state: The state of the program.
+
+    Attributes:
+        grad_scale: The factor of the sum of gradients.
+        initial_gradient: The gradient of the scaled loss, or None for 1.
+    """
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self.grad_scale: float | Tensor = 1.0
+        self.initial_gradient: Tensor | None = None
+
+    def begin_step(self) -> None:
+        """Read the factor of the step and the loss scale."""
+        self.grad_scale = self.state.batch.grad_scale
+        loss_scale = self.state.options.loss_scale
+        if loss_scale is None:
+            return
+        gradient = (loss_scale.value * self.grad_scale).float()
+        if self.initial_gradient is None:
+            self.initial_gradient = gradient
+        else:  # In place, because a graph may refer to this tensor.
+            self.initial_gradient.copy_(gradient)
+        self.grad_scale = loss_scale.inverse
+
+    def compute(self, mb: int) -> Tensor:
+        """Return the initial gradient of the backward of a microbatch.
+
+        It is NaN if the loss is not finite. The gradients of the update are then NaN, too, so all
+        ranks detect it. With `accumulate_grads` it is `grad_scale`, because gradients are not
+        scaled later.
+
+        Args:
+            mb: The microbatch.
+
+        Returns:
+            A 0-dimensional tensor.
+        """
+        loss = self.state.losses[mb]
+        if self.state.options.accumulate_grads:
+            return torch.as_tensor(self.grad_scale, dtype=loss.dtype, device=loss.device)
+        initial = 1.0 if self.initial_gradient is None else self.initial_gradient
+        return loss - loss + initial

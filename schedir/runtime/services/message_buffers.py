@@ -1,0 +1,103 @@
+"""MessageBuffers: the static memory from which a rank sends and into which it receives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from torch import Tensor
+
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS, assign_slots, count_slots
+from schedir.ir.isa.instructions import (
+    BOUNDARY_VALUES,
+    INSTRUCTIONS,
+    RECV_OPS,
+    TP_SPLIT_OPS,
+    Opcode,
+    Value,
+)
+from schedir.ir.program import Program
+from schedir.runtime.boundaries.boundary_table import BoundaryTable
+from schedir.runtime.rank_resources import RankResources, RankService
+from schedir.transports.transport import SlotKey, allocate_bytes
+
+
+class MessageBuffers(RankService):
+    """The message buffers of a rank, which all its programs share.
+
+    Args:
+        resources: The resources of the rank.
+
+    Attributes:
+        sizes: The bytes of each slot, by kind.
+        received: The memory of received values, by slot.
+        sent: The memory of sent values, by kind, slot, and the opcodes that changed their form.
+    """
+
+    def __init__(self, resources: RankResources) -> None:
+        super().__init__(resources)
+        self.sizes: dict[Value, list[int]] = {}
+        self.received: dict[SlotKey, Tensor] = {}
+        self.sent: dict[tuple[Value, int, tuple[Opcode, ...]], Tensor] = {}
+
+    def allocate(self, runs: Sequence[tuple[Program, BoundaryTable]]) -> None:
+        """Allocate the buffers of received values.
+
+        A buffer has the size of the largest message of its slot in all programs. Only one program
+        runs at a time. All processes must call this.
+
+        Args:
+            runs: Each program with its boundaries.
+        """
+        resources = self.resources
+        for program, boundaries in runs:
+            for kind, sizes in _compute_sizes(program, resources.rank, boundaries).items():
+                both = zip_longest(self.sizes.get(kind, ()), sizes, fillvalue=0)
+                self.sizes[kind] = [max(pair) for pair in both]
+        received = {kind: self.sizes[kind] for op in RECV_OPS for kind in INSTRUCTIONS[op].gives}
+        programs = [program for program, _ in runs]
+        self.received = resources.transport.allocate_buffers(received, resources.device, programs)
+
+    def get_send_buffer(
+        self, kind: Value, number: int, form_changes: tuple[Opcode, ...]
+    ) -> Tensor | None:
+        """Return the memory from which the value in a slot is sent. It is allocated once.
+
+        Args:
+            kind: The kind of the value.
+            number: The number of its slot.
+            form_changes: The opcodes that changed the form of the value.
+
+        Returns:
+            A flat uint8 tensor, or None if the transport sends a value from the memory in which it
+            was computed. The next instruction that fills the slot waits for the send, or runs in a
+            later step.
+        """
+        key, resources = (kind, number, form_changes), self.resources
+        if resources.transport.uses_static_buffers and key not in self.sent:
+            split = any(op in TP_SPLIT_OPS for op in form_changes)
+            size = self.sizes[kind][number] // (resources.program.tp if split else 1)
+            self.sent[key] = allocate_bytes(resources.device, size)
+        return self.sent.get(key)
+
+    def list_device_tensors(self) -> Iterable[Tensor]:
+        """Return the memory of received values."""
+        return self.received.values()
+
+
+def _compute_sizes(
+    program: Program, rank: int, boundaries: BoundaryTable
+) -> dict[Value, list[int]]:
+    """Return the bytes of the message buffer of each slot, by kind of value.
+
+    A buffer has the size of the largest value that is sent from the slot or received into it. It is
+    0 for a slot whose values stay on the rank.
+    """
+    slot_counts = dict(zip(SLOT_KINDS, count_slots(program)[rank].tolist(), strict=True))
+    sizes = {kind: [0] * slot_counts[kind] for kind in BOUNDARY_VALUES}
+    for (kind, stage, mb), fills in assign_slots(program, rank).items():
+        if kind in sizes and program.peer_stage(kind, stage) >= 0:
+            size = boundaries[mb].get_value_tensors(kind, stage).nbytes
+            for slot in fills.values():
+                sizes[kind][slot] = max(sizes[kind][slot], size)
+    return sizes

@@ -1,0 +1,85 @@
+"""OptimizerPlacement: the optimizer of a rank whose state is on the host or on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from schedir.errors import ModelError
+from schedir.runtime.offload.copy_lanes import CopyLanes
+from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
+from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
+from schedir.runtime.offload.host_optimizer_state import HostOptimizerState, require_stagewise_steps
+from schedir.runtime.offload.memory_tiers import MemoryTiers
+from schedir.runtime.rank_resources import RankResources, RankService
+from schedir.runtime.step_inputs import StepInputs
+
+
+class OptimizerPlacement(RankService):
+    """Keeps the optimizer state of a rank where the program places it between steps.
+
+    Args:
+        resources: The resources of the rank.
+
+    Attributes:
+        optimizer_state: The state, which this moves or steps. None if the rank has no optimizer.
+
+    Raises:
+        ModelError: The optimizer cannot step one stage at a time.
+    """
+
+    def __init__(self, resources: RankResources) -> None:
+        super().__init__(resources)
+        program, optimizer = resources.program, resources.optimizer
+        parameters = {
+            s: [resources.ties.parameter_copies.get(p, p) for p in stage.module.parameters()]
+            for s, stage in resources.stages.items()
+            if s >= program.frozen_stages
+        }
+        require_stagewise_steps(program, parameters, optimizer)
+        self.optimizer_state: HostOptimizerState | None = None
+        if optimizer is None:
+            return
+        names: dict[Tensor, str] = {
+            p: f"{name} of stage {s}"
+            for s, stage in resources.stages.items()
+            for p, name in stage.gradients.names.items()
+        }
+        given = parameters, optimizer, resources.service(CopyLanes), resources.device, names
+        try:
+            if program.optimizer_placement == "disk":
+                tiers = resources.service(MemoryTiers)
+                file = tiers.open_spill_file(program.name)
+                self.optimizer_state = DiskOptimizerState(*given, tiers, file)
+            elif program.optimizer_placement == "cpu_step":
+                replica = resources.shard_spec.replica
+                self.optimizer_state = CpuOptimizer(*given, resources.stages, replica)
+            else:
+                self.optimizer_state = HostOptimizerState(*given)
+        except ModelError as error:
+            error.program = program.name
+            raise
+
+    def prepare_step(self, batch: StepInputs) -> StepInputs:
+        """Move all state to its tier between steps.
+
+        Args:
+            batch: The inputs of the step, which stay the same.
+        """
+        if self.optimizer_state is not None:
+            self.optimizer_state.to_resting_state()
+        return batch
+
+    def fail(self, *, has_begun: bool) -> None:
+        """Wait for all running copies, and forget them.
+
+        Args:
+            has_begun: True if an instruction of the step had begun.
+        """
+        if self.optimizer_state is not None:
+            self.optimizer_state.fail()
+
+    def list_host_tensors(self) -> Iterable[Tensor]:
+        """Return the host memory of the state."""
+        return () if self.optimizer_state is None else self.optimizer_state.list_host_memory()

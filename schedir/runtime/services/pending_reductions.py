@@ -1,0 +1,70 @@
+"""PendingReductions: the reductions of gradients that a rank has started."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from schedir.ir.isa.instructions import Instr, Value
+from schedir.runtime.parameters.overlapped_reduction import (
+    GradientReduction,
+    find_last_accumulations,
+)
+from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.value_slots import find_freeing_instructions
+from schedir.transports.transport import Work
+
+
+class PendingReductions(ProgramService):
+    """The reductions of gradients of a program that may not have ended.
+
+    Args:
+        state: The state of the program.
+
+    Attributes:
+        works: The pending works, except for reduce-scatters.
+        reduce_scatters: Reduce-scatters, oldest first, with the index of their instruction.
+        by_instruction: The sums over replicas, by their instruction.
+        overlapped: The sum over replicas that overlaps with a backward, by that backward.
+        starts_after_backward: True if no sum overlaps with a backward.
+    """
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self.works: list[Work] = []
+        self.reduce_scatters: deque[tuple[int, list[Work]]] = deque()
+        self.by_instruction: dict[Instr, GradientReduction] = {}
+        self.overlapped = find_last_accumulations(state.stream) if state.program.dp > 1 else {}
+        self.starts_after_backward = False
+        # For each instruction that starts a new full gradient, the reduction that freed its slot.
+        self.freed_by = find_freeing_instructions(state.program, state.rank, Value.WGRAD)
+
+    def wait(self) -> None:
+        """Wait for all pending reductions."""
+        while self.reduce_scatters:
+            self._wait_for_reduce_scatter()
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+    def allocate_gradient(self, stage: int, index: int) -> None:
+        """Allocate the full gradient of a stage, after the reduction that frees its slot.
+
+        It does nothing if the full gradient exists already.
+
+        Args:
+            stage: The stage.
+            index: The index in the stream of the instruction that adds to the gradient.
+        """
+        gradients = self.state.stages[stage].gradients
+        if gradients.is_allocated:
+            return
+        freed_by = self.freed_by.get(index, -1)
+        while self.reduce_scatters and self.reduce_scatters[0][0] <= freed_by:
+            self._wait_for_reduce_scatter()
+        gradients.allocate()
+
+    def _wait_for_reduce_scatter(self) -> None:
+        """Wait for the oldest pending reduce-scatter."""
+        _, works = self.reduce_scatters.popleft()
+        for work in works:
+            work.wait()

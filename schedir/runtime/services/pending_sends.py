@@ -1,0 +1,93 @@
+"""PendingSends: the sends of a step that may not have arrived.
+
+Gloo has no query for the completion of a send, only a wait. A wait that comes too early may block
+the receiver. But a message from the receiver, sent after it used the first message, proves that the
+first message has arrived.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from schedir.ir.isa.instructions import INSTRUCTIONS, LOCAL_HANDOVER, SEND_OPS, PeerRule
+from schedir.ir.program import Program
+from schedir.runtime.rank_state import ProgramService, State
+from schedir.runtime.value_slots import iterate_slot_reuses
+from schedir.transports.transport import Work
+
+
+class PendingSends(ProgramService):
+    """The sends of a program that may not have arrived.
+
+    Args:
+        state: The state of the program.
+
+    Attributes:
+        works: The work and the sent tensor of each pending send, by its index in the stream.
+        implied_acks: For each receive, the sends whose arrival it proves. Both are indices.
+        before_reuse: For each instruction that reuses slots, the sends that must end first.
+    """
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self.works: dict[int, tuple[Work, Tensor]] = {}
+        self.implied_acks = _find_implied_acks(state.program, state.rank)
+        self.before_reuse: dict[int, list[int]] = {}
+        for _, fill, free in iterate_slot_reuses(state.program, state.rank):
+            if state.stream[free].op in SEND_OPS:
+                self.before_reuse.setdefault(fill, []).append(free)
+
+    def complete(self, send: int) -> None:
+        """Wait for a send if it is pending, and then free the sent tensor.
+
+        Args:
+            send: The index of the send in the stream.
+        """
+        if send in self.works:
+            work, tensor = self.works.pop(send)
+            work.wait()
+            del tensor  # Not before the wait: on a GPU the memory may be reused at once.
+
+    def finish_step(self) -> None:
+        """Wait for all pending sends."""
+        for work, _ in self.works.values():
+            work.wait()
+        self.works.clear()
+
+
+# For each opcode, the send opcodes whose values it consumes, with the direction of their stage.
+_SENDS_BY_CONSUMER: Final = {
+    row.op: [
+        (send, LOCAL_HANDOVER[token][1])
+        for token in row.needs
+        for send in SEND_OPS
+        if token in LOCAL_HANDOVER and LOCAL_HANDOVER[token][0] in INSTRUCTIONS[send].needs
+    ]
+    for row in INSTRUCTIONS
+}
+
+
+def _find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
+    """Return, for each receive of a rank, the sends whose arrival it proves.
+
+    Each send is listed once, with the first receive that proves its arrival, if there is one.
+    """
+    stream = program.streams[rank]
+    neighbors = {hop: program.neighbor_stages(hop).tolist() for hop in PeerRule}
+    index_of: dict[tuple[int | None, ...], int] = {instr: k for k, instr in enumerate(stream)}
+    peers = {program.peer_rank(i) for i in stream if i.op in SEND_OPS}
+    acks: dict[int, list[int]] = {}
+    for peer in peers:
+        used: list[int] = []  # Sends that the peer used since its last send to this rank.
+        for op, stage, mb in program.streams[peer]:
+            row = INSTRUCTIONS[op]
+            for send, hop in _SENDS_BY_CONSUMER[op]:
+                k = index_of.pop((send, neighbors[hop][stage], mb), None)
+                used += [k] if k is not None else []
+            if row.peer and op in SEND_OPS and used:
+                receive = index_of.get((row.partner, neighbors[row.peer][stage], mb))
+                if receive is not None:
+                    acks[receive], used = used, []
+    return acks

@@ -1,0 +1,142 @@
+"""Service: the state of one feature on a rank, and what the feature adds to each step.
+
+A handler asks for a service when it links an instruction: `state.service(PendingReductions)`. The
+first call creates the service, so a program without the feature has no such object. Two base
+classes define the owner, and with it the lifetime:
+
+- `ProgramService`: one for each program on a rank (`rank_state.py`).
+- `RankService`: one for each rank, which all its programs share (`rank_resources.py`).
+
+The step loop, warm-up steps, evaluations, checkpoints and the count of live memory call the methods
+below for all services of a program and its rank. They name no service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self, TypeVar
+
+from torch import Tensor
+
+from schedir.runtime.step_inputs import StepInputs
+
+
+class Service:
+    """The state of one feature. Each of these methods does nothing by default.
+
+    Args:
+        owner: The `State` of the program, or the `RankResources` of the rank.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        pass
+
+    @classmethod
+    def create(cls, owner: Any) -> Self:
+        """Create the service.
+
+        Args:
+            owner: The `State` of the program, or the `RankResources` of the rank.
+        """
+        return cls(owner)
+
+    def finish_setup(self) -> None:
+        """End the construction of an executor, by what cannot be undone.
+
+        Only the services of the first program and of the rank get this call.
+        """
+
+    def prepare_step(self, batch: StepInputs) -> StepInputs:
+        """Prepare a step or an evaluation, before anything else of it changes.
+
+        Args:
+            batch: The inputs of the step.
+
+        Returns:
+            The inputs that the step must read.
+        """
+        return batch
+
+    def begin_update(self) -> None:
+        """Begin an update of a step, before its gradients are set to zero."""
+
+    def begin_step(self) -> None:
+        """Begin a step or an evaluation, whose inputs, weights and gradients are prepared."""
+
+    def begin_optimizer_step(self) -> None:
+        """Prepare the parameters for the optimizer. The gradients are checked and clipped."""
+
+    def finish_step(self) -> None:
+        """End a step or an evaluation after its last instruction, before `restore`."""
+
+    def restore(self) -> None:
+        """Restore the modules to their state between steps, also after an error."""
+
+    def fail(self, *, has_begun: bool) -> None:
+        """Clean up after an error in a step.
+
+        Args:
+            has_begun: True if an instruction of the step had begun.
+        """
+
+    def needs_rerun(self) -> bool:
+        """Return whether the step, which has ended, must run again."""
+        return False
+
+    def lift_guard(self) -> None:
+        """Allow writes to the memory that several ranks of this process share."""
+
+    def validate(self) -> None:
+        """Make the weights and the optimizer state those of the last update.
+
+        All processes call this after the same step.
+        """
+
+    def undo_steps(self, *, makes_update: bool) -> AbstractContextManager[None]:
+        """Return a context in which steps are run that are undone, such as warm-up steps.
+
+        Args:
+            makes_update: True if the optimizer may step, because the caller restores its state.
+        """
+        return nullcontext()
+
+    def require_savable(self) -> None:
+        """Raise `CheckpointError` if a checkpoint cannot save or load the present state."""
+
+    def on_load(self) -> None:
+        """React to a checkpoint that is about to be loaded, or that was loaded."""
+
+    def list_device_tensors(self) -> Iterable[Tensor]:
+        """Return tensors on the device that the service keeps, to count their memory."""
+        return ()
+
+    def list_host_tensors(self) -> Iterable[Tensor]:
+        """Return host memory that stands for device memory on a CPU, and must not be counted."""
+        return ()
+
+    def count_bytes(self, tier: str) -> int:
+        """Return the bytes of the values that the service keeps in a memory tier.
+
+        Args:
+            tier: "host" or "disk".
+        """
+        return 0
+
+
+_Kind = TypeVar("_Kind", bound=Service)
+
+
+def find_or_create(services: dict[type[Service], Service], kind: type[_Kind], owner: Any) -> _Kind:
+    """Return the service of a kind, and create it if there is none.
+
+    Args:
+        services: The services of the owner by kind, to which a new one is added.
+        kind: The class of the service.
+        owner: The owner of the services.
+    """
+    if kind not in services:
+        services[kind] = kind.create(owner)
+    service = services[kind]
+    assert isinstance(service, kind)
+    return service

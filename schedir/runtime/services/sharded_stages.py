@@ -1,0 +1,124 @@
+"""ShardedStages: the sharded parameters of all stages of a rank, in the steps of a program (ZeRO).
+
+With ZeRO, the weights of a rank are sharded between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from schedir.errors import CheckpointError
+from schedir.runtime.parameters.sharded_parameters import (
+    require_sharded_state,
+    shard_optimizer_state,
+)
+from schedir.runtime.parameters.tied_parameters import fingerprint_parameters
+from schedir.runtime.rank_state import ProgramService, State
+
+
+class ShardedStages(ProgramService):
+    """The stages whose parameters ZeRO shards.
+
+    Args:
+        state: The state of the program.
+    """
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        each = [stage.sharded_parameters for stage in state.stages.values()]
+        self.sharded = [one for one in each if one is not None]
+        state.first_step_checks.weights = self.sharded
+
+    def finish_setup(self) -> None:
+        """Shard the parameters and the optimizer state over the replicas."""
+        alias_shards: dict[nn.Parameter, Tensor] = {}
+        shard_ranges = {}
+        for weights in self.sharded:
+            weights.shard_weights(alias_shards)
+            for bucket, shard in zip(weights.buckets, weights.shards, strict=True):
+                alias_shards |= dict.fromkeys(bucket.parameters[:1], shard)
+                ranges = bucket.list_shard_ranges(weights.shard_spec.replica)
+                for p, shape, (low, high, _) in zip(
+                    bucket.parameters, bucket.shapes, ranges, strict=True
+                ):
+                    shard_ranges[p] = shape, low, high
+        shard_optimizer_state(self.state.resources.optimizer, shard_ranges)
+
+    def begin_update(self) -> None:
+        """Give all parameters their full shapes."""
+        for weights in self.sharded:
+            weights.begin_step(has_backward=self.state.program.has_backward)
+
+    def begin_optimizer_step(self) -> None:
+        """Give the optimizer the shards.
+
+        Raises:
+            ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
+        """
+        for weights in self.sharded:
+            weights.require_unwritten()
+            weights.to_resting_state()
+        shapes = {p: view.shape for weights in self.sharded for p, view in weights.full_views}
+        require_sharded_state(self.state.resources.optimizer, shapes)
+
+    def finish_step(self) -> None:
+        """Refuse an evaluation that wrote to a weight.
+
+        Raises:
+            ModelError: A weight was written to.
+        """
+        for weights in self.sharded if self.state.is_evaluating else ():
+            weights.require_unwritten()
+
+    def restore(self) -> None:
+        """Shard all parameters."""
+        for weights in self.sharded:
+            weights.to_resting_state()
+
+    def require_savable(self) -> None:
+        """Refuse a checkpoint while the weights are full.
+
+        Raises:
+            CheckpointError: The weights are unsharded.
+        """
+        if any(weights.summoned_flat for weights in self.sharded):
+            raise CheckpointError(
+                "weights are unsharded within full_parameters(), but checkpoints need sharded "
+                "weights",
+                hint="leave `with executor.full_parameters():` before you save or load",
+            )
+
+    @contextmanager
+    def gather_full(self) -> Iterator[None]:
+        """Gather every parameter of the rank's stages, and shard them again at the end.
+
+        The caller may write to parameters within this context. All processes must enter and leave
+        it together, and must write the same values.
+
+        Raises:
+            ModelError: Replicas wrote different values.
+        """
+        state = self.state
+        for weights in self.sharded:
+            weights.summon_full(state.transport.start_collective)
+        try:
+            yield
+            if state.program.zero:
+                # The version of a tensor does not show a write to `.data`, so compare values.
+                state.transport.check_agreement(_checksum_parameters(state))
+        finally:
+            for weights in self.sharded:
+                weights.write_back()
+
+
+def _checksum_parameters(state: State) -> dict[str, str]:
+    """Return the checksums of the parameters by description, for `check_agreement`."""
+    modules = {s: stage.module for s, stage in state.stages.items()}
+    return {
+        f"the values of {p.names[0]} in stage {s}, slice {state.transport.tp_rank}": p.values_digest
+        for s, own in fingerprint_parameters(modules).items()
+        for p in own
+    }

@@ -1,0 +1,68 @@
+"""StageWeightVersions: the weight versions of all stages of a program with several updates."""
+
+from __future__ import annotations
+
+from schedir.ir.isa.instructions import Instr
+from schedir.runtime.parameters.weight_versions import WeightVersions
+from schedir.runtime.rank_state import ProgramService, State
+
+
+class StageWeightVersions(ProgramService):
+    """The weight versions of a rank's trained stages in a program with several updates.
+
+    Args:
+        state: The state of the program.
+
+    Attributes:
+        by_stage: The versions of each trained stage.
+    """
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self.by_stage: dict[int, WeightVersions] = {}
+        for s, stage in state.stages.items():
+            if s >= state.program.frozen_stages:
+                own = ((k, i) for k, i in enumerate(state.stream) if i.stage == s)
+                stage.local_ties.install_substitutes()
+                self.by_stage[s] = WeightVersions(stage.module, state.shape, own)
+                stage.local_ties.restore()
+
+    def begin_step(self) -> None:
+        """Keep the weights of the first update."""
+        for versions in self.by_stage.values():
+            versions.begin_step()
+
+    def keep_next(self, step: Instr) -> None:
+        """Keep the weights after an optimizer step, for the computes of later updates.
+
+        Args:
+            step: The OptimizerStep; its `mb` is the number of the update.
+        """
+        for versions in self.by_stage.values():
+            versions.keep_version(step.mb + 1, self.state.index_of[step])
+
+    def finish_step(self) -> None:
+        """Refuse a step that wrote to a version.
+
+        Raises:
+            ModelError: A stage wrote to a version.
+        """
+        for versions in self.by_stage.values():
+            versions.end_step()
+
+    def restore(self) -> None:
+        """Give all modules their own parameters again."""
+        for versions in self.by_stage.values():
+            versions.restore()
+
+
+def find_weight_versions(state: State, stage: int) -> WeightVersions | None:
+    """Return the weight versions of a stage, or None if it computes with its own parameters.
+
+    Args:
+        state: The state of the program.
+        stage: The stage.
+    """
+    if not state.program.has_backward or state.shape.optimizer_steps == 1:
+        return None
+    return state.service(StageWeightVersions).by_stage.get(stage)

@@ -1,0 +1,207 @@
+"""UpdateChecks: the gradient norm and the finiteness of each update, and the optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from schedir.runtime.parameters.mixed_precision import are_finite, step_if_finite
+from schedir.runtime.parameters.sharded_parameters import guard_shard_step
+from schedir.runtime.rank_resources import RankResources, RankService
+from schedir.runtime.rank_state import ProgramService, State
+
+_TIED_RANDOM_WARNING: Final = (
+    "an optimizer draws different random numbers for the copies of a tied weight: they will differ"
+)
+# Whether an update is finite (0-dim bool), and the factor that clips its gradients (0-dim).
+NormVerdict = tuple[Tensor, Tensor]
+
+
+class OptimizerSteps(RankService):
+    """Runs the optimizer of a rank.
+
+    Args:
+        resources: The resources of the rank.
+
+    Attributes:
+        can_step: False in steps that are undone and in which the optimizer must not step.
+        read_last_result: Returns the gradient norm and the finite updates of the last step.
+    """
+
+    def __init__(self, resources: RankResources) -> None:
+        super().__init__(resources)
+        self.can_step = True
+        self.read_last_result: Callable[[], tuple[Tensor, Tensor]] | None = None
+
+    def run(self, finite: Tensor, step: Callable[[Tensor], object] | None = None) -> None:
+        """Run the optimizer step if the update is finite.
+
+        Args:
+            finite: 0-dimensional bool tensor: True if the update is finite.
+            step: A function that steps some of the stages if its argument is True. By default all
+                stages are stepped.
+        """
+        resources, optimizer = self.resources, self.resources.optimizer
+        finite = finite if self.can_step else torch.zeros_like(finite)
+        if optimizer is None:
+            return
+        draws = (
+            resources.random_streams.warn_of_draws(_TIED_RANDOM_WARNING)
+            if resources.ties.has_separate_copies
+            else nullcontext()
+        )
+        with draws, guard_shard_step(optimizer, resources.shard_spec.zero):
+            if step is None:
+                step_if_finite(finite, optimizer)
+            else:
+                step(finite)
+
+    @contextmanager
+    def undo_steps(self, *, makes_update: bool) -> Iterator[None]:
+        """See `Service.undo_steps`.
+
+        Args:
+            makes_update: True if the optimizer may step.
+        """
+        before = self.can_step, self.read_last_result
+        self.can_step = self.can_step and makes_update  # It is False within such a context.
+        try:
+            yield
+        finally:
+            self.can_step, self.read_last_result = before
+
+
+class UpdateChecks(ProgramService):
+    """Checks and clips the gradients of each update of a program.
+
+    Args:
+        state: The state of the program.
+
+    Attributes:
+        grad_norm: The norm of the last update before clipping, 0-dim float64.
+        finite_updates: For each update of the step, True if it was finite.
+        squared_norms: The sum of squares of all gradients, by update, until the update is clipped.
+            There may be several: a rank without gradients may reduce the next norm first.
+        is_finite: The result for an update of which only some stages are stepped.
+        clip_factor: The factor of that update for the CPU optimizer.
+        judge: Returns the verdict on an update.
+        read_result: Returns `Executor.grad_norm` and `Executor.finite_updates` of the last step.
+    """
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self.grad_norm = torch.zeros((), dtype=torch.float64, device=state.device)
+        self.finite_updates = torch.ones(
+            state.shape.optimizer_steps, dtype=torch.bool, device=state.device
+        )
+        self.squared_norms: dict[int, Tensor] = {}
+        self.is_finite: Tensor | None = None
+        self.clip_factor: Tensor | None = None
+        self.judge: Callable[[int], tuple[Tensor, Tensor | None]] = (
+            self._judge_by_norm if state.program.clip_grad_norm else self._judge_by_numbers
+        )
+        self.read_result = lambda: (self.grad_norm, self.finite_updates)
+
+    def begin_step(self) -> None:
+        """Forget the check of an update that failed."""
+        self.is_finite = None
+
+    def finish_step(self) -> None:
+        """Make this step's result the last one of the rank."""
+        if not self.state.is_evaluating:
+            self.state.service(OptimizerSteps).read_last_result = self.read_result
+
+    def read_last_result(self) -> tuple[Tensor, Tensor]:
+        """Return the gradient norm and the finite updates of the rank's last training step."""
+        return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
+
+    def check_once(self, update: int) -> Tensor:
+        """Check and clip an update, unless that was done, and return whether it is finite.
+
+        Args:
+            update: The number of the update.
+
+        Raises:
+            ModelError: See `check_and_clip`.
+        """
+        if self.is_finite is None:
+            self.is_finite = self.check_and_clip(update)
+        return self.is_finite
+
+    def finish_update(self, update: int) -> Tensor:
+        """Record whether an update is finite, and return that.
+
+        Args:
+            update: The number of the update.
+
+        Raises:
+            ModelError: See `check_and_clip`.
+        """
+        finite, self.is_finite = self.check_once(update), None
+        self.finite_updates[update] = finite
+        return finite
+
+    def check_and_clip(self, update: int) -> Tensor:
+        """Return whether an update's gradients are finite, and prepare gradients and parameters.
+
+        This clips the gradients if the program clips, and shards the parameters for the optimizer.
+
+        Args:
+            update: The number of the update.
+
+        Returns:
+            A 0-dim bool tensor. It covers the stages of the rank, or with clipping all ranks.
+
+        Raises:
+            ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
+        """
+        state = self.state
+        finite, shrink = self.judge(update)
+        # The CPU optimizer clips the copies of the gradients on the host.
+        if shrink is not None and state.program.optimizer_placement == "cpu_step":
+            self.clip_factor = shrink
+        for stage in state.stages.values():
+            if shrink is not None:
+                stage.gradients.scale(shrink)
+        for service in state.list_services():
+            service.begin_optimizer_step()
+        return finite
+
+    def _judge_by_norm(self, update: int) -> NormVerdict:
+        total = self.squared_norms.pop(update)
+        verdict = compute_clip_factor(self.state.resources.options.max_norm, total)
+        self.grad_norm = total.sqrt()
+        return verdict
+
+    def _judge_by_numbers(self, update: int) -> tuple[Tensor, None]:
+        state = self.state
+        finite = are_finite(
+            flat for s in state.stages.values() for flat in s.gradients.reduced_flat
+        )
+        if state.program.zero and state.program.dp > 1:  # Each replica checks only its shard.
+            spoilt = finite.logical_not().to(torch.int32)
+            state.transport.start_collective("all_reduce", "dp", spoilt, spoilt).wait()
+            finite = spoilt == 0
+        return finite, None
+
+
+def compute_clip_factor(max_norm: float, squared_norm: Tensor) -> NormVerdict:
+    """Return whether the norm of all gradients is finite, and the factor that clips them.
+
+    It reads no value on the host, because on a GPU the host would wait.
+
+    Args:
+        max_norm: The largest allowed norm.
+        squared_norm: The sum of squares of all gradients, 0-dim.
+
+    Returns:
+        A 0-dim bool tensor, and a 0-dim factor of at most 1.
+    """
+    norm = squared_norm.sqrt()
+    finite = norm.isfinite()
+    # The factor is 1 for a norm that is not finite, so that the finite gradients stay unchanged.
+    return finite, torch.where(finite, (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)

@@ -1,0 +1,225 @@
+"""Services: what the step loop and its surroundings call for a feature that they do not know."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import PipelineShape
+from schedir.errors import ExecutionError
+from schedir.runtime import Boundary, InProcessExecutor
+from schedir.runtime.rank_resources import RankResources, RankService
+from schedir.runtime.rank_state import Call, ProgramService, State
+from schedir.runtime.recording.live_memory import LiveMemory
+from schedir.runtime.services.service import Service
+from schedir.runtime.step_inputs import StepInputs
+from schedir.runtime.warm_up import undo_steps
+from schedir.schedules import one_f_one_b
+from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
+
+# The attributes that an object may have. A feature has its own state in a service instead.
+BUDGET = {State: 20, RankResources: 12}
+# The files that run a step or surround it, with the services that they may name: `Executor` has
+# public members of these.
+CORE = {
+    "rank_state": set[str](),
+    "rank_resources": set[str](),
+    "program_runner": set[str](),
+    "executor": {"MessageBuffers", "ShardedStages", "UpdateChecks"},
+    "in_process": set[str](),
+    "warm_up": set[str](),
+    "evaluation_run": set[str](),
+    "checkpoint_state": set[str](),
+    "recording.live_memory": set[str](),
+}
+
+
+class _Notes(Service):
+    """Notes which methods were called, and keeps some memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.memory = torch.zeros(1000, dtype=torch.float64)
+
+    def prepare_step(self, batch: StepInputs) -> StepInputs:
+        self.calls.append("prepare_step")
+        return batch._replace(targets=[2 * y for y in batch.targets])
+
+    def begin_update(self) -> None:
+        self.calls.append("begin_update")
+
+    def begin_step(self) -> None:
+        self.calls.append("begin_step")
+
+    def begin_optimizer_step(self) -> None:
+        self.calls.append("begin_optimizer_step")
+
+    def finish_step(self) -> None:
+        self.calls.append("finish_step")
+
+    def restore(self) -> None:
+        self.calls.append("restore")
+
+    def fail(self, *, has_begun: bool) -> None:
+        self.calls.append(f"fail {has_begun}")
+
+    def needs_rerun(self) -> bool:
+        self.calls.append("needs_rerun")
+        return self.calls.count("needs_rerun") == 1
+
+    def lift_guard(self) -> None:
+        self.calls.append("lift_guard")
+
+    def validate(self) -> None:
+        self.calls.append("validate")
+
+    @contextmanager
+    def undo_steps(self, *, makes_update: bool) -> Iterator[None]:
+        self.calls.append(f"undo {makes_update}")
+        yield
+        self.calls.append("undone")
+
+    def require_savable(self) -> None:
+        self.calls.append("require_savable")
+
+    def on_load(self) -> None:
+        self.calls.append("on_load")
+
+    def list_device_tensors(self) -> Iterable[Tensor]:
+        return [self.memory]
+
+    def count_bytes(self, tier: str) -> int:
+        return {"host": 70, "disk": 500}[tier]
+
+    def take(self) -> list[str]:
+        taken, self.calls = self.calls, []
+        return taken
+
+
+class _ProgramNotes(ProgramService, _Notes):
+    def __init__(self, state: State) -> None:
+        ProgramService.__init__(self, state)
+        _Notes.__init__(self)
+
+
+class _Memory(_ProgramNotes):
+    """Makes no tensors itself."""
+
+    def prepare_step(self, batch: StepInputs) -> StepInputs:
+        return batch
+
+
+class _RankNotes(RankService, _Notes):
+    def __init__(self, resources: RankResources) -> None:
+        RankService.__init__(self, resources)
+        _Notes.__init__(self)
+
+
+def _make(*more: schedir.Program) -> InProcessExecutor:
+    shape = PipelineShape(1, 2)
+    program = schedir.compile(one_f_one_b, shape, progress_model="per_edge", clip_grad_norm=True)
+    return InProcessExecutor(
+        program, make_tiny_stages(1), loss=squared_error, extra_programs=more,
+        boundary=Boundary((2, WIDTH), torch.float64),
+        optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [_ProgramNotes, _RankNotes])
+def test_all_parts_of_a_step_call_a_service(kind: type[_ProgramNotes | _RankNotes]) -> None:
+    world, plain = _make(), _make()
+    (rank,) = world.executors
+    notes: _Notes = rank.state.service(kind)
+    step = ["prepare_step", "begin_update", "begin_step", "begin_optimizer_step", "finish_step",
+            "restore", "needs_rerun"]  # fmt: skip
+    inputs, targets = make_batch(2, 0)
+    total = world.step(inputs, targets)
+    assert notes.take() == ["lift_guard", *step, *step]  # it asked for the second one
+    wanted = [plain.step(inputs, [2 * y for y in targets]) for _ in range(2)][-1]
+    assert torch.equal(total, wanted)
+    world.validate_last_update()
+    assert notes.take() == ["lift_guard", "validate"]
+    (saved,) = world.checkpoint_state().collect_rank_states(rank.resources.optimizer)
+    assert notes.take() == ["require_savable"]
+    saved.set_loading(False)
+    assert notes.take() == ["on_load"]
+    with undo_steps(rank.state):
+        assert notes.take() == ["undo True"]
+    assert notes.take() == ["undone"]
+    # An error before the first instruction, and one within it.
+    with pytest.raises(ExecutionError):
+        world.step(inputs[:1], targets)
+    assert notes.take()[-2:] == ["restore", "fail False"]
+    rank.runner.calls[0] = Call(None, lambda: [][0])
+    with pytest.raises(ExecutionError):
+        world.step(inputs, targets)
+    assert notes.take()[-2:] == ["restore", "fail True"]
+
+
+def test_live_memory_counts_that_of_services() -> None:
+    def peaks(*, notes: bool) -> dict[str, int]:
+        world = _make()
+        if notes:
+            world.executors[0].state.service(_Memory).calls = ["needs_rerun"]
+        with LiveMemory(world.executors[0]) as memory:
+            world.step(*make_batch(2, 0))
+        return memory.peak_by_tier
+
+    before, after = peaks(notes=False), peaks(notes=True)
+    assert {tier: after[tier] - before[tier] for tier in after} == {
+        "device": 8000, "host": 70, "disk": 500,
+    }  # fmt: skip
+
+
+def test_programs_share_the_services_of_their_rank_only() -> None:
+    other = schedir.compile(one_f_one_b, PipelineShape(1, 4), progress_model="per_edge",
+                            clip_grad_norm=True)  # fmt: skip
+    (rank,) = _make(other).executors
+    one, two = (runner.state for runner in rank.runners.values())
+    assert one.service(_RankNotes) is two.service(_RankNotes)
+    assert one.service(_ProgramNotes) is one.service(_ProgramNotes)
+    assert one.service(_ProgramNotes) is not two.service(_ProgramNotes)
+
+
+@pytest.mark.parametrize("kind", BUDGET)
+def test_core_objects_stay_small(kind: type[State | RankResources]) -> None:
+    (rank,) = _make().executors
+    one = rank.state if kind is State else rank.resources
+    properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
+    assert len(vars(one).keys() | properties) <= BUDGET[kind]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core_files_name_no_service(name: str) -> None:
+    module = import_module(f"schedir.runtime.{name}")
+    names = {
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_bytes()))
+        if isinstance(node, ast.Name | ast.Attribute)
+    }
+    found = {
+        each
+        for each, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Service) and not each.startswith("_")
+    }
+    assert found - {"Service", "ProgramService", "RankService"} == CORE[name]
+    assert not names & {"sharded_parameters", "optimizer_state", "spill_file"}
+
+
+def test_stages_without_a_feature_have_no_service_of_it() -> None:
+    """A program that neither shards, offloads nor delays pays for none of these."""
+    (rank,) = _make().executors
+    names = {kind.__name__ for kind in (*rank.resources.services, *rank.state.services)}
+    assert names == {
+        "LossGradients", "MessageBuffers", "OptimizerSteps", "PendingReductions", "PendingSends",
+        "SnapshotCopies", "UpdateChecks",
+    }  # fmt: skip
+    assert isinstance(rank.stages[0].module, nn.Module)

@@ -1,0 +1,86 @@
+"""Commands one after the other in a process of little memory and time: what hostile input gets.
+
+    python -m tests.limited_process '[["check", "a.sched"], ...]'
+
+prints, as JSON, the exit code of each and what it wrote to standard error.  A command that
+takes more than a second of the processor's time, or 200 MB, ends in an error that is no refusal.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+SECONDS, BYTES = 1.0, 200 * 10**6
+HANGS = 60  # seconds of a command that waits for what never comes
+ROOT = Path(__file__).parents[1]
+
+
+class Said(NamedTuple):
+    """The exit code of a command, and what it wrote to standard error."""
+
+    code: int
+    text: str
+
+
+class _TooLong(BaseException):
+    """Raised within a command that takes too long."""
+
+
+def confined(commands: Sequence[Sequence[str]], cwd: Path) -> list[Said]:
+    """What each of some commands comes to, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+         "from tests.limited_process import main; main()"],
+        input=json.dumps(commands), capture_output=True, text=True, cwd=cwd, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [Said(*each) for each in json.loads(done.stdout)]
+
+
+def main() -> None:
+    """Run the commands that standard input says."""
+    commands = json.load(sys.stdin)
+    from schedir import __main__ as command
+
+    for name in ("check", "import", "where", "train"):  # what they import is not what is measured
+        _run(command.main, [name, "no-such-file.toml"])
+    resource.setrlimit(resource.RLIMIT_DATA, (_data() + BYTES,) * 2)
+    signal.signal(signal.SIGVTALRM, _too_long)
+    signal.signal(signal.SIGALRM, _too_long)
+    said = []
+    for argv in commands:
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        signal.alarm(HANGS)
+        said.append(_run(command.main, argv))
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.alarm(0)
+    print(json.dumps(said))
+
+
+def _run(main: object, argv: list[str]) -> tuple[int, str]:
+    errors = io.StringIO()
+    with redirect_stderr(errors), redirect_stdout(io.StringIO()):
+        try:
+            code = main(argv)  # type: ignore[operator]
+        except _TooLong:
+            return -1, f"it took too long\n{errors.getvalue()}"
+    return code, errors.getvalue()
+
+
+def _too_long(*_: object) -> None:
+    raise _TooLong
+
+
+def _data() -> int:
+    """Bytes that the process has already, as RLIMIT_DATA counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))

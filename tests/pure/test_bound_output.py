@@ -1,0 +1,238 @@
+"""How short any schedule can be: told of every schedule, and of none where it is unknown."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.lines import Line2D
+
+import schedir
+from schedir import Costs, PipelineShape, Sizes, Timeline, load_timeline
+from schedir.compiler.compile import compile
+from schedir.errors import UsageError
+from schedir.predict.calibrate import calibrate, fill_missing_backwards
+from schedir.predict.simulate import simulate
+from schedir.predict.what_if import advise
+from schedir.schedule_search.bounds.program_bound import compute_program_bound
+from schedir.schedule_search.search import search_schedule
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import get_placement_mark, get_weight_delay_mark, has_free_v
+from schedir.viz import compare, gantt
+from tests.commands import said
+
+RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
+UNEVEN = Costs(F=(1, 1.2, 0.9, 1.4), I=(1.1, 1, 1.3, 1), W=(0.5, 0.7, 0.6, 0.9), send=0.1)
+SAID = "--costs=F=1:1.2:0.9:1.4,I=1.1:1:1.3:1,W=0.5:0.7:0.6:0.9,send=0.1"
+
+
+def run_of(name: str, costs: Costs | None = None, v: int | None = None) -> Timeline:
+    schedule = get_built_in_schedules()[name]
+    placement, fixed = get_placement_mark(schedule)
+    v = v or fixed or (2 if has_free_v(schedule) else 1)
+    program = compile(schedule, PipelineShape(4, 8, v, placement or "loop"), costs=costs)
+    return simulate(program, costs)
+
+
+def facts(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    return json.loads(said(capsys, *argv, "--json"))
+
+
+# ---------------------------------------------------------------- in tables and lines
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "gpipe", "zb_h2"])
+def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    run = run_of(name, UNEVEN)
+    bound = compute_program_bound(run.program, UNEVEN)
+    assert bound is not None and bound.value <= run.span * (1 + 1e-9)
+    row = facts(capsys, "simulate", name, SAID)
+    assert row["bound"] == bound.value and row["gap"] == max(run.span / bound.value - 1, 0)
+    (line,) = (
+        line for line in said(capsys, "simulate", name, SAID).splitlines() if "shorter" in line
+    )
+    assert f"is shorter than {bound.value:.6g}: " in line
+    assert ("with full backwards" in line) == (name in ("one_f_one_b", "gpipe"))
+    gain = 1 - bound.value / run.span
+    assert line.endswith(f"at most {gain:.1%} can be gained" if gain > 1e-9 else "proved shortest")
+
+
+def test_what_is_proved_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank is never idle, whatever it does."""
+    told = said(capsys, "simulate", "gpipe", "--ranks=1")
+    assert "is shorter than 6: proved shortest\n" in told
+    assert facts(capsys, "simulate", "gpipe", "--ranks=1")["gap"] == 0
+    assert "to gain" in said(capsys, "compare", "gpipe", "--ranks=1").splitlines()[0]
+    assert said(capsys, "explain", "gpipe", "--ranks=1").endswith("activations saves nothing\n")
+    assert said(capsys, "compare", "gpipe", "--ranks=1").split("%")[1].split()[0] == "none"
+
+
+def test_nothing_is_said_where_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    for source in ("dualpipe", "forward_only"):
+        assert "no schedule" not in said(capsys, "simulate", source)
+        assert facts(capsys, "simulate", source)["bound"] is None
+    # Of a run as it is: what its instructions cost is not known, nor that costs explain it.
+    assert "no schedule" not in said(capsys, "simulate", str(RUN))
+    assert facts(capsys, "simulate", str(RUN))["gap"] is None
+    # Its program at costs that are said is a prediction.
+    run = load_timeline(RUN)
+    row = facts(capsys, "simulate", str(RUN), "--costs=F=1,B=2")
+    bound = compute_program_bound(run.program, Costs(F=1, B=2))
+    assert bound is not None and row["bound"] == bound.value <= row["span"]
+
+
+def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    compared = ("compare", "zb_h1", "zb_v", str(RUN), "--costs=F=1,I=1,W=1")
+    rows, told = facts(capsys, *compared), said(capsys, *compared)
+    assert [row["bound"] is None for row in rows] == [False, False, True]
+    for row, line in zip(rows, told.splitlines()[2:], strict=False):
+        cells = re.split(r" {2,}", line.strip())
+        gain = None if row["bound"] is None else 1 - row["bound"] / row["span"]
+        assert cells[6] == ("-" if gain is None else f"{gain:.1%}" if gain > 1e-9 else "none")
+    half = compute_program_bound(run_of("zb_v").program, Costs(F=0.5, I=0.5, W=0.5))
+    assert half is not None and rows[1]["bound"] == half.value  # of half a rank
+    for row in facts(capsys, "recommend", "--ranks=4", "--microbatches=8", SAID):
+        assert (row["bound"] is None) == (row["parameters_held"] > 1)
+        assert row["bound"] is None or row["bound"] <= row["span"] * (1 + 1e-9)
+    assert " to gain " in said(capsys, "recommend", "--ranks=4").splitlines()[0]
+
+
+def test_bytes_are_the_memory_where_they_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = Sizes(saved=1e9, deferred_wgrad=0.25e9)
+    row = facts(capsys, "simulate", "zb_h1", SAID, "--sizes=saved=1GB,deferred_wgrad=0.25GB")
+    bound = compute_program_bound(run_of("zb_h1", UNEVEN).program, UNEVEN, sizes)
+    assert bound is not None and row["bound"] == bound.value
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
+def test_what_messages_take_is_memory_that_others_may_use(name: str) -> None:
+    """What is found in the memory that is told of a run is no shorter than is told of it."""
+    shape = PipelineShape(ranks=2, microbatches=7)
+    costs = Costs(F=(1.7, 1.65), I=(0.94, 0.73), W=1)
+    sizes = Sizes(activation=0.1, saved=1, deferred_wgrad=0.5, model_states=(0, 0.2))
+    run = simulate(compile(get_built_in_schedules()[name], shape), costs, sizes=sizes)
+    bound = compute_program_bound(run.program, costs, sizes, split_backward=True)
+    limit = float(run.peak_memory.max())
+    found = search_schedule(shape, costs, sizes, limit, max_evaluations=60)
+    assert bound is not None and bound.value <= found.span * (1 + 1e-9) < run.span
+
+
+# ---------------------------------------------------------------- advice
+
+
+def zoo() -> list[str]:
+    return [
+        name
+        for name, schedule in get_built_in_schedules().items()
+        if get_weight_delay_mark(schedule) is None
+    ]
+
+
+@pytest.mark.parametrize("costs", [Costs(F=1, B=2), Costs(F=2, I=2, W=1, send=0.3)])
+@pytest.mark.parametrize("name", zoo())
+def test_no_advice_promises_more_than_can_be(name: str, costs: Costs) -> None:
+    """Of what changes the order alone: not the stages, their costs, nor how much is held."""
+    run = run_of(name, costs)
+    shape, program = run.program.shape, run.program
+    priced = fill_missing_backwards(costs, program)
+    split = compute_program_bound(program, priced, split_backward=True)
+    if split is None:
+        return
+    same = [f"{other} with {shape.stages_per_rank} stage" for other in get_built_in_schedules()
+            if get_placement_mark(get_built_in_schedules()[other])[0] is None
+            and shape.placement == "loop"]  # fmt: skip
+    same += ["a greedy order, with", "the same compute", "the same program"]
+    tried = advise(run, costs).changes
+    promised = [change for change in tried if change.description.startswith(tuple(same))]
+    assert promised or not tried
+    for change in promised:
+        assert change.saved_share <= 1 - split.value / run.span + 1e-9, change.description
+
+
+def test_explain_says_the_most_that_an_order_saves(capsys: pytest.CaptureFixture[str]) -> None:
+    costs = fill_missing_backwards(UNEVEN, run_of("one_f_one_b").program)
+    run = run_of("one_f_one_b", UNEVEN)
+    bounds = [
+        compute_program_bound(run.program, costs, split_backward=split) for split in (False, True)
+    ]
+    most = [1 - bound.value / run.span for bound in bounds if bound is not None]
+    line = said(capsys, "explain", "one_f_one_b", SAID).splitlines()[-1]
+    assert abs(most[0]) < 1e-9 < most[1]
+    assert line == (
+        "another order of these stages with no more activations saves nothing with full "
+        f"backwards, at most {most[1]:.1%} with split backwards"
+    )
+    row = facts(capsys, "explain", "one_f_one_b", SAID)
+    assert row["bound"] == bounds[0][0] and row["bound_when_split"] == bounds[1][0]  # type: ignore[index]
+    assert row["gap"] == pytest.approx(run.span / row["bound"] - 1)
+
+
+def test_explain_of_a_run_bounds_its_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load_timeline(RUN)
+    row = facts(capsys, "explain", str(RUN))
+    costs = fill_missing_backwards(calibrate(run), run.program)
+    bound = compute_program_bound(run.program, costs, split_backward=False)
+    assert bound is not None and row["bound"] == bound.value
+    assert row["gap"] == pytest.approx(row["simulated_span"] / bound.value - 1)
+    spans = run.spans.copy()
+    spans["end"][run.critical_path[-1]] += 1  # no mean explains that
+    schedir.save_timeline(replace(run, spans=spans), tmp_path / "x.timeline")
+    told = said(capsys, "explain", str(tmp_path / "x.timeline"))
+    assert "no advice: a simulation" in told and "another order" not in told
+    assert facts(capsys, "explain", str(tmp_path / "x.timeline"))["bound"] is None
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def marks(axes: Any) -> list[float]:
+    lines = [np.asarray(line.get_xdata()) for line in axes.lines if isinstance(line, Line2D)]
+    return [float(x[0]) for x in lines]
+
+
+def test_a_chart_has_a_mark_at_the_bound() -> None:
+    run = run_of("one_f_one_b", UNEVEN)
+    bound = compute_program_bound(run.program, UNEVEN, split_backward=True)
+    assert bound is not None and bound.value < 0.99 * run.span
+    (axes,) = gantt(run, bound=bound.value).axes
+    assert marks(axes) == [bound.value]
+    gain = 1 - bound.value / run.span
+    assert f", another order gains at most {gain:.1%}" in axes.get_title("right")
+    (axes,) = gantt(run).axes
+    assert not marks(axes) and "order" not in axes.get_title("right")
+    (axes,) = gantt(run, bound=run.span).axes
+    assert ", no order is shorter" in axes.get_title("right") and marks(axes) == [run.span]
+    (axes,) = gantt(run, bound=bound.value, time=(0, bound.value / 2)).axes
+    assert not marks(axes)
+    figure = compare([run, run], bounds=[None, bound.value])
+    assert [len(marks(axes)) for axes in figure.axes] == [0, 1]
+    assert "no order is shorter" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize("bound", [0, -1, float("nan"), float("inf"), "24", [1.0, 2.0]])
+def test_a_bound_that_is_none_is_refused(bound: Any) -> None:
+    run = run_of("zb_h1")
+    with pytest.raises(UsageError, match="bound"):
+        gantt(run, bound=bound)
+    with pytest.raises(UsageError, match="bound"):
+        compare([run], bounds=[bound])
+    with pytest.raises(UsageError, match="2 bounds for 1"):
+        compare([run], bounds=[1.0, 2.0])
+
+
+def test_draw_marks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = said(capsys, "draw", "zb_h1", SAID)
+    bound = compute_program_bound(run_of("zb_h1", UNEVEN).program, UNEVEN)
+    assert bound is not None and f"is shorter than {bound.value:.6g}: " in told.splitlines()[-1]
+    for argv in (("draw", "zb_h1", SAID), ("compare", "zb_h1", "--ranks=4", SAID)):
+        said(capsys, *argv, "-o", str(tmp_path / "x.svg"))
+        assert "no order is shorter" in (tmp_path / "x.svg").read_text()
+    said(capsys, "draw", str(RUN), "-o", str(tmp_path / "x.svg"))
+    assert "no order is shorter" not in (tmp_path / "x.svg").read_text()

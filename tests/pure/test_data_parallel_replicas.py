@@ -1,0 +1,37 @@
+"""Replicas run one Stream: two of them finish where one does, whatever a host waits for itself.
+
+The argument is in `docs/explanation/checker.md`.  Here a machine runs the hosts of two replicas.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from schedir.analysis.progress_models import MODELS
+from schedir.errors import SchedirError
+from schedir.verify.check import check
+from tests.mutants import MUTATIONS, legal
+from tests.mutations_of_turns import TURNED
+from tests.oracle_threads import verdict
+
+MOVES = ("late_send", "early_receive", "swap_neighbours", "swap_pairs", *TURNED)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_two_replicas_finish_where_the_checker_says_that_one_does(seed: int) -> None:
+    rng = random.Random(seed)
+    program = legal(rng, turns=True)
+    for name in rng.choices(MOVES, k=2):
+        program = MUTATIONS[name](program, rng) or program
+    for model in rng.sample(MODELS, 2):
+        for blocks in (False, True):
+            try:
+                check(program, model, blocking_hosts=blocks)
+                accepted = True
+            except SchedirError:
+                accepted = False
+            for replicas in (1, 2):
+                run = verdict(program, model, seed, blocking_hosts=blocks, replicas=replicas)
+                assert (run.kind == "ok") is accepted, (model, blocks, replicas, run)

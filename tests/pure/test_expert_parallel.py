@@ -1,0 +1,142 @@
+"""Expert parallelism: the all-to-alls of a program, what they cost, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples.expert_parallel import combined_1f1b
+from schedir import (
+    Costs,
+    PipelineShape,
+    Program,
+    check,
+    compile,
+    from_text,
+    schedules,
+    simulate,
+    to_text,
+)
+from schedir.errors import (
+    CompletenessError,
+    OrderError,
+    SchedirError,
+    ShapeError,
+    UsageError,
+)
+from schedir.io.torch_compatibility import require_torch_support
+from schedir.ir.isa.instructions import BACKWARD_OPS, EP_COLLECTIVE_OPS, Opcode
+from schedir.predict.bubble_causes import IdleCause, idleness
+from tests.mutants import known
+
+EXPERTS: dict[str, Any] = {"dp": 2, "ep": 2, "stage_segments": "dc"}
+ALL_TO_ALL = Costs(F=1, B=2, I=1, W=1, dispatch=0.7, combine=0.5)
+
+
+def exposed_time(program: Program, costs: Costs) -> float:
+    """The time in which ranks wait for all-to-alls, in the sum over ranks."""
+    idle = idleness(simulate(program, costs))
+    waits = idle[idle["cause"] == IdleCause.ALL_TO_ALL]
+    return float((waits["end"] - waits["start"]).sum())
+
+
+@settings(max_examples=40)
+@given(
+    schedule=st.sampled_from(known()),
+    ranks=st.integers(1, 3),
+    microbatches=st.integers(1, 6),
+    letters=st.sampled_from(["dc", "dcdc", "d.c", ".dc."]),
+)
+def test_each_boundary_with_a_letter_has_its_all_to_alls(
+    schedule: Any, ranks: int, microbatches: int, letters: str
+) -> None:
+    options = EXPERTS | {"stage_segments": letters}
+    try:
+        program = compile(schedule, ranks=ranks, microbatches=microbatches, **options)
+    except SchedirError:
+        return  # the schedule has no program of this shape
+    check(program, "per_direction")
+    backward = any(op in BACKWARD_OPS for op in program.used_opcodes)
+    for letter, forward_op, backward_op in (
+        ("d", Opcode.Dispatch, Opcode.DispatchGrad),
+        ("c", Opcode.Combine, Opcode.CombineGrad),
+    ):
+        count = program.segment_boundaries.count(letter) * program.shape.microbatches
+        assert int((program.op == forward_op).sum()) == count
+        assert int((program.op == backward_op).sum()) == count * backward
+    assert from_text(to_text(program)) == program
+
+
+def test_one_rank_waits_for_each_all_to_all_once() -> None:
+    program = compile(schedules.gpipe, ranks=1, microbatches=1, **EXPERTS)
+    timeline = simulate(program, ALL_TO_ALL)
+    # Forwards F dispatch F combine F, and backwards B combine_grad B dispatch_grad B.
+    assert timeline.span == pytest.approx(3 * 1 + 0.7 + 0.5 + 3 * 2 + 0.7 + 0.5)
+    assert exposed_time(program, ALL_TO_ALL) == pytest.approx(2.4)
+
+
+def test_another_microbatch_hides_the_all_to_alls() -> None:
+    shape: dict[str, Any] = {"ranks": 4, "microbatches": 16}
+    exposed = compile("eager_1f1b", **shape, **EXPERTS)
+    filled = compile(
+        "eager_1f1b", **shape, **EXPERTS, fill_collective_waits="all", costs=ALL_TO_ALL
+    )
+    combined = compile(combined_1f1b, **shape, **EXPERTS)
+    assert exposed_time(filled, ALL_TO_ALL) < 0.3 * exposed_time(exposed, ALL_TO_ALL)
+    assert exposed_time(combined, ALL_TO_ALL) < 0.4 * exposed_time(exposed, ALL_TO_ALL)
+    assert simulate(combined, ALL_TO_ALL).span < simulate(exposed, ALL_TO_ALL).span
+
+
+def test_without_expert_parallelism_segments_have_no_all_to_alls() -> None:
+    program = compile(schedules.gpipe, ranks=2, microbatches=2, stage_segments="dc")
+    assert program.segment_boundaries == "..-.." and program.ep == 1
+    assert program.used_opcodes.isdisjoint(EP_COLLECTIVE_OPS)
+    with_tp = compile(
+        schedules.gpipe, ranks=1, microbatches=2, tp=2, dp=2, ep=2, stage_segments="fgdc"
+    )
+    assert with_tp.segment_boundaries == "fgdc"
+    assert {Opcode.TPReduceAct, Opcode.Combine} <= with_tp.used_opcodes
+
+
+def test_a_missing_misplaced_or_unexpected_all_to_all_is_refused() -> None:
+    program = compile(schedules.one_f_one_b, ranks=2, microbatches=2, **EXPERTS)
+    text = to_text(program, folded=False)
+    for line in ("  dispatch 4.0\n", "  combine_grad 4.0\n"):
+        assert text.count(line) == 1
+        with pytest.raises(CompletenessError) as missing:
+            check(from_text(text.replace(line, "")))
+        assert line.strip() in str(missing.value)
+    late = text.replace("  dispatch 4.0\n  F 4.0\n", "  F 4.0\n  dispatch 4.0\n")
+    assert late != text
+    with pytest.raises(OrderError, match=r"F 4\.0"):
+        check(from_text(late))
+    with pytest.raises(CompletenessError, match=r"combine 4\.0"):
+        check(from_text(text.replace("  dispatch 4.0\n", "  dispatch 4.0\n  combine 4.0\n")))
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"ep": 1}, {"segment_boundaries", "ep"}),
+        ({"ep": 3}, {"ep", "dp"}),
+        ({"segment_boundaries": "d.-.."}, {"segment_boundaries"}),
+        ({"segment_boundaries": "cd-dc"}, {"segment_boundaries"}),
+        ({"segment_boundaries": ".d-c."}, {"segment_boundaries"}),
+        ({"ep": 0}, {"ep"}),
+    ],
+)
+def test_groups_and_letters_that_do_not_fit(change: dict[str, Any], fields: set[str]) -> None:
+    program = compile(schedules.gpipe, ranks=2, microbatches=2, **EXPERTS)
+    with pytest.raises(ShapeError) as caught:
+        replace(program, **change)
+    assert {*caught.value.fields} == fields
+
+
+def test_torch_schedules_have_no_all_to_alls() -> None:
+    program = compile(schedules.gpipe, PipelineShape(2, 2), **EXPERTS)
+    with pytest.raises(UsageError, match="between the segments"):
+        require_torch_support(program, compute_only=False, supported_ops=frozenset(Opcode))

@@ -1,0 +1,93 @@
+"""What a new user types first: completion in a shell, and the examples of the documentation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from docs.command_line_page import command_parsers
+from schedir.commands.common.name_completion import _NAMES
+from tests.commands import ENV, refused, said
+
+needs_argcomplete = pytest.mark.skipif(
+    find_spec("argcomplete") is None, reason="argcomplete is an optional package"
+)
+
+
+def complete(line: str) -> list[str]:
+    """Return what a shell offers for a line."""
+    reader, writer = os.pipe()
+    environment = ENV | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_IFS": "\n",
+        "COMP_LINE": line, "COMP_POINT": str(len(line)),
+    }  # fmt: skip
+    code = (
+        f"import os; os.dup2({writer}, 8); "
+        "from schedir.__main__ import main; import sys; sys.exit(main([]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, pass_fds=[writer], capture_output=True,
+        timeout=60,
+    )  # fmt: skip
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        text = pipe.read()
+    assert not done.stdout, done
+    return text.split()
+
+
+@needs_argcomplete
+@pytest.mark.parametrize(
+    ("line", "offers"),
+    [
+        ("schedir dr", ["draw"]),
+        ("schedir draw zb", ["zb_h1", "zb_h2", "zb_v"]),
+        ("schedir draw zb_v --micro", ["--microbatches"]),
+        ("schedir draw zb_v -O zer", ["zero"]),
+        ("schedir simulate zb_v --progress-model torch", ["torch_lazy"]),
+        ("schedir plan --model gpt-1", ["gpt-175b", "gpt-1t"]),
+    ],
+)
+def test_names_are_completed(line: str, offers: list[str]) -> None:
+    assert complete(line) == offers
+
+
+@needs_argcomplete
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_code(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "_ARGCOMPLETE" in said(capsys, "completion", shell)
+
+
+def test_a_missing_package_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("schedir.extras.find_spec", lambda name: None)
+    assert "pip install 'schedir[completion]'" in refused(capsys, "completion", "bash")
+
+
+def test_completed_arguments_exist() -> None:
+    names = {action.dest for parser in command_parsers().values() for action in parser._actions}
+    assert {*_NAMES} <= names
+
+
+def test_examples_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = said(capsys, "examples")
+    files = [*Path("examples").iterdir()]
+    assert text == f"wrote {len(files)} files to examples\n"
+    originals = Path(__file__).parents[2] / "examples"
+    assert {file.name for file in files} == {
+        path.name for path in originals.iterdir() if path.is_file()
+    }
+    Path("examples", "demo.toml").write_text("mine")
+    assert "the folder exists already" in refused(capsys, "examples")
+    assert Path("examples", "demo.toml").read_text() == "mine"
+    assert "complete and in order" in said(capsys, "check", "examples/mine.py:in_pairs")

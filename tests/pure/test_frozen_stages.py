@@ -1,0 +1,355 @@
+"""Frozen: first stages that are not trained have no backward, and nothing that one would bring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import (
+    Costs,
+    PipelineShape,
+    Sizes,
+    compile,
+    expand_schedule,
+    from_text,
+    greedy_schedule,
+    schedules,
+    simulate,
+    to_text,
+)
+from schedir.__main__ import main
+from schedir.analysis.memory.footprint import (
+    compute_footprints,
+    count_peak_versions,
+    peak_in_flight,
+)
+from schedir.analysis.progress_models import MODELS
+from schedir.errors import (
+    CompletenessError,
+    SchedirError,
+    ShapeError,
+    UnmatchedTransferError,
+    UsageError,
+)
+from schedir.io import torch_csv
+from schedir.io.program_request import Request
+from schedir.io.source_loader import Source
+from schedir.ir.isa.instructions import OPTIMIZER_STEP_OPS, TRAINED_STAGE_OPS, Opcode
+from schedir.ir.pipeline.placement import find_named_placement
+from schedir.ir.program import Program
+from schedir.passes.splitting.frozen_stages import drop_frozen_backwards
+from schedir.schedules import one_f_one_b, pipedream_2bw
+from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pair
+from schedir.testing import compute_programs, shapes
+from schedir.verify.check import check, check_draft
+from tests.mutants import known
+from tests.oracle_threads import verdict
+from tests.strategies import costs
+
+O = Opcode
+TWO_OF_FOUR = PipelineShape(4, 8)
+
+
+def lowered(source: Any, shape: PipelineShape | None = None, **traits: Any) -> Program | None:
+    """What compiles; a schedule need not know every shape."""
+    try:
+        return compile(source, shape, **traits)
+    except SchedirError:
+        assert not isinstance(source, Program)
+        with pytest.raises(SchedirError):
+            check_draft(expand_schedule(source, shape or TWO_OF_FOUR))
+        return None
+
+
+def compute(program: Program) -> list[list[str]]:
+    """What each rank computes, in its order."""
+    return [
+        [str(i) for i in own if i.op in (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)]
+        for own in program.streams
+    ]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
+    """Of any schedule or draft, under every model; the rest of the compute keeps its order."""
+    source: Any = data.draw(
+        compute_programs() if data.draw(st.booleans()) else st.sampled_from(known())
+    )
+    if isinstance(source, Program):
+        shape = source.shape
+    else:
+        where, v = getattr(source, "placed", ("loop", None))
+        shape = PipelineShape(
+            2 * data.draw(st.integers(1, 2)), 2 * data.draw(st.integers(1, 3)),
+            v or find_named_placement(where).stages_per_rank, where,
+        )  # fmt: skip
+    frozen = data.draw(st.integers(0, shape.stages - 1))
+    how = {"clip_grad_norm": data.draw(st.booleans()), "tp": data.draw(st.integers(1, 2))}
+    own_plan = None if isinstance(source, Program) else shape
+    program, whole = (lowered(source, own_plan, frozen_stages=n, **how) for n in (frozen, 0))
+    if program is None or whole is None:
+        return
+    for model in MODELS:
+        check(program, model)
+        assert verdict(program, model).kind == "ok"
+    assert not [
+        i for s in program.streams for i in s if i.op in TRAINED_STAGE_OPS and i.stage < frozen
+    ]
+    gone = {f"{text} {s}" for text in "BIW" for s in range(frozen)}
+    assert compute(program) == [
+        [i for i in own if i.split(".")[0] not in gone] for own in compute(whole)
+    ]
+    assert from_text(to_text(program)) == program
+    assert (program.digest == whole.digest) == (frozen == 0)
+
+
+def test_what_it_saves() -> None:
+    program, whole = (compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=n) for n in (2, 0))
+    priced, sizes = Costs(F=1, B=2), Sizes(activation=1.0, saved=10.0, model_states=100.0)
+    assert simulate(program, priced).span == 2 + 8 * 3 + 3  # two forwards ahead of 1F1B on two
+    assert simulate(whole, priced).span == 33
+    assert peak_in_flight(program).tolist() == [0, 0, 2, 1]
+    assert [
+        int(own.dynamic_memory["saved"][0].max(initial=0))
+        for own in compute_footprints(program, sizes)
+    ] == [
+        0,
+        0,
+        2,
+        1,
+    ]
+    sends = [np.count_nonzero(stream.op == O.SendGrad) for stream in program.streams]
+    assert sends == [0, 0, 0, 8]
+
+
+def test_every_rank_steps_and_meets_at_the_norm() -> None:
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, clip_grad_norm=True)
+    texts = [[str(i) for i in stream][-3:] for stream in program.streams]
+    assert texts[0][1:] == ["reduce_norm", "step"] and "reduce_grads 0" not in texts[0]
+    assert texts[2] == ["reduce_grads 2", "reduce_norm", "step"]
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("frozen_stages", [1, 2, 3])
+@pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
+def test_several_updates(schedule: Any, frozen_stages: int, clip: bool) -> None:
+    """Frozen weights have one version, and a forward with them waits for no step."""
+    shape = PipelineShape(4, 12, optimizer_steps=3, weight_delay=1)
+    program = compile(schedule, shape, frozen_stages=frozen_stages, clip_grad_norm=clip)
+    for model in MODELS:
+        check(program, model)
+        assert verdict(program, model).kind == "ok"
+    assert count_peak_versions(program).tolist() == [
+        1 if r < frozen_stages else 2 for r in range(4)
+    ]
+    own = compute_footprints(program, Sizes(version=1.0, model_states=1.0))
+    assert [rank.static_memory["versions"][0] for rank in own][:frozen_stages] == [
+        0
+    ] * frozen_stages
+    for stream in program.streams:  # each step stands behind the work of its update
+        steps = [k for k, i in enumerate(stream) if i.op in OPTIMIZER_STEP_OPS]
+        for update, at in enumerate(steps):
+            last = max(k for k, i in enumerate(stream) if i.op is O.Forward and i.mb // 4 == update)
+            assert last < at
+
+
+def test_without_a_delay_a_flush_is_still_needed() -> None:
+    with pytest.raises(SchedirError, match="needs the weights"):
+        compile(one_f_one_b, PipelineShape(4, 8, optimizer_steps=2), frozen_stages=1)
+    compile(
+        one_f_one_b, PipelineShape(4, 8, optimizer_steps=2), frozen_stages=3
+    )  # the last stage alone is trained
+
+
+def ahead(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
+    """All forwards of a frozen stage, and then one after the other of a trained one."""
+    return m * F[0] + m * (F[1] + B[1])
+
+
+def test_frozen_forwards_wait_for_no_step_of_their_rank() -> None:
+    shape = PipelineShape(1, 4, 2, optimizer_steps=2)
+    compile(ahead, shape, frozen_stages=1)
+    with pytest.raises(SchedirError):
+        compile(lambda r, P, m, v: m * F[0] + m * (F[1] + B[1] + B[0]), shape)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def edited(program: Program, a: str, b: str) -> Program:
+    """The program with another text."""
+    text = to_text(program, folded=False)
+    assert a in text
+    return from_text(text.replace(a, b, 1))
+
+
+@pytest.mark.parametrize("order", [(2, 3, 0, 1), (0, 2, 3, 1), (3, 0, 1, 2)])
+@pytest.mark.parametrize("frozen_stages", [1, 2])
+def test_a_rank_that_only_runs_forwards_ends_its_updates_in_turn(
+    order: tuple[int, ...], frozen_stages: int
+) -> None:
+    """In its own Stream, too: it may be through with the first one only at its end."""
+
+    def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
+        if rank < frozen_stages:
+            return sum((F.at(mb) for mb in order), 0 * F) + microbatches * B
+        return microbatches * (F + B)
+
+    program = compile(
+        mine, PipelineShape(3, 4, optimizer_steps=2, weight_delay=1), frozen_stages=frozen_stages
+    )
+    for rank, stream in enumerate(program.streams):
+        steps = [(at, i.mb) for at, i in enumerate(stream) if i.op in OPTIMIZER_STEP_OPS]
+        assert [update for _, update in steps] == [0, 1]
+        early = {i.mb for i in stream[steps[0][0] + 1 :] if i.op is O.Forward and i.mb < 2}
+        assert not (early and rank < frozen_stages)
+
+
+def test_a_backward_of_a_frozen_stage_is_refused() -> None:
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)
+    with pytest.raises(CompletenessError, match="stage 1 is frozen") as caught:
+        check(edited(program, "send_act 1.0\n", "send_act 1.0\n  B 1.0\n"))
+    assert [str(site.instr) for site in caught.value.sites] == ["B 1.0"]
+    with pytest.raises(CompletenessError, match="no backward in stage 2"):
+        check(edited(program, "B 2.3\n", ""))
+    with pytest.raises(UnmatchedTransferError, match="stage 1 is frozen") as lost:
+        check(edited(program, "B 2.3\n", "B 2.3\n  send_grad 2.3\n"))
+    assert lost.value.sites[0].rank == 2
+    with pytest.raises(CompletenessError, match="stage 0 is frozen, and has no reduce_grads"):
+        check(edited(program, "  step\n", "  reduce_grads 0\n  step\n"))
+    with pytest.raises(CompletenessError, match="no backward in stage 1"):
+        check(replace(program, frozen_stages=1))
+
+
+@pytest.mark.parametrize("frozen", [-1, 4, 99, True, "2", 1.5])
+def test_a_number_of_the_first_stages_but_not_all(frozen: Any) -> None:
+    with pytest.raises(ShapeError) as caught:
+        compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=frozen)
+    assert caught.value.fields == ("frozen_stages",)
+    if frozen in (4, 99):
+        assert "forward_only" in caught.value.hint
+
+
+def test_one_weight_is_not_both() -> None:
+    with pytest.raises(ShapeError) as caught:
+        compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=1, tied_weights=True)
+    assert caught.value.fields == ("tied_weights", "frozen_stages")
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, tied_weights=[(0, 1), (2, 3)])
+    reduced = [[i.stage for i in s if i.op is O.ReduceTied] for s in program.streams]
+    assert reduced == [[], [], [2], [3]]  # copies that are all frozen have nothing to sum
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, tied_weights=[(0, 1)])
+    assert not [i for s in program.streams for i in s if i.op is O.ReduceTied]
+
+
+def test_torch_has_no_such_schedule() -> None:
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)
+    for form in torch_csv.CSV_FORMATS:
+        with pytest.raises(UsageError, match="frozen"):
+            torch_csv.to_csv(program, form)
+
+
+# ---------------------------------------------------------------- drafts
+
+
+def behind(r: int, P: int, m: int, v: int) -> RankSchedule:
+    """Forwards of the second stage that run together with a backward of the first, behind it."""
+    return (
+        m * F[0]
+        + F[1]
+        + B[1]
+        + overlapped_pair((m - 1) * B[0], (m - 1) * F[1])
+        + (m - 1) * B[1]
+        + B[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape"),
+    [
+        (schedules.dualpipe_v, PipelineShape(2, 8, placement="vee")),
+        (behind, PipelineShape(1, 3, 2)),
+    ],
+)
+def test_a_draft_may_say_what_is_left_out(schedule: Any, shape: PipelineShape) -> None:
+    """And what is joined to it then runs alone."""
+    whole = expand_schedule(schedule, shape)
+    assert any(stream.joined.any() for stream in whole.streams)
+    said = check_draft(replace(whole, frozen_stages=shape.stages // 2))
+    less = drop_frozen_backwards(said)
+    assert check_draft(less) == less and len(less) < len(said)
+    assert (
+        simulate(said).program
+        == simulate(less).program
+        == compile(whole, frozen_stages=shape.stages // 2)
+    )
+    pairs = [
+        {s[k - 1].op, s[k].op} for s in less.streams for k in np.flatnonzero(s.joined).tolist()
+    ]
+    assert all(O.Forward in pair and len(pair) == 2 for pair in pairs)
+    assert bool(pairs) == (schedule is not behind)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_greedy_knows_of_it(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    frozen, priced = data.draw(st.integers(0, shape.stages - 1)), data.draw(costs(shape))
+    prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "IFW", "WIF"]))
+    limits = [sum(s >= frozen for s in own) for own in shape.stages_on_rank]
+    found = greedy_schedule(shape, prefer, limits.__getitem__, priced, frozen_stages=frozen)
+    program = compile(found, costs=priced)
+    assert program.frozen_stages == frozen and check_draft(found) == drop_frozen_backwards(found)
+    check(program, "blocking_serial")
+    assert (peak_in_flight(program) <= limits).all()
+
+
+@pytest.mark.parametrize("frozen_stages", [1, 2, 3])
+@pytest.mark.parametrize("priced", [Costs(F=1, B=2), Costs(F=(3, 1, 1, 1), B=2), Costs(send=0.5)])
+def test_a_greedy_order_that_knows_is_not_worse(frozen_stages: int, priced: Costs) -> None:
+    room = [4 - r for r in range(4)]
+    told = greedy_schedule(TWO_OF_FOUR, "BF", room.__getitem__, priced, frozen_stages=frozen_stages)
+    untold = greedy_schedule(TWO_OF_FOUR, "BF", room.__getitem__, priced)
+    spans = [
+        simulate(compile(source, None if isinstance(source, Program) else TWO_OF_FOUR,
+                         costs=priced, frozen_stages=frozen_stages), priced).span
+        for source in (told, untold, one_f_one_b)
+    ]  # fmt: skip
+    assert spans[0] == min(spans)
+
+
+# ---------------------------------------------------------------- said on the command line
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--ranks", "4", "--microbatches", "8"]
+    file = str(tmp_path / "frozen.sched")
+    assert main(["print", "one_f_one_b", *shape, "-O", "frozen_stages=2", "-o", file]) == 0
+    assert from_text(Path(file).read_text()) == compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)
+    assert main(["check", file]) == 0
+    assert main(["explain", file, "--costs", "F=1,B=2"]) == 0
+    assert main(["compare", file, "one_f_one_b", *shape, "-O", "frozen_stages=2"]) == 0
+    assert main(["check", file, "-O", "frozen_stages=1"]) == 2
+    capsys.readouterr()
+    assert main(["check", "one_f_one_b", *shape, "-O", "frozen_stages=4"]) == 2
+    assert "no stage would be trained" in capsys.readouterr().err
+
+
+def test_compared_schedules_freeze_the_same_part_of_the_model(tmp_path: Path) -> None:
+    """In however many stages they cut it."""
+    file = tmp_path / "frozen.sched"
+    file.write_text(to_text(compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)))
+    said = {"ranks": 4, "microbatches": 8, "frozen_stages": 2}
+    for name in ("one_f_one_b", "interleaved", "dualpipe", "chimera", str(file)):
+        program = Request(Source(name), said, defaults={}, for_comparison=True).program
+        assert 2 * program.frozen_stages == program.shape.stages
+    uneven = {**said, "frozen_stages": 1, "placement": (0, 1, 1, 2, 3)}
+    with pytest.raises(ShapeError) as caught:
+        _ = Request(Source("gpipe"), uneven, defaults={}, for_comparison=True).program
+    assert "frozen_stages" in caught.value.fields

@@ -1,0 +1,51 @@
+"""Where: dumps of something else than the program, whose single numbers would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from schedir import PipelineShape, compile, schedules
+from schedir.analysis.dependency_graph import Graph
+from schedir.errors import UsageError
+from schedir.hang_diagnosis.program_matching import match_program
+from tests.flight_recorder_dumps import Layout, a_group_each, job_of, one_group, record, stopped
+
+
+@pytest.mark.parametrize("layout", [one_group, a_group_each])
+def test_more_messages_than_the_program_has(
+    tmp_path: Path, layout: Callable[[Sequence[int]], Layout]
+) -> None:
+    """Each process group alone would go round: six activations are a step of four, and half one."""
+    graph = Graph(compile(schedules.gpipe, PipelineShape(2, 8)), "per_edge", blocking_hosts=True)
+    at = next(k for k in range(len(graph)) if str(graph.index.locate(k)[2]) == "F 1.6")
+    job = job_of(tmp_path, record(stopped(graph, at, True), layout=layout(range(2))))
+    with pytest.raises(UsageError) as caught:
+        match_program(job, compile(schedules.gpipe, PipelineShape(2, 4)))
+    assert "messages of the previous step" in caught.value.fact or layout is one_group
+
+
+def test_two_tensors_of_a_stage(tmp_path: Path) -> None:
+    """Twice the messages have no names by their numbers."""
+    program = compile(schedules.gpipe, PipelineShape(3, 4))
+    graph = Graph(program, "per_edge", blocking_hosts=True)
+    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.2")
+    recorders = record(stopped(graph, at, True))
+    for recorder in recorders:
+        twice = [dict(entry) for entry in recorder.entries for _ in range(2)]
+        recorder.entries = [entry | {"record_id": k} for k, entry in enumerate(twice)]
+    with pytest.raises(UsageError) as caught:
+        match_program(job_of(tmp_path, recorders), program)
+    assert "messages of the previous step" in caught.value.fact
+
+
+def test_only_whole_numbers_place_no_program(tmp_path: Path) -> None:
+    program = compile(schedules.gpipe, PipelineShape(2, 4))
+    recorders = record(stopped(Graph(program), None, False))
+    for recorder in recorders:
+        recorder.entries = [entry | {"input_dtypes": ["Byte"]} for entry in recorder.entries]
+    with pytest.raises(UsageError) as caught:
+        match_program(job_of(tmp_path, recorders), program)
+    assert "is a transfer: each has only integers or one number" in caught.value.fact

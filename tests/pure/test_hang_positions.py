@@ -1,0 +1,388 @@
+"""Where: a job that stands still is placed at the instruction at which it was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from schedir import PipelineShape, Program, check, compile, from_text, schedules
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, ProgressModel
+from schedir.errors import DeadlockError, SchedirError, UsageError
+from schedir.hang_diagnosis.hang_report import describe_job, describe_program
+from schedir.hang_diagnosis.program_matching import match_program
+from schedir.hang_diagnosis.rank_positions import ChainEnd, ProgramVerdict, diagnose_copies
+from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
+from schedir.ir.isa.instructions import TRANSFER_OPS
+from tests.flight_recorder_dumps import Recorder, a_group_each, job_of, one_group, record, stopped
+from tests.museum.cases import cases
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PROGRAMS = {
+    "gpipe": PipelineShape(3, 4),
+    "one_f_one_b": PipelineShape(4, 6),
+    "interleaved": PipelineShape(2, 4, stages_per_rank=2),
+    "zb_h1": PipelineShape(3, 5),
+    "zb_v": PipelineShape(2, 6, stages_per_rank=2, placement="vee"),
+    "dualpipe": PipelineShape(4, 8, placement="mirror"),
+}
+
+
+def program_of(name: str, overlap: bool = False) -> Program:
+    return compile(getattr(schedules, name), PROGRAMS[name], overlap=overlap)
+
+
+def verdicts_of(
+    job: DistributedJob, program: Program, progress_model: ProgressModel | None = None
+) -> list[ProgramVerdict]:
+    return diagnose_copies(program, match_program(job, program), progress_model)
+
+
+def culprits(verdict: ProgramVerdict) -> set[int]:
+    """The program's ranks that are said to be the cause."""
+    return {
+        int(verdict.positioned.rank_of[at]) for cause in verdict.causes for at in cause.positions
+    }
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(st.data())
+def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> None:
+    """Under any model, hosts that block or run ahead, in any step, and any process groups."""
+    program = program_of(data.draw(st.sampled_from([*PROGRAMS])), data.draw(st.booleans()))
+    groups = data.draw(st.sampled_from([one_group, a_group_each]))
+    model: ProgressModel = data.draw(st.sampled_from(MODELS)) if groups is one_group else "per_edge"
+    blocks = data.draw(st.booleans())
+    graph = Graph(program, model, blocking_hosts=blocks)
+    at = data.draw(st.integers(0, len(program) - 1))
+    kernels = not blocks and data.draw(st.booleans())
+    state = stopped(graph, at, blocks, kernels)
+    transfers = [k for k in range(len(program)) if graph.index.op[k] in TRANSFER_OPS]
+    assume(not all(state.ended[k] for k in transfers))
+    before = data.draw(st.sampled_from([0, 0, 3]))
+    ranks = range(program.shape.ranks)
+    recorders = record(state, before=before, layout=groups(ranks))
+    job = job_of(tmp_path, recorders, as_json=data.draw(st.booleans()))
+    (verdict,) = verdicts_of(job, program, model)
+    placed, rank = verdict.positioned, int(graph.index.rank[at])
+    # What was recorded is matched to the last transfer.
+    assert verdict.matched.step == before
+    for k in transfers:
+        whole = placed._list_group(k)
+        assert verdict.matched.issued_mask[k] == state.issued[k]
+        assert verdict.matched.ended_mask[k] == all(state.ended[one] for one in whole)
+    # Nobody but the rank that was stopped is the cause, if a batch or a collective, which these
+    # dumps have not, does not hide who it was, or it computes on its device: then it has one side
+    # of a message, and which it is nobody can tell.
+    assert not verdict.is_deadlock
+    waits = any(state.issued[k] and not state.ended[k] for k in transfers)
+    assert bool(verdict.causes) or not waits
+    if waits and (graph.index.has_joined or program.shape.placement_rows > 1):
+        assert rank in culprits(verdict)
+    elif kernels:  # one message may stand behind another's compute: then each only may be it
+        named = [line for line in describe_program(job, [verdict]) if " is the cause" in line]
+        assert all(line.startswith(f"rank {rank} ") for line in named)
+    elif waits:
+        for cause in verdict.causes:
+            owners = {int(placed.rank_of[k]) for k in cause.positions}
+            assert owners == {rank} or (cause.kind is ChainEnd.BUSY and rank in owners)
+            assert len(owners) <= 2
+    # It stands where it was stopped, and whoever waits at a transfer waits at one of its own.
+    for place in verdict.positions:
+        if place.position is not None and place.is_late:
+            lo, hi = place.compute_range
+            own = place.rank == rank and (
+                lo <= at <= hi or at in placed._list_group(place.position)
+            )
+            assert own or program.shape.placement_rows > 1
+        elif place.position is not None:
+            assert not placed.ended_mask[place.position]
+    for cause in verdict.causes:
+        if cause.kind is ChainEnd.BUSY and not kernels:
+            assert any(graph.index.rank[k] == rank and at <= k for k in cause.positions)
+            assert not placed.surely_ended[at]
+
+
+@pytest.mark.parametrize("blocking_hosts", [True, False])
+def test_a_rank_that_waits_is_named_with_what_it_waits_for(
+    tmp_path: Path, blocking_hosts: bool
+) -> None:
+    program = program_of("one_f_one_b")
+    graph = Graph(program, "per_device", blocking_hosts=blocking_hosts)
+    at = int(program.offsets[2]) + 8
+    assert str(graph.index.locate(at)[2]) == "B 2.0"
+    (verdict,) = verdicts_of(
+        job_of(tmp_path, record(stopped(graph, at, blocking_hosts), before=2)), program
+    )
+    stands = [
+        None if p.position is None else str(graph.index.locate(p.position)[2])
+        for p in verdict.positions
+    ]
+    assert stands == ["recv_grad 0.0", "recv_grad 1.0", "send_grad 2.0", "recv_act 3.2"]
+    assert [p.is_late for p in verdict.positions] == [False, False, blocking_hosts, False]
+
+
+CASES = {case.name: case for case in cases()}
+DEADLOCKS = [
+    (name, model)
+    for name, case in CASES.items()
+    for model in MODELS
+    if case.expected(model)[:1] == ["DeadlockError"]
+]
+
+
+@pytest.mark.parametrize(("name", "progress_model"), DEADLOCKS)
+def test_the_deadlocks_of_the_museum(
+    name: str, progress_model: ProgressModel, tmp_path: Path
+) -> None:
+    """Their circle is that of `check`, and its text, without a program the same ranks."""
+    program = CASES[name].made()
+    graph = Graph(program, progress_model)
+    job = job_of(tmp_path, record(stopped(graph, None, False)))
+    (verdict,) = verdicts_of(job, program, progress_model)
+    with pytest.raises(DeadlockError) as caught:
+        check(program, progress_model)
+    assert verdict.is_deadlock
+    ranks = {int(graph.index.rank[link.position]) for link in verdict.cycle}
+    assert ranks == {wait.rank for wait in caught.value.cycle}
+    lines = describe_program(job, [verdict])
+    said = str(caught.value).splitlines()
+    assert lines[2 : 2 + len(said)] == said
+    assert {wait.rank for wait in job.cycle} == ranks
+
+
+def test_there_are_deadlocks_in_the_museum() -> None:
+    assert len({name for name, _ in DEADLOCKS}) >= 3
+
+
+def test_a_rank_without_a_dump_is_the_cause(tmp_path: Path) -> None:
+    program = program_of("one_f_one_b")
+    graph = Graph(program, "per_device", blocking_hosts=True)
+    state = stopped(graph, int(program.offsets[2]) + 8, True)
+    recorders = [one for one in record(state) if one.rank != 2]
+    job = job_of(tmp_path, recorders)
+    (verdict,) = verdicts_of(job, program)
+    assert job.missing == (2,) and job.roots == (2,)
+    assert {cause.kind for cause in verdict.causes} == {ChainEnd.SILENT} and culprits(verdict) == {
+        2
+    }
+    assert [place.rank for place in verdict.positions] == [0, 1, 3]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> None:
+    program = program_of("zb_h1", overlap)
+    graph = Graph(program, "per_device", blocking_hosts=True)
+    state = stopped(graph, int(program.offsets[1]) + 12, True)
+    whole = verdicts_of(job_of(tmp_path, record(state, before=41)), program)
+    for last in (40, 9, 5):
+        job = job_of(tmp_path, record(state, before=41), last)
+        assert all(dump.num_lost for dump in job.dumps.values())
+        (verdict,) = verdicts_of(job, program)
+        assert verdict.matched.step == 41
+        assert (verdict.positions, verdict.causes) == (whole[0].positions, whole[0].causes)
+        assert job.roots == (1,)
+
+
+def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
+    """Of a first rank that has sent, and sends: any place among its sends would fit."""
+    program = compile(schedules.gpipe, PipelineShape(2, 8))
+    graph = Graph(program, "per_device", blocking_hosts=True)
+    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
+    recorders = record(stopped(graph, at, True), before=5)
+    (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=4), program)
+    assert verdict.matched.counter_ranks == (0, 1) and verdict.matched.step == 5
+    assert verdict.positions[0].position is not None and culprits(verdict) == {0}
+    assert str(graph.index.locate(verdict.positions[0].position)[2]) == "send_act 0.6"
+    assert any(
+        "the position comes from counters" in line
+        for line in describe_program(DistributedJob({}), [verdict])
+    )
+    (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=30), program)
+    assert verdict.matched.counter_ranks == () and verdict.matched.step == 5
+    # Counters that count something else as well tell nothing.
+    for recorder in recorders:
+        recorder.entries[-2]["op_id"] += 1
+        recorder.entries[-1]["op_id"] += 1
+    with pytest.raises(UsageError):
+        verdicts_of(job_of(tmp_path, recorders, last=4), program)
+
+
+def test_a_process_group_that_is_not_used_yet_is_of_this_step(tmp_path: Path) -> None:
+    """All activations are there, and no gradient yet: not a whole step, but half of one."""
+    program = compile(schedules.gpipe, PipelineShape(2, 4))
+    graph = Graph(program, "per_edge", blocking_hosts=True)
+    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 1.0")
+    recorders = record(stopped(graph, at, True), layout=a_group_each(range(2)))
+    (verdict,) = verdicts_of(job_of(tmp_path, recorders[1:]), program)
+    assert verdict.matched.step == 0
+    place = verdict.positions[0]
+    assert place.is_late and place.compute_range[0] <= at <= place.compute_range[1]
+
+
+def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
+    """Such dumps are of a laxer model, whatever is usual."""
+    program = program_of("interleaved")
+    edge, device = Graph(program, "per_edge"), Graph(program, "per_device")
+    found = 0
+    for at in range(0, len(program), 3):
+        state, before = stopped(edge, at, False), device.queue_predecessor
+        passed = [
+            k for k in range(len(program)) if state.ended[k] and device.index.op[k] in TRANSFER_OPS
+        ]
+        if all(before[k] < 0 or state.ended[before[k]] for k in passed):
+            continue
+        found += 1
+        job = job_of(tmp_path, record(state))
+        with pytest.raises(UsageError) as caught:
+            verdicts_of(job, program, "per_device")
+        assert caught.value.fields == ("progress_model",)
+        assert verdicts_of(job, program)[0].progress_model != "per_device"
+    assert found
+
+
+def test_another_order_of_computes_is_another_program(tmp_path: Path) -> None:
+    """Each channel alone would fit: on two ranks GPipe and 1F1B send the same in the same order."""
+    gpipe, other = (
+        compile(s, PipelineShape(2, 4)) for s in (schedules.gpipe, schedules.one_f_one_b)
+    )
+    job = job_of(tmp_path, record(stopped(Graph.from_program(gpipe), None, False)))
+    with pytest.raises(UsageError) as caught:
+        match_program(job, other)
+    assert "after the compute that needs it" in caught.value.fact
+
+
+def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> None:
+    """Shapes or objects between the messages count, too; so the counters tell no step."""
+    program = program_of("one_f_one_b")
+    graph = Graph(program, "per_device", blocking_hosts=True)
+    state = stopped(graph, int(program.offsets[2]) + 8, True)
+    recorders = record(state, before=5)
+    for recorder in recorders:
+        first = dict(recorder.entries[30])
+        recorder.entries.insert(30, first | {"input_dtypes": ["Long"]})
+        for number, entry in enumerate(recorder.entries):
+            entry["record_id"] = number
+            entry["op_id"] += number >= 30
+    whole = verdicts_of(job_of(tmp_path, recorders), program)
+    assert whole[0].matched.step == 5 and whole[0].matched.num_ignored == 4
+    (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=40), program)
+    assert verdict.matched.step is None
+    assert (verdict.positions, verdict.causes) == (whole[0].positions, whole[0].causes)
+    with pytest.raises(UsageError):  # too little to tell one place from another
+        verdicts_of(job_of(tmp_path, recorders, last=3) and _marked(tmp_path, recorders), program)
+
+
+def _marked(tmp_path: Path, recorders: Sequence[Recorder]) -> DistributedJob:
+    """As the last three entries of each rank say, one of which is of whole numbers."""
+    for recorder in recorders:
+        recorder.entries[-3]["input_dtypes"] = ["Long"]
+    return job_of(tmp_path, recorders, last=3)
+
+
+def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
+    """Eight ranks, four pipelines: who is who say the process groups, and the cause is in one."""
+    program = program_of("gpipe")
+    graph = Graph(program, "per_device", blocking_hosts=True)
+    late = stopped(graph, int(program.offsets[1]) + 4, True)
+    pipelines = [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
+    recorders = []
+    for k, ranks in enumerate(pipelines):
+        recorders += record(late if k == 2 else stopped(graph, None, True), ranks, before=1,
+                            layout=one_group(ranks, f"pp{k}"))  # fmt: skip
+    job = job_of(tmp_path, recorders)
+    verdicts = verdicts_of(job, program)
+    assert [v.matched.ranks for v in verdicts] == pipelines
+    assert [bool(v.causes) for v in verdicts] == [False, False, True, False]
+    assert culprits(verdicts[2]) == {1} and job.roots == (6,)
+    # In the order of the process group, whichever that is.
+    turned = (9, 3, 5)
+    job = job_of(tmp_path, record(late, turned))
+    assert [v.matched.ranks for v in verdicts_of(job, program)] == [turned]
+    assert job.roots == (3,)
+
+
+def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
+    """Then it waits for who is not there, and that one is the cause."""
+    program = program_of("gpipe")
+    graph = Graph(program, "per_device", blocking_hosts=True)
+    recorders = record(stopped(graph, int(program.offsets[1]) + 4, True))
+    recorders[1].group("tp", (1, 3), "tp")
+    recorders[1].collective("tp", "all_reduce", ended=False)
+    other = Recorder(3)
+    other.group("tp", (1, 3), "tp")
+    job = job_of(tmp_path, [*recorders, other])
+    assert job.roots == (3,)
+    assert [(w.rank, w.awaited_rank, w.reason) for w in job.waits[1]] == [
+        (1, 3, WaitReason.NOT_ISSUED)
+    ]
+    lines = describe_program(job, verdicts_of(job, program))
+    assert any("it waits in all_reduce 1 of tp" in line and "rank 3" in line for line in lines)
+
+
+POSTED_EARLY = """
+schedir 1
+program posted_early
+ranks 2  microbatches 2  stages_per_rank 1  placement loop
+
+rank 0
+  F 0.0; send_act 0.0; recv_grad 0.0; F 0.1; send_act 0.1; B 0.0; recv_grad 0.1; B 0.1
+  reduce_grads 0; step
+
+rank 1
+  recv_act 1.0; F 1.0; recv_act 1.1; F 1.1; B 1.0; send_grad 1.0; B 1.1; send_grad 1.1
+  reduce_grads 1; step
+"""
+
+
+def test_a_receive_that_is_posted_early_is_no_deadlock(tmp_path: Path) -> None:
+    """Rank 0 has posted a receive and computes what rank 1 waits for.  Only a program can tell."""
+    program = check(from_text(POSTED_EARLY), "per_edge", blocking_hosts=True)
+    graph = Graph(program, "per_edge", blocking_hosts=True)
+    assert str(graph.index.locate(3)[2]) == "F 0.1"
+    job = job_of(tmp_path, record(stopped(graph, 3, True)))
+    assert {wait.rank for wait in job.cycle} == {0, 1}
+    assert any("may still compute" in line for line in describe_job(job))
+    (verdict,) = verdicts_of(job, program, "per_edge")
+    assert not verdict.is_deadlock and culprits(verdict) == {0}
+
+
+def test_a_model_that_the_dumps_contradict(tmp_path: Path) -> None:
+    """Process groups have queues of their own, and of one queue the first ends first."""
+    program = program_of("one_f_one_b")
+    graph = Graph(program, "per_edge", blocking_hosts=True)
+    state = stopped(graph, int(program.offsets[2]) + 8, True)
+    apart = job_of(tmp_path, record(state, layout=a_group_each(range(4))))
+    with pytest.raises(UsageError) as caught:
+        verdicts_of(apart, program, "per_device")
+    assert caught.value.fields == ("progress_model",)
+    assert verdicts_of(apart, program)[0].progress_model == "per_edge"
+    assert verdicts_of(job_of(tmp_path, record(state)), program)[0].progress_model == "per_device"
+
+
+def test_dumps_of_another_program(tmp_path: Path) -> None:
+    program = program_of("one_f_one_b")
+    job = job_of(tmp_path, record(stopped(Graph(program), None, False)))
+    for other, fields in (
+        (compile(schedules.gpipe, PipelineShape(4, 6)), ("program",)),
+        (compile(schedules.one_f_one_b, PipelineShape(3, 6)), ("ranks",)),
+    ):
+        with pytest.raises(UsageError) as caught:
+            verdicts_of(job, other)
+        assert caught.value.fields == fields
+    with pytest.raises(SchedirError):
+        verdicts_of(job, replace(program, streams=program.streams[:3] + program.streams[:1]))
+
+
+def test_only_collectives_place_no_program(tmp_path: Path) -> None:
+    ends = Recorder(0), Recorder(1)
+    for recorder in ends:
+        recorder.group("0", (0, 1), "default_pg")
+        recorder.collective("0", "all_reduce", recorder.rank == 0)
+    with pytest.raises(UsageError):
+        verdicts_of(job_of(tmp_path, ends), compile(schedules.gpipe, PipelineShape(2, 4)))

@@ -1,0 +1,282 @@
+"""Where a job stands, in words: with its program, and as far as it goes without one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedir import PipelineShape, Program, check, compile, schedules
+from schedir.analysis.dependency_graph import Graph
+from schedir.errors import UsageError
+from schedir.hang_diagnosis.flight_recorder import read_dumps
+from schedir.hang_diagnosis.hang_report import describe_job, describe_program
+from schedir.hang_diagnosis.program_matching import match_program
+from schedir.hang_diagnosis.rank_positions import diagnose_copies
+from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
+from schedir.ir.isa.instructions import RECV_OPS
+from schedir.ir.stream import Stream
+from tests.commands import refused, said
+from tests.flight_recorder_dumps import Recorder, job_of, record, stopped
+from tests.museum.cases import cases
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+(MOVED,) = [case for case in cases() if case.name == "receives_moved_late"]
+
+
+def _message(rank: int, shape: Sequence[int] = (2, 8), dtype: str = "Float") -> Recorder:
+    recorder = Recorder(rank)
+    recorder.group("1", (0, 1))
+    side = ("recv", 0) if rank else ("send", 1)
+    recorder.messages("1", [side], False, shape=shape, dtype=dtype)
+    return recorder
+
+
+def _collective(rank: int, title: str = "all_reduce", shape: Sequence[int] = (4,)) -> Recorder:
+    recorder = Recorder(rank)
+    recorder.group("1", (0, 1))
+    recorder.collective("1", title, False, shape)
+    return recorder
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: [_message(0), _message(1, (2, 4))],
+        lambda: [_message(0), _message(1, dtype="Half")],
+        lambda: [_collective(0), _collective(1, "broadcast")],
+        lambda: [_collective(0), _collective(1, shape=(5,))],
+    ],
+    ids=["sizes", "dtypes", "names", "sizes of a collective"],
+)
+def test_parts_that_do_not_fit(other: Callable[[], list[Recorder]], tmp_path: Path) -> None:
+    job = job_of(tmp_path, other())
+    assert {wait.reason for wait in job.unmatched} == {WaitReason.OTHER} and not job.cycle
+    assert any("does not match rank" in line for line in describe_job(job))
+
+
+def test_what_a_ring_has_kept_is_paired_in_order(tmp_path: Path) -> None:
+    """The first send that has not ended with the first such receive, however many are lost."""
+    ends = Recorder(0), Recorder(1)
+    for recorder, ended in zip(ends, (9, 7), strict=True):
+        recorder.group("1", (0, 1))
+        for k in range(ended + 2):
+            shape = (2, 8) if k != ended + 1 else (3, 3)
+            side = ("recv", 0) if recorder.rank else ("send", 1)
+            recorder.messages("1", [side], k < ended, shape=shape)
+    job = job_of(tmp_path, ends, last=5)
+    assert all(dump.num_lost for dump in job.dumps.values())
+    assert {wait.reason for wait in job.unmatched} == {WaitReason.THERE} and not job.cycle
+
+
+def test_rings_that_have_kept_different_numbers_are_paired_by_what_is_open(tmp_path: Path) -> None:
+    for rank, last in ((0, 5), (1, 4)):
+        recorder = Recorder(rank)
+        recorder.group("1", (0, 1))
+        for k in range(11):
+            side = ("recv", 0) if rank else ("send", 1)
+            recorder.messages("1", [side], k < 9, shape=(2, 8) if k < 10 else (3, 3))
+        recorder.save(tmp_path, last)
+    job = DistributedJob(read_dumps([str(tmp_path)])[0])
+    assert [dump.num_lost for dump in job.dumps.values()] == [6, 7]
+    assert {wait.reason for wait in job.unmatched} == {WaitReason.THERE}
+
+
+def test_the_only_rank_that_is_waited_for_may_have_gone_on_since(tmp_path: Path) -> None:
+    ends = Recorder(0), Recorder(1)
+    for recorder in ends:
+        recorder.group("1", (0, 1))
+        recorder.collective("1", "all_reduce", ended=True)
+    ends[0].collective("1", "all_reduce", ended=True)
+    ends[0].collective("1", "all_reduce", ended=False)
+    job = job_of(tmp_path, ends)
+    assert job.old_dump_ranks == job.roots == (1,)
+    assert describe_job(job)[0].startswith("rank 1 may be the cause")
+
+
+def test_both_sides_are_there_and_it_has_not_ended(tmp_path: Path) -> None:
+    job = job_of(tmp_path, [_message(0), _message(1)])
+    assert (
+        {wait.reason for wait in job.unmatched} == {WaitReason.THERE}
+        and not job.cycle
+        and not job.roots
+    )
+
+
+def received_when_needed(program: Program) -> Program:
+    """The same computes, with each receive just before what needs it."""
+    graph = Graph.from_program(program)
+    used = {int(at): k for row in graph.needs for k, at in enumerate(row) if at >= 0}
+    receives = graph.index.is_op(RECV_OPS)
+    key = [used[k] - 0.5 if receives[k] else float(k) for k in range(len(program))]
+    streams = []
+    for lo, hi in pairwise(program.offsets.tolist()):
+        streams.append(Stream(program.words[sorted(range(lo, hi), key=key.__getitem__)]))
+    return check(replace(program, streams=tuple(streams)), "per_edge", blocking_hosts=True)
+
+
+def test_a_message_in_a_batch_and_alone_may_never_meet(tmp_path: Path) -> None:
+    """As torch issues the last send of a warm-up that has but one microbatch."""
+    ends = Recorder(0), Recorder(1)
+    for recorder in ends:
+        recorder.group("1", (0, 1))
+    ends[0].messages("1", [("send", 1), ("recv", 1)], False)
+    ends[1].messages("1", [("recv", 0)], False)
+    (line,) = [line for line in describe_job(job_of(tmp_path, ends)) if "in a batch" in line]
+    assert "rank 0 has issued it in a batch, and rank 1 alone" in line
+    ends[0].entries.clear()
+    ends[0].messages("1", [("send", 1)], False)
+    assert not any("in a batch" in line for line in describe_job(job_of(tmp_path, ends)))
+
+
+def _stage(folder: Path, name: str) -> list[str]:
+    """The dumps of a golden text, and the rest of its command."""
+    if name.startswith("late"):
+        program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
+        program = received_when_needed(program) if "other" in name else program
+        graph = Graph(program, "per_edge" if "other" in name else "per_device", blocking_hosts=True)
+        at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 2.0")
+        job_of(folder, record(stopped(graph, at, True), before=3))
+        return ["--program", "one_f_one_b", "--microbatches", "6"] * ("program" in name)
+    if name.startswith("deadlock"):
+        (folder / "moved.sched").write_text(MOVED.program.lstrip())
+        job_of(folder, record(stopped(Graph(MOVED.made()), None, False)))
+        return ["--program", str(folder / "moved.sched")] * ("program" in name)
+    job_of(folder, recorders_of_collectives())
+    return []
+
+
+def recorders_of_collectives() -> list[Recorder]:
+    """Three ranks in an all-reduce, one that has gone on, one that has left nothing."""
+    recorders = [Recorder(rank) for rank in range(4)]
+    for recorder in recorders:
+        recorder.group("0", range(5), "default_pg")
+        recorder.collective("0", "all_reduce", ended=True)
+        recorder.collective("0", "all_gather" if recorder.rank == 2 else "all_reduce", False)
+    return recorders
+
+
+TEXTS = dict(
+    part.split("\n", 1)
+    for part in re.split(r"^== ", (GOLDEN / "where.txt").read_text(), flags=re.M)[1:]
+)
+
+
+def test_the_page_shows_what_is_told() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "find-a-hang.md").read_text()
+    shown = {block.partition("\n")[2] for block in page.split("```")[1::2]}
+    assert {TEXTS["late"], TEXTS["late, with its program"]} <= shown
+    assert f"`{TEXTS['deadlock, with its program'].splitlines()[1]}`" in page
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = _stage(tmp_path, name)
+    pattern = str(tmp_path / "nccl_*")
+    assert said(capsys, "diagnose", pattern, *more) == TEXTS[name]
+    facts: dict[str, Any] = json.loads(said(capsys, "diagnose", pattern, *more, "--json"))
+    assert len(facts["standing"]) == len([*tmp_path.glob("nccl_*")])
+    if "program" in name:
+        said_of = [copy["deadlock"] for copy in facts["copies"]]
+        assert said_of == [name.startswith("deadlock")] * ("other" not in name)
+
+
+def test_of_many_ranks_who_matters_is_told(tmp_path: Path) -> None:
+    recorders = [Recorder(rank) for rank in range(60)]
+    for recorder in recorders:
+        recorder.group("0", range(60), "default_pg")
+        if recorder.rank != 41:
+            recorder.collective("0", "barrier", ended=False)
+    lines = describe_job(job_of(tmp_path, recorders))
+    assert len(lines) < 25 and any("rank 41 is the cause" in line for line in lines)
+
+
+def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no file whose name ends in a rank" in refused(capsys, "diagnose", str(tmp_path))
+    _stage(tmp_path, "late, program")
+    assert "do not match gpipe" in refused(
+        capsys, "diagnose", str(tmp_path), "--program", "gpipe", "--microbatches", "6"
+    )
+    (tmp_path / "nccl_trace_rank_1").write_bytes(b"\x80\x02cos\nsystem\n.")
+    assert "TraceError" in refused(capsys, "diagnose", str(tmp_path))
+
+
+def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: Path) -> None:
+    """On NCCL a receive waits for kernels that were issued before it; its sender has done all."""
+    program = compile(schedules.gpipe, PipelineShape(3, 4))
+    graph = Graph(program)
+    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 2.2")
+    recorders = record(stopped(graph, at, False, kernels=True))
+    job = job_of(tmp_path, recorders)
+    lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
+    assert any(line.startswith("rank 1 or rank 2 may be the cause") for line in lines)
+    # Where they record what has started, one of the two is left.
+    held = [e for e in recorders[1].entries if e["state"] == "scheduled"]
+    held[0]["state"] = "started"
+    job = job_of(tmp_path, recorders)
+    lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
+    assert any(line.startswith("rank 2 is the cause: #6 recv_act 2.3") for line in lines)
+    assert any("has started on rank 1: rank 2 may be" in line for line in describe_job(job))
+
+
+def test_the_kernels_of_the_last_step_may_still_run(tmp_path: Path) -> None:
+    """Both sides of a step's first message wait: the sender's compute, or the receiver's last."""
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 4))
+    for before, may in ((0, False), (2, True)):
+        job = job_of(tmp_path, record(stopped(Graph(program), 0, False), before=before))
+        lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
+        assert any("rank 0 or rank 1 may be the cause" in line for line in lines) is may
+        assert any(line.startswith("rank 0 is the cause") for line in lines) is not may
+
+
+def test_dumps_of_different_moments(tmp_path: Path) -> None:
+    """Rank 2 has written its dump before the others have received what it has not issued in it."""
+    program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
+    graph = Graph(program, blocking_hosts=True)
+    early, late = (
+        record(stopped(graph, int(program.offsets[rank]) + at, True))
+        for rank, at in ((2, 8), (1, 17))
+    )
+    job = job_of(tmp_path, [*late[:2], early[2], late[3]])
+    assert job.old_dump_ranks == (2,)
+    for lines in (
+        describe_job(job),
+        describe_program(job, diagnose_copies(program, match_program(job, program))),
+    ):
+        assert any("the dump of rank 2 is older" in line for line in lines)
+        assert not any("is the cause" in line for line in lines)
+    recorders = [_collective(0), _collective(1)]
+    recorders[0].collective("1", "all_reduce", ended=True)
+    job = job_of(tmp_path, recorders)
+    assert job.old_dump_ranks == (1,)
+    recorders[0].entries[-1]["profiling_name"] = "nccl:broadcast"  # its root waits for nobody
+    assert job_of(tmp_path, recorders).old_dump_ranks == ()
+
+
+def test_a_buffer_that_may_have_lost_where_its_rank_stands(tmp_path: Path) -> None:
+    program = compile(schedules.gpipe, PipelineShape(2, 6))
+    graph = Graph(program)
+    job = job_of(tmp_path, record(stopped(graph, 0, False), before=2), last=4)
+    assert any(
+        "the operation at which the rank waits may be lost" in line for line in describe_job(job)
+    )
+    assert not any("is the cause" in line for line in describe_job(job))
+    with pytest.raises(UsageError) as caught:
+        match_program(job, program)
+    assert "its position may be lost" in caught.value.fact
+
+
+def test_a_collective_that_has_not_started_everywhere(tmp_path: Path) -> None:
+    recorders = [_collective(0), _collective(1)]
+    recorders[0].entries[0]["state"] = "started"
+    lines = describe_job(job_of(tmp_path, recorders))
+    assert any("has started on rank 0: rank 1 may be the cause" in line for line in lines)
+    recorders[1].entries[0]["state"] = "completed"
+    lines = describe_job(job_of(tmp_path, recorders))
+    assert any("has ended on rank 1: rank 0 may be the cause" in line for line in lines)

@@ -1,0 +1,56 @@
+"""A schedule that is proved shortest may hold more than the span needs: a sentence says so."""
+
+from __future__ import annotations
+
+import pytest
+
+import schedir
+from schedir import Costs
+from schedir.commands.common.least_memory import describe_least_memory
+from tests.commands import said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("gpipe", "one_f_one_b is as short with 4 instead of 8 in flight, the least for this span"),
+        ("zb_h2", "zb_h1 is as short with 4 instead of 7 in flight, the least for this span"),
+        ("zb_h1", ""),
+        ("one_f_one_b", ""),
+        ("looped_bfs", "interleaved is as short with 11 instead of 16 in flight"),
+        (
+            "gpipe --sizes activation=1GB,saved=2GB",
+            "one_f_one_b is as short with 38 GB instead of 48 GB",
+        ),
+    ],
+)
+def test_less_memory_at_the_same_span(
+    arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, "simulate", *arguments.split(), "--ranks=4", "--microbatches=8")
+    lines = text.splitlines()
+    (at,) = [k for k, line in enumerate(lines) if line.endswith("proved shortest")]
+    below = lines[at + 1] if at + 1 < len(lines) else ""
+    assert below == sentence or (not sentence and "is as short" not in text)
+    if not sentence.endswith("GB"):
+        assert sentence in said(capsys, "draw", *arguments.split(), "--ranks=4", "--microbatches=8")
+
+
+def test_a_search_names_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ("--no-split-backward", "--max-in-flight=8", "--time-limit=5")
+    text = said(capsys, "search", "--ranks=4", "--microbatches=8", *limits)
+    assert "\none_f_one_b is as short with 4 instead of " in text
+
+
+def test_only_what_is_proved_is_the_least() -> None:
+    """With 6 in flight a schedule can be as short, so 7 are not the least."""
+    program = schedir.compile("gpipe", ranks=4, microbatches=8)
+    costs = Costs(F=1, B=2)
+    timeline = schedir.simulate(program, costs)
+    others = [
+        schedir.simulate(schedir.compile(name, ranks=4, microbatches=8), costs)
+        for name in ("eager_1f1b", "forward_only", "zb_h1", "gpipe")
+    ]
+    text = describe_least_memory(timeline, costs, others)
+    assert text == "eager_1f1b is as short with 7 instead of 8 in flight"
+    assert describe_least_memory(timeline, costs, others[1:]) == ""

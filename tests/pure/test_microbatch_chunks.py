@@ -1,0 +1,254 @@
+"""Microbatches in chunks: sums beside what makes the next of their terms, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import (
+    Costs,
+    PipelineShape,
+    check,
+    compile,
+    evaluation_program,
+    from_text,
+    schedules,
+    simulate,
+    split_costs,
+    to_text,
+)
+from schedir.errors import CompletenessError, OrderError, SchedirError, ShapeError, UsageError
+from schedir.ir.cost.sizes import Sizes
+from schedir.ir.isa.instructions import COMPUTE_OPS, Instr, Opcode, find_segment_collectives
+from tests.commands import said
+from tests.mutants import known
+from tests.oracle_threads import verdict
+from tests.pure.test_stage_segments import NAMES, edited, refused, shape_of
+
+
+@pytest.mark.parametrize("schedule", known(), ids=NAMES)
+def test_whole_zoo_in_chunks(schedule: Any) -> None:
+    """Right under every model, also as the independent machine says, and adds in the same order;
+    where a chunk costs nothing besides, never longer, and it holds no more."""
+    shape = shape_of(schedule)
+    costs, sizes = Costs(F=6, B=12, I=6, W=6, tp_reduce=1), Sizes(activation=2.0, saved=12.0)
+    try:
+        whole = compile(schedule, shape, tp=2, stage_segments=3)
+    except SchedirError:
+        pytest.skip("not for this shape")
+    program = compile(schedule, shape, tp=2, stage_segments=3, microbatch_chunks=2)
+    assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
+    assert from_text(to_text(program)) == program and len(program) > len(whole)
+    assert program.reduces_in_microbatch_order == whole.reduces_in_microbatch_order
+    before, after = (
+        simulate(
+            one,
+            split_costs(costs, 3, shape, chunks=n),
+            sizes=split_costs(sizes, 3, shape, chunks=n),
+        )
+        for one, n in ((whole, 1), (program, 2))
+    )
+    assert after.span <= before.span * (1 + 1e-9)
+    assert (after.peak_memory <= before.peak_memory * (1 + 1e-9)).all()
+
+
+@given(st.integers(1, 16), st.integers(0, 1000), st.integers(0, 1000), st.booleans())
+def test_a_product_beside_its_own_sum(n: int, g: int, s: int, back: bool) -> None:
+    """A product that takes g, and its sum s, in n chunks that cost nothing besides: two machines in
+    a row, each of n equal jobs, so g/n + (n - 1) max(g, s)/n + s/n.  T3 (arXiv 2401.16677) has them
+    so beside each other; of ever more chunks it is max(g, s)."""
+    schedule = schedules.gpipe if back else schedules.forward_only
+    program = compile(
+        schedule,
+        PipelineShape(1, 1),
+        tp=2,
+        stage_segments="f" if back else "g",
+        microbatch_chunks=n,
+    )
+    of_a_chunk = Costs(F=0, B=(0, g), tp_reduce=s) if back else Costs(F=(g, 0), tp_reduce=s)
+    assert simulate(program, of_a_chunk).span == g + (n - 1) * max(g, s) + s
+    parts = split_costs(of_a_chunk, 1, PipelineShape(1, 1, 2), chunks=n)  # of g and s of the whole
+    span = simulate(program, parts).span
+    assert span == pytest.approx(g / n + (n - 1) * max(g, s) / n + s / n, rel=1e-12)
+
+
+def test_chunks_go_through_a_piece_in_turn() -> None:
+    program = compile(
+        schedules.zb_h1, PipelineShape(1, 2), tp=2, stage_segments="g", microbatch_chunks=2
+    )
+    found = [
+        str(i)
+        for i in program.streams[0]
+        if i.op not in find_segment_collectives(sequence_parallel=False)
+    ]
+    assert found[:8] == ["F 0.0", "F 0.1", "F 1.0", "F 1.1", "I 1.0", "I 1.1", "I 0.0", "I 0.1"]
+    assert found[8:12] == ["W 1.0", "W 1.1", "W 0.0", "W 0.1"]
+    assert program.shape.microbatches == 4 and program.shape.stages == 2
+    alone = compile(schedules.one_f_one_b, PipelineShape(2, 3), microbatch_chunks=2)
+    assert alone.shape == PipelineShape(2, 6) and [
+        str(i) for i in alone.streams[1] if i.op in (0, 1)
+    ] == [f"{op} 1.{2 * mb + k}" for mb in range(3) for op in "FB" for k in range(2)]
+    assert compile(schedules.gpipe, PipelineShape(2, 2), microbatch_chunks=1) == compile(
+        schedules.gpipe, PipelineShape(2, 2)
+    )
+
+
+def test_of_pieces_that_somebody_drafts() -> None:
+    drafted = compile(
+        schedules.one_f_one_b, PipelineShape(1, 4), tp=2, stage_segments="gf", microbatch_chunks=2
+    )
+    text = "F 0.0; F 0.1; F 1.0; F 1.1; B 1.0; B 1.1; B 0.0; B 0.1"
+    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
+    draft = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    assert (
+        compile(draft, microbatch_chunks=3).segment_boundaries == "g"
+        and drafted.segment_boundaries == "gf"
+    )
+
+
+def test_updates_rows_and_segments() -> None:
+    """A chunk is of the update, the row of holders and the sequence that its microbatch is of."""
+    program = compile(
+        schedules.pipedream_2bw,
+        PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),
+        tp=2,
+        stage_segments=3,
+        microbatch_chunks=3,
+    )
+    assert program.shape.optimizer_steps == 2 and program.shape.microbatches_per_update == 6
+    program = compile(
+        schedules.chimera,
+        PipelineShape(2, 4, 2, "mirror"),
+        tp=2,
+        stage_segments=3,
+        microbatch_chunks=2,
+    )
+    assert program.shape.microbatch_row_offsets == (0, 4, 8)
+    shape = PipelineShape(2, 4, sequence_chunks=2)
+    text = "F 0.0; F 0.1; F 0.2; F 0.3; B 0.1; B 0.0; B 0.3; B 0.2"
+    header = "stages_per_rank 1 placement 0 segments 2"
+    draft = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 4 {header}\nrank 0\n  {text}")
+    found = [i.mb for i in compile(draft, microbatch_chunks=2).streams[0] if str(i)[0] in "FB"]
+    assert found == [0, 2, 1, 3, 4, 6, 5, 7, 1, 3, 0, 2, 5, 7, 4, 6]
+    costs = split_costs(Costs(F=((1, 2, 3, 4),), B=2), 1, shape, chunks=2)
+    assert costs.F == ((0.5, 1.0, 0.5, 1.0, 1.5, 2.0, 1.5, 2.0),) and costs.B == 1
+
+
+def test_what_is_ranked_holds_whole_microbatches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk is a part of what `--activations` counts, and so it is in tables, and where bubble is
+    drawn against memory."""
+    for argv in (
+        ("compare", "gpipe", "one_f_one_b"), ("recommend", "--max-activations=2",
+                                              "--stages-per-rank=1"),
+    ):  # fmt: skip
+        rows = {
+            chunks: json.loads(
+                said(
+                    capsys, *argv, "--ranks=2", "--microbatches=4", "-O", "stage_segments=3", "-O",
+                    "tp=2",
+                    "--costs=F=1,B=2,tp_reduce=1", "-O", f"microbatch_chunks={chunks}", "--json",
+                )
+            )
+            for chunks in (1, 2)
+        }  # fmt: skip
+        held = [{r["program"]: r["peak_activations"] for r in own} for own in rows.values()]
+        assert held[0]["one_f_one_b"] == held[1]["one_f_one_b"] == 2
+        assert held[0].get("gpipe") == held[1].get("gpipe") == {"compare": 4}.get(argv[0])
+    drawn = list[Any]()
+    monkeypatch.setattr("schedir.viz.save", lambda figure, path: drawn.append(figure.axes[0]))
+    for chunks in (1, 2):
+        said(
+            capsys, "compare", "gpipe", "one_f_one_b", "--ranks=2", "--microbatches=4", "-O",
+            "stage_segments=3",
+            "-O", "tp=2", "-O", f"microbatch_chunks={chunks}", "--tradeoff", "-o", "x.png",
+        )  # fmt: skip
+    assert [a.collections[-1].get_offsets()[:, 0].tolist() for a in drawn] == 2 * [[4, 2]]
+
+
+def test_refusals() -> None:
+    def of(chunks: Any) -> Any:
+        return lambda: compile(
+            schedules.gpipe, PipelineShape(2, 2), tp=2, stage_segments="g", microbatch_chunks=chunks
+        )
+
+    for wrong in (0, 2.5, True, "x", (1, 2)):
+        refused(of(wrong), ShapeError, "microbatch_chunks")
+    refused(of(2**20), ShapeError, "microbatches must be from 1 to")
+    odd = PipelineShape(2, 3, 2, "mirror")
+    refused(
+        lambda: compile(schedules.chimera, odd, microbatch_chunks=2),
+        UsageError, "the replicas of a stage divide 3", "[2, 3]", "[3, 6]",
+    )  # fmt: skip
+    refused(lambda: split_costs(Costs(), 1, odd, chunks=0), ShapeError, "chunks must be from 1")
+
+
+def test_checker_demands_all_chunks() -> None:
+    program = compile(
+        schedules.one_f_one_b, PipelineShape(1, 1), tp=2, stage_segments="g", microbatch_chunks=2
+    )
+    for one, missing in {
+        "  F 0.1\n": "F 0.1 is missing on rank 0",
+        "  tp_reduce_act 1.1\n": "tp_reduce_act 1.1 is missing on rank 0",
+        "  B 1.0\n": "microbatch 0 has no backward in stage 1 (rank 0)",
+    }.items():
+        refused(lambda s=one: check(edited(program, s, "")), CompletenessError, missing)
+        refused(lambda s=one: check(edited(program, s, 2 * s)), CompletenessError, "twice")
+    late = edited(
+        edited(program, "  tp_reduce_act 1.1\n", ""), "  B 1.0\n", "  tp_reduce_act 1.1\n  B 1.0\n"
+    )
+    refused(lambda: check(late), OrderError, "F 1.1", "tp_reduce_act 1.1")
+
+
+# ---------------------------------------------------------------- skips, holders, evaluation
+
+WITH_SKIPS: dict[Any, tuple[PipelineShape, tuple[tuple[int, int], ...]]] = {
+    schedules.one_f_one_b: (PipelineShape(3, 4), ((0, 2),)),
+    schedules.zb_v: (PipelineShape(2, 4, 2, "vee"), ((0, 3),)),
+    schedules.interleaved: (PipelineShape(2, 4, 3), ((0, 5), (1, 4))),
+    schedules.dualpipe: (PipelineShape(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
+    schedules.pipedream_2bw: (PipelineShape(3, 6, optimizer_steps=2, weight_delay=1), ((0, 2),)),
+    schedules.forward_only: (PipelineShape(3, 2), ((0, 2),)),
+}
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(sorted(WITH_SKIPS, key=lambda one: str(one.__name__))),
+    st.integers(2, 3), st.sampled_from([1, 2, "gf"]), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_with_skips_holders_and_evaluation(
+    schedule: Any, chunks: int, pieces: Any, skipping: bool, overlap: bool
+) -> None:
+    """Each chunk takes the way of its microbatch, on the rank that has that, and its skip does; so
+    does what evaluates on these stages: the checker and the independent machine say so."""
+    shape, skips = WITH_SKIPS[schedule]
+    how: dict[str, Any] = {"tp": 2, "stage_segments": pieces, "skips": skips if skipping else None}
+    whole = compile(schedule, shape, **how)
+    program = compile(schedule, shape, microbatch_chunks=chunks, overlap=overlap, **how)
+    assert len(program.skips) == len(whole.skips) == len(skips) * skipping
+    for one in (program, evaluation_program(program)):
+        assert check(one, "per_edge") and verdict(one, "per_edge").kind == "ok"
+    for found, own in zip(
+        (program, evaluation_program(program)), (whole, evaluation_program(whole)), strict=True
+    ):
+        for rank, stream in enumerate(own.streams):
+            want = computes(stream, 1, 0)
+            for chunk in range(chunks):
+                assert computes(found.streams[rank], chunks, chunk) == want
+
+
+def computes(stream: Iterable[Instr], chunks: int, chunk: int) -> list[tuple[Opcode, int, int]]:
+    """What a rank computes, sums, and passes by skips, of one chunk of each microbatch, in order
+    but for transfers."""
+    every = [
+        (i.op, i.stage, i.mb // chunks) for i in stream if i.mb % chunks == chunk and i.mb >= 0
+    ]
+    passed = sorted(one for one in every if "Skip" in Opcode(one[0]).name)
+    return [one for one in every if one[0] in COMPUTE_OPS] + passed

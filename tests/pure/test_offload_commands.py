@@ -1,0 +1,252 @@
+"""What commands say of offload: waits for the host and its disk, and what ranks could hold."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from schedir import (
+    Costs,
+    PipelineShape,
+    Sizes,
+    Timeline,
+    check,
+    compile,
+    from_text,
+    schedules,
+    simulate,
+    to_text,
+)
+from schedir.__main__ import main
+from schedir.errors import MemoryLimitError
+from schedir.ir.isa.instructions import Opcode
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
+from schedir.predict.what_if import Advice, advise
+from tests.offload_programs import offloaded
+
+
+def run(costs: Costs, *, spilled: bool = False, **options: object) -> Timeline:
+    plain = compile(schedules.one_f_one_b, PipelineShape(1, 3), **options)  # type: ignore[arg-type]
+    return simulate(check(offloaded(plain, spilled=spilled)), costs)
+
+
+def causes(timeline: Timeline) -> dict[IdleCause, float]:
+    table = sum_by_cause(idleness(timeline), timeline.ranks).sum(0)
+    return {c: round(float(table[c]), 9) for c in IdleCause if table[c]}
+
+
+def test_waits_for_the_host_and_for_the_disk_are_told_apart() -> None:
+    """One rank, F B F B F B: before each B it waits for both copies, or all four."""
+    costs = Costs(F=1, B=2, offload=0.5, reload=0.25, offload_to_disk=3, reload_from_disk=1)
+    assert causes(run(costs)) == {IdleCause.OFFLOAD: 3 * 0.75}
+    assert causes(run(costs, spilled=True)) == {IdleCause.OFFLOAD: 3 * 0.75, IdleCause.DISK: 3 * 4}
+    found = run(costs, spilled=True)
+    idle = idleness(found)
+    for cause, ops in (
+        (IdleCause.OFFLOAD, {Opcode.Offload, Opcode.Reload}),
+        (IdleCause.DISK, {Opcode.OffloadToDisk, Opcode.ReloadFromDisk}),
+    ):  # fmt: skip
+        awaited = found.spans["op"][idle["awaits"][idle["cause"] == cause]]
+        assert {*awaited.tolist()} == ops
+
+
+def test_snapshots_on_the_same_lane_are_none_of_them() -> None:
+    costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=20)
+    found = causes(run(costs, checkpoint_snapshots=True))
+    assert found[IdleCause.SNAPSHOT] > 0 and found[IdleCause.OFFLOAD] > 0
+    assert found[IdleCause.SNAPSHOT] + found[IdleCause.OFFLOAD] == pytest.approx(
+        sum(found.values())
+    )
+    assert IdleCause.OFFLOAD not in causes(
+        run(Costs(F=1, B=2, snapshot=20), checkpoint_snapshots=True)
+    )
+
+
+def test_a_forward_that_waits_for_room_waits_for_the_offload_that_leaves_it() -> None:
+    text = to_text(offloaded(compile(schedules.gpipe, PipelineShape(1, 4))), folded=False).replace(
+        "\nrank 0\n", "\nrank 0  saved 1\n"
+    )
+    found = simulate(check(from_text(text)), Costs(F=1, B=2, offload=0.5, reload=0.25))
+    assert causes(found) == {IdleCause.OFFLOAD: 4 * 0.75}
+    assert found.span == 4 * 3.75
+
+
+def test_free_copies_are_tried_and_free_snapshots_are_not_they() -> None:
+    costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=0.1)
+    timeline = run(costs, checkpoint_snapshots=True)
+    told = {change.description: change.saved_share for change in advise(timeline, costs).changes}
+    (copies,) = [saves for what, saves in told.items() if "copies to the host" in what]
+    (kept,) = [saves for what, saves in told.items() if "snapshots" in what]
+    free = simulate(timeline.program, Costs(F=1, B=2, snapshot=0.1))
+    assert copies == pytest.approx(1 - free.span / timeline.span)
+    assert copies > 0.1 and np.isclose(kept, 0, atol=0.05)
+
+
+# ---------------------------------------------------------------- what ranks could hold
+
+PRICED = Costs(F=1, B=2, offload=1, reload=1)
+SIZES = Sizes(saved=10, recompute_inputs=1)
+
+
+def advice_of(costs: Costs, limit: float | None = None, **options: Any) -> Advice:
+    program = compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **options)
+    return advise(simulate(program, costs, sizes=SIZES), costs, memory_limit=limit)
+
+
+def test_offload_is_proposed_if_it_takes_no_time() -> None:
+    advice = advice_of(PRICED)
+    (best,) = [change for change in advice.memory_changes if change.description == 'offload="all"']
+    assert best.run.span == advice.baseline.span
+    assert best.memory["device"] < advice.current.memory["device"] and best.memory["host"] > 0
+    for change in advice.memory_changes:  # each is what compile makes of its options
+        options = {k: v for k, v in change.row.options.items() if v is not None}
+        program = compile(schedules.gpipe, PipelineShape(2, 8), costs=PRICED, **options)
+        assert program == change.run.program
+
+
+def test_what_takes_more_time_and_memory_than_another_is_not_proposed() -> None:
+    slow = replace(PRICED, offload=6, reload=6)
+    advice = advice_of(slow)
+    assert [change.description for change in advice.memory_changes] == ['recompute="all"']
+    first, *_ = advice_of(slow, offload=[0, 1]).memory_changes
+    assert first.description == "all saved activations kept" and first.saved_share > 0
+    most = [change.memory["device"] for change in advice_of(PRICED).memory_changes]
+    assert most == sorted(most, reverse=True) and len({*most}) == len(most)
+
+
+def test_within_a_limit_is_proposed_what_fits() -> None:
+    advice = advice_of(PRICED, limit=35)
+    assert not advice.fits_memory and any(
+        "offload" in change.description for change in advice.memory_changes
+    )
+    assert all(change.memory["device"] <= 35 for change in advice.memory_changes)
+    first, *_ = advice_of(
+        PRICED, limit=50
+    ).memory_changes  # the same time as "all", and fewer copies
+    assert first.description == 'offload="fit"' and first.run.span == advice.baseline.span
+    advice = advice_of(PRICED, limit=5)
+    assert not advice.fits_memory and not advice.memory_changes
+    assert advice_of(PRICED, limit=500).fits_memory
+
+
+def test_nothing_is_claimed_of_copies_without_costs_or_sizes() -> None:
+    program, free = compile(schedules.gpipe, PipelineShape(2, 8)), Costs(F=1, B=2)
+    held = advise(simulate(program, free, sizes=SIZES), free).memory_changes
+    assert not any("offload" in change.description for change in held)
+    assert advise(simulate(program, PRICED), PRICED).memory_changes == []  # no sizes
+
+
+def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> None:
+    head = "explain gpipe --ranks 2 --microbatches 8 --sizes saved=10MB --costs F=1,B=2"
+    assert main(f"{head},offload=4,reload=4 -O offload=0,1".split()) == 0
+    told = capsys.readouterr().out
+    assert (
+        "changes that take less time or memory, by simulation:\n" in told
+        and "all saved activations kept" in told
+    )
+    assert main(f"{head},offload=1,reload=1 --memory-limit 40MB".split()) == 0
+    assert "the program does not fit into 40 MB: span " in capsys.readouterr().out
+    assert main(f"{head},offload=1,reload=1 --memory-limit 5MB".split()) == 0
+    assert capsys.readouterr().out.endswith("; no tried change fits\n")
+    assert main(f"{head},offload=1,reload=1 --memory-limit 40MB --json".split()) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert not facts["fits"] and facts["held"]["memory"]["device"] > 40e6
+    assert all(change["memory"]["device"] <= 40e6 for change in facts["could_be_held"])
+    assert 'offload="all"' in [change["what"] for change in facts["could_be_held"]]
+
+
+def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = (
+        "gpipe --ranks 2 --microbatches 4 --sizes saved=10MB,recompute_inputs=1MB --costs F=1,B=2"
+    )
+    moved = (
+        f"{shape},offload=0.5,reload=0.5,offload_to_disk=0.5,reload_from_disk=0.5 -O offload=all"
+    )
+    moved += " -O offload_to_disk=0.1,0.2"
+    assert main(f"simulate {moved} --json".split()) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["peak_on_disk"] == [20e6, 0] and len(facts["peak_on_host"]) == 2
+    for command in ("simulate", "check"):
+        assert main(f"{command} {moved}".split()) == 0
+        told = capsys.readouterr().out
+        assert "\nspilled: 2 of 8 forwards: mb 1-2 of stage 0\n" in f"\n{told}"
+        assert "offloaded: " in told and ("peak on disk" in told) == (command == "simulate")
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (
+            {"offload": [3, 0]},
+            "offload has 3, but no activation of it is moved: no compute runs",
+        ),
+        ({"offload": [(3, 1), (0, 0)]}, "offload has 3.1, but no activation of it is moved"),
+        (
+            {"offload": [0], "offload_to_disk": [1, (2, 3)]},
+            "offload_to_disk has 1, 2.3, .*it is not offloaded",
+        ),
+        (
+            {"offload": [0], "offload_to_disk": [(1, k) for k in range(6)]},
+            "1.3 and 2 more, but no activation",
+        ),
+    ],
+)
+def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> None:
+    with pytest.warns(UserWarning, match=told):
+        program = compile(schedules.one_f_one_b, PipelineShape(4, 8), **how)
+    assert (
+        Opcode.Offload in program.used_opcodes and Opcode.OffloadToDisk not in program.used_opcodes
+    )
+
+
+def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def shown(*warning: Any, **more: Any) -> None:
+        told.append(warnings.formatwarning(*warning[:4]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", shown)
+        assert (
+            main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "-O", "offload=3"]) == 0
+        )
+    (own,) = told
+    assert own.startswith("warning: offload has 3, but no activation of it is moved: ")
+    assert own.endswith("the use of its activations\n")
+
+
+def test_a_limit_says_what_moving_would_spare() -> None:
+    shape, sizes = PipelineShape(4, 8), Sizes(saved=10, model_states=7)
+    costs = Costs(F=1, B=2, offload=1, reload=1)
+    with pytest.raises(MemoryLimitError) as caught:
+        compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=40)
+    assert caught.value.hint.startswith("40 B are saved activations: offload='fit' moves")
+    compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=40, costs=costs, offload="fit")
+    with pytest.raises(MemoryLimitError) as caught:  # which no offload would help
+        compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=6)
+    assert not caught.value.hint
+
+
+def test_what_the_host_does_for_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its steps are not free, and how to say what they take is told, also of explain."""
+    for command in ("simulate", "explain"):
+        at = [
+            command,
+            "one_f_one_b",
+            "--ranks=2",
+            "--microbatches=2",
+            "-O",
+            "optimizer_placement=cpu_step",
+        ]
+        assert not main([*at, "--costs=F=1,B=2,offload_grads=1"])
+        (line,) = [one for one in capsys.readouterr().out.splitlines() if "without a cost" in one]
+        assert "without a cost, and so free: host_step, reload_weights; " in line
+        assert "--costs host_step=0.5,reload_weights=0.5" in line
+        assert not main([*at, "--costs=F=1,B=2,offload_grads=1,reload_weights=1,host_step=1"])
+        assert "without a cost" not in capsys.readouterr().out

@@ -1,0 +1,62 @@
+"""The planner prefers a simple plan to one that is barely faster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from schedir.planner import prefer_simplest
+from schedir.planner.plan_simplicity import measure_complexity
+from tests.commands import said
+from tests.pure.test_planner_command import AT, PLAN
+
+SIMPLE = replace(PLAN, schedule="one_f_one_b", stages_per_rank=1, recompute="none", zero=0)
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "is_preferred"), [(0.0, True), (0.006, True), (0.0199, True), (0.0201, False)]
+)
+def test_two_percent_are_the_limit(slowdown: float, is_preferred: bool) -> None:
+    simple = replace(SIMPLE, step_time=PLAN.step_time * (1 + slowdown))
+    assert prefer_simplest([PLAN, simple]) == ([simple, PLAN] if is_preferred else [PLAN, simple])
+    assert prefer_simplest([]) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schedule": "zb_h1"}, {"stages_per_rank": 2}, {"recompute": "full"}, {"zero": 1},
+        {"sequence_parallel": True}, {"cp": 2}, {"ep": 2}, {"offload": "fit"},
+        {"optimizer_placement": "host"},
+    ],
+)  # fmt: skip
+def test_each_mechanism_counts(change: dict[str, object]) -> None:
+    complex_plan = replace(SIMPLE, **change)  # type: ignore[arg-type]
+    assert measure_complexity(complex_plan) > measure_complexity(SIMPLE)
+
+
+def test_fewer_stages_and_less_sharding_are_simpler() -> None:
+    two, eight = (replace(PLAN, stages_per_rank=v) for v in (2, 8))
+    assert prefer_simplest([eight, two]) == [two, eight]
+    levels = [replace(PLAN, zero=level) for level in (3, 2, 1)]
+    assert prefer_simplest(levels)[0].zero == 1
+
+
+def test_the_command_prints_what_it_prefers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The preferred plan is also the one that is written."""
+    text = said(capsys, *AT, "-o", str(tmp_path / "plan.toml"))
+    assert "\nplan 1 is the simplest within 2 % of the fastest. The fastest takes " in text
+    plans = json.loads(said(capsys, *AT, "--json"))["plans"]
+    steps = [plan["step_time"] for plan in plans]
+    assert min(steps) == steps[1] < steps[0] <= 1.02 * steps[1]
+    written = (tmp_path / "plan.toml").read_text()
+    assert f"ranks = {plans[0]['pp']}\n" in written and plans[0]["zero"] < plans[1]["zero"]
+    only = said(capsys, *AT, "--top=1")
+    assert "within 2 % of the fastest" in only
+    fastest = said(capsys, *AT, "--zero=1", "--schedules=one_f_one_b", "--pp=1", "--tp=1")
+    assert "within 2 % of the fastest" not in fastest

@@ -1,0 +1,96 @@
+"""Constants of training software: closed forms and simulated programs agree on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from schedir import planner
+from schedir.errors import UsageError
+from schedir.planner import ParallelPlan, TransformerSpec
+from schedir.planner.transformer.layer_division import divide_layers
+
+MODEL = TransformerSpec(16, 2048, 32, 131072, 4096, ffn=8192, gated=True)
+NANOTRON = planner.stack_preset("nanotron")
+
+
+@pytest.mark.parametrize("name", planner.stack_presets())
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        ParallelPlan(dp=16, microbatches=4, zero=1),
+        ParallelPlan(pp=2, tp=8, microbatches=8, sequence_parallel=True),
+        ParallelPlan(pp=4, tp=2, dp=2, microbatches=16, zero=1, sequence_parallel=True),
+    ],
+    ids=["dp", "tp", "pp"],
+)
+def test_the_closed_form_and_the_program_agree(name: str, degrees: ParallelPlan) -> None:
+    stack, cluster = planner.stack_preset(name), planner.cluster_preset("h100-efa", nodes=2)
+    plan = stack.complete(MODEL, degrees)
+    formula, program = (
+        planner.estimate_step(
+            MODEL, cluster, plan, exact=exact,
+            constants=stack.constants, state_bytes=stack.state_bytes,
+        )
+        for exact in (False, True)
+    )  # fmt: skip
+    assert formula.step_time == pytest.approx(program.step_time, rel=0.05)  # of uneven stages
+    assert formula.memory.total == pytest.approx(program.memory.total, rel=0.03)
+
+
+def seconds(plan: ParallelPlan, nodes: int = 2, **changes: float) -> float:
+    constants = replace(NANOTRON.constants, **changes)
+    cluster = planner.cluster_preset("h100-efa", nodes=nodes)
+    return planner.estimate_step(
+        MODEL, cluster, NANOTRON.complete(MODEL, plan), exact=False, constants=constants
+    ).step_time
+
+
+def test_each_constant_of_times_does_what_it_says() -> None:
+    """It changes the plans that have what it is about, and no others."""
+    sliced = ParallelPlan(tp=8, pp=2, microbatches=8, sequence_parallel=True)
+    within = ParallelPlan(tp=8, dp=2, microbatches=8, sequence_parallel=True)
+    assert seconds(sliced, crossing_us=400) > seconds(sliced) * 1.5
+    assert seconds(within, crossing_us=400) == seconds(within)
+    sharded = replace(within, zero=1)
+    latency = 2 * 16 * 54e-6  # a tree over two nodes, for each of 16 layers
+    more = seconds(sharded, gathers_per_layer=7) - seconds(sharded, gathers_per_layer=6)
+    assert more == pytest.approx(latency, rel=0.1)
+    assert seconds(within, gathers_per_layer=7) == seconds(within, gathers_per_layer=6)
+    busy = ParallelPlan(dp=16, microbatches=4)
+    assert seconds(busy, speed_share=0.37) == pytest.approx(2 * seconds(busy), rel=0.1)
+    assert seconds(busy, kernels_per_op=1) == seconds(busy)  # the GPU is slower
+    assert seconds(within, kernels_per_op=6) > 1.5 * seconds(within)
+
+
+def test_replicas_wait_for_the_slowest() -> None:
+    plan = NANOTRON.complete(MODEL, ParallelPlan(dp=16, microbatches=4))
+    even, uneven = (
+        planner.estimate_step(
+            MODEL, replace(planner.cluster_preset("h100", nodes=2), jitter=jitter), plan,
+            exact=False,
+        ).step_time
+        for jitter in (0, 0.1)
+    )  # fmt: skip
+    assert uneven / even == pytest.approx(1 + 0.1 * 1.766, rel=1e-3)  # the largest of 16 normals
+
+
+def test_division_by_compute() -> None:
+    """The head has the weights of four layers here."""
+    assert divide_layers(MODEL, 2, "compute") == (10, 6)
+    assert divide_layers(MODEL, 4, "compute") == (5, 5, 5, 1)
+    assert divide_layers(MODEL, 20, "compute") == (1,) * 16 + (0,) * 4
+    assert divide_layers(MODEL, 2, "even") == (8, 8)
+
+
+def test_a_plan_of_a_stack_can_be_searched() -> None:
+    cluster = planner.cluster_preset("h100-efa", nodes=2)
+    best = planner.plan(MODEL, cluster, 256, top=1, exact=False, pp=4, **NANOTRON.options)[0]
+    assert best.layers_per_stage == (5, 5, 5, 1)
+
+
+def test_an_unknown_stack() -> None:
+    with pytest.raises(UsageError) as caught:
+        planner.stack_preset("megatorn")
+    assert caught.value.hint == "did you mean 'megatron'?"

@@ -1,0 +1,246 @@
+"""Sequences of programs: what each rank runs one after the other."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from schedir import (
+    PipelineShape,
+    check_program_sequence,
+    compile,
+    save_timeline,
+    schedules,
+    simulate,
+)
+from schedir.__main__ import main
+from schedir.analysis.progress_models import MODELS, ProgressModel
+from schedir.compiler.compile import lower
+from schedir.errors import (
+    ChannelMismatchError,
+    DeadlockError,
+    GroupError,
+    ProgramSequenceError,
+    SchedirError,
+    UsageError,
+)
+from schedir.ir.program import Program
+from schedir.ir.text_format import from_text, to_text
+from schedir.testing import random_compute_program
+from schedir.verify.check import check
+from tests.commands import refused, said
+from tests.edits import written
+from tests.mutants import MUTATIONS, reordered, ties
+from tests.oracle_step_sequences import verdict
+
+Runs = list[list[Program]]
+
+TRAIN = compile(schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True)
+EVALUATE = compile(schedules.forward_only, PipelineShape(3, 4))
+THERE = compile(schedules.forward_only, PipelineShape(2, 1))
+BACK = from_text(
+    "schedir 1\nprogram back\nranks 2  microbatches 1  stages_per_rank 1  placement 1,0\n"
+    "rank 0\n  recv_act 1.0; F 1.0\nrank 1\n  F 0.0; send_act 0.0\n"
+)
+
+
+def refusal(runs: Runs, progress_model: ProgressModel = "per_device") -> ProgramSequenceError:
+    with pytest.raises(ProgramSequenceError) as caught:
+        check_program_sequence(runs, progress_model)
+    assert caught.value.progress_model == progress_model
+    return caught.value
+
+
+def where(error: ProgramSequenceError) -> list[tuple[int, int, str]]:
+    return [(site.rank, site.index, f"{site.instr}, {site.note}") for site in error.sites]
+
+
+@pytest.mark.parametrize("progress_model", MODELS)
+def test_the_same_steps_everywhere(progress_model: ProgressModel) -> None:
+    check_program_sequence([[TRAIN, EVALUATE, TRAIN]] * 3, progress_model)
+    check_program_sequence([[]] * 3, progress_model)
+
+
+@pytest.mark.parametrize("progress_model", MODELS)
+def test_another_steps_message(progress_model: ProgressModel) -> None:
+    error = refusal([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN, TRAIN]], progress_model)
+    assert where(error) == [
+        (1, 3, "send_act 1.0, step 2, forward_only"),
+        (2, 0, "recv_act 2.0, step 2, one_f_one_b"),
+    ]
+
+
+def test_a_message_that_nobody_takes() -> None:
+    error = refusal([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN]])
+    assert where(error) == [(1, 3, "send_act 1.0, step 2, forward_only")]
+    error = refusal([[TRAIN], [TRAIN, EVALUATE], [TRAIN, EVALUATE]])
+    assert where(error) == [(1, 0, "recv_act 1.0, step 2, forward_only")]
+
+
+def test_opposite_ways_may_wait_for_each_other() -> None:
+    """Nothing crosses here, and with a queue for both ways both ranks wait with their send."""
+    runs = [[THERE, BACK], [BACK, THERE]]
+    check_program_sequence(runs, "per_edge")
+    for model in ("per_pair", "per_device", "blocking_serial"):
+        assert where(refusal(runs, model)) == [
+            (0, 1, "send_act 0.0, step 1, forward_only, waits"),
+            (1, 1, "send_act 0.0, step 1, back, waits"),
+        ]
+
+
+def test_what_a_step_leaves_out_is_in_order_all_the_same() -> None:
+    """The second step has no message between ranks 0 and 1, whose messages keep their queue."""
+    there, beside, back = (
+        compile(schedules.forward_only, PipelineShape(3, 1, placement=placement))
+        for placement in ((0, 1, 2), (0, 2, 1), (2, 1, 0))
+    )
+    runs = [[there, beside, back], [back, beside, there], [back, beside, there]]
+    check_program_sequence(runs, "per_edge")
+    assert verdict(runs, "per_edge", 0).kind == "ok"
+    assert "wait" in refusal(runs, "per_pair").fact
+    assert verdict(runs, "per_pair", 0).kind == "hang"
+
+
+def test_two_steps_that_train_the_other_way_round() -> None:
+    """Messages of the two go opposite ways, so they do not meet; their norms would."""
+    one, other = (
+        compile(schedules.gpipe, PipelineShape(2, 1, placement=placement), clip_grad_norm=True)
+        for placement in ((0, 1), (1, 0))
+    )
+    runs = [[one, other], [other, one]]
+    assert "wait" in refusal(runs, "per_edge").fact
+    assert verdict(runs, "per_edge", 0).kind == "hang"
+
+
+def test_a_program_that_is_wrong_by_itself() -> None:
+    late = from_text(
+        "schedir 1\nprogram late\nranks 2  microbatches 1  stages_per_rank 1  placement loop\n"
+        "rank 0\n  F 0.0; send_act 0.0\nrank 1\n  F 1.0; recv_act 1.0\n"
+    )
+    with pytest.raises(SchedirError, match=r"late: F 1\.0 needs"):
+        check_program_sequence([[late], [late]])
+
+
+def test_misuse() -> None:
+    with pytest.raises(UsageError, match="has 3 ranks"):
+        check_program_sequence([[TRAIN], [TRAIN]])
+    with pytest.raises(UsageError, match="must be a Program"):
+        check_program_sequence([["train"]])  # type: ignore[list-item]
+    for runs in (TRAIN, [TRAIN, EVALUATE], [], None, 3):
+        with pytest.raises(UsageError, match="a list of programs for each rank"):
+            check_program_sequence(runs)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="model must be"):
+        check_program_sequence([[TRAIN]] * 3, "tcp")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- from the shell
+
+
+def test_what_the_shell_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands and what they say, as `golden/steps.txt` has them."""
+    monkeypatch.chdir(tmp_path)
+    for program in (TRAIN, EVALUATE, THERE, BACK):
+        name = {"one_f_one_b": "train", "forward_only": "evaluate"}.get(program.name, program.name)
+        name = "there" if program is THERE else name
+        Path(f"{name}.sched").write_text(to_text(replace(program, name=name)))
+    golden = (Path(__file__).parents[1] / "golden" / "steps.txt").read_text()
+    said = ""
+    for command in re.findall(r"^\$ schedir (.*)$", golden, re.MULTILINE):
+        code = main(command.split())
+        out, err = capsys.readouterr()
+        assert code == (2 if err else 0)
+        said += f"$ schedir {command}\n{out}{err}"
+    assert said == golden
+
+
+def test_the_shell_asks_for_the_model_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    late = written(
+        "F 0.0; send_act 0.0; F 0.1; send_act 0.1; recv_act 2.0; F 2.0; send_act 2.0; recv_act 2.1;"
+        "F 2.1; send_act 2.1",
+        "recv_act 1.0; F 1.0; send_act 1.0; recv_act 1.1; F 1.1; send_act 1.1; recv_act 3.0; F 3.0;"
+        "recv_act 3.1; F 3.1",
+        microbatches=2, header="stages_per_rank 2",
+    )  # fmt: skip
+    Path("late.sched").write_text(to_text(late))
+    save_timeline(simulate(late, progress_model="per_edge"), "late.timeline")
+    assert "hint: they finish under per_edge" in refused(
+        capsys, "check", "late.sched", "late.sched"
+    )
+    steps = ("late.timeline", "late.timeline")
+    assert "finish under per_edge, but not under per_pair" in said(capsys, "check", *steps)
+    assert "DeadlockError" in refused(capsys, "check", *steps, "--progress-model", "per_device")
+
+
+# ---------------------------------------------------------------- beside execution
+
+
+def some(shape: PipelineShape, rng: random.Random) -> Program:
+    """A program on a shape's ranks that is legal under `per_edge` at least."""
+    stages = rng.randint(1, 2)
+    placement = tuple(rng.sample([*range(shape.ranks)] * stages, shape.ranks * stages))
+    shape = replace(shape, microbatches=rng.randint(1, 3), placement=placement)
+    draft = random_compute_program(shape, rng, split=rng.choice([0, 1]))
+    program = lower(
+        replace(draft, clip_grad_norm=rng.random() < 0.5, tied_weights=ties(shape, rng))
+    )
+    if rng.random() < 0.5:
+        program = MUTATIONS["evaluate"](program, rng) or program
+    return reordered(program, rng) if rng.random() < 0.7 else program
+
+
+def changed(steps: list[Program], rng: random.Random) -> list[Program]:
+    """The steps of one rank, of which two come the other way round, or one is not there."""
+    steps = [*steps]
+    at = rng.randrange(len(steps))
+    if len(steps) > 1 and rng.random() < 0.8:
+        other = rng.randrange(len(steps))
+        steps[at], steps[other] = steps[other], steps[at]
+    else:
+        del steps[at]
+    return steps
+
+
+def legal(programs: list[Program], progress_model: ProgressModel) -> bool:
+    try:
+        for program in programs:
+            check(program, progress_model)
+    except (DeadlockError, GroupError, ChannelMismatchError):
+        return False
+    return True
+
+
+@settings(max_examples=80)
+@given(st.integers(0, 2**32), st.booleans())
+def test_execution_agrees(seed: int, alike: bool) -> None:
+    rng = random.Random(seed)
+    shape = PipelineShape(rng.choice([2, 2, 3]), 2)
+    programs = [some(shape, rng) for _ in range(rng.randint(1, 2))]
+    steps = [rng.choice(programs) for _ in range(rng.randint(1, 4))]
+    runs = [[*steps] for _ in range(shape.ranks)]
+    if not alike:
+        for rank in rng.sample(range(shape.ranks), rng.randint(1, shape.ranks)):
+            runs[rank] = changed(steps, rng)
+        assume(any(runs))
+    for model in MODELS:
+        if not legal(programs, model):
+            continue
+        ran = verdict(runs, model, rng.randrange(2**32))
+        try:
+            check_program_sequence(runs, model)
+        except ProgramSequenceError as error:
+            event("they wait" if "across" in error.fact else "they cross")
+            assert not alike and ran.kind != "ok", error
+        else:
+            event("alike" if alike else "unlike, and right")
+            assert ran.kind == "ok", ran

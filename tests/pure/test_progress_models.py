@@ -1,0 +1,418 @@
+"""What some transports do beside queueing: other communicators, small messages, first uses."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.progress_models import MODELS, ProgressModel
+from schedir.compiler.compile import compile
+from schedir.errors import ChannelMismatchError, DeadlockError, SchedirError, UsageError
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import EagerMessages, Sizes
+from schedir.ir.isa.instructions import Opcode as O
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program, Proof
+from schedir.ir.text_format import to_text
+from schedir.passes.communication.transfer_overlap import post_receives_early
+from schedir.predict.simulate import simulate
+from schedir.schedules import interleaved, one_f_one_b
+from schedir.verify.check import build_complete_graph, check
+from tests.commands import refused as refuses
+from tests.commands import said
+from tests.edits import written
+from tests.mutants import legal, mutate, refusal, reordered
+from tests.oracle import Machine
+from tests.oracle_host import MESSAGES, SENDING
+from tests.oracle_threads import verdict
+from tests.strategies import with_slots
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "models.txt"
+LOOP, VEE = "stages_per_rank 2", "stages_per_rank 2 placement vee"
+REORDER = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_receives",
+           "early_receive", "late_send", "join_both_sides", "join_next_transfer",
+           "join_transfers", "reorder_group", "ungroup")  # fmt: skip
+seeds, models = st.integers(0, 2**32), st.sampled_from(MODELS)
+
+# torch's 1F1B of one microbatch on three ranks: the last send of a warm-up goes with a receive.
+ALONE = written(
+    "F 0.0; send_act 0.0 & recv_grad 0.0; B 0.0; reduce_grads 0; step",
+    "recv_act 1.0; F 1.0; send_act 1.0 & recv_grad 1.0; B 1.0; send_grad 1.0; reduce_grads 1; step",
+    "recv_act 2.0; F 2.0; B 2.0; send_grad 2.0; reduce_grads 2; step",
+)
+# Both ranks send before they receive.
+CROSSED = written(
+    "F 0.0; send_act 0.0; F 0.1; send_act 0.1; recv_act 3.0; recv_act 3.1; F 3.0; F 3.1",
+    "recv_act 1.0; F 1.0; F 2.0; send_act 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1",
+    microbatches=2, header=VEE,
+)  # fmt: skip
+# Every rank posts its receive first, the one that closes the ring too.
+RING = written(
+    "recv_act 4.0; F 0.0; send_act 0.0; F 4.0; send_act 4.0",
+    "recv_act 1.0; F 1.0; send_act 1.0; recv_act 5.0; F 5.0; send_act 5.0",
+    "recv_act 2.0; F 2.0; send_act 2.0; recv_act 6.0; F 6.0; send_act 6.0",
+    "recv_act 3.0; F 3.0; send_act 3.0; recv_act 7.0; F 7.0",
+    header=LOOP,
+)
+
+# A communicator of all ranks that rank 2 never uses: nothing that it has goes both ways.
+BATCHES = written(
+    "F 0.0; send_act 0.0; F 0.1; send_act 0.1 & recv_grad 0.0; B 0.0; recv_grad 0.1; B 0.1;"
+    "reduce_grads 0; step",
+    "recv_act 1.0; F 1.0; send_act 1.0; recv_grad 1.0; B 1.0; send_grad 1.0 & recv_act 1.1; F 1.1;"
+    "send_act 1.1; recv_grad 1.1; B 1.1; send_grad 1.1; reduce_grads 1; step",
+    "recv_act 2.0; F 2.0; B 2.0; send_grad 2.0; recv_act 2.1; F 2.1; B 2.1; send_grad 2.1;"
+    "reduce_grads 2; step",
+    microbatches=2,
+)
+
+
+def refused(
+    program: Program, progress_model: ProgressModel = "per_device", **how: object
+) -> SchedirError:
+    with pytest.raises(SchedirError) as caught:
+        check(program, progress_model, **how)  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_what_is_said() -> None:
+    """The prose of what only such transports refuse."""
+    late = written(
+        "F 0.0; send_act 0.0; F 0.1; send_act 0.1", "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1",
+        microbatches=2,
+    )  # fmt: skip
+    errors = [
+        refused(ALONE, "torch_lazy"),
+        refused(CROSSED, sizes=Sizes(activation=(2.0**24, 1.0, 2.0**25, 1.0))),
+        refused(CROSSED, eager_limit=10, sizes=Sizes(activation=(20.0, 1.0, 3e6, 1.0))),
+        refused(late, eager_limit=1, sizes=Sizes(activation=1)),
+        refused(RING, "per_pair", lazy_communicators=True),
+        refused(BATCHES, "torch_lazy", lazy_communicators=True),
+    ]
+    assert "\n".join(map(str, errors)) + "\n" == GOLDEN.read_text()
+
+
+# ---------------------------------------------------------------- torch's communicators
+
+
+def test_a_message_whose_ends_are_on_two_communicators_never_meets() -> None:
+    error = refused(ALONE, "torch_lazy")
+    assert isinstance(error, ChannelMismatchError)
+    assert [(s.rank, s.index, str(s.instr)) for s in error.sites] == [
+        (0, 1, "send_act 0.0"), (1, 0, "recv_act 1.0"),
+    ]  # fmt: skip
+    for unchecked in (False, True):
+        with pytest.raises(ChannelMismatchError):
+            simulate(ALONE, progress_model="torch_lazy", skip_checks=unchecked)
+    assert {model for model in MODELS if not refusal(ALONE, model)} == {*MODELS} - {"torch_lazy"}
+    assert verdict(ALONE, "torch_lazy").kind == "hang"
+
+
+def test_torch_has_the_communicators_of_pairs_where_nothing_is_grouped() -> None:
+    shape = PipelineShape(4, 8, 2)
+    for program in (compile(interleaved, shape), compile(one_f_one_b, PipelineShape(4, 8))):
+        one, other = (
+            simulate(program, Costs(send=0.5), progress_model=m) for m in ("torch_lazy", "per_pair")
+        )
+        assert (one.spans == other.spans).all()
+
+
+def test_groups_of_both_ways_are_apart_from_what_goes_alone() -> None:
+    """What one queue would hold up, or have taken in the wrong order, torch has on two."""
+    program = written(
+        "F 0.0; F 0.1; send_act 0.0 & recv_act 3.1; send_act 0.1; F 3.1; recv_act 3.0; F 3.0",
+        "recv_act 1.1; F 1.1; F 2.1; recv_act 1.0 & send_act 2.1; F 1.0; F 2.0; send_act 2.0",
+        microbatches=2, header=VEE,
+    )  # fmt: skip
+    assert [model for model in MODELS if not refusal(program, model)] == ["torch_lazy"]
+    assert [model for model in MODELS if verdict(program, model).kind == "ok"] == ["torch_lazy"]
+
+
+@settings(max_examples=150)
+@given(seeds, st.sampled_from(REORDER), models)
+def test_times_of_any_groups(seed: int, name: str, progress_model: ProgressModel) -> None:
+    """The graph and the machine of turns agree on who starts when, however transfers are joined."""
+    _, program = mutate(name, seed)
+    _agrees(with_slots(program, random.Random(seed)), progress_model, None, seed)
+
+
+# ---------------------------------------------------------------- messages that wait for nobody
+
+
+def _agrees(
+    program: Program, progress_model: ProgressModel, eager_messages: EagerMessages | None, seed: int
+) -> None:
+    """Whether all end, and when: by the graph, and by a machine that has none."""
+    rng = random.Random(seed)
+    priced = Costs(**{name: float(rng.randint(0, 4)) for name in ("F", "B", "I", "W", "send")})
+    machine = Machine(program, progress_model, priced)
+    if eager_messages:
+        act, grad, skip = (
+            getattr(eager_messages.sizes, k) for k in ("activation", "activation_grad", "skip")
+        )
+        machine.small, machine.sizes = eager_messages.max_bytes, (act, grad, skip)
+    try:
+        graph = build_complete_graph(program, progress_model, eager_messages=eager_messages)
+    except SchedirError:
+        return  # the machine takes it that groups can be issued as one
+    reached = compute_earliest_times(graph, priced)
+    assert machine.run() == reached.is_done.all()
+    event("ends" if reached.is_done.all() else "hangs")
+    if not reached.is_done.all():
+        return
+    left = np.zeros(graph.node_id_limit)  # a group is left when all its transfers have ended
+    np.maximum.at(left, graph.entry_exit_nodes[1], reached.end)
+    for (rank, index), end in machine.ended.items():
+        assert left[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
+
+
+@settings(max_examples=150)
+@given(seeds, st.sampled_from(REORDER), models, st.sampled_from([0.0, 1.0, 2.0, 4.0]))
+def test_times_where_small_messages_wait_for_nobody(
+    seed: int, name: str, progress_model: ProgressModel, limit: float
+) -> None:
+    _, program = mutate(name, seed)
+    eager = EagerMessages(limit, Sizes(activation=2.0, activation_grad=4.0, skip=1.0))
+    _agrees(with_slots(program, random.Random(seed)), progress_model, eager, seed)
+
+
+@settings(max_examples=300)
+@given(seeds, st.sampled_from(REORDER), models, st.integers(0, 4), st.data())
+def test_small_messages_by_execution(
+    seed: int, name: str, progress_model: ProgressModel, limit: int, data: st.DataObject
+) -> None:
+    """The checker accepts what runs right where small messages are left behind, and no more."""
+    _, program = mutate(name, seed)
+    stages = program.shape.stages
+    each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
+    sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
+    ran = verdict(program, progress_model, seed, limit, sizes)
+    try:
+        check(program, progress_model, eager_limit=limit, sizes=sizes)
+        why = ""
+    except SchedirError as error:
+        why = f"{type(error).__name__}: {error}"
+    event(f"{ran.kind}, {'refused' if refusal(program, progress_model) else 'fine'} where all wait")
+    assert bool(why) == (ran.kind != "ok"), (why, ran)
+
+
+@settings(max_examples=100)
+@given(seeds, st.sampled_from(REORDER), models, st.data())
+def test_the_least_limit_is_the_least(
+    seed: int, name: str, progress_model: ProgressModel, data: st.DataObject
+) -> None:
+    """With what a DeadlockError says a program finishes, and with any less it does not."""
+    _, program = mutate(name, seed)
+    stages = program.shape.stages
+    each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
+    sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
+    try:
+        check(program, progress_model, sizes=sizes)
+    except DeadlockError as error:
+        least = error.eager_limit
+    except SchedirError:
+        return
+    else:
+        return
+    event("hangs anyway" if least is None else "finishes with small messages")
+    fine = [k for k in range(6) if verdict(program, progress_model, seed, k, sizes).kind == "ok"]
+    assert fine == [k for k in range(6) if least is not None and k >= least]
+
+
+def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
+    """What decides is the size of each message, on the wire: of slices where those are sent."""
+    program = written(
+        "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0; step",
+        "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1; step",
+    )
+    sends = {}
+    for name, sizes in {
+        "equal": Sizes(activation=(3.0, 100.0)),
+        "own": Sizes(activation=(3.0, 100.0), activation_grad=(9.0, 1.0)),
+    }.items():
+        for limit in (2, 3, 8, 9):
+            graph = Graph(program, eager_messages=EagerMessages(limit, sizes))
+            sends[name, limit] = [str(graph.index.locate(k)[2]) for k in graph.eager_sends]
+    both, act = ["send_act 0.0", "send_grad 1.0"], ["send_act 0.0"]
+    assert sends == {
+        ("equal", 2): [], ("equal", 3): both, ("equal", 8): both, ("equal", 9): both,
+        ("own", 2): [], ("own", 3): act, ("own", 8): act, ("own", 9): both,
+    }  # fmt: skip
+    sliced = compile(one_f_one_b, PipelineShape(2, 1), tp=4)
+    for limit, number in ((24, 0), (25, 2)):
+        graph = Graph(sliced, eager_messages=EagerMessages(limit, Sizes(activation=100.0)))
+        assert len(graph.eager_sends) == number
+
+
+def test_a_proof_says_for_which_limit_it_is() -> None:
+    sizes = Sizes(activation=8.0)
+    for _ in range(2):
+        check(CROSSED, eager_limit=8, sizes=sizes)
+        error = refused(CROSSED, sizes=sizes)
+        assert isinstance(error, DeadlockError) and error.eager_limit == 8
+    assert Proof("per_device", eager_messages=EagerMessages(8.0, sizes)) in CROSSED.proofs
+    assert Proof("per_device") not in CROSSED.proofs
+    assert isinstance(refused(CROSSED, eager_limit=7, sizes=sizes), DeadlockError)
+    with pytest.raises(DeadlockError):
+        simulate(CROSSED)
+
+
+def test_no_graph_is_kept_of_a_limit() -> None:
+    eager = EagerMessages(1, Sizes(activation=1))
+    assert Graph.from_program(CROSSED) is Graph.from_program(CROSSED)
+    assert Graph.from_program(CROSSED, eager_messages=eager) is not Graph.from_program(
+        CROSSED, eager_messages=eager
+    )
+
+
+@pytest.mark.parametrize("wrong", [-1, True, "1", float("nan"), float("inf")])
+def test_a_limit_is_a_number_of_bytes(wrong: object) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(CROSSED, eager_limit=wrong, sizes=Sizes(activation=1))  # type: ignore[arg-type]
+    assert caught.value.fields == ("eager_limit",)
+
+
+@pytest.mark.parametrize("sizes", [None, Sizes(), Sizes(saved=1)])
+def test_a_limit_goes_with_the_sizes_of_messages(sizes: Sizes | None) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(CROSSED, eager_limit=8, sizes=sizes)
+    assert caught.value.fields == ("sizes",)
+
+
+def test_sizes_are_of_the_stages_that_there_are() -> None:
+    right = compile(one_f_one_b, PipelineShape(2, 2))
+    for sizes in (Sizes(activation=(1, 2, 3)), Sizes(activation=1, activation_grad=(1, 2, 3))):
+        for eager in (None, 1):
+            with pytest.raises(UsageError, match="3"):
+                check(right, eager_limit=eager, sizes=sizes)
+
+
+# ---------------------------------------------------------------- first uses
+
+
+def _past_first_uses(program: Program, model: str, seed: int) -> bool:
+    """Whether hosts that make communicators as they come to them all reach their ends."""
+    rng, shape, machine = random.Random(seed), program.shape, Machine(program, model, Costs())
+    hosts: list[list[object]] = []
+    for rank, stream in enumerate(program.streams):
+        own: list[object] = []
+        begins = [k for k, joined in enumerate(stream.joined) if not joined] + [len(stream)]
+        for begin, end in pairwise(begins):
+            group = [*stream][begin:end]
+            both = len({i.op in SENDING for i in group}) == 2
+            for i in group:
+                if i.op not in MESSAGES:
+                    continue
+                peer = int(shape.rank_of_stage(machine._other(i), i.mb))
+                acts = (O.SendAct, O.RecvAct, O.SendSkip, O.RecvSkip)
+                kind = "act" if i.op in acts else "grad"
+                way = (rank, peer) if i.op in SENDING else (peer, rank)
+                pair = frozenset(way)
+                own.append(
+                    {"per_edge": (kind, way), "per_pair": pair, "per_direction": kind,
+                     "torch_lazy": "all" if both else pair}.get(model, "all")
+                )  # fmt: skip
+        hosts.append(own)
+    arrived: dict[object, set[int]] = {}
+    while True:
+        moves = []
+        for rank, own in enumerate(hosts):
+            if own:
+                members = {r for r, other in enumerate(hosts) if own[0] in other}
+                if isinstance(own[0], str):
+                    members = {*range(shape.ranks)}
+                if rank not in arrived.get(own[0], ()) or arrived[own[0]] >= members:
+                    moves.append((rank, members))
+        if not moves:
+            return not any(hosts)
+        rank, members = rng.choice(moves)
+        there = arrived.setdefault(hosts[rank][0], set())
+        there.add(rank)
+        if there >= members:
+            hosts[rank].pop(0)
+
+
+@settings(max_examples=200)
+@given(seeds, models)
+def test_hosts_meet_where_communicators_are_made(seed: int, progress_model: ProgressModel) -> None:
+    rng = random.Random(seed)
+    program = legal(rng)
+    if rng.random() < 0.7:
+        program = post_receives_early(reordered(program, rng), "per_edge", rng.randint(1, 3))
+    if refusal(program, progress_model):
+        return
+    past = _past_first_uses(program, progress_model, seed)
+    event(f"{past}")
+    if past:
+        check(program, progress_model, lazy_communicators=True)
+        assert Proof(progress_model, lazy_communicators=True) in program.proofs
+        return
+    assert isinstance(
+        refused(program, progress_model, lazy_communicators=True),
+        DeadlockError | ChannelMismatchError,
+    )
+
+
+def test_a_ring_of_receives_that_are_posted_first() -> None:
+    check(RING, "per_pair")
+    error = refused(RING, "per_pair", lazy_communicators=True)
+    assert isinstance(error, DeadlockError)
+    assert [(w.rank, str(w.instr), w.needed_rank, w.current_index) for w in error.cycle] == [
+        (0, "recv_act 4.0", 3, 0), (3, "recv_act 3.0", 2, 0),
+        (2, "recv_act 2.0", 1, 0), (1, "recv_act 1.0", 0, 0),
+    ]  # fmt: skip
+
+
+def test_a_communicator_of_all_ranks_that_one_never_uses() -> None:
+    check(BATCHES, "torch_lazy")
+    error = refused(BATCHES, "torch_lazy", lazy_communicators=True)
+    assert isinstance(error, ChannelMismatchError)
+    assert [str(s.instr) for s in error.sites] == ["send_act 0.1"]
+
+
+def test_hosts_that_block_make_no_communicators() -> None:
+    for host in ("blocking_hosts", "host_device_sync"):
+        with pytest.raises(UsageError) as caught:
+            check(RING, "per_pair", lazy_communicators=True, **{host: True})  # type: ignore[arg-type]
+        assert caught.value.fields == ("lazy_communicators",)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_check_says_from_which_size_on_a_program_hangs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "x.sched")
+    Path(path).write_text(to_text(CROSSED))
+    assert "no message waits for its receive" in refuses(capsys, "check", path)
+    argv = ["check", path, "--sizes", "activation=16MB"]
+    assert "messages of at most 16 MB do not wait for their receives" in refuses(capsys, *argv)
+    assert "16 MB do not wait" in refuses(capsys, *argv, "--eager-limit", "15MB")
+    assert said(capsys, *argv, "--eager-limit", "16000KB").endswith(
+        ", if messages of at most 16 MB do not wait for their receive\n"
+    )
+    assert "--sizes activation=16MB" in refuses(capsys, "check", path, "--eager-limit", "1")
+    assert "--explain-start cannot be combined with --eager-limit" in refuses(
+        capsys, *argv, "--eager-limit", "1", "--explain-start", "0:1"
+    )
+
+
+def test_check_says_where_communicators_are_made(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "check", "gpipe", "--ranks", "3", "--lazy-communicators")
+    assert out.endswith("and blocking_serial, if each communicator is created at its first use\n")
+    assert "lazy_communicators and blocking_hosts cannot both be given" in refuses(
+        capsys, "check", "gpipe", "--lazy-communicators", "--blocking-hosts"
+    )
+    for option, known in (("--lazy-communicators", False), ("--host-device-sync", True)):
+        facts = json.loads(said(capsys, "check", "gpipe", "--json", option))
+        assert ("models_where_hosts_block" in facts) == known

@@ -1,0 +1,127 @@
+"""Differences of two runs, and costs that a run gives: what is told adds up."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Costs, PipelineShape, Program
+from schedir.commands.common.schedule_options import parse_costs
+from schedir.compiler.compile import lower
+from schedir.errors import UsageError
+from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs
+from schedir.predict.timeline_diff import compare_timelines
+from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
+from tests.commands import refused, said
+from tests.strategies import compute_programs, costs
+
+PROGRAM = schedir.compile(one_f_one_b, PipelineShape(3, 4))
+
+
+@given(compute_programs(), st.data())
+def test_differences_of_a_rank_are_that_of_the_spans(draft: Program, data: st.DataObject) -> None:
+    program = lower(draft)
+    one, other = (schedir.simulate(program, data.draw(costs(draft.shape))) for _ in range(2))
+    more: dict[int, float] = defaultdict(float)
+    for difference in compare_timelines(one, other):
+        more[difference.rank] += difference.increase
+    assert {*more.values()} <= {other.span - one.span}
+
+
+def test_the_largest_difference_comes_first() -> None:
+    one = schedir.simulate(PROGRAM, Costs(F=1, B=2, send=0.5))
+    other = schedir.simulate(PROGRAM, Costs(F=(1, 1, 2), B=2, send=0.5))
+    first = compare_timelines(one, other)[0]
+    assert (first.rank, first.activity, first.first_time, first.second_time) == (2, "F 2", 4, 8)
+    assert all(d.increase == 0 for d in compare_timelines(one, one))
+
+
+def test_runs_that_cannot_be_compared() -> None:
+    one = schedir.simulate(PROGRAM)
+    with pytest.raises(UsageError, match="different programs"):
+        compare_timelines(one, schedir.simulate(schedir.compile(gpipe, PipelineShape(3, 4))))
+    with pytest.raises(UsageError, match="costs' units and s"):
+        compare_timelines(one, replace(one, unit="s"))
+
+
+def test_the_hosts_time_counts_with_what_it_delays() -> None:
+    """A run whose instructions each begin a little after all is there takes as long again."""
+    given = Costs(F=1, B=2, send=0.5, step=1)
+    late = Costs(F=1.25, B=2.25, send=0.5, step=1.25)
+    program = schedir.compile(interleaved, PipelineShape(2, 4, 2))
+    timeline = schedir.simulate(program, late)
+    spans = timeline.spans.copy()
+    spans["start"] += np.where(spans["lane"] == 0, 0.25, 0)
+    found = calibrate(replace(timeline, spans=spans, kind="measured"))
+    for name in ("F", "B", "send", "step"):
+        # The first instruction of all begins the run: nothing is known of what was before.
+        assert np.allclose(getattr(found, name), getattr(late, name), atol=0.07), name
+        assert getattr(found, name) != getattr(given, name) or name == "send"
+
+
+def test_pairs_have_a_cost_of_their_own() -> None:
+    program = schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee"))
+    given = Costs(F=1, I=1, W=1, FB=2.5, send=0.25)
+    timeline = schedir.simulate(program, given)
+    found = calibrate(timeline)
+    assert schedir.simulate(program, found).span == pytest.approx(timeline.span)
+    assert found.FB is not None and {*np.round(found.FB, 9)} <= {0.0, 2.5}
+
+
+def test_told_costs_are_read_again() -> None:
+    found = Costs(F=(1.5, 2), B=3, send=1e-5, FB=(1, 2))
+    assert parse_costs(format_costs(found)) == found
+    assert fill_missing_backwards(Costs(F=1, B=3, I=0, W=0), PROGRAM) == Costs(
+        F=1, B=(3, 3, 3), I=(1.5,) * 3, W=(1.5,) * 3
+    )
+
+
+def test_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ("--costs", "F=1:1:1.5,B=2:2:3,send=0.25,step=1")
+    shape = ("one_f_one_b", "--ranks=3", "--microbatches=4", "-o")
+    first = said(capsys, "simulate", *shape, "first.timeline", *given)
+    found = said(capsys, "calibrate", "first.timeline").strip()
+    again = said(capsys, "simulate", "first.timeline", "--costs", found, "-o", "again.timeline")
+    assert again == first
+    out = said(capsys, "compare", "first.timeline", "again.timeline")
+    assert "the instructions of both runs take the same times" in out
+    said(capsys, "simulate", "first.timeline", "--costs=F=1,B=2,step=1", "-o", "even.timeline")
+    out = said(capsys, "compare", "even.timeline", "first.timeline")
+    assert "span of the second run: +" in out and "B 2" in out and "idle: imbalance" in out
+    assert "differ" not in said(capsys, "compare", "first.timeline", "gpipe", "--ranks=3",
+                                "--microbatches=4")  # fmt: skip
+    assert "must end in .timeline" in refused(capsys, "calibrate", "one_f_one_b")
+    assert "must end in .timeline" in refused(capsys, "simulate", "gpipe", "-o", "x.json")
+    assert not Path("x.json").exists()
+
+
+def test_schedules_are_compared_at_the_times_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prediction has the shape, the mean times and the unit of the run, unless options differ."""
+    monkeypatch.chdir(tmp_path)
+    costs = Costs(F=(1, 1, 1.5), B=(2, 2, 3), send=0.25, step=1)
+    program = schedir.compile("one_f_one_b", ranks=3, microbatches=4)
+    schedir.save_timeline(replace(schedir.simulate(program, costs), unit="s"), "run.timeline")
+    found = said(capsys, "calibrate", "run.timeline").strip()
+    compare = ("compare", "run.timeline", "eager_1f1b", "zb_h1", "--json")
+    rows = json.loads(said(capsys, *compare))
+    assert rows == json.loads(said(capsys, *compare, f"--costs={found}"))
+    assert [(row["ranks"], row["microbatches"], row["unit"]) for row in rows] == [(3, 4, "s")] * 3
+    eager = schedir.simulate(schedir.compile("eager_1f1b", ranks=3, microbatches=4), costs)
+    assert rows[1]["span"] == pytest.approx(eager.span, rel=1e-4)
+    twice = json.loads(said(capsys, *compare, "--costs=F=2,B=4"))
+    assert twice[1]["span"] == 2 * schedir.simulate(eager.program, Costs(F=1, B=2)).span
+    text = refused(capsys, "compare", "gpipe", "--ranks=4", "--costs=F=1,B=2,step=1:1:1:1:1:1:1:1")
+    assert "hint: give 4 numbers, one per rank, or one number for all ranks" in text

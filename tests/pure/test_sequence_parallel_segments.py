@@ -1,0 +1,234 @@
+"""Pieces whose tensor-parallel ranks share the sequence: what is gathered where, and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import (
+    Costs,
+    PipelineShape,
+    Program,
+    Sizes,
+    check,
+    compile,
+    evaluation_program,
+    from_text,
+    schedules,
+    simulate,
+    split_costs,
+    to_text,
+)
+from schedir.commands.simulate import count_sent_bytes
+from schedir.compiler.relower import extract_compute, infer_options
+from schedir.errors import CompletenessError, SchedirError
+from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, Lane, Opcode
+from schedir.ir.pipeline.placement import find_named_placement
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
+from schedir.predict.what_if import advise
+from tests.edits import Edit, move, pull, push
+from tests.mutants import known
+from tests.oracle import Machine
+from tests.oracle_threads import verdict
+
+O = Opcode
+MET = (O.TPGatherAct, O.TPReduceAct, O.TPGatherGrad, O.TPReduceGrad)
+
+
+def of(schedule: Any, shape: PipelineShape, cut: Any = 3, **how: Any) -> Program:
+    return compile(schedule, shape, tp=2, stage_segments=cut, sequence_parallel=True, **how)
+
+
+def shape_of(schedule: Any) -> PipelineShape:
+    placement, v = getattr(schedule, "placed", ("loop", None))
+    return PipelineShape(2, 4, v or find_named_placement(placement).stages_per_rank, placement)
+
+
+@pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
+def test_whole_zoo(schedule: Any) -> None:
+    """Complete and in order, as both independent machines say; as often gathered as summed; and
+    where nothing of that takes time, as long as uncut, but for pairs, which are woven."""
+    shape = shape_of(schedule)
+    try:
+        uncut = compile(schedule, shape, tp=2, sequence_parallel=True)
+    except SchedirError:
+        pytest.skip("not for this shape")
+    program = of(schedule, shape)
+    assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
+    assert from_text(to_text(program)) == program
+    costs = Costs(F=1, B=2, I=1, W=1, send=0.5, tp_reduce=0.75, tp_gather=0.25)
+    machine = Machine(program, "per_edge", costs)
+    assert machine.run() and max(machine.ended.values()) == pytest.approx(
+        simulate(program, costs, progress_model="per_edge").span
+    )
+    for way, ops in ((1, MET[:2]), (uncut.has_backward, MET[2:])):
+        each = [int(np.sum(program.op == op)) for op in ops]
+        assert each == [way * shape.stages * shape.microbatches] * 2
+    if not uncut.joined.any():
+        whole = Costs(F=5, B=10, I=5, W=5, send=0.5)
+        span = simulate(program, split_costs(whole, 3, shape, (1, 3, 1))).span
+        assert span == pytest.approx(simulate(uncut, whole).span)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_where_ranks_meet(data: st.DataObject) -> None:
+    """Of any letters: each compute finds what its letter says just before it, and what is dropped,
+    there twice or elsewhere is refused where the machine says so."""
+    ranks, m = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    letters = st.text("fg.", max_size=3)
+    cut = [data.draw(letters) or 1 for _ in range(ranks)]
+    frozen = data.draw(st.integers(0, ranks - 1))
+    schedule = data.draw(st.sampled_from([schedules.one_f_one_b, schedules.zb_h1]))
+    program = of(schedule, PipelineShape(ranks, m), cut, frozen_stages=frozen)
+    for own in program.streams:
+        for before, i in pairwise([None, *(j for j in own if j.op in (*MET, *COMPUTE_OPS))]):
+            assert i is not None
+            if i.op is O.Forward or i.op in BACKWARD_OPS:
+                ahead, k = i.op is O.Forward, i.stage - (i.op is O.Forward)
+                letter = (program.segment_boundaries + "-")[k : k + 1] if k >= 0 else ""
+                want = dict(
+                    zip("fg", MET[:2] if ahead else (O.TPReduceGrad, O.TPGatherGrad), strict=True)
+                )
+                found = before is not None and before.op in MET and before
+                assert (found and found.op) == want.get(letter, False)
+                assert not found or found[1:] == i[1:]
+    places = [(r, k) for r, own in enumerate(program.streams) for k, i in enumerate(own)
+              if i.op in MET]  # fmt: skip
+    if not places:
+        return
+    rank, at = data.draw(st.sampled_from(places))
+    e = Edit.of(program, Random(0))
+    words = e.lists[rank]
+    change = data.draw(st.sampled_from(["drop", "double", "move"]))
+    if change == "move":
+        move(words, at, data.draw(st.integers(0, len(words))))
+    elif change == "drop":
+        pull(words, at)
+    else:
+        push(words, data.draw(st.integers(0, len(words))), words[at])
+    wrong = verdict(e.result(), "per_edge").kind != "ok"
+    assert wrong or change == "move"
+    try:
+        check(e.result(), "per_edge")
+    except SchedirError:
+        assert wrong
+    else:
+        assert not wrong
+
+
+def test_what_stands_where() -> None:
+    program = of(schedules.one_f_one_b, PipelineShape(1, 1), frozen_stages=0)
+    assert [str(i) for i in program.streams[0]][:12] == [
+        "F 0.0", "tp_gather_act 1.0", "F 1.0", "tp_reduce_act 2.0", "F 2.0", "B 2.0",
+        "reduce_grads 2",
+        "tp_gather_grad 1.0", "B 1.0", "reduce_grads 1", "tp_reduce_grad 0.0", "B 0.0",
+    ]  # fmt: skip
+    assert [str(i) for i in program.streams[0] if i.op is O.ReduceSequenceParallelGrads] == [
+        f"reduce_sequence_parallel_grads {s}" for s in range(3)
+    ]
+    behind = of(schedules.gpipe, PipelineShape(2, 1), frozen_stages=1)
+    said = [str(i) for own in behind.streams for i in own if i.op in MET]
+    assert said == ["tp_gather_act 1.0", "tp_reduce_act 2.0", "tp_gather_act 4.0",
+                    "tp_reduce_act 5.0", "tp_gather_grad 4.0",
+                    "tp_reduce_grad 3.0"]  # fmt: skip
+
+
+def test_lowered_again_it_is_the_same() -> None:
+    program = of(schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True)
+    drafted = extract_compute(program)
+    assert compile(drafted, **infer_options(program, "per_device", drafted)) == program
+    told = evaluation_program(program)
+    assert told.sequence_parallel and {*told.used_opcodes} & {*MET} == {
+        O.TPGatherAct,
+        O.TPReduceAct,
+    }
+    grouped = of(
+        schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True, overlap=True
+    )
+    assert sorted(map(str, grouped.streams[0])) == sorted(map(str, program.streams[0]))
+
+
+@pytest.mark.parametrize(("cut", "costs"), [
+    ("f", Costs(F=2, B=2, tp_gather=1, tp_reduce=2)),
+    ("g", Costs(F=2, B=2, tp_gather=2, tp_reduce=1)),
+    ("fg", Costs(F=2, B=2, tp_gather=1, tp_reduce=0.5)),
+])  # fmt: skip
+def test_they_take_their_time(cut: str, costs: Costs) -> None:
+    """On hosts that block, too, who go on meanwhile."""
+    program = of(schedules.gpipe, PipelineShape(1, 1), cut)
+    own = 3 if len(cut) == 1 else 2 * 1.5
+    for blocks in (False, True):
+        assert simulate(program, costs, blocking_hosts=blocks).span == 4 * (len(cut) + 1) + own
+    text = "F 0.0; tp_gather_act 1.0; F 0.1; tp_gather_act 1.1; F 1.0; F 1.1"
+    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets f sequence_parallel yes"
+    two = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    for blocks in (False, True):
+        assert simulate(two, Costs(F=2, tp_gather=2), blocking_hosts=blocks).span == 8
+
+
+def test_checker_demands_gathers() -> None:
+    program = of(schedules.one_f_one_b, PipelineShape(1, 1), "fg")
+    for line in ("  tp_gather_act 1.0\n", "  tp_gather_grad 1.0\n", "  tp_reduce_act 2.0\n"):
+        text = to_text(program, folded=False)
+        assert text.count(line) == 1
+        with pytest.raises(CompletenessError, match=rf"{line.strip()} is missing"):
+            check(from_text(text.replace(line, "")))
+        with pytest.raises(CompletenessError, match="exists twice"):
+            check(from_text(text.replace(line, 2 * line)))
+    more = from_text(
+        to_text(program, folded=False).replace(
+            "  tp_gather_act 1.0\n", "  tp_gather_act 1.0\n  tp_gather_act 2.0\n"
+        )
+    )
+    with pytest.raises(
+        CompletenessError, match=r"tp_gather_act 2\.0 is not needed: .* no such collective"
+    ):
+        check(more)
+    with pytest.raises(
+        SchedirError,
+        match=r"tp_gather_act 1\.0 has no tp_scatter_act .*\n(.*\n)* .*sequence_parallel yes",
+    ):
+        check(replace(program, sequence_parallel=False))
+
+
+def test_gathers_are_filled_priced_and_told_of() -> None:
+    """Also where only they take time: weight gradients run under them, and are sums of segments,
+    and no messages, in what is said of waits."""
+    shape, shares = PipelineShape(2, 6), (0.2, 1, 0.2, 1, 0.2)
+    two = split_costs(Costs(F=2, I=2, W=2, tp_gather=0.6), 5, shape, shares)
+    unfilled, filled = (
+        simulate(of(schedules.zb_h1, shape, 5, costs=two, fill_collective_waits=fill), two)
+        for fill in (None, "W")
+    )
+    assert filled.span < unfilled.span - 4 * 0.6
+    shape, costs = PipelineShape(1, 4), Costs(F=2, I=2, W=2, tp_gather=0.6)
+    plain = simulate(of(schedules.zb_h1, shape, 5), costs)
+    idle = sum_by_cause(idleness(plain), 1)[0]
+    assert {*np.flatnonzero(idle).tolist()} == {IdleCause.SUM}
+    told = {change.description: change.saved_share for change in advise(plain, costs).changes}
+    free = next(saves for what, saves in told.items() if "sums of segments" in what)
+    assert free == pytest.approx(
+        1 - simulate(plain.program, Costs(F=2, I=2, W=2)).span / plain.span
+    )
+    assert not any(saves for what, saves in told.items() if "messages" in what)
+    assert any("fill_collective_waits=" in what for what in told)
+
+
+def test_half_the_bytes_go_around_each_time() -> None:
+    """A sum that leaves each its part, and a gather, send as much together as a whole sum; of
+    sizes that have both, all tokens and a rank's own."""
+    shape = PipelineShape(1, 2)
+    whole = compile(schedules.gpipe, shape, tp=2, stage_segments="fg")
+    sent = [
+        count_sent_bytes(p, Sizes(activation=size))[Lane.TP][0]
+        for p, size in ((whole, 100.0), (of(schedules.gpipe, shape, "fg"), 100.0 + 50.0))
+    ]
+    assert sent == pytest.approx([2 * 2 * 100.0, 2 * 4 * 50.0])

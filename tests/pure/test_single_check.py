@@ -1,0 +1,131 @@
+"""A command, or a training run, loads its source once and checks its program once."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import schedir
+from schedir.analysis.dependency_graph import Graph
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.instruction_index import InstructionIndex
+from schedir.training.config.config_file import read_config
+from schedir.training.train import build_program
+from tests.check_calls import proofs
+from tests.commands import said
+
+MINE = """
+import pickle
+from pathlib import Path
+from schedir import B, F
+
+with Path("loaded").open("a") as file:
+    file.write("once\\n")
+
+def mine(rank, ranks, microbatches):
+    return microbatches * F + microbatches * B
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE)
+    vee = schedir.PipelineShape(2, 4, placement="vee")
+    program = schedir.compile(schedir.schedules.zb_v, vee, progress_model="per_edge", overlap=True)
+    Path("f.sched").write_text(schedir.to_text(program))
+    return tmp_path
+
+
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    return proofs(monkeypatch)
+
+
+COMMANDS = (
+    "print mine.py:mine", "check mine.py:mine", "check mine.py:mine --explain-start 1:1",
+    "simulate mine.py:mine --costs F=1,B=2", "draw mine.py:mine", "draw mine.py:mine -o x.svg",
+    "compare mine.py:mine", "export mine.py:mine --to torch -o x.csv",
+    "export mine.py:mine --to perfetto -o x.json", "simulate mine.py:mine -o x.timeline",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", COMMANDS)
+def test_a_command_checks_once(
+    argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
+) -> None:
+    said(capsys, *argv.split())
+    assert proven == [("complete", "mine"), ("proof", "mine")]
+    assert Path("loaded").read_text() == "once\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["simulate f.sched --progress-model per_edge", "draw f.sched --progress-model per_edge",
+     "print f.sched",
+     "export f.sched --progress-model per_edge --to torch -o x.csv",
+     "simulate f.sched --progress-model per_edge --sizes saved=1 --memory-limit 1GB"],
+)  # fmt: skip
+def test_a_program_in_a_file_is_checked_once(
+    argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
+) -> None:
+    said(capsys, *argv.split())
+    once = [("complete", "zb_v"), ("proof", "zb_v")]
+    assert proven == ([] if argv.startswith("print") else once)
+
+
+def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Though it compiles the schedule again, changed."""
+    said(capsys, "explain", "mine.py:mine")
+    assert Path("loaded").read_text() == "once\n"
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["schedule=mine.py:mine", "ranks=2"],
+        ["schedule=zb_v", "ranks=2"],
+        ["schedule=zb_v", "ranks=2", "buffer_sharing=minimal"],
+        ["schedule=f.sched"],
+    ],
+)
+def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str]]) -> None:
+    """Proven as its transport needs it: nobody looks again, be it the executor or a report."""
+    Path("run.toml").write_text("[model]\ntied = false\n[train]\nclip_grad_norm = 0\n")
+    config = read_config("run.toml", [f"pipeline.{setting}" for setting in sets])
+    program = build_program(config)
+    schedir.check(program, config.train.progress_model, blocking_hosts=True)
+    schedir.simulate(program, progress_model=config.train.progress_model, blocking_hosts=True)
+    assert proven == [("complete", program.name), ("proof", program.name)]
+    if "mine" in sets[0]:
+        assert Path("loaded").read_text() == "once\n"
+
+
+def test_a_configuration_that_has_loaded_a_file_is_pickled_without_it() -> None:
+    Path("run.toml").write_text("[pipeline]\nschedule = 'mine.py:mine'\n")
+    config = read_config("run.toml")
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert Path("loaded").read_text() == "once\n"
+
+
+def test_index_flow_and_graph_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the draft and of the program, whoever asks."""
+    made: Counter[str] = Counter()
+    for kind in (InstructionIndex, Dataflow, Graph):
+
+        def counted(self: Any, *args: Any, _init: Any = kind.__init__, **options: Any) -> None:
+            made[type(self).__name__] += 1
+            _init(self, *args, **options)
+
+        monkeypatch.setattr(kind, "__init__", counted)
+    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
+    assert made == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
+    schedir.check(program)
+    run = schedir.simulate(program, sizes=schedir.Sizes(activation=1, saved=1))
+    assert run.peak_memory.size and run.critical_path.size and run.peak_in_flight.size
+    assert schedir.viz.text_chart(run, 80) and schedir.to_text(program)
+    assert made == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}

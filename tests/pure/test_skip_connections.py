@@ -1,0 +1,264 @@
+"""Skips: a second value with a from and a to, in programs, the checker and the simulator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import (
+    Costs,
+    PipelineShape,
+    Sizes,
+    check,
+    compile,
+    from_text,
+    schedules,
+    simulate,
+    to_text,
+)
+from schedir.analysis.dependency_graph import Graph
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_min_slots
+from schedir.analysis.memory.footprint import compute_footprints
+from schedir.analysis.progress_models import MODELS
+from schedir.errors import DeadlockError, ShapeError, UsageError
+from schedir.io import torch_csv
+from schedir.ir.dataflow import Dataflow
+from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode, PeerRule, Value
+from schedir.ir.pipeline.skip_connections import Skips
+from schedir.ir.program import Program, Stream
+from schedir.ir.stream import OP_SHIFT
+from schedir.ir.text_format import from_text as read
+from schedir.schedules.schedule_algebra import Schedule
+from schedir.testing import random_compute_program
+from tests.mutants import refusal
+from tests.oracle import Machine
+from tests.oracle_threads import verdict
+
+OF_SKIPS = (Opcode.SendSkip, Opcode.RecvSkip, Opcode.SendSkipGrad, Opcode.RecvSkipGrad)
+SMALL: list[tuple[Schedule, PipelineShape, Skips]] = [
+    (schedules.one_f_one_b, PipelineShape(3, 3), ((0, 2),)),
+    (schedules.zb_h1, PipelineShape(4, 4), ((0, 3),)),
+    (schedules.interleaved, PipelineShape(2, 2, 2), ((0, 3),)),
+    (schedules.zb_v, PipelineShape(2, 3, 2, "vee"), ((0, 2), (1, 3))),
+    (schedules.dualpipe, PipelineShape(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
+    (schedules.forward_only, PipelineShape(3, 2), ((0, 2),)),
+]
+NAMES = [schedule.__name__ for schedule, _, _ in SMALL]
+
+
+@pytest.mark.parametrize(("schedule", "shape", "skips"), SMALL, ids=NAMES)
+def test_legal_under_every_model(schedule: Schedule, shape: PipelineShape, skips: Skips) -> None:
+    program = compile(schedule, shape, skips=skips)
+    for model in MODELS:
+        check(from_text(to_text(program)), model, blocking_hosts=True)
+        assert verdict(program, model, 1).kind == "ok"
+    stages = {(i.op, i.stage) for stream in program.streams for i in stream if i.op in OF_SKIPS}
+    crossing = {
+        (s, t)
+        for s, t in skips
+        if (
+            shape.rank_of_stage(s, range(shape.microbatches))
+            != shape.rank_of_stage(t, range(shape.microbatches))
+        ).any()
+    }
+    assert stages == {
+        (op, end)
+        for s, t in crossing
+        for op, end in zip(OF_SKIPS, (s, t, t, s), strict=True)
+        if program.has_backward or op in OF_SKIPS[:2]
+    }
+
+
+def changed(program: Program, rank: int, words: list[int]) -> Program:
+    streams = [*program.streams]
+    streams[rank] = Stream(np.array(words, np.int64))
+    return replace(program, streams=tuple(streams), message_order={})
+
+
+@pytest.mark.parametrize(("schedule", "shape", "skips"), SMALL, ids=NAMES)
+def test_every_change_is_refused_or_harmless(
+    schedule: Schedule, shape: PipelineShape, skips: Skips
+) -> None:
+    """Each instruction of a skip dropped, doubled, swapped with its neighbour, or made another."""
+    program = compile(schedule, shape, skips=skips)
+    refused = 0
+    for rank, stream in enumerate(program.streams):
+        words = stream.words.tolist()
+        for k, i in enumerate(stream):
+            if i.op not in OF_SKIPS:
+                continue
+            other = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP_SHIFT)
+            if len(stream) > 24 and i.mb not in (0, shape.microbatches - 1):
+                continue  # of large ones the first and the last, which go different ways
+            for mutant in (
+                words[:k] + words[k + 1 :],
+                [*words[: k + 1], *words[k:]],
+                [*words[:k], *words[k + 1 : k + 2], words[k], *words[k + 2 :]],
+                [*words[: max(k - 1, 0)], words[k], *words[max(k - 1, 0) : k], *words[k + 1 :]],
+                [*words[:k], words[k] + (1 << 32), *words[k + 1 :]],  # of the next stage
+                [*words[:k], other, *words[k + 1 :]],
+            ):
+                if mutant == words:
+                    continue
+                for model in MODELS:
+                    one, said = (
+                        changed(program, rank, mutant),
+                        verdict(changed(program, rank, mutant), model, k),
+                    )
+                    error = refusal(one, model)
+                    assert bool(error) == (said.kind != "ok"), (to_text(one), model, error, said)
+                    refused += bool(error)
+    assert refused
+
+
+def test_what_is_said_of_it() -> None:
+    program = compile(schedules.one_f_one_b, PipelineShape(3, 2), skips=((0, 2),))
+    text = to_text(program, folded=False)
+    for lost, kept, where in (
+        ("send_skip 0.1", "recv_skip 2.1", "rank 2"),
+        ("recv_skip_grad 0.0", "send_skip_grad 2.0", "rank 2"),
+    ):
+        with pytest.raises(Exception, match=rf"{kept} has no {lost} on rank 0\n +{where} "):
+            check(read(text.replace(f"  {lost}\n", "")))
+    gone = text.replace("  send_skip 0.1\n", "").replace("  recv_skip 2.1\n", "")
+    with pytest.raises(Exception, match=r"send_skip 0.1 and its receive are missing"):
+        check(read(gone))
+    with pytest.raises(Exception, match=r"send_skip 0.0 is not needed: no skip leads from"):
+        check(replace(program, skips=()))
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(MODELS), st.sampled_from(["", "minimal"]))
+def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -> None:
+    """Any draft, with a skip over any stages: as the oracle says, which reads no table."""
+    rng = np.random.default_rng(seed)
+    ranks, v = int(rng.integers(2, 5)), int(rng.integers(1, 3))
+    shape = PipelineShape(
+        ranks, int(rng.integers(1, 5)), v, rng.choice(["loop", "vee"]) if v > 1 else "loop"
+    )
+    ends = sorted(rng.permutation(shape.stages)[:2].tolist())
+    skips = [(ends[0], ends[1])] if ends[1] > ends[0] + 1 else []
+    draft = random_compute_program(shape, random.Random(seed))
+    program = compile(draft, skips=skips, buffer_sharing=slots or None)
+    costs = Costs(F=1, I=1.5, W=0.5, B=2, send=0.25)
+    machine = Machine(program, model, costs)
+    assert machine.run()
+    begins = program.offsets.tolist()
+    end = simulate(program, costs, progress_model=model).spans["end"]
+    for (rank, k), when in machine.ended.items():
+        assert end[begins[rank] + k] == pytest.approx(when)
+
+
+def test_memory_counts_it_on_both_ranks() -> None:
+    shape, skip = PipelineShape(3, 4), 10.0
+    program = compile(schedules.one_f_one_b, shape, skips=((0, 2),), buffer_sharing="minimal")
+    least = dict(zip(SLOT_KINDS, count_min_slots(program).T.tolist(), strict=True))
+    # Rank 0 keeps its skip until it is sent, rank 2 from when it comes until F takes it.
+    assert least[Value.SKIP_OUT] == [1, 0, 0] and least[Value.SKIP_GRAD_OUT] == [0, 0, 1]
+    assert least[Value.SKIP_IN][0] == least[Value.SKIP_IN][1] == 0 < least[Value.SKIP_IN][2]
+    sizes = Sizes(skip=(skip, 0, 0))
+    number = np.array(
+        [sum(least[kind][rank] for kind in least if "SKIP" in kind.name) for rank in range(3)]
+    )
+    assert simulate(program, sizes=sizes).peak_memory.tolist() == (skip * number).tolist()
+    own = compile(schedules.one_f_one_b, shape, skips=((0, 2),))
+    assert simulate(own, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
+    # On one rank it is handed over, and lies where it was made until it is used.
+    vee = compile(schedules.zb_v, PipelineShape(2, 3, 2, "vee"), skips=((0, 3),))
+    assert vee.used_opcodes.isdisjoint(OF_SKIPS)
+    (here, there) = compute_footprints(vee, Sizes(skip=(skip, 0, 0, 0)))
+    assert (
+        here.total_bytes.max() >= skip and here.total_bytes[-1] == 0 and not there.total_bytes.any()
+    )
+
+
+def test_programs_without_stay_as_they_are() -> None:
+    program = compile(schedules.zb_h1, PipelineShape(4, 8))
+    assert "skips" not in to_text(program) and len(Dataflow.from_program(program).givers) == 2
+    assert not any(
+        program.uses_value(INSTRUCTIONS[op].needs[0])
+        for op in (Opcode.SendSkip, Opcode.SendSkipGrad)
+    )
+    assert compile(schedules.zb_h1, PipelineShape(4, 8), skips=()).digest == program.digest
+    other = compile(schedules.zb_h1, PipelineShape(4, 8), skips=[(0, 2)])
+    assert replace(program, skips=((0, 2),)).digest not in (program.digest, other.digest)
+    assert len(Dataflow.from_program(other).givers) == 3
+    assert from_text(to_text(other)) == other and from_text(to_text(other)).skips == ((0, 2),)
+
+
+def test_the_stages_beside() -> None:
+    program = compile(schedules.gpipe, PipelineShape(4, 1), skips=((0, 2), (1, 3)))
+    assert program.neighbor_stages(PeerRule.NEXT).tolist() == [1, 2, 3, -1]
+    assert program.neighbor_stages(PeerRule.PREVIOUS).tolist() == [-1, 0, 1, 2]
+    assert program.neighbor_stages(PeerRule.SKIP_TO).tolist() == [2, 3, -1, -1]
+    assert program.neighbor_stages(PeerRule.SKIP_FROM).tolist() == [-1, -1, 0, 1]
+    index = Graph.from_program(program).index
+    for one, other in pairwise((PeerRule.SKIP_TO, PeerRule.SKIP_FROM)):
+        at = index.positions[Opcode.Forward]
+        there = index.find_neighbor_keys(one, at)
+        back = index.find_neighbor_keys(
+            other, index.find_positions(Opcode.Forward, there)[there >= 0]
+        )
+        assert back.tolist() == index.key[at][there >= 0].tolist()
+
+
+REFUSED: list[tuple[object, str, str]] = [
+    (3, "pairs of a source and a target stage", ""),
+    ("0=2", "pairs of a source and a target stage", ""),
+    (((0, 1, 2),), "pairs of a source and a target stage", ""),
+    (((0, 9),), "the stages are 0 to 4", ""),
+    (((2, 0),), "must lead to a later stage", ""),
+    (((0, 1),), "neighbours", "return the value as another output of stage 0"),
+    (((0, 2), (0, 4)), "two skips begin at stage 0", "skips=((0, 2), (2, 4))"),
+    (((0, 2), (0, 3)), "two skips begin at stage 0", "skips=((0, 2),), and a boundary of several"),
+    (((0, 4), (2, 4)), "two skips end at stage 4", "let stage 2 pass on both"),
+    (((0, 2), (0, 2)), "two skips begin at stage 0", "remove one of the two"),
+]
+
+
+@pytest.mark.parametrize(("skips", "fact", "hint"), REFUSED, ids=str)
+def test_what_skips_are_not(skips: Any, fact: str, hint: str) -> None:
+    with pytest.raises(ShapeError) as caught:
+        compile(schedules.gpipe, PipelineShape(5, 4), skips=skips)
+    assert fact in caught.value.fact and hint in caught.value.hint
+    assert [*caught.value.fields] == ["skips"]
+
+
+def test_torch_has_none() -> None:
+    with pytest.raises(UsageError, match="has skip connections, but torch's stages"):
+        torch_csv.to_csv(compile(schedules.gpipe, PipelineShape(3, 3), skips=((0, 2),)))
+
+
+def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
+    """One of which nobody says how large it is, is not small."""
+    program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
+    for sizes in (Sizes(activation=16e6), Sizes(skip=16e6)):
+        with pytest.raises(UsageError) as caught:
+            check(program, eager_limit=512e3, sizes=sizes)
+        assert caught.value.fields == ("sizes",)
+        assert "activation=16e6, skip=16e6" in caught.value.hint
+    check(program, eager_limit=512e3, sizes=Sizes(activation=16e6, skip=1e3))
+
+    # Rank 0 sends its skip first, and rank 2 takes its activation first.
+    hangs = to_text(program, folded=False)
+    for here, there in (
+        ("send_act 0.0\n  send_skip 0.0", "send_skip 0.0\n  send_act 0.0"),
+        (
+            "recv_skip 2.0\n  recv_skip 2.1\n  recv_act 2.0",
+            "recv_act 2.0\n  recv_skip 2.0\n  recv_skip 2.1",
+        ),
+    ):
+        assert here in hangs
+        hangs = hangs.replace(here, there)
+    with pytest.raises(DeadlockError) as stuck:
+        check(from_text(hangs), "per_device", sizes=Sizes(activation=16e6))
+    assert stuck.value.eager_limit is None and "finishes" not in stuck.value.hint
+    with pytest.raises(DeadlockError) as stuck:
+        check(from_text(hangs), "per_device", sizes=Sizes(activation=16e6, skip=1e3))
+    assert stuck.value.eager_limit == 1e3

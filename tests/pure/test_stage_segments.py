@@ -1,0 +1,389 @@
+"""Stages in pieces: what is cut, where ranks meet, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedir import (
+    Costs,
+    PipelineShape,
+    Program,
+    Sizes,
+    check,
+    compile,
+    evaluation_program,
+    from_text,
+    schedules,
+    simulate,
+    split_costs,
+    to_text,
+)
+from schedir.compiler.relower import extract_compute, infer_options
+from schedir.errors import (
+    CompletenessError,
+    OrderError,
+    SchedirError,
+    ShapeError,
+    UsageError,
+)
+from schedir.io import torch_csv
+from schedir.io.source_loader import load_source
+from schedir.ir.isa.instructions import COMPUTE_OPS, Opcode, find_segment_collectives
+from schedir.ir.pipeline.placement import find_named_placement
+from schedir.passes.splitting.stage_segmentation import count_segments, divide_over_stages
+from tests import commands
+from tests.mutants import known
+from tests.oracle_threads import verdict
+
+_SUMS = {*find_segment_collectives(sequence_parallel=False)}
+WHOLE = Costs(F=5, B=10, I=5, W=5, send=0.5)
+NAMES = [schedule.__name__ for schedule in known()]
+
+
+def shape_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineShape:
+    placement, v = getattr(schedule, "placed", ("loop", None))
+    v = v or find_named_placement(placement).stages_per_rank
+    return PipelineShape(ranks, microbatches, v, placement)
+
+
+@pytest.mark.parametrize("schedule", known(), ids=NAMES)
+def test_whole_zoo_in_pieces(schedule: Any) -> None:
+    """Complete, in order under every model, as the independent machine says, too; and where nothing
+    takes time to sum, as long as uncut, but for pairs, which are woven."""
+    shape = shape_of(schedule)
+    try:
+        uncut = compile(schedule, shape, tp=2)
+    except SchedirError:
+        pytest.skip("not for this shape")
+    program = compile(schedule, shape, tp=2, stage_segments=3)
+    assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
+    assert from_text(to_text(program)) == program and program.shape.stages == 3 * shape.stages
+    number = shape.stages * shape.microbatches
+    trains = 1 + uncut.has_backward
+    assert (
+        sum(program.op == Opcode.TPReduceAct) + sum(program.op == Opcode.TPReduceGrad)
+        == number * trains
+    )
+    if not uncut.joined.any():
+        span = simulate(program, split_costs(WHOLE, 3, shape, (1, 3, 1))).span
+        assert span == pytest.approx(simulate(uncut, WHOLE).span)
+
+
+def test_pieces_of_a_stage_are_its_neighbours() -> None:
+    program = compile(
+        schedules.zb_h1,
+        PipelineShape(2, 2, sequence_chunks=1),
+        tp=2,
+        stage_segments=(2, "gf"),
+        clip_grad_norm=True,
+    )
+    assert (
+        program.shape.first_rank_per_stage.tolist() == [0, 0, 1, 1, 1]
+        and program.segment_boundaries == "f-gf"
+    )
+    last = [str(i) for i in program.streams[1] if i.op in {*COMPUTE_OPS, *_SUMS}]
+    assert last[:5] == ["F 2.0", "tp_reduce_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
+    assert last[5:9] == ["tp_reduce_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
+    assert [i.stage for i in program.streams[1] if i.op is Opcode.BackwardWeight] == [4, 3, 2] * 2
+
+
+def test_traits_are_of_pieces() -> None:
+    shape = PipelineShape(4, 8, optimizer_steps=2, weight_delay=(3, 2, 1, 0))
+    program = compile(
+        schedules.one_f_one_b, shape, tp=2, stage_segments=(1, 2, 1, 3), tied_weights=True
+    )
+    assert program.shape.weight_delay == (3, 2, 2, 1, 0, 0, 0) and program.tied_weights == ((0, 6),)
+    program = compile(
+        schedules.gpipe,
+        PipelineShape(4, 4),
+        tp=2,
+        stage_segments=3,
+        skips=[(0, 2)],
+        frozen_stages=2,
+    )
+    assert program.skips == ((2, 6),) and program.frozen_stages == 6
+    grads = {i.stage for own in program.streams for i in own if i.op is Opcode.TPReduceGrad}
+    assert grads == {6, 9}, "nothing is summed for what is frozen"
+    assert (
+        replace(program, name="x").digest
+        != replace(program, segment_boundaries="fg-" * 3 + "gf").digest
+    )
+
+
+def test_one_rank_meets_nobody() -> None:
+    program = compile(schedules.gpipe, PipelineShape(2, 2), stage_segments=5)
+    assert program.shape.stages == 10 and program.used_opcodes.isdisjoint(_SUMS)
+    assert program.segment_boundaries == "....-...." and program.segments_per_stage == (5, 5)
+    assert compile(schedules.gpipe, PipelineShape(2, 2), tp=2, stage_segments=1) == compile(
+        schedules.gpipe, PipelineShape(2, 2), tp=2
+    )
+
+
+def test_lowered_again_it_is_the_same() -> None:
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tp=2, stage_segments="fg")
+    draft = extract_compute(program)
+    assert compile(draft, **infer_options(program, "per_device", draft)) == program
+    told = evaluation_program(program)
+    assert (
+        told.segment_boundaries == program.segment_boundaries
+        and (told.op == Opcode.TPReduceAct).any()
+    )
+
+
+@pytest.mark.parametrize(
+    ("pieces", "after"), [("g", Costs(F=2, B=2, tp_reduce=3)), ("f", Costs(F=2, B=2, tp_reduce=3))]
+)
+def test_sums_take_their_time(pieces: str, after: Costs) -> None:
+    program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments=pieces)
+    for blocks in (False, True):
+        assert simulate(program, after, blocking_hosts=blocks).span == 2 * (2 * 2 + 2 * 2) + 2 * 3
+
+
+def test_host_goes_on_while_ranks_meet() -> None:
+    """What stands between a sum and its taker runs meanwhile, on hosts that block, too."""
+    text = "F 0.0; tp_reduce_act 1.0; F 0.1; tp_reduce_act 1.1; F 1.0; F 1.1"
+    header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
+    program = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
+    for blocks in (False, True):
+        assert simulate(program, Costs(F=2, tp_reduce=2), blocking_hosts=blocks).span == 8
+
+
+def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    """A cut is that of what a rank has, where schedules are compared, and its stages share it."""
+    how = ("--ranks=2", "--microbatches=4", "-O", "tp=2", "--costs=F=8,B=16,tp_reduce=1", "--json")
+    names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
+    rows = json.loads(commands.said(capsys, "compare", *names, "-O", "stage_segments=9", *how))
+    assert [row["stages"] for row in rows] == [18, 20, 20, 18]
+    found = json.loads(commands.said(capsys, "recommend", "-O", "stage_segments=5", *how))
+    each = {(row["program"], row["stages_per_rank"]) for row in found}
+    assert {v for name, v in each if name == "interleaved"} == {2}  # of 4 stages none has a g
+    for wrong in ("3", "fgg"):
+        argv = ("compare", "interleaved", "-O", f"stage_segments={wrong}", *how)
+        assert "which do not divide equally over its 2 stages" in commands.refused(capsys, *argv)
+    for cut in ("9", "9,5", "1,9"):  # and holds as much, in however many pieces
+        rows = json.loads(
+            commands.said(capsys, "compare", *names, "-O", f"stage_segments={cut}", *how)
+        )
+        assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
+
+
+@pytest.mark.parametrize("tp", ["1", "2"])
+@pytest.mark.parametrize("cut", ["9", "9,5", "g.g,1"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "dualpipe", "zb_h1"])
+def test_a_file_tells_whole_stages(
+    name: str, cut: str, tp: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program in a file is compared as that of which it is made: costs and sizes are a rank's,
+    and what it holds is counted in whole microbatches of a whole rank."""
+    if name == "interleaved" and "." in cut:
+        pytest.skip("two stages cannot share g.g alike")
+    file, stages = str(tmp_path / "x.sched"), 4 if name == "interleaved" else 2
+    shape = ("--ranks=2", "--microbatches=4", "-O", f"tp={tp}", "-O", "microbatch_chunks=2")
+    how = ("--costs=F=8,B=16,I=8,W=8,tp_reduce=1", "--sizes=saved=40,activation=2", "--json")
+    of_stages = ",".join(str(one) for one in divide_over_stages(cut, 2, stages))
+    commands.said(capsys, "print", name, *shape, "-O", f"stage_segments={of_stages}", "-o", file)
+    program = load_source(file)
+    assert isinstance(program, Program) and program.chunks_per_microbatch == 2
+    placement = program.unsegmented_shape.placement
+    assert program.unsegmented_shape == PipelineShape(2, 4, placement=placement)
+    assert program.segments_per_stage == count_segments(of_stages, program.unsegmented_shape)
+    assert (
+        from_text(to_text(program)) == program
+        and extract_compute(program).unsegmented_shape == program.unsegmented_shape
+    )
+    told = [commands.said(capsys, "compare", file, *how)]
+    told += [commands.said(capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *how)]
+    own, live = (json.loads(one)[0] for one in told)
+    live["digest"] = own["digest"]  # costs decide where it has its transfers
+    assert own == live and own["peak_activations"] < 4
+    assert own["handed_over"] == "as between stages"
+
+
+def test_beside_a_file_of_pieces_whole_ones_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Microbatches and frozen parts that somebody says of all that is compared are whole ones'."""
+    file, costs = str(tmp_path / "x.sched"), "--costs=F=8,B=16,tp_reduce=1"
+    shape = ("--ranks=2", "--microbatches=4")
+    commands.said(
+        capsys,
+        "print",
+        "one_f_one_b",
+        *shape,
+        "-O",
+        "tp=2",
+        "-O",
+        "stage_segments=fgfg,g",
+        "-O",
+        "microbatch_chunks=2",
+        "-o",
+        file,
+    )
+
+    def compared(*words: str) -> list[dict[str, Any]]:
+        return list(json.loads(commands.said(capsys, "compare", *words, costs, "--json")))
+
+    assert [row["microbatches"] for row in compared(file, "gpipe", *shape)] == [8, 4]
+    for words, told in (
+        ("--microbatches=8", "has microbatches 4, not 8"),
+        ("-O frozen_stages=1", "has frozen_stages 0, not 1"),
+        ("--relower -O stage_segments=5", "have segments already"),
+    ):
+        assert told in commands.refused(capsys, "compare", file, *words.split(), costs)
+    (own,) = compared(file, "--relower", "-O", "frozen_stages=1")
+    live = compared(
+        "one_f_one_b",
+        *shape,
+        "-O",
+        "tp=2",
+        "-O",
+        "stage_segments=fgfg,g",
+        "-O",
+        "microbatch_chunks=2",
+        "-O",
+        "frozen_stages=1",
+    )[0]
+    assert (own["span"], own["peak_activations"]) == (live["span"], live["peak_activations"])
+
+
+def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So a run of pieces that are summed is not of what is searched; one where nobody meets is."""
+    file, costs = str(tmp_path / "x.timeline"), "--costs=F=1,B=2,tp_reduce=0.5"
+    shape = ("--ranks=2", "--microbatches=2", "-O", "stage_segments=3")
+    commands.said(capsys, "simulate", "one_f_one_b", *shape, "-O", "tp=2", costs, "-o", file)
+    how = ("search", f"--costs-from={file}", "--max-evaluations=5")
+    assert "collectives between stage segments" in commands.refused(capsys, *how)
+    commands.said(capsys, "simulate", "one_f_one_b", *shape, costs, "-o", file)
+    assert "-O segment_boundaries=..-.." in commands.said(capsys, *how)
+
+
+def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--chunked` and `--meets` of a schedule are as in a file: costs are of what is whole."""
+    how = ("compare", "gpipe", "--ranks=2")
+    spans = [
+        json.loads(commands.said(capsys, *how, *words.split(), "--costs=F=8,B=16", "--json"))[0]
+        for words in (
+            "--microbatches=2 -O microbatch_chunks=2",
+            "--microbatches=4 -O chunks_per_microbatch=2",
+        )
+    ]
+    assert [row["span"] for row in spans] == [60, 60]
+    cluster = "--cluster=examples/selene.toml"
+    assert "the costs of segments of stages" in commands.refused(
+        capsys, *how, "-O", "chunks_per_microbatch=2", cluster
+    )
+
+
+def test_shares_of_pieces() -> None:
+    shape = PipelineShape(2, 2)
+    costs = split_costs(Costs(F=(6, 12), B=12, send=1, step=(7, 8)), 3, shape, (1, 4, 1))
+    assert costs.F == (1, 4, 1, 2, 8, 2) and costs.send == 1 and costs.step == (7, 8)
+    sizes = split_costs(Sizes(activation=3, saved=10, params=4), (1, 2), shape)
+    assert sizes.saved == (10, 5, 5) and sizes.activation == 3 and sizes.params == (4, 2, 2)
+    program = compile(schedules.one_f_one_b, shape, tp=2, stage_segments=3)
+    whole = simulate(compile(schedules.one_f_one_b, shape, tp=2), sizes=Sizes(saved=90.0))
+    parts = simulate(program, sizes=split_costs(Sizes(saved=90.0), 3, shape))
+    assert parts.peak_memory.tolist() == whole.peak_memory.tolist()
+
+
+def refused(say: Any, kind: type[SchedirError], *words: str) -> None:
+    with pytest.raises(kind) as error:
+        say()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_refusals() -> None:
+    shape = PipelineShape(2, 2)
+
+    def cut(pieces: Any, **more: Any) -> Any:
+        return lambda: compile(schedules.gpipe, shape, tp=2, stage_segments=pieces, **more)
+
+    nothing: list[Any] = [0, "fx", "g-g", 2.5, True, [1], (1, 2, 3), {}, "", "5,x"]
+    for wrong in nothing:
+        refused(cut(wrong), UsageError, "stage_segments")
+    refused(
+        lambda: compile(schedules.gpipe, PipelineShape(3, 2), tp=2, stage_segments=3,
+                        tied_weights=[(0, 1)]),
+        UsageError, "stages 0, 1 share a weight", "stage 1",
+    )  # fmt: skip
+    program = compile(schedules.gpipe, shape, tp=2, stage_segments=3)
+    refused(lambda: replace(program, tp=1), ShapeError, "but tp is 1")
+    refused(
+        lambda: replace(program, chunks_per_microbatch=3),
+        ShapeError,
+        "cannot be divided by chunks_per_microbatch 3",
+    )
+    refused(
+        lambda: replace(program, segment_boundaries="fgf"),
+        ShapeError,
+        "3 letters, but 6 stages have 5 boundaries",
+    )
+    refused(
+        lambda: replace(program, segment_boundaries="fggfg"),
+        ShapeError,
+        "stages 2 and 3",
+        "different ranks",
+    )
+    refused(lambda: replace(program, segment_boundaries="fxxfg"), ShapeError, "fgfg-fgfg")
+    refused(
+        lambda: compile(extract_compute(program), stage_segments=2),
+        UsageError,
+        "has segments already",
+    )
+    for form in ("torch", "torch-2.13"):
+        refused(
+            lambda f=form: torch_csv.to_csv(program, f),
+            UsageError,
+            "collectives between the segments",
+        )
+        assert torch_csv.to_csv(compile(schedules.gpipe, shape, stage_segments=3), form)
+    for shares, words in (
+        ((1, -1, 1), "not be negative"),
+        ((1, 1), "shares has 2 numbers"),
+        ((0, 0, 0), "not all be 0"),
+    ):
+        refused(lambda s=shares: split_costs(WHOLE, 3, shape, s), UsageError, words)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("fill_collective_waits", "must be W, F or all"),
+        ("segment_boundaries", "must have a letter for each boundary"),
+        ("stage_segments", "must be a number of segments"),
+    ],
+)
+def test_what_the_command_line_takes(
+    option: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = commands.refused(capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X")
+    assert f"-O {option}: {said}" in told and "not 'X'" in told
+
+
+def edited(program: Program, old: str, new: str) -> Program:
+    text = to_text(program, folded=False)
+    assert text.count(old) == 1
+    return from_text(text.replace(old, new))
+
+
+def test_checker_demands_sums() -> None:
+    program = compile(schedules.one_f_one_b, PipelineShape(1, 1), tp=2, stage_segments="gf")
+    for sums in ("  tp_reduce_act 1.0\n", "  tp_reduce_grad 1.0\n"):
+        refused(
+            lambda s=sums: check(edited(program, s, "")), CompletenessError, "missing", sums.strip()
+        )
+        refused(lambda s=sums: check(edited(program, s, 2 * s)), CompletenessError, "twice")
+    late = edited(program, "  tp_reduce_act 1.0\n  F 1.0\n", "  F 1.0\n  tp_reduce_act 1.0\n")
+    refused(lambda: check(late), OrderError, "F 1.0", "tp_reduce_act 1.0")
+    other = edited(program, "  tp_reduce_act 1.0\n", "  tp_reduce_act 1.0\n  tp_reduce_act 2.0\n")
+    refused(
+        lambda: check(other),
+        CompletenessError,
+        "tp_reduce_act 2.0 is not needed",
+        "has no such collective",
+    )
