@@ -116,7 +116,8 @@ GROUPS = {
         "[compare the gradients](../how-to/compare-gradients.md) of any pipeline.",
         ["testing.assert_schedule", "testing.assert_same_gradients",
          "testing.shapes_for", "testing.shapes", "testing.compute_programs",
-         "testing.programs", "testing.tied_weights", "testing.random_compute_program"],
+         "testing.programs", "testing.tied_weights", "testing.random_compute_program",
+         "testing.compile_options"],
     ),
 }  # fmt: skip
 

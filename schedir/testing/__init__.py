@@ -4,7 +4,7 @@
   the smallest shape on which it fails.
 - `assert_same_gradients` compares a pipeline step of any library with a plain loop over the same
   model.
-- The strategies draw shapes, drafts and programs.
+- The strategies draw shapes, drafts, programs, and options of `compile`.
 
 The strategies and `assert_schedule` need hypothesis.  torch is imported only when gradients are
 compared.
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from schedir.testing.gradient_assertion import assert_same_gradients
     from schedir.testing.schedule_assertion import assert_schedule
     from schedir.testing.strategies import (
+        compile_options,
         compute_programs,
         programs,
         random_compute_program,
@@ -69,6 +70,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "assert_same_gradients",
     "assert_schedule",
+    "compile_options",
     "compute_programs",
     "programs",
     "random_compute_program",

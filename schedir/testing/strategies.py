@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from schedir.compiler.compile import lower
@@ -21,6 +23,7 @@ from schedir.schedules.schedule_algebra import Schedule, get_placement_mark, has
 
 _F, _B = FORWARD, BACKWARD
 _I, _W = BACKWARD_INPUT, BACKWARD_WEIGHT
+_RECOMPUTE_AT = ("early", "late")
 PLACEMENT_KINDS = ("loop", "vee", "mirror", "given", "rows")
 
 
@@ -146,6 +149,7 @@ def compute_programs(
     stages_per_rank: int = 3,
     split: float = 0.5,
     placements: Sequence[str] = PLACEMENT_KINDS,
+    optimizer_steps: int = 1,
 ) -> Program:
     """Draw a complete draft on a small shape.
 
@@ -158,6 +162,8 @@ def compute_programs(
         stages_per_rank: As for `shapes`.
         split: The share of backwards that are split into I and W, from 0 to 1.
         placements: As for `shapes`.
+        optimizer_steps: The largest number of optimizer steps.  A draft with several steps has no
+            stage replicas, up to `microbatches` microbatches per step, and any weight delays.
 
     Returns:
         The draft.
@@ -172,8 +178,26 @@ def compute_programs(
         >>> every_draft_compiles()
     """
     shape = draw(shapes(ranks, microbatches, stages_per_rank, placements))
+    if optimizer_steps > 1 and shape.placement_rows == 1:
+        shape = draw(_optimizer_steps(shape, optimizer_steps))
     return random_compute_program(
         shape, random.Random(draw(st.integers(0, 2**32 - 1))), split=split
+    )
+
+
+@st.composite
+def _optimizer_steps(draw: st.DrawFn, shape: PipelineShape, most: int) -> PipelineShape:
+    """Draw the number of optimizer steps of a shape, and the weight delays."""
+    steps = draw(st.integers(1, most))
+    if steps == 1:
+        return shape
+    one_delay = st.integers(0, 2)
+    delays = st.tuples(*[one_delay] * shape.stages)
+    return replace(
+        shape,
+        microbatches=steps * shape.microbatches,
+        optimizer_steps=steps,
+        weight_delay=draw(one_delay | delays),
     )
 
 
@@ -216,6 +240,94 @@ def programs(
     return group_opposite_transfers(program) if grouped else program
 
 
+@st.composite
+def compile_options(draw: st.DrawFn, draft: Program) -> dict[str, Any]:
+    """Draw options of `compile` that a draft allows, none of which changes the trained weights.
+
+    The options are tied weights, frozen stages, skip connections, gradient clipping and its check,
+    ZeRO and its residency, the place of the optimizer state, snapshots, recomputation, activation
+    offload, buffer sharing and overlap.
+
+    Args:
+        draw: Passed by hypothesis.
+        draft: The draft to compile.
+
+    Returns:
+        The options by name.
+
+    Example:
+        >>> import schedir
+        >>> from hypothesis import given
+        >>> from hypothesis import strategies as st
+        >>> from schedir.testing import compile_options, compute_programs
+        >>> @given(compute_programs(ranks=2, microbatches=3), st.data())
+        ... def every_option_compiles(draft, data):
+        ...     schedir.compile(draft, **data.draw(compile_options(draft)))
+        >>> every_option_compiles()
+    """
+    shape, booleans = draft.shape, st.booleans()
+    tied, frozen = _draw_tied_and_frozen(draw, shape)
+    options: dict[str, Any] = {
+        "tied_weights": tied,
+        "frozen_stages": frozen,
+        "skips": _draw_skips(draw, shape),
+        "clip_grad_norm": draw(booleans),
+        "overlap": draw(booleans),
+        "buffer_sharing": draw(st.sampled_from([None, "minimal", "latency_preserving"])),
+        "checkpoint_snapshots": draw(booleans),
+    }
+    trained = [(s, mb) for s in range(frozen, shape.stages) for mb in range(shape.microbatches)]
+    some = st.one_of(st.just(trained), st.sets(st.sampled_from(trained)).map(sorted))
+    if draw(booleans):
+        options |= {"recompute": draw(some), "recompute_at": draw(st.sampled_from(_RECOMPUTE_AT))}
+    which = st.sampled_from(["all", "half"])
+    if draw(booleans):
+        options |= {"offload": draw(which)}
+        if draw(booleans):
+            options |= {"offload_to_disk": draw(which)}
+    options |= _draw_state_placement(draw, shape, options["clip_grad_norm"])
+    if options.get("norm_check") == "after_step":
+        options |= {"checkpoint_snapshots": False}
+    return options
+
+
+def _draw_tied_and_frozen(draw: st.DrawFn, shape: PipelineShape) -> tuple[TiedStages, int]:
+    """Draw a number of frozen stages, and tied weights of the other stages."""
+    frozen = draw(st.integers(0, shape.stages - 1))
+    tied = draw(tied_weights(shape))
+    return tuple(stages for stages in tied if stages[0] >= frozen), frozen
+
+
+def _draw_skips(draw: st.DrawFn, shape: PipelineShape) -> list[tuple[int, int]]:
+    """Draw skip connections.  A stage is the source of one at most, and the target of one."""
+    stages = range(shape.stages)
+    pairs = [(begin, end) for begin in stages for end in stages if begin + 1 < end]
+    found: list[tuple[int, int]] = []
+    for begin, end in draw(st.lists(st.sampled_from(pairs), max_size=2)) if pairs else []:
+        if all(begin != other[0] and end != other[1] for other in found):
+            found.append((begin, end))
+    return sorted(found)
+
+
+def _draw_state_placement(draw: st.DrawFn, shape: PipelineShape, clips: bool) -> dict[str, Any]:
+    """Draw where optimizer state and weights are, or a norm check after the step."""
+    several_steps = shape.optimizer_steps > 1
+    places = ["device", "cpu_step"] if several_steps else ["device", "host", "disk", "cpu_step"]
+    options: dict[str, Any] = {"optimizer_placement": draw(st.sampled_from(places))}
+    if options["optimizer_placement"] in ("host", "disk"):
+        options |= {"optimizer_device_buffers": draw(st.integers(1, 3))}
+    if options["optimizer_placement"] == "disk":
+        options |= {"optimizer_host_buffers": draw(st.integers(1, 3))}
+    if several_steps:
+        return options
+    options |= {"zero": draw(st.sampled_from([0, 0, 1, 2, 3]))}
+    if options["zero"] == 3:
+        options |= {"unshard_prefetch": draw(st.integers(0, 2))}
+    if clips and options["zero"] == 0 and options["optimizer_placement"] == "device":
+        options |= {"norm_check": draw(st.sampled_from(["before_step", "after_step"]))}
+    return options
+
+
 def tied_weights(shape: PipelineShape) -> st.SearchStrategy[TiedStages]:
     """Return a strategy of the stages that share weights in a shape.
 
@@ -249,7 +361,8 @@ def random_compute_program(
 ) -> Program:
     """Return a draft in the order of a random execution.
 
-    Each replica of a stage runs its backwards in ascending order of microbatches.
+    Each replica of a stage runs its backwards in ascending order of microbatches.  Before a forward
+    that needs the weights of an optimizer step, all backwards of this step have run.
 
     Args:
         shape: The shape.
@@ -276,6 +389,7 @@ def random_compute_program(
     next_backward = [[begin] * S for begin in shape.microbatch_row_offsets[:-1]]
     # By row and by stage: the microbatches with an I and no W yet.
     waiting_weights: list[list[list[int]]] = [[[] for _ in range(S)] for _ in next_backward]
+    steps = _StepOrder(shape)
 
     def offer(stage: int, row: int) -> None:
         """Add the next backward of a stage if it can run; a full backward waits for all W."""
@@ -287,7 +401,10 @@ def random_compute_program(
             ready.append(Instr(backward[stage, mb], stage, mb))
 
     while ready:
-        instr = ready.pop(rng.randrange(len(ready)))
+        possible = steps.find_possible(ready)
+        instr = possible[rng.randrange(len(possible))]
+        ready.remove(instr)
+        steps.record(instr)
         op, s, mb = instr
         row = int(shape.replica_row_of_microbatch(mb))
         next_mb, waiting = next_backward[row], waiting_weights[row]
@@ -311,3 +428,39 @@ def random_compute_program(
                 offer(s - 1, row)
         offer(s, row)
     return Program("random", shape, tuple(map(Stream.from_instructions, streams)))
+
+
+class _StepOrder:
+    """The optimizer steps that have all their gradients, during a random execution.
+
+    Args:
+        shape: The shape of the draft.
+    """
+
+    def __init__(self, shape: PipelineShape) -> None:
+        self.shape = shape
+        # By optimizer step and rank: the number of gradients that are missing.
+        self.missing = np.zeros((shape.optimizer_steps, shape.ranks), int)
+        for stage, mb in product(range(shape.stages), range(shape.microbatches)):
+            update = mb // shape.microbatches_per_update
+            self.missing[update, int(shape.rank_of_stage(stage, mb))] += 1
+
+    def find_possible(self, ready: list[Instr]) -> list[Instr]:
+        """Return the instructions that may run before the next optimizer step."""
+        if self.shape.optimizer_steps == 1:
+            return ready
+        return [instr for instr in ready if self._is_possible(instr)]
+
+    def _is_possible(self, instr: Instr) -> bool:
+        op, stage, mb = instr
+        if op is _F:
+            return not self.missing[: int(self.shape.weight_version(stage, mb))].any()
+        rank = int(self.shape.rank_of_stage(stage, mb))
+        return not self.missing[: mb // self.shape.microbatches_per_update, rank].any()
+
+    def record(self, instr: Instr) -> None:
+        """Record that an instruction has run."""
+        op, stage, mb = instr
+        if self.shape.optimizer_steps > 1 and op in (_B, _W):
+            update = mb // self.shape.microbatches_per_update
+            self.missing[update, int(self.shape.rank_of_stage(stage, mb))] -= 1

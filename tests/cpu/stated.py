@@ -15,7 +15,9 @@ from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
+from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import (
     dualpipe,
     dualpipe_v,
@@ -118,3 +120,19 @@ def both(
 
 def optimizer_of(rank: Executor) -> Any:
     return rank.resources.optimizer
+
+
+def poison_weights(ranks: InProcessExecutor) -> None:
+    """Fill the weights of a stage with NaN on the device while the host updates them."""
+    if ranks.program.optimizer_placement != "cpu_step":
+        return
+    for rank in ranks.executors:
+        states = rank.state.service(OptimizerPlacement).optimizer_state
+        if isinstance(states, CpuOptimizer):
+            vars(states)["begin_step"] = partial(_begin_poisoned, states, states.begin_step)
+
+
+def _begin_poisoned(states: CpuOptimizer, begin: Any, stage: int, *more: Any) -> None:
+    for weight in states.host_parameters[stage].device_weights.values():
+        weight.fill_(torch.nan)
+    begin(stage, *more)

@@ -4,58 +4,54 @@
 and lower it when code is deleted.  The whole product is to have 41,500 lines at most.
 """
 
-from collections import Counter
-from functools import cache
+import pytest
 
 from tests.lines_of_code import PRODUCT, lines_by_folder
 from tests.pure.test_layout import ROOT
 
 BUDGET = {
-    "docs": 1_325,
+    "docs": 1_330,
     "kernels": 480,
     "schedir": 940,
     "schedir/analysis": 1_890,
-    "schedir/checkpoints": 1_915,
-    "schedir/commands": 3_775,
+    "schedir/checkpoints": 1_920,
+    "schedir/commands": 3_780,
     "schedir/compiler": 390,
     "schedir/data": 440,
     "schedir/hang_diagnosis": 1_990,
     "schedir/instrumentation": 540,
-    "schedir/io": 1_855,
-    "schedir/ir": 4_480,
+    "schedir/io": 1_850,
+    "schedir/ir": 4_470,
     "schedir/megatron": 890,
     "schedir/models": 820,
     "schedir/passes": 2_590,
     "schedir/planner": 3_980,
-    "schedir/predict": 1_505,
-    "schedir/runtime": 9_350,
-    "schedir/schedule_search": 2_795,
-    "schedir/schedules": 756,
+    "schedir/predict": 1_510,
+    "schedir/runtime": 9_340,
+    "schedir/schedule_search": 2_790,
+    "schedir/schedules": 760,
     "schedir/tensor_parallel": 330,
-    "schedir/testing": 860,
-    "schedir/torch_pipelining": 1_695,
+    "schedir/testing": 960,
+    "schedir/torch_pipelining": 1_690,
     "schedir/traces": 870,
-    "schedir/training": 3_665,
+    "schedir/training": 3_660,
     "schedir/transports": 1_930,
     "schedir/verify": 940,
     "viz": 2_380,
 }
-
-
-@cache
-def count_lines() -> Counter[str]:
-    return lines_by_folder(ROOT, (*PRODUCT, "docs"))
+LINES = lines_by_folder(ROOT, (*PRODUCT, "docs"))
 
 
 def test_every_folder_has_a_budget() -> None:
-    assert {*count_lines()} == {*BUDGET}
+    assert {*LINES} == {*BUDGET}
 
 
-def test_folders_are_within_their_budgets() -> None:
-    counts = count_lines()
-    assert not {folder: n for folder, n in counts.items() if n > BUDGET[folder]}
+@pytest.mark.parametrize("folder", LINES)
+def test_a_folder_is_within_its_budget(folder: str) -> None:
+    lines = LINES[folder]
+    assert lines <= BUDGET[folder], f"{folder} has {lines} lines of code"
 
 
 def test_a_budget_is_lowered_when_code_is_deleted() -> None:
     """So that a saving is not used up unseen."""
-    assert sum(BUDGET.values()) <= 1.01 * count_lines().total()
+    assert sum(BUDGET.values()) <= 1.01 * LINES.total()
