@@ -69,6 +69,7 @@ def test_a_dead_rank_is_named() -> None:
 
 
 def test_a_hang_shows_where() -> None:
+    run(add_up, 2, torch.ones(2))  # else the start of processes is within the limit
     with pytest.raises(RankError) as error:
         run(hang_on, 2, 1, limit=4)
     assert "in hang_on" in error.value.tracebacks[1]
