@@ -21,13 +21,13 @@ from schedir import (
     compile,
     expand_schedule,
     find_tied_weights,
-    perfetto,
     save_timeline,
     simulate,
     to_text,
     torch_csv,
 )
 from schedir.errors import SchedirError
+from schedir.io import perfetto
 from schedir.ir.program import SlotCounts
 from schedir.ir.text_format import from_text
 from schedir.predict.bubble_causes import idleness
@@ -90,7 +90,7 @@ TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "calibrate": (calibrate, ()),
     "idleness": (idleness, ()),
     "advise": (advise, ()),
-    "perfetto": (perfetto.text, ()),
+    "perfetto": (perfetto.to_json, ()),
     "rows": (lambda v: torch_csv.from_csv(torch_csv.to_csv(PROGRAM), ranks=v), (NoneType,)),
     "a chart": (gantt, ()),
     "a title": (lambda v: gantt(RUN, title=v), (str, NoneType)),
