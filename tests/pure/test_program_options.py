@@ -212,16 +212,18 @@ def test_an_old_attribute_is_answered_with_the_new_one(module: str) -> None:
 
 
 def test_a_search_offers_no_option_that_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "-O" not in said(capsys, "search", "--help")
-    assert "-O" in said(capsys, "simulate", "--help")
+    assert "-O" not in run_command(capsys, "search", "--help")
+    assert "-O" in run_command(capsys, "simulate", "--help")
 
 
 def test_plans_and_programs_name_recomputation_alike(capsys: pytest.CaptureFixture[str]) -> None:
     """`schedir plan` prints none and full, which `compile` must accept."""
-    plain, full = (said(capsys, "print", "gpipe", *more) for more in ((), ("-O", "recompute=all")))
-    assert plain == said(capsys, "print", "gpipe", "-O", "recompute=none") != full
-    assert full == said(capsys, "print", "gpipe", "-O", "recompute=full")
-    assert plain == said(capsys, "print", "gpipe", "-O", "offload=none")
+    plain, full = (
+        run_command(capsys, "print", "gpipe", *more) for more in ((), ("-O", "recompute=all"))
+    )
+    assert plain == run_command(capsys, "print", "gpipe", "-O", "recompute=none") != full
+    assert full == run_command(capsys, "print", "gpipe", "-O", "recompute=full")
+    assert plain == run_command(capsys, "print", "gpipe", "-O", "offload=none")
     program = schedir.compile("gpipe", ranks=4, microbatches=8)
     for name, value in (("recompute", "none"), ("offload", "none")):
         other = schedir.compile("gpipe", ranks=4, microbatches=8, **{name: value})
@@ -230,27 +232,29 @@ def test_plans_and_programs_name_recomputation_alike(capsys: pytest.CaptureFixtu
 
 def test_costs_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "costs.txt"
-    wanted = said(capsys, "simulate", "gpipe", "--costs", "F=1:2:1:1,B=2,send=0.5")
+    wanted = run_command(capsys, "simulate", "gpipe", "--costs", "F=1:2:1:1,B=2,send=0.5")
     for text in (
         "F=1:2:1:1,\nB=2, send=0.5\n",
         "F=1:2:1:1\nB=2\n\nsend=0.5",
         "F=1:2:\n1:1,B=2,send=0.5",
     ):
         file.write_text(text)
-        assert said(capsys, "simulate", "gpipe", "--costs", f"@{file}") == wanted
+        assert run_command(capsys, "simulate", "gpipe", "--costs", f"@{file}") == wanted
 
 
 def test_a_file_with_the_suffix_of_another_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, run = tmp_path / "a.sched", tmp_path / "b.timeline"
-    said(capsys, "compile", "gpipe", "-o", str(program))
-    said(capsys, "simulate", "gpipe", "-o", str(run))
+    run_command(capsys, "compile", "gpipe", "-o", str(program))
+    run_command(capsys, "simulate", "gpipe", "-o", str(run))
     wrong_run, wrong_program = (
         program.rename(tmp_path / "a.timeline"),
         run.rename(tmp_path / "b.sched"),
     )
-    assert f"rename the file to {tmp_path}/a.sched" in refused(capsys, "check", str(wrong_run))
-    assert f"rename the file to {tmp_path}/b.timeline" in refused(
+    assert f"rename the file to {tmp_path}/a.sched" in run_refused_command(
+        capsys, "check", str(wrong_run)
+    )
+    assert f"rename the file to {tmp_path}/b.timeline" in run_refused_command(
         capsys, "check", str(wrong_program)
     )

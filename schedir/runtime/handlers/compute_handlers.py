@@ -130,7 +130,7 @@ class StageRun:
         local = [one.is_local for one in find_input_slots(state, forward)]
         self.has_received_inputs, self.is_offloaded = not all(local), _is_offloaded(state, i)
         self.stage_state, self.is_last = stage, i.stage == state.shape.stages - 1
-        self.trains = state.has_backward and i.stage >= frozen
+        self.trains = state.program.has_backward and i.stage >= frozen
         self.require_outputs = None if self.is_last else boundaries.make_output_validator(i.stage)
         came = [
             has and i.stage >= frozen and state.program.peer_stage(kind, i.stage) >= frozen
