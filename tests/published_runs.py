@@ -187,8 +187,8 @@ class GridRun(NamedTuple):
 
 
 GRID_MODELS = {
-    "1B": TransformerSpec(16, 2048, 32, 131072, 4096, ffn=8192, gated=True),
-    "3B": TransformerSpec(28, 3072, 32, 131072, 4096, ffn=8192, gated=True),
+    "1B": TransformerSpec(16, 2048, 32, vocab=131072, sequence=4096, ffn=8192, gated=True),
+    "3B": TransformerSpec(28, 3072, 32, vocab=131072, sequence=4096, ffn=8192, gated=True),
 }
 
 

@@ -23,6 +23,7 @@ class CompileOptions(TypedDict, total=False):
 
     checkpoint_snapshots: bool | None
     chunks_per_microbatch: int | None
+    ep: int | None
     fill_collective_waits: str | None
     frozen_stages: int | None
     host_memory_limit: float | str | None

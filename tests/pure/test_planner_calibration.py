@@ -13,7 +13,7 @@ from schedir.errors import ConfigError, SchedirError, UsageError
 from schedir.planner import MeasuredRun, ParallelPlan, TransformerSpec
 from schedir.planner.calibration import predict
 
-MODEL = TransformerSpec(16, 2048, 32, 131072, 4096, ffn=8192, gated=True)
+MODEL = TransformerSpec(16, 2048, 32, vocab=131072, sequence=4096, ffn=8192, gated=True)
 STACK = planner.stack_preset("nanotron")
 PRESET = planner.cluster_preset("h100-efa")
 PLANS = [

@@ -11,7 +11,7 @@ from schedir.errors import UsageError
 from schedir.planner import ParallelPlan, TransformerSpec
 from schedir.planner.transformer.layer_division import divide_layers
 
-MODEL = TransformerSpec(16, 2048, 32, 131072, 4096, ffn=8192, gated=True)
+MODEL = TransformerSpec(16, 2048, 32, vocab=131072, sequence=4096, ffn=8192, gated=True)
 NANOTRON = planner.stack_preset("nanotron")
 
 

@@ -225,8 +225,9 @@ def test_plans_and_programs_name_recomputation_alike(capsys: pytest.CaptureFixtu
     assert full == run_command(capsys, "print", "gpipe", "-O", "recompute=full")
     assert plain == run_command(capsys, "print", "gpipe", "-O", "offload=none")
     program = schedir.compile("gpipe", ranks=4, microbatches=8)
-    for name, value in (("recompute", "none"), ("offload", "none")):
-        other = schedir.compile("gpipe", ranks=4, microbatches=8, **{name: value})
+    named: tuple[dict[str, Any], ...] = ({"recompute": "none"}, {"offload": "none"})
+    for options in named:
+        other = schedir.compile("gpipe", ranks=4, microbatches=8, **options)
         assert other.digest == program.digest
 
 

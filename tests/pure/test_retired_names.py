@@ -58,7 +58,7 @@ def test_a_key_of_a_program() -> None:
         (lambda any_: any_(PipelineShape)(num_ranks=2, microbatches=4), "did you mean 'ranks'?"),
         (lambda any_: any_(PipelineShape)(2, num_microbatches=4), "did you mean 'microbatches'?"),
         (lambda any_: any_(planner.ParallelPlan)(ranks=2), "did you mean 'pp'?"),
-        (lambda any_: schedir.compile("gpipe", shape, num_stages=2), "'stages_per_rank'"),
+        (lambda any_: any_(schedir.compile)("gpipe", shape, num_stages=2), "'stages_per_rank'"),
         (lambda any_: any_(Costs)(sned=1), "did you mean 'send'?"),
         (lambda any_: any_(schedir.greedy_schedule)(ranks=2), "greedy_schedule(PipelineShape("),
         # Missing and double arguments.

@@ -65,7 +65,7 @@ def divide_by_compute(model: TransformerSpec, stages: int) -> tuple[int, ...]:
 
     Example:
         >>> from schedir.planner import TransformerSpec
-        >>> model = TransformerSpec(16, 2048, 32, 131072, 4096, ffn=8192, gated=True)
+        >>> model = TransformerSpec(16, 2048, 32, vocab=131072, sequence=4096, ffn=8192, gated=True)
         >>> divide_by_compute(model, 4)
         (5, 5, 5, 1)
     """
