@@ -271,7 +271,7 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
         >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster_preset("h100")
         >>> one = planner.ParallelPlan(tp=8, microbatches=4, microbatch_size=4)
         >>> found = planner.calibrate(node, planner.stack_preset("megatron"),
-        ...     [planner.MeasuredRun(gpt, one, 1.2)])
+        ...     [planner.MeasuredRun(gpt, one, 1.4)])
         >>> abs(found.errors[0]) < 0.05, len(found.constants)
         (True, 5)
     """

@@ -185,7 +185,7 @@ def count_stragglers(replicas: int) -> float:
 
     Example:
         >>> [round(count_stragglers(n), 2) for n in (1, 2, 8, 128)]
-        [0.0, 0.59, 1.43, 2.59]
+        [0.0, 0.59, 1.43, 2.58]
     """
     return NormalDist().inv_cdf((replicas - 0.375) / (replicas + 0.25))
 
