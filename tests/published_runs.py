@@ -221,8 +221,8 @@ def b200_memory() -> list[tuple[TransformerSpec, ParallelPlan, float, float]]:
             name: int(row[name]) for name in ("pp", "tp", "dp", "cp", "microbatches")
         }
         model = TransformerSpec(
-            int(row["layers"]), 8192, 64, 128256, int(row["seq"]), ffn=28672, kv_heads=8,
-            gated=True, tied=False,
+            int(row["layers"]), 8192, 64, vocab=128256, sequence=int(row["seq"]), ffn=28672,
+            kv_heads=8, gated=True, tied=False,
         )  # fmt: skip
         choice = ParallelPlan(
             **at, microbatch_size=int(row["mbs"]), zero=int(at["dp"] * at["cp"] > 1),

@@ -37,7 +37,7 @@ from schedir.analysis.memory.buffer_slots import (
     find_host_slot_reuses,
     find_slot_reuses,
 )
-from schedir.analysis.progress_models import ProgressModel, get_model_row
+from schedir.analysis.progress_models import ProgressModel, get_model_row, require_model
 from schedir.errors import require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import EagerMessages
@@ -120,7 +120,7 @@ class Graph:
         """
         make = partial(
             cls,
-            progress_model=progress_model,
+            progress_model=require_model(progress_model),
             blocking_hosts=blocking_hosts,
             host_device_sync=host_device_sync,
             eager_messages=eager_messages,
