@@ -22,12 +22,16 @@ SMALL = st.just(0.0) | st.floats(MIN_RATE, 1e3)
 
 def numbers(name: str) -> st.SearchStrategy[float]:
     """What a field takes."""
-    if name in ("nodes", "gpus_per_node", "num_sms", "itemsize", "processors"):
+    if name in ("nodes", "gpus_per_node", "num_sms", "itemsize", "processors", "calibrated_gpus"):
         return COUNTS
-    return SMALL if name in ("latency", "kernel_us") else RATES
+    small = ("latency", "network_latency", "kernel_us", "jitter", "uncertainty")
+    return SMALL if name in small else RATES
 
 
-_LEFT_OUT = ("host_bandwidth", "host_memory", "disk_bandwidth", "peak", "num_sms", "processors")
+_LEFT_OUT = (
+    "host_bandwidth", "host_memory", "disk_bandwidth", "peak", "num_sms", "processors",
+    "network_latency", "calibrated_gpus",
+)  # fmt: skip
 
 
 @st.composite
