@@ -228,7 +228,7 @@ def test_a_command_is_a_row_and_a_file(copy: Path, file: str) -> None:
     (folder / "__init__.py").write_text(table.replace("}\n", row + "}\n", 1))
     commands, counted, options = run_commands(copy, "--help", f"{name} gpipe", f"{name} --help")
     listed = re.findall(r"^    (\w+)(?:\s|$)", commands[1], re.M)
-    assert commands[0] == 0 and listed[-3:] == ["checkpoint", "options", name]
+    assert commands[0] == 0 and listed[-3:] == ["completion", "options", name]
     assert "say how many instructions a program has" in commands[1]
     program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(4, 8))
     assert counted == (0, f"{len(program)}\n")
