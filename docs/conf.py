@@ -102,7 +102,7 @@ toc_object_entries = False  # the headings of docs/reference/api.md are enough
 maximum_signature_line_length = 88
 autodoc_default_options = {"member-order": "bysource"}
 napoleon_use_ivar = True  # autodoc describes the attributes themselves
-autodoc_preserve_defaults = True
+autodoc_preserve_defaults = False  # `compile` lists options that its source does not
 autodoc_type_aliases = {name: name for name in ("ArrayLike", "PerStage", "Placement", "Which")}
 
 html_theme = "furo"

@@ -307,5 +307,5 @@ def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     table = run_command(capsys, *at, "--gpu-counts=8,2,3")
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
     assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")
-    one = run_refused_command(capsys, *at, "--tp=8", "--gpu-counts=2,4")
+    one = run_refused_command(capsys, *at[:-1], "--tp=8", "--gpu-counts=2,4")
     assert "8" in one
