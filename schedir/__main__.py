@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 
 from schedir import __version__
 from schedir.commands import COMMANDS, import_command
-from schedir.commands.common.trust_options import add_input_limits
 from schedir.errors import SchedirError, UsageError
 from schedir.extras import broken_package
+from schedir.ir.cost.number_parsing import parse_integer
 from schedir.ir.input_trust import DEFAULT_MAX_INSTRUCTIONS, input_limits
 from schedir.retired_names import RETIRED_HINTS, find_present_name
 
@@ -218,6 +218,31 @@ class _Parser(argparse.ArgumentParser):
         return next((f"did you mean {option}?" for option in near if option), "")
 
 
+def _add_input_limits(parser: argparse.ArgumentParser) -> None:
+    """Add options that limit the size of programs, and whether a source may run code."""
+    group = parser.add_argument_group("limits for untrusted files")
+    group.add_argument(
+        "--max-instructions", dest="most_instructions", type=_parse_positive_count, metavar="N",
+        help=f"refuse programs with more instructions than this ({DEFAULT_MAX_INSTRUCTIONS}); an "
+        "instruction takes about 30 to 100 bytes of memory",
+    )  # fmt: skip
+    group.add_argument(
+        "--no-code", action="store_true",
+        help="do not execute Python files: refuse a schedule file.py:function on the command line "
+        "and in a configuration",
+    )  # fmt: skip
+
+
+def _parse_positive_count(text: str) -> int:
+    try:
+        number = parse_integer(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text!r}")
+    return number
+
+
 def _build_parser(argv: Sequence[str]) -> _Parser:
     parser = _Parser(
         prog="schedir", description=_DESCRIPTION, epilog=_EXIT_CODES_HELP, allow_abbrev=False
@@ -235,7 +260,7 @@ def _build_parser(argv: Sequence[str]) -> _Parser:
             command = import_command(name)
             sub.set_defaults(run=command.run)
             command.add_arguments(sub)
-            add_input_limits(sub)
+            _add_input_limits(sub)
             sub.extra_help = getattr(command, "format_epilog", None)
             sub.examples = getattr(command, "EXAMPLES", "")
             parser.command_parser = sub

@@ -12,10 +12,10 @@ from tests.pure.test_layout import ROOT
 BUDGET = {
     "docs": 1_330,
     "kernels": 480,
-    "schedir": 940,
+    "schedir": 960,
     "schedir/analysis": 1_890,
     "schedir/checkpoints": 1_920,
-    "schedir/commands": 3_780,
+    "schedir/commands": 3_760,
     "schedir/compiler": 390,
     "schedir/data": 440,
     "schedir/hang_diagnosis": 1_990,
