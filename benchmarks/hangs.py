@@ -65,7 +65,6 @@ microbatch_size = 2
 steps = {steps}
 warmup = 2
 log_every = 2
-checkpoint_every = 2
 timeout = {timeout}
 shutdown_grace = 5
 
@@ -138,6 +137,7 @@ def configuration(draw: random.Random, folder: Path) -> list[str]:
         found["pipeline.optimizer_steps"] = 2
     if draw.random() < 0.7:
         found["train.checkpoint_dir"] = str(folder / "saved")
+        found["train.checkpoint_every"] = 2
     if draw.random() < 0.2:
         found["train.evaluate_every"], found["data.validation"] = 3, 0.2
     return [f"{name}={_toml(value)}" for name, value in found.items()]

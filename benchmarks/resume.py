@@ -65,7 +65,6 @@ microbatch_size = 2
 
 [train]
 steps = {steps}
-checkpoint_every = {every}
 warmup = 2
 log_every = 1
 timeout = 60
@@ -188,7 +187,7 @@ def main() -> None:
     draw, counts, rows, number = random.Random(options.seed), Counter[str](), [], 0
     home = Path(tempfile.mkdtemp(prefix="resume-"))
     (home / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
-    config = CONFIG.format(text=home / "text.txt", steps=STEPS, every=EVERY)
+    config = CONFIG.format(text=home / "text.txt", steps=STEPS)
     whole: dict[str, bytes] = {}
     shared = {*os.listdir("/dev/shm")}
     while counts["kills"] < options.kills:
@@ -204,7 +203,11 @@ def main() -> None:
             assert good, text
             whole[shape] = (folder / "out" / "loss.csv").read_bytes()
             shutil.rmtree(folder / "out")
-        sets = [*base, f'train.checkpoint_dir="{folder / "saved"}"']
+        sets = [
+            *base,
+            f'train.checkpoint_dir="{folder / "saved"}"',
+            f"train.checkpoint_every={EVERY}",
+        ]
         through, before, had = False, 0, 0
         kill: Kill | None = None
         while not through:

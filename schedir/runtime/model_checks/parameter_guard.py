@@ -162,7 +162,15 @@ def require_stepped_stages(
         ModelError: The optimizer would train another model than the stages.
     """
     stepped = describe_options(optimizer)
-    trained = [p for module in stages.values() for p in module.parameters() if p.requires_grad]
+    # A rank may compute with a copy of a tied weight, and then its optimizer has the copy.
+    tied = {stage for stages_of_weight in program.tied_weights for stage in stages_of_weight}
+    trained = [
+        p
+        for stage, module in stages.items()
+        if stage not in tied
+        for p in module.parameters()
+        if p.requires_grad
+    ]
     if program.has_backward and stepped and trained and not any(p in stepped for p in trained):
         raise ModelError(
             f"the optimizer has no parameter of the stages {[*stages]}: its steps would not train "
