@@ -27,7 +27,7 @@ BUDGET = {
     "schedir/passes": 2_590,
     "schedir/planner": 3_980,
     "schedir/predict": 1_510,
-    "schedir/runtime": 9_340,
+    "schedir/runtime": 9_350,
     "schedir/schedule_search": 2_790,
     "schedir/schedules": 760,
     "schedir/tensor_parallel": 330,
