@@ -7,9 +7,9 @@ import argparse
 from schedir.extras import require_package
 
 EXAMPLES = """\
-  eval "$(schedir completion bash)"          a line for ~/.bashrc
-  eval "$(schedir completion zsh)"           a line for ~/.zshrc
-  schedir completion fish | source           a line for ~/.config/fish/config.fish
+  schedir completion bash    for the line eval "$(schedir completion bash)" of ~/.bashrc
+  schedir completion zsh     for the line eval "$(schedir completion zsh)" of ~/.zshrc
+  schedir completion fish    for the line schedir completion fish | source of config.fish
 
 The page README.md has more.
 """

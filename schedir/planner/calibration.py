@@ -104,6 +104,15 @@ class CalibratedConstant(NamedTuple):
         value: The fitted value.
         low: The lower end of the interval of 90 %.
         high: The upper end of the interval.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster_preset("h100")
+        >>> one = planner.ParallelPlan(tp=8, microbatches=4, microbatch_size=4)
+        >>> found = planner.calibrate(node, planner.stack_preset("megatron"),
+        ...     [planner.MeasuredRun(gpt, one, 1.4)])
+        >>> found.constants[0].name, found.constants[0].prior < found.constants[0].value
+        ('flops', True)
     """
 
     name: str
@@ -125,6 +134,16 @@ class Calibration:
         constants: The fitted constants.
         estimates: The prediction of each run.
         covariance: The covariance of the logarithms of the constants.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster_preset("h100")
+        >>> one = planner.ParallelPlan(tp=8, microbatches=4, microbatch_size=4)
+        >>> found = planner.calibrate(node, planner.stack_preset("megatron"),
+        ...     [planner.MeasuredRun(gpt, one, 1.4)])
+        >>> low, high = found.find_interval(gpt, one)
+        >>> low < 1.4 < high
+        True
     """
 
     cluster: Cluster
