@@ -59,7 +59,8 @@ def test_a_command_checks_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
 ) -> None:
     run_command(capsys, *argv.split())
-    assert proven == [("complete", "mine"), ("proof", "mine")]
+    # A schedule that is proved shortest is compared with built-in ones, which are checked, too.
+    assert [one for one in proven if one[1] == "mine"] == [("complete", "mine"), ("proof", "mine")]
     assert Path("loaded").read_text() == "once\n"
 
 
