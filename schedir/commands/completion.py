@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> str:
         UsageError: argcomplete is not installed.
     """
     require_package("argcomplete", "schedir completion")
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    return f"{argcomplete.shellcode(['schedir'], shell=args.shell)}\n"
+    return f"{shellcode(['schedir'], shell=args.shell)}\n"
