@@ -176,7 +176,7 @@ class Watchdog:
                 ):
                     self.last_save_check = now
                     self._handle_stall(is_saving=True)
-            elif self.executor is not None:
+            elif progress[0]:  # `watch` may have begun since, and the next round notices it
                 stalled_for = now - progress_time
             else:  # In set-up, only a process that waits for others can be stalled.
                 is_waiting_in_set_up = (
@@ -187,8 +187,8 @@ class Watchdog:
             if stalled_for > self.timeout * 1e9 and not self._is_exiting():
                 self._handle_stall()
 
-    def _get_progress(self) -> object:
-        """Return a value that changes if this process makes progress."""
+    def _get_progress(self) -> tuple[object, ...]:
+        """Return whether steps are watched, and values that change with progress."""
         values = self.box_values
         if self.gpu is not None:
             self.gpu.write_progress(values)
