@@ -1,4 +1,4 @@
-"""Planner: what it predicts beside 798 runs of nanotron on H100, and 14 of Megatron-LM on B200.
+"""Planner: predictions compared with 798 runs of nanotron on H100, and 14 of Megatron-LM on B200.
 
     python benchmarks/planner_grid.py              # all tables
     python benchmarks/planner_grid.py defaults     # the default constants, which fit no row here

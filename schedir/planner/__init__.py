@@ -5,7 +5,7 @@ from schedir.planner.config_export import plan_program, train_config
 from schedir.planner.estimate.simulated_estimate import simulate_plan, simulated_program
 from schedir.planner.hardware.cluster_presets import cluster_preset, cluster_presets
 from schedir.planner.hardware.software_constants import SoftwareConstants
-from schedir.planner.hardware.stacks import Stack, stack_preset, stack_presets
+from schedir.planner.hardware.software_stacks import Stack, stack_preset, stack_presets
 from schedir.planner.launch_options import launcher_options
 from schedir.planner.parallel_plan import (
     GpuMemory,

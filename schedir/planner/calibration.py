@@ -1,4 +1,4 @@
-"""Calibrate a cluster with a few measured runs of training software, and report what is certain.
+"""Calibrate a cluster with a few measured runs of training software, with intervals.
 
 The logarithms of five constants are fitted to the logarithms of step times. A normal prior keeps
 them near the cluster's values, and Cauchy weights let a bad run count little. The result is the
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError
 from schedir.ir.cost.cluster import Cluster
-from schedir.planner.hardware.stacks import Stack
+from schedir.planner.hardware.software_stacks import Stack
 from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
 from schedir.planner.plan_search import all_plans, estimate_step
 from schedir.planner.transformer.transformer_spec import TransformerSpec
@@ -29,7 +29,7 @@ _RUN_NOISE: Final = 0.05  # Repeated runs of a grid on H100 differ by 3 to 5 % (
 _MISFIT: Final = 2.0  # Errors above this many standard deviations count less: Cauchy weights.
 _ITERATIONS: Final = 8
 _STEP: Final = 0.05  # Difference of the logarithm of a constant, for derivatives.
-_QUANTILE: Final = 1.645  # Standard deviations of an interval of 90 %.
+INTERVAL_QUANTILE: Final = 1.645  # Standard deviations of an interval of 90 %.
 
 
 class _ConstantRow(NamedTuple):
@@ -107,12 +107,9 @@ class CalibratedConstant(NamedTuple):
 
     Example:
         >>> from schedir import planner
-        >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster_preset("h100")
-        >>> one = planner.ParallelPlan(tp=8, microbatches=4, microbatch_size=4)
-        >>> found = planner.calibrate(node, planner.stack_preset("megatron"),
-        ...     [planner.MeasuredRun(gpt, one, 1.4)])
-        >>> found.constants[0].name, found.constants[0].prior < found.constants[0].value
-        ('flops', True)
+        >>> jitter = planner.CalibratedConstant("jitter", "a share", 0.02, 0.03, 0.01, 0.05)
+        >>> jitter.low < jitter.value < jitter.high
+        True
     """
 
     name: str
@@ -173,7 +170,7 @@ class Calibration:
         seconds, slopes = _differentiate(
             self.cluster, lambda at: np.array([predict(at, self.stack, model, plan).step_time])
         )
-        spread = _QUANTILE * _deviate(slopes, self.covariance, _RUN_NOISE)[0]
+        spread = INTERVAL_QUANTILE * _deviate(slopes, self.covariance, _RUN_NOISE)[0]
         return float(seconds[0] * np.exp(-spread)), float(seconds[0] * np.exp(spread))
 
     def list_extrapolations(self, plan: ParallelPlan) -> list[str]:
@@ -311,7 +308,7 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
     start = _fill_constants(cluster)
     fitted, covariance = fit_constants(start, estimate, measured)
     values, priors = _get_constants(fitted), _get_constants(start)
-    spread = np.exp(_QUANTILE * np.sqrt(np.diag(covariance)))
+    spread = np.exp(INTERVAL_QUANTILE * np.sqrt(np.diag(covariance)))
     constants = tuple(
         CalibratedConstant(
             name, row.meaning, float(prior), float(value),

@@ -90,7 +90,7 @@ class WorkObserver:
     """Observes the work that instructions start. This one observes nothing."""
 
     def attribute_to(self, k: int) -> AbstractContextManager[object]:
-        """Return a context whose started work belongs to another instruction.
+        """Return a context that attributes started work to another instruction.
 
         Args:
             k: The index of the other instruction in the stream.

@@ -51,7 +51,7 @@ class StageState:
         # Checks that run only until they have passed once. A mode is the module's `training`.
         # A split backward deferred weight gradients, or no layer of the stage could.
         self.has_checked_layers = False
-        # True after the first forward whose outputs were tested for a gradient.
+        # True after the outputs of a first forward were tested for a gradient.
         self.has_checked_gradient = False
         # The warning about layers that are not split was given.
         self.has_warned_of_layers = False

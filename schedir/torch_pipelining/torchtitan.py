@@ -16,7 +16,7 @@ from schedir.schedules.schedule_algebra import apply_schedule_defaults
 from schedir.torch_pipelining.program_selection import ProgramSource, load_schedule_or_program
 from schedir.torch_pipelining.schedule import Schedule
 
-# The versions whose choice of a schedule class is known.
+# The versions of torchtitan that this patch was written for.
 KNOWN_VERSIONS: Final = ("0.2.1", "0.2.2", "0.3.0")
 # torchtitan places the stages of this schedule in a vee, and logs the losses of rank 0.
 VEE_NAME: Final = "ZBVZeroBubble"

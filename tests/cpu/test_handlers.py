@@ -21,7 +21,7 @@ def skip(state: State, i: object) -> None:
 
 
 def test_every_row_has_one() -> None:
-    """All but the all-to-alls of experts, whose programs executors refuse."""
+    """Executors refuse programs with the all-to-alls of experts, which have no handler."""
     assert HANDLERS.keys() == {row.op for row in INSTRUCTIONS} - {*EP_COLLECTIVE_OPS}
     program = compile(gpipe, PipelineShape(2, 2), dp=2, ep=2, stage_segments="dc")
     with pytest.raises(ModelError, match="ep=2"):

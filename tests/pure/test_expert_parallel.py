@@ -1,4 +1,4 @@
-"""Expert parallelism: the all-to-alls of a program, what they cost, and what is refused."""
+"""Expert parallelism: the all-to-alls of a program, their costs, and refused programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule that is proved shortest may hold more than the span needs: a sentence says so."""
+"""The sentence about a schedule that is as short in less memory."""
 
 from __future__ import annotations
 

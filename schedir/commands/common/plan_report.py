@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from schedir.errors import format_bytes
 from schedir.io.terminal import format_json, format_table
+from schedir.planner.calibration import INTERVAL_QUANTILE
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
 from schedir.planner.plan_simplicity import PREFERENCE_TOLERANCE
 
@@ -51,7 +52,6 @@ LAST_COLUMNS: Final = (
 )
 _BYTE_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS_PER_DAY: Final = 86400.0
-_QUANTILE: Final = 1.645  # standard deviations of an interval of 90 %
 _MAX_OPTION_LENGTH: Final = 100  # printed characters of an option; `--json` has all
 
 
@@ -261,7 +261,7 @@ def _list_notes(
     """Yield warnings about a plan, and how certain its step time is."""
     cluster = request.cluster
     if cluster.uncertainty:
-        share = exp(_QUANTILE * cluster.uncertainty)
+        share = exp(INTERVAL_QUANTILE * cluster.uncertainty)
         low, high = (format_seconds(plan.step_time * x) for x in (1 / share, share))
         alike = sum(one.step_time <= plans[0].step_time * share for one in plans)
         yield f"the step takes {low} to {high} in 90 % of runs" + (

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
-from itertools import chain
 from operator import index
 from typing import Any, Final, TypeVar
 
@@ -445,15 +444,13 @@ def _divide_shares(
 # ---------------------------------------------------------------- collectives between segments
 
 # Pairs of a collective of forwards and one of backwards, each with the letter of its boundaries.
-_TP_COLLECTIVES: Final = (
+_COLLECTIVES: Final = (
     ((Opcode.TPReduceAct, EXIT_COLLECTIVE), (Opcode.TPReduceGrad, ENTRY_COLLECTIVE)),
+    ((Opcode.Dispatch, DISPATCH), (Opcode.DispatchGrad, DISPATCH)),
+    ((Opcode.Combine, COMBINE), (Opcode.CombineGrad, COMBINE)),
 )
 _SEQUENCE_PARALLEL_GATHERS: Final = (
     ((Opcode.TPGatherAct, ENTRY_COLLECTIVE), (Opcode.TPGatherGrad, EXIT_COLLECTIVE)),
-)
-_EP_COLLECTIVES: Final = (
-    ((Opcode.Dispatch, DISPATCH), (Opcode.DispatchGrad, DISPATCH)),
-    ((Opcode.Combine, COMBINE), (Opcode.CombineGrad, COMBINE)),
 )
 
 
@@ -484,10 +481,8 @@ def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.boo
     """
     stages, trained = program.shape.stages, np.arange(program.shape.stages) > program.frozen_stages
     letters = np.array([*(program.segment_boundaries or STAGE_END * (stages - 1)), STAGE_END])
-    groups = [_TP_COLLECTIVES, _EP_COLLECTIVES]
-    if program.sequence_parallel:
-        groups.append(_SEQUENCE_PARALLEL_GATHERS)
-    for (forward_op, forward_letter), (backward_op, backward_letter) in chain(*groups):
+    pairs = _COLLECTIVES + (_SEQUENCE_PARALLEL_GATHERS if program.sequence_parallel else ())
+    for (forward_op, forward_letter), (backward_op, backward_letter) in pairs:
         yield forward_op, letters == forward_letter, 1
         before = np.roll(letters == backward_letter, 1)
         yield backward_op, before & trained & program.has_backward, -1

@@ -1,4 +1,4 @@
-"""OptimizerPlacement: the optimizer of a rank whose state is on the host or on the disk."""
+"""OptimizerPlacement: the optimizer state of a rank on the host or on the disk."""
 
 from __future__ import annotations
 

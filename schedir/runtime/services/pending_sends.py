@@ -26,7 +26,7 @@ class PendingSends(ProgramService):
 
     Attributes:
         works: The work and the sent tensor of each pending send, by its index in the stream.
-        implied_acks: For each receive, the sends whose arrival it proves. Both are indices.
+        implied_acks: For each receive, the sends that must have arrived before it, as indices.
         before_reuse: For each instruction that reuses slots, the sends that must end first.
     """
 
@@ -57,7 +57,7 @@ class PendingSends(ProgramService):
         self.works.clear()
 
 
-# For each opcode, the send opcodes whose values it consumes, with the direction of their stage.
+# For each opcode: the sends of the values that it consumes, and the direction of their stage.
 _SENDS_BY_CONSUMER: Final = {
     row.op: [
         (send, LOCAL_HANDOVER[token][1])
@@ -70,7 +70,7 @@ _SENDS_BY_CONSUMER: Final = {
 
 
 def _find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
-    """Return, for each receive of a rank, the sends whose arrival it proves.
+    """Return, for each receive of a rank, the sends that must have arrived before it.
 
     Each send is listed once, with the first receive that proves its arrival, if there is one.
     """

@@ -62,7 +62,7 @@ class Service:
         """Begin an update of a step, before its gradients are set to zero."""
 
     def begin_step(self) -> None:
-        """Begin a step or an evaluation, whose inputs, weights and gradients are prepared."""
+        """Begin a step or an evaluation, after its inputs, weights and gradients are prepared."""
 
     def begin_optimizer_step(self) -> None:
         """Prepare the parameters for the optimizer. The gradients are checked and clipped."""
@@ -112,7 +112,7 @@ class Service:
         return ()
 
     def list_host_tensors(self) -> Iterable[Tensor]:
-        """Return host memory that stands for device memory on a CPU, and must not be counted."""
+        """Return host memory that replaces device memory on a CPU. It must not be counted."""
         return ()
 
     def count_bytes(self, tier: str) -> int:
