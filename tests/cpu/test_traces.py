@@ -68,6 +68,17 @@ def by_hand(path: Path) -> tuple[float, float, float]:
     return busy / 1e6, first / 1e6, last / 1e6
 
 
+def assert_ordered_within_ranks(timeline: Timeline) -> None:
+    """Check that no instruction comes before a cause on its own rank.
+
+    Causes on other ranks are left out: the profiler of each process converts the time-stamp counter
+    of its processor by itself, so the clocks of two processes may differ by some 0.1 ms.
+    """
+    found, rank = timeline.causality_violations, timeline.spans["rank"]
+    effect = np.flatnonzero(found.amount)
+    assert (rank[effect] != rank[found.cause[effect]]).all(), timeline.causality_warning
+
+
 @pytest.mark.parametrize("name", profiled.NAMES)
 def test_import(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]], capsys: pytest.CaptureFixture[str]
@@ -99,7 +110,8 @@ def test_import(
     assert timeline.bubble == pytest.approx(1 - busy.sum() / 4 / timeline.span, abs=1e-4)
     assert timeline.idle.sum() / 4 / timeline.span == pytest.approx(timeline.bubble)
     assert (timeline.kind, timeline.unit, timeline.blocking_hosts) == ("measured", "s", True)
-    assert timeline.causality_warning == ""
+
+    assert_ordered_within_ranks(timeline)
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "DualPipeV"])
@@ -207,4 +219,4 @@ def test_our_own_executor(tmp_path: Path) -> None:
         traits = {"tied_weights": program.tied_weights, "clip_grad_norm": program.clip_grad_norm}
         found = read_run([tmp_path / name], name=program.name, program_attributes=traits)
         assert found.timeline.program == program
-        assert found.timeline.causality_warning == ""
+        assert_ordered_within_ranks(found.timeline)

@@ -260,7 +260,9 @@ def _fork_rank(args: Sequence[str], env: dict[str, str], **how: Any) -> subproce
             os._exit(code)
 
     sys.stdout.flush()
-    return subprocess.Popen(args, preexec_fn=be, **how)
+    # Popen restores the default of SIGPIPE, and only a new interpreter would ignore it again:
+    # a rank that writes to a peer that has ended would end by SIGPIPE, without its error.
+    return subprocess.Popen(args, preexec_fn=be, restore_signals=False, **how)
 
 
 def train(config: str, folder: Path, *sets: str) -> list[float]:
