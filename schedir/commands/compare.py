@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from schedir.commands.common.bound_report import find_lower_bound, format_possible_gain
@@ -19,6 +18,7 @@ from schedir.commands.common.schedule_options import (
     make_request,
     require_unsharded_stages,
 )
+from schedir.commands.common.schedule_ranking import use_times_of_run
 from schedir.commands.common.timeline_facts import (
     collect_cost_facts,
     collect_timeline_facts,
@@ -81,12 +81,12 @@ def run(args: argparse.Namespace) -> str:
     elif args.tradeoff:
         require_no_chart_options(args, "a chart of bubble against memory")
     requests = [make_request(args, source, for_comparison=True) for source in args.source]
-    requests = _use_times_of_run(requests)
+    requests, warning = use_times_of_run(requests)
     require_unsharded_stages(requests)
     timelines = [request.timeline for request in requests]
     text = _format_comparison(requests, as_table=not args.json)
     if not args.json:
-        text += _describe_differences(timelines) + describe_costs(requests)
+        text += _describe_differences(timelines) + warning + describe_costs(requests)
     if args.output is not None:
         if args.tradeoff:
             from schedir.viz import bubble_vs_memory, save
@@ -96,29 +96,6 @@ def run(args: argparse.Namespace) -> str:
             save_chart(args, requests)
         text += "" if args.json else f"wrote {args.output}\n"
     return text
-
-
-def _use_times_of_run(requests: Sequence[Request]) -> list[Request]:
-    """Give the schedules among the sources the shape, the mean times and the unit of a run.
-
-    Options have precedence over the shape and the times.  Without a run, nothing changes.
-    """
-    from schedir.predict.calibrate import calibrate, fill_missing_backwards
-
-    run = next((request.source_timeline for request in requests if request.source_timeline), None)
-    if run is None:
-        return [*requests]
-    shape = run.program.unsegmented_shape
-    costs = requests[0].costs
-    if costs is None:
-        costs = fill_missing_backwards(calibrate(run), run.program)
-    defaults = {"ranks": shape.ranks, "microbatches": shape.microbatches}
-    return [
-        request
-        if request.source_timeline or request.cluster
-        else replace(request, defaults=defaults, costs=costs, unit=run.unit)
-        for request in requests
-    ]
 
 
 def _format_comparison(requests: Sequence[Request], *, as_table: bool) -> str:

@@ -16,6 +16,7 @@ from schedir.commands.common.timeline_facts import (
     collect_cost_facts,
     collect_timeline_facts,
     describe_costs,
+    suggest_page,
 )
 from schedir.errors import SchedirError, format_bytes
 from schedir.io.command_line import option_words
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> str:
     idle = idleness(timeline)
     lines = [_describe_bubble(timeline, idle), *_describe_longest_wait(timeline, idle)]
     lines += (
-        _describe_advice(advice, recipes, timeline)
+        _describe_advice(advice, recipes, timeline, args.source)
         + _describe_possible_saving(advice, lower_bounds)
         + _describe_memory_changes(advice, limit)
     )
@@ -278,7 +279,9 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     ]
 
 
-def _describe_advice(advice: Advice, recipes: list[list[str]], timeline: Timeline) -> list[str]:
+def _describe_advice(
+    advice: Advice, recipes: list[list[str]], timeline: Timeline, source: str
+) -> list[str]:
     """Return lines with the changes that save most time, and the error of the simulation."""
     from schedir.predict.calibrate import MIN_REPORTED_SHARE, compute_unexplained_share
     from schedir.predict.what_if import MAX_COMPILED_INSTRUCTIONS, MIN_SAVING
@@ -288,7 +291,7 @@ def _describe_advice(advice: Advice, recipes: list[list[str]], timeline: Timelin
         return [
             f"no advice: a simulation at the run's mean times takes {base.span:.6g}{unit}, but the "
             f"run took {timeline.span:.6g}{unit} ({advice.relative_error:+.1%}), so it cannot "
-            "predict what a change saves"
+            f"predict what a change saves; {suggest_page(source)}"
         ]
     off = (
         f"{abs(advice.relative_error):.1%} {'more' if advice.relative_error > 0 else 'less'} "

@@ -19,6 +19,7 @@ from schedir.commands.common.schedule_ranking import (
     ScheduleRanking,
     list_built_in_schedules,
     rank_schedules,
+    use_times_of_run,
 )
 from schedir.commands.common.timeline_facts import (
     collect_cost_facts,
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.description = (
         "Rank all built-in schedules, and your own, for one model and shape, the shortest first. "
-        "--costs are per rank and microbatch, as in `schedir compare`."
+        "--costs are per rank and microbatch, as in `schedir compare`. With a run, the default "
+        "shape and costs are its shape and its mean times."
     )
     parser.add_argument(
         "source", metavar="SCHEDULE", nargs="*", help=f"also rank this: {SOURCE_HELP}"
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> str:
     Raises:
         SchedirError: No schedule supports the shape or the costs.
     """
-    ranking = _rank_candidates(args)
+    ranking, warning = _rank_candidates(args)
     if args.json:
         return format_json([_collect_row(request) for request in ranking.fitting])
     text = _format_ranking(ranking.fitting) if ranking.fitting else "no schedule fits\n"
@@ -94,27 +96,31 @@ def run(args: argparse.Namespace) -> str:
         names = [name for name, error in ranking.refusals.items() if error.fact == fact]
         text += f"refused {', '.join(names)}: {fact}\n"
     # Costs of other schedules differ, because they have other stages.
-    return text + describe_costs(ranking.fitting[:1])
+    return text + warning + describe_costs(ranking.fitting[:1])
 
 
-def _rank_candidates(args: argparse.Namespace) -> ScheduleRanking:
-    """Return the ranking of all candidates."""
+def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
+    """Return the ranking of all candidates, and the warning of `use_times_of_run`."""
 
     def over(request: Request) -> str:
         peak = request.timeline.peak_activations
         few = args.activations is None or peak <= args.activations
         return "" if few else f"{peak:.6g} activations"
 
-    candidates = [*_list_candidates(args)]
-    require_unsharded_stages(request for _, request in candidates)
+    names, requests = zip(*_list_candidates(args), strict=True)
+    requests, warning = use_times_of_run(requests)
+    require_unsharded_stages(requests)
     ranking = rank_schedules(
-        candidates, describe_excess=over, full_backward_only=args.whole, named_sources=args.source
+        zip(names, requests, strict=True),
+        describe_excess=over,
+        full_backward_only=args.whole,
+        named_sources=args.source,
     )
     if ranking.refusals and not (
         ranking.fitting or ranking.over_limit or ranking.with_split_backward
     ):
         raise next(iter(ranking.refusals.values()))
-    return ranking
+    return ranking, warning
 
 
 def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:

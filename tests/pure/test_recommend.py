@@ -129,6 +129,16 @@ def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"{file}:looped x 1 is the same program as gpipe\n" in told
 
 
+def test_a_run_gives_its_shape_and_mean_times(capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(DOCS.parent / "examples" / "traced.timeline")
+    found = {(row["program"], row["stages_per_rank"]): row for row in rows(capsys, run)}
+    assert {row["unit"] for row in found.values()} == {"s"}
+    compared = json.loads(run_command(capsys, "compare", run, "gpipe", "one_f_one_b", "--json"))
+    assert len(compared) == 3
+    for row in compared:
+        assert found[row["program"], row["stages_per_rank"]]["span"] == row["span"]
+
+
 def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     run_refused_command(capsys, "recommend", "--ranks=2", "--costs=F=1,send=1:2:3:4:5")
     run_refused_command(capsys, "recommend", "--ranks=2", "--progress-model=none")

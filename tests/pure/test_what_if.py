@@ -184,17 +184,25 @@ def test_a_measured_run_is_judged_at_its_means() -> None:
 
 
 def test_a_run_that_its_means_miss_is_no_ground_for_advice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = slow_at_the_end(schedir.compile(one_f_one_b, PLAN, progress_model="per_edge"), 9)
     advice = advise(run)
     assert advice.relative_error < -0.1 and not advice.is_reliable and advice.changes == []
     schedir.save_timeline(run, tmp_path / "x.timeline")
     golden = Path(__file__).parents[1] / "golden" / "explain_no_advice.txt"
-    assert run_command(capsys, "explain", str(tmp_path / "x.timeline")) == golden.read_text()
-    found = json.loads(run_command(capsys, "explain", str(tmp_path / "x.timeline"), "--json"))
+    monkeypatch.chdir(tmp_path)
+    assert run_command(capsys, "explain", "x.timeline") == golden.read_text()
+    found = json.loads(run_command(capsys, "explain", "x.timeline", "--json"))
     assert found["advice_given"] is False and found["changes"] == []
     assert found["simulated_span"] == advice.baseline.span
+    for command in (["compare", "x.timeline", "gpipe"], ["recommend", "x.timeline"]):
+        line = run_command(capsys, *command).splitlines()[-1]
+        assert line.startswith(
+            "a simulation of x.timeline at its mean times takes 66 s, 48.8% less"
+        )
+        assert line.endswith("schedir draw x.timeline -o x.html shows where they differ")
+        assert "a simulation" not in run_command(capsys, *command, "--costs=F=1,B=2")
 
 
 def test_what_is_less_than_a_simulation_misses_is_not_told(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from schedir.commands.common.timeline_facts import suggest_page
 from schedir.errors import MemoryLimitError, SchedirError, UsageError, format_bytes
 from schedir.ir.isa.instructions import BACKWARD_INPUT
+from schedir.predict.calibrate import (
+    MAX_PREDICTION_ERROR,
+    calibrate,
+    compute_prediction_error,
+    fill_missing_backwards,
+    simulate_at_mean_times,
+)
 
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
@@ -67,6 +75,50 @@ def list_built_in_requests(request: Request) -> Iterable[Candidate]:
 
     for name in list_built_in_schedules(has_weight_delay=False):
         yield name, replace(request, source=Source(name))
+
+
+def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
+    """Give the schedules among the sources the shape, the mean times and the unit of a run.
+
+    Options have precedence over the shape and the times.  Without a run, nothing changes.
+
+    Args:
+        requests: The requests of all sources.
+
+    Returns:
+        The requests, and a line with a warning.  The line is "" unless a simulation of the run at
+        its mean times takes much more or less time than the run.
+    """
+    source, run = next(
+        ((r.source, r.source_timeline) for r in requests if r.source_timeline), ("", None)
+    )
+    if run is None:
+        return [*requests], ""
+    shape, costs, warning = run.program.unsegmented_shape, requests[0].costs, ""
+    if costs is None:
+        costs = fill_missing_backwards(calibrate(run), run.program)
+        warning = _describe_prediction_error(source, run, simulate_at_mean_times(run, costs))
+    defaults = {"ranks": shape.ranks, "microbatches": shape.microbatches}
+    used = [
+        request
+        if request.source_timeline or request.cluster
+        else replace(request, defaults=defaults, costs=costs, unit=run.unit)
+        for request in requests
+    ]
+    return used, warning
+
+
+def _describe_prediction_error(source: str, run: Timeline, simulated: Timeline) -> str:
+    """Return a line that warns if a simulation does not reproduce a run, or ""."""
+    error = compute_prediction_error(simulated, run)
+    if abs(error) <= MAX_PREDICTION_ERROR:
+        return ""
+    unit = run.unit and f" {run.unit}"
+    return (
+        f"a simulation of {source} at its mean times takes {simulated.span:.6g}{unit}, "
+        f"{abs(error):.1%} {'more' if error > 0 else 'less'} than the run: compare predictions "
+        f"with this time; {suggest_page(source)}\n"
+    )
 
 
 def rank_schedules(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -43,6 +44,16 @@ def collect_timeline_facts(timeline: Timeline, bound: LowerBound | None = None) 
         "bound": bound and bound.value,
         "gap": bound and max(timeline.span / bound.value - 1, 0.0),
     }
+
+
+def suggest_page(source: str) -> str:
+    """Return a clause with the command that draws a run and its simulation.
+
+    Args:
+        source: The file of the run.
+    """
+    page = shlex.quote(f"{source.rpartition('.')[0]}.html")
+    return f"schedir draw {shlex.quote(source)} -o {page} shows where they differ"
 
 
 def describe_costs(requests: Sequence[Request]) -> str:
