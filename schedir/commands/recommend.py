@@ -16,7 +16,9 @@ from schedir.commands.common.schedule_options import (
     require_unsharded_stages,
 )
 from schedir.commands.common.schedule_ranking import (
+    Excess,
     ScheduleRanking,
+    describe_excesses,
     list_built_in_schedules,
     rank_schedules,
     use_times_of_run,
@@ -86,8 +88,9 @@ def run(args: argparse.Namespace) -> str:
     if args.json:
         return format_json([_collect_row(request) for request in ranking.fitting])
     text = _format_ranking(ranking.fitting) if ranking.fitting else "no schedule fits\n"
-    if ranking.over_limit:
-        text += f"over the limit: {', '.join(ranking.over_limit)}\n"
+    text += "".join(
+        f"{line}\n" for line in describe_excesses(ranking.over_limit, _describe_limit(args))
+    )
     if ranking.with_split_backward:
         text += f"with split backwards: {', '.join(ranking.with_split_backward)}\n"
     for name, other in ranking.duplicates.items():
@@ -102,17 +105,18 @@ def run(args: argparse.Namespace) -> str:
 def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
     """Return the ranking of all candidates, and the warning of `use_times_of_run`."""
 
-    def over(request: Request) -> str:
+    def find_excess(request: Request) -> Excess | None:
         peak = request.timeline.peak_activations
-        few = args.activations is None or peak <= args.activations
-        return "" if few else f"{peak:.6g} activations"
+        if args.activations is None or peak <= args.activations:
+            return None
+        return Excess(request, peak, f"{peak:.6g} activations")
 
-    names, requests = zip(*_list_candidates(args), strict=True)
-    requests, warning = use_times_of_run(requests)
+    candidates = dict(_list_candidates(args))
+    requests, warning = use_times_of_run([*candidates.values()])
     require_unsharded_stages(requests)
     ranking = rank_schedules(
-        zip(names, requests, strict=True),
-        describe_excess=over,
+        zip(candidates, requests, strict=True),
+        find_excess=find_excess,
         full_backward_only=args.whole,
         named_sources=args.source,
     )
@@ -121,6 +125,12 @@ def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
     ):
         raise next(iter(ranking.refusals.values()))
     return ranking, warning
+
+
+def _describe_limit(args: argparse.Namespace) -> str:
+    bytes_ = [] if args.memory_limit is None else [format_bytes(args.memory_limit)]
+    activations = [] if args.activations is None else [f"{args.activations:g} activations"]
+    return " and ".join(bytes_ + activations)
 
 
 def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:

@@ -73,7 +73,7 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
     ]
     text = run_command(capsys, "recommend", *shape, "--no-split-backward", "--max-activations=2.5")
     over = [r for r in found if r["peak_activations"] > 2.5 and not r["split_backwards"]]
-    assert ("over the limit: " in text) == bool(over)
+    assert ("over the limit of 2.5 activations: " in text) == bool(over)
     assert ("refused zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
 
 
@@ -99,8 +99,29 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
                 )
     assert names
     none = run_command(capsys, "recommend", "--ranks=4", "--sizes=saved=1GB", "--memory-limit=1MB")
-    assert none.startswith("no schedule fits\n")
-    assert "wave x 2, wave x 4" in none and "wave x 1" not in none  # a vee has two at least
+    assert none.startswith("no schedule fits\nover the limit of 1 MB: v_min (2 GB), ")
+    assert "wave x 4 (" in none and "wave x 1" not in none  # a vee has two at least
+    assert "forward_only" not in none and "fits with" not in none
+
+
+def test_options_that_make_a_schedule_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
+    shape = ["--ranks=4", "--microbatches=32"]
+    lines = run_command(capsys, "recommend", *shape, *sizes).splitlines()
+    named = dict[str, str]()
+    for line in lines:
+        if line.startswith("over the limit"):
+            head, _, names = line.partition(": ")
+            _, _, options = head.partition("but fits with ")
+            named |= {name.partition(" (")[0]: options for name in names.split(", ")}
+    assert named["zb_h2"] == "" and named["interleaved x 2"] == "-O buffer_sharing=minimal"
+    assert named["gpipe"] == "-O recompute=fit"
+    for options in {*named.values()} - {""}:
+        found = rows(capsys, *shape, *sizes, *options.split())
+        fitting = {(row["program"], row["stages_per_rank"]) for row in found}
+        for name in (name for name, needed in named.items() if needed == options and " x " in name):
+            program, v = name.split(" x ")
+            assert (program, int(v)) in fitting or program.startswith("looped")  # looped x 1: gpipe
 
 
 def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
