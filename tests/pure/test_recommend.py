@@ -124,6 +124,31 @@ def test_options_that_make_a_schedule_fit_are_named(capsys: pytest.CaptureFixtur
             assert (program, int(v)) in fitting or program.startswith("looped")  # looped x 1: gpipe
 
 
+def test_compare_marks_what_is_over_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
+    given = ["compare", "gpipe", "one_f_one_b", "zb_h2", *sizes]
+    over, fits, _ = json.loads(run_command(capsys, *given, "--json"))
+    assert over["over_limit"] and over["peak_memory"] > 40e9
+    assert fits["peak_memory"] < 40e9 and not fits["over_limit"]
+    text = run_command(capsys, *given)
+    assert "over the limit: " in text and "peak memory" in text
+    assert "over the limit of 40 GB, but fits with -O recompute=fit: gpipe (" in text
+    # What no recomputation makes fit has no row, unless nothing else is left.
+    tight = ["--sizes=saved=1GB,model_states=8GB", "--memory-limit=9GB", "-O", "recompute=fit"]
+    text = run_command(capsys, "compare", "one_f_one_b", "dualpipe", *tight)
+    assert "\n dualpipe " not in text and "over the limit of 9 GB: dualpipe (" in text
+    run_refused_command(capsys, "compare", "dualpipe", *tight)
+
+
+def test_missing_model_states_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--sizes has no grads and no optimizer, which count as 0 bytes"
+    for command in (["recommend"], ["compare", "gpipe"], ["simulate", "gpipe"]):
+        assert line in run_command(capsys, *command, "--ranks=2", "--sizes=saved=1GB,params=2GB")
+        for sizes in ("params=1GB,grads=1GB,optimizer=6GB", "model_states=8GB", "saved=1GB"):
+            assert line not in run_command(capsys, *command, "--ranks=2", f"--sizes={sizes}")
+    assert line not in run_command(capsys, "simulate", "forward_only", "--sizes=params=2GB")
+
+
 def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "own.py"
     file.write_text(
