@@ -172,7 +172,7 @@ def _format_comparison(
 def _format_peak_memory(facts: dict[str, Any]) -> str:
     if "peak_memory" not in facts:
         return "-"
-    return "over the limit: " * facts["over_limit"] + format_bytes(facts["peak_memory"])
+    return f"{'over the limit: ' * facts['over_limit']}{format_bytes(facts['peak_memory'])}"
 
 
 def _describe_differences(timelines: Sequence[Timeline]) -> str:
