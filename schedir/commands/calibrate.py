@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> str:
     Raises:
         UsageError: The source is not a FILE.timeline.
     """
+    from schedir.io.source_loader import suggest_source
     from schedir.io.timeline_file import load_timeline
     from schedir.predict.calibrate import (
         calibrate,
@@ -49,7 +50,10 @@ def run(args: argparse.Namespace) -> str:
     )
 
     if not args.source.endswith(".timeline"):
-        raise UsageError(f"{args.source!r} is not a run: its file must end in .timeline")
+        raise UsageError(
+            f"{args.source!r} is not a run: its file must end in .timeline",
+            hint=suggest_source(args.source),
+        )
     timeline = load_timeline(args.source)
     if timeline.causality_warning:  # not on standard output, which another command parses
         print(f"{args.source}: {timeline.causality_warning}", file=sys.stderr)

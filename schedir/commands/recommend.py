@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Rank all built-in schedules, and your own, for one model and shape, the shortest first. "
         "--costs are per rank and microbatch, as in `schedir compare`. With a run, the default "
-        "shape and costs are its shape and its mean times."
+        'shape and costs are its shape and its mean times. The column "to gain" is that of '
+        "`schedir compare`: the largest share of the span that another order of the same stages "
+        "within the same memory can save."
     )
     parser.add_argument(
         "source", metavar="SCHEDULE", nargs="*", help=f"also rank this: {SOURCE_HELP}"
