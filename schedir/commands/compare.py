@@ -19,7 +19,12 @@ from schedir.commands.common.schedule_options import (
     make_request,
     require_unsharded_stages,
 )
-from schedir.commands.common.schedule_ranking import Excess, describe_excesses, use_times_of_run
+from schedir.commands.common.schedule_ranking import (
+    Excess,
+    describe_excesses,
+    label_requests,
+    use_times_of_run,
+)
 from schedir.commands.common.timeline_facts import (
     collect_cost_facts,
     collect_timeline_facts,
@@ -159,14 +164,14 @@ def _format_comparison(
          "peak in flight", "peak activations", *["peak memory"] * has_sizes,
          *["gathers"] * has_gathers],
         [
-            [", ".join(filter(None, [f["program"], f["kind"] * several_kinds, f["doubt"]])),
+            [", ".join(filter(None, [label, f["kind"] * several_kinds, f["doubt"]])),
              *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
              f"{f['span']:.6g} {f['unit']}".strip(),
              f"{f['bubble']:.1%}", format_possible_gain(f),
              str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}",
              *[_format_peak_memory(f)] * has_sizes,
              *[format_range(f.get("gathers", [0]))] * has_gathers]
-            for f in rows
+            for label, f in zip(label_requests(requests), rows, strict=True)
         ],
     )  # fmt: skip
 

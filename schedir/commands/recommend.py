@@ -19,6 +19,7 @@ from schedir.commands.common.schedule_ranking import (
     Excess,
     ScheduleRanking,
     describe_excesses,
+    label_requests,
     list_built_in_schedules,
     rank_schedules,
     use_times_of_run,
@@ -193,7 +194,7 @@ def _format_ranking(requests: list[Request]) -> str:
          "needs"],
         [
             [
-                row["program"], str(row["stages_per_rank"]),
+                label, str(row["stages_per_rank"]),
                 f"{row['span']:.6g} {row['unit']}".strip(),
                 f"{row['bubble']:.1%}", format_possible_gain(row), f"{row['peak_activations']:.6g}",
                 *(format_bytes(row["peak_memory"]) for _ in sized),
@@ -203,6 +204,6 @@ def _format_ranking(requests: list[Request]) -> str:
                     * (row["parameters_held"] > 1)
                 ) or "-",
             ]
-            for row in rows
+            for label, row in zip(label_requests(requests), rows, strict=True)
         ],
     )  # fmt: skip

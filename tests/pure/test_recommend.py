@@ -185,6 +185,17 @@ def test_a_run_gives_its_shape_and_mean_times(capsys: pytest.CaptureFixture[str]
         assert found[row["program"], row["stages_per_rank"]]["span"] == row["span"]
 
 
+def test_equal_names_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user's function may have the name of a built-in schedule."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def gpipe(rank, ranks, m):\n    return m * (F + B)\n\nfrom schedir import B, F\n"
+    )
+    for command in (["compare", f"{file}:gpipe", "gpipe"], ["recommend", f"{file}:gpipe"]):
+        names = [line.split()[0] for line in run_command(capsys, *command).splitlines()[2:]]
+        assert f"{file}:gpipe" in names and "gpipe" in names
+
+
 def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     run_refused_command(capsys, "recommend", "--ranks=2", "--costs=F=1,send=1:2:3:4:5")
     run_refused_command(capsys, "recommend", "--ranks=2", "--progress-model=none")

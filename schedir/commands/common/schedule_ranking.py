@@ -69,6 +69,22 @@ class ScheduleRanking:
     refusals: dict[str, SchedirError] = field(default_factory=dict)
 
 
+def label_requests(requests: Sequence[Request]) -> list[str]:
+    """Return the name of each request's program, or its source if another one has the same name.
+
+    Args:
+        requests: The requests.
+    """
+    sources = dict[str, set[str]]()
+    for request in requests:
+        sources.setdefault(request.timeline.program.name, set()).add(request.source)
+    names = [request.timeline.program.name for request in requests]
+    return [
+        name if len(sources[name]) == 1 else str(request.source)
+        for name, request in zip(names, requests, strict=True)
+    ]
+
+
 def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
     """Return the built-in schedules that train, by name, first those without a parameter `v`.
 
