@@ -15,7 +15,7 @@ BUDGET = {
     "schedir": 960,
     "schedir/analysis": 1_890,
     "schedir/checkpoints": 1_920,
-    "schedir/commands": 3_760,
+    "schedir/commands": 3_800,
     "schedir/compiler": 390,
     "schedir/data": 440,
     "schedir/hang_diagnosis": 1_990,
