@@ -40,8 +40,11 @@ def _ends(program: Program) -> tuple[Words, Words]:
 
 
 def _both(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    yield ExpectedInstructions(Opcode.Take, present(Opcode.Stash), "nothing was moved to the disk")
-    yield ExpectedInstructions(Opcode.Stash, present(Opcode.Take), "nothing comes back")
+    for one, other, reason in (
+        (Opcode.Take, Opcode.Stash, "nothing was moved to the disk"),
+        (Opcode.Stash, Opcode.Take, "nothing comes back"),
+    ):
+        yield ExpectedInstructions(one, present(other), reason, counterpart=other)
 
 
 PASSES = (
@@ -52,5 +55,6 @@ PASSES = (
         should_run=lambda program, options: bool(options.extra_options.get("stash")),
         list_expected=_both,
         option_names=("stash",),
+        opcodes=(Opcode.Stash, Opcode.Take),
     ),
 )
