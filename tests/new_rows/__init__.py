@@ -45,7 +45,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         (_INSTRUCTION_ROWS, """\
     Row(_O.Stash, "stash", _L.AWAY, _MB, (_V.SAVED,), (_V.SAVED,), (),
         "Moves what a forward saved straight to the disk.", cost="stash",
-        changes=(Change(_V.SAVED, "device", "disk"),)),
+        changes=(Change(_V.SAVED, "device", "disk"),), traffic=Traffic("disk", ("saved",))),
     Row(_O.Take, "take", _L.BACK, _MB, (_V.SAVED,), (_V.SAVED,), (),
         "Moves it back.", cost="stash", changes=(Change(_V.SAVED, "disk", "device"),)),
 """),

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable
 
 import schedir
-from schedir import Costs, PipelineShape, Program, Sizes
+from schedir import Cluster, Costs, PipelineShape, Program, Sizes
 from schedir.commands.simulate import count_sent_bytes
+from schedir.compiler.relower import Lowering, extract_compute
 from schedir.io import perfetto, torch_csv
 from schedir.ir.isa.instructions import INSTRUCTIONS, OPS_OFF_COMPUTE_LANE, Lane, Value
+from schedir.passes.pass_registry import OPTION_BY_OPCODE
 from schedir.predict.what_if import advise
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from tests.new_rows import NEW
@@ -51,6 +53,8 @@ def moved(text: str, what: str, before: str, times: int = 1) -> str:
 def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
     """Round trips, pictures, files, and what explains a run."""
     assert schedir.from_text(schedir.to_text(program)) == program == schedir.check(program)
+    again = Lowering(program, "per_device").compile_draft(extract_compute(program), None)
+    assert again.used_opcodes == program.used_opcodes, "lowered again, it has the same rows"
     run = schedir.simulate(program, costs, sizes=Sizes(activation=1, saved=10))
     assert f'"{text} ' in perfetto.to_json(run)
     schedir.viz.save(schedir.viz.gantt(run, show="lanes,path,phases,memory"), f"{folder}/x.png")
@@ -65,6 +69,8 @@ def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
         own = [f"has {INSTRUCTIONS[op].text}, but torch's" for op in program.used_opcodes & NEW]
         whys = ["offloads activations"] if moves else own
         assert any(why in str(error) for why in whys)
+        options = {OPTION_BY_OPCODE.get(op) for op in program.used_opcodes & NEW} - {None}
+        assert moves or not options or error.hint == f"compile it without {options.pop()}"
     else:
         raise AssertionError("torch has no action for it")
     advise(run, costs)
@@ -124,11 +130,18 @@ def stash(folder: str) -> None:
     late = schedir.simulate(few, Costs(F=1, B=2, stash=0.25), sizes=sizes)
     assert late.peak_memory.tolist() == [10, 10, 10, 10]
     assert [max(curve.total) for curve in late.memory_on("disk")] == [40, 30, 20, 0]
+    # With ZeRO, each replica still moves all that its own forwards saved.
+    machine = Cluster(1, 8, flops=1, memory=1, hbm_bandwidth=1, nvlink_bandwidth=1,
+                      network_bandwidth=1, disk_bandwidth=5)  # fmt: skip
+    model = Sizes(activation=1, saved=10, params=1, grads=1, optimizer=1)
+    for zero in 0, 1:
+        priced = machine.fill_costs(PipelineShape(4, 8), model, Costs(F=1, B=2), dp=2, zero=zero)
+        assert priced.stash == 2.0, (zero, priced.stash)
     text = flat(program)
     refused(moved(text, "take 0.0", "B 0.1"), "OrderError", "B 0.0", "take 0.0")
     refused(moved(text, "take 0.0", "stash 0.0"), "OrderError", "take 0.0", "stash 0.0")
     refused(moved(text, "stash 0.0", "F 0.0"), "OrderError", "stash 0.0", "F 0.0")
-    refused(moved(text, "take 0.0", ""), "CompletenessError")
+    refused(moved(text, "take 0.0", ""), "CompletenessError", "stash 0.0")
     refused(moved(text, "stash 0.0", ""), "CompletenessError", "take 0.0")
 
 

@@ -31,6 +31,7 @@ PASSES = (
         should_run=lambda program, options: bool(options.extra_options.get("judge")),
         list_expected=_all,
         option_names=("judge",),
+        opcodes=(Opcode.Judge,),
         order=6,  # behind the norm
     ),
 )
