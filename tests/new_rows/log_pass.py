@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from schedir.ir.isa.instructions import FORWARD, Opcode
-from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program
+from schedir.ir.program import Program, replace_opcode
 from schedir.passes.insertion import insert_after
 from schedir.passes.pass_types import ExpectedInstructions, Pass, PresenceQuery
 
@@ -16,8 +16,7 @@ def log(program: Program) -> Program:
     """ToHost behind each forward, and Log behind that."""
     for new, after in ((Opcode.ToHost, FORWARD), (Opcode.Log, Opcode.ToHost)):
         at = np.flatnonzero(program.op == after)
-        words = (program.words & ADDRESS_MASK)[at] | int(new) << OP_SHIFT
-        program = insert_after(program, at, words)
+        program = insert_after(program, at, replace_opcode(program.words[at], new))
     return program
 
 

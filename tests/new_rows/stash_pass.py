@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from schedir.ir.isa.instructions import COMPUTE_OPS, FORWARD_OPS, INSTRUCTIONS, Lane, Opcode, Value
-from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program, Words
+from schedir.ir.program import ADDRESS_MASK, Program, Words, replace_opcode
 from schedir.passes.insertion import insert_after, insert_before
 from schedir.passes.pass_types import ExpectedInstructions, Pass, PresenceQuery
 
@@ -22,11 +22,10 @@ def stash(program: Program) -> Program:
     work = np.cumsum(np.isin(program.op, COMPUTE_OPS))
     far = work[used] - work[made] > 1
     address = (program.words & ADDRESS_MASK)[made[far]]
-    program = insert_after(program, made[far], address | int(Opcode.Stash) << OP_SHIFT)
+    program = insert_after(program, made[far], replace_opcode(address, Opcode.Stash))
     made, used = _ends(program)
     used = used[np.isin((program.words & ADDRESS_MASK)[used], address)]
-    address = (program.words & ADDRESS_MASK)[used]
-    return insert_before(program, used, address | int(Opcode.Take) << OP_SHIFT)
+    return insert_before(program, used, replace_opcode(program.words[used], Opcode.Take))
 
 
 def _ends(program: Program) -> tuple[Words, Words]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from schedir.ir.isa.instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, Opcode
-from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program
+from schedir.ir.program import Program, replace_opcode
 from schedir.passes.insertion import insert_after, insert_before
 from schedir.passes.pass_types import Pass
 
@@ -17,7 +17,7 @@ def move(program: Program) -> Program:
         (Opcode.ReloadTape, BACKWARD_WEIGHT, insert_before),
     ):
         at = np.flatnonzero(program.op == beside)
-        program = put(program, at, (program.words & ADDRESS_MASK)[at] | int(new) << OP_SHIFT)
+        program = put(program, at, replace_opcode(program.words[at], new))
     return program
 
 

@@ -20,7 +20,7 @@ from schedir.ir.isa.instructions import (
     find_modifiers,
     find_producers,
 )
-from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, WORD_DTYPE, Program, Words, is_op
+from schedir.ir.program import WORD_DTYPE, Program, Words, is_op, replace_opcode
 from schedir.passes.insertion import insert_before
 from schedir.passes.pass_types import Pass
 
@@ -53,7 +53,6 @@ def insert_form_changes(program: Program, form: Form) -> Program:
         another form.
     """
     shape, fields = program.shape, program.words.view(WORD_DTYPE)
-    address = program.words & ADDRESS_MASK
     key = fields["stage"].astype(np.int64) * shape.microbatches + fields["mb"]
     at: list[Words] = []
     words: list[Words] = []
@@ -69,7 +68,7 @@ def insert_form_changes(program: Program, form: Form) -> Program:
         if later:  # only the first instruction that uses the value needs the conversion
             here = here[np.sort(np.unique(key[here], return_index=True)[1])]
         at.append(here)
-        words.append(address[here] | int(change) << OP_SHIFT)
+        words.append(replace_opcode(program.words[here], change))
     return insert_before(program, np.concatenate(at), np.concatenate(words))
 
 
