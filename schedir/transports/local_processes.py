@@ -135,14 +135,12 @@ def collect_results(
         if report.traceback == DIED_MESSAGE:
             code = processes[rank].exitcode
             reports[rank] = report._replace(traceback=f"{DIED_MESSAGE}, with exit code {code}")
+    cause = f"did not end within {timeout:g} s"
+    if not hung:
+        cause = f"was killed {grace:g} s after the first failure"
     for rank in silent:
-        tb = (
-            f"did not end within {timeout:g} s"
-            if hung
-            else f"was killed {grace:g} s after the first failure"
-        )
-        if (path := _stack_path(directory, rank)).exists():
-            tb = path.read_text() or tb
+        path = _stack_path(directory, rank)
+        tb = (path.read_text() if path.exists() else "") or cause
         reports[rank] = _Report(time.monotonic(), traceback=tb)
     failed = sorted((r.timestamp, rank) for rank, r in reports.items() if r.traceback)
     raise RankError({rank: reports[rank].traceback for _, rank in failed}, hung)
