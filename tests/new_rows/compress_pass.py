@@ -1,4 +1,4 @@
-"""Compress: activations cross between ranks in fewer bytes."""
+"""Compress: send activations in fewer bytes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ PASSES = (
         should_run=lambda program, options: bool(options.extra_options.get("compress")),
         option_names=("compress",),
         opcodes=(Opcode.Compress, Opcode.Decompress),
-        order=2,  # behind the scatters
+        order=2,  # after the scatters
     ),
 )

@@ -165,6 +165,4 @@ HANDLERS: Final = {
     Opcode.Reshard: reshard,
     Opcode.ReduceScatter: reduce_scatter,
 }
-WRAPPERS: Final = {
-    op: partial(partial, _wrap_weight_reader) for op in {*_WEIGHT_READERS, *GRAD_ADDING_OPS}
-}
+WRAPPERS: Final = {op: _wrap_weight_reader for op in {*_WEIGHT_READERS, *GRAD_ADDING_OPS}}
