@@ -27,15 +27,15 @@ HERE = Path(__file__).parent
 PRODUCT = ("schedir", "kernels", "viz")
 
 _LAST = {each: [*each][-1] for each in (Opcode, Value, Lane, Form)}
-_OPCODES, _TOKENS, _LANES, _FORMS = (f"    {last.name} = {last}\n" for last in _LAST.values())
-_TOKEN_ROWS = f"    ValueRow(\n        _V.{_LAST[Value].name}, "
+_OPCODES, _VALUES, _LANES, _FORMS = (f"    {last.name} = {last}\n" for last in _LAST.values())
+_VALUE_ROWS = f"    ValueRow(\n        _V.{_LAST[Value].name}, "
 _LANE_ROWS = f"    LaneRow(_L.{_LAST[Lane].name}, "
 _FORM_ROWS = f"    FormRow(Form.{_LAST[Form].name}, "
 _INSTRUCTION_ROWS = f"    Row(\n        _O.{_LAST[Opcode].name}, "
 
 # By instruction, pairs of an anchor and a text, for `opcodes.py` and `instruction_table.py`. The
 # text is inserted after the list that contains the anchor. If the anchor begins with "=", the text
-# replaces the rest of the anchor. {next}, {token}, {lane} and {form} become the next free numbers
+# replaces the rest of the anchor. {next}, {value}, {lane} and {form} become the next free numbers
 # of opcodes, values, lanes and forms.
 EDITS: dict[str, list[tuple[str, str]]] = {
     "stash": [
@@ -56,8 +56,8 @@ EDITS: dict[str, list[tuple[str, str]]] = {
     ],
     "judge": [
         (_OPCODES, "    Judge = {next}\n"),
-        (_TOKENS, "    VERDICT = {token}\n"),
-        (_TOKEN_ROWS, '    ValueRow(_V.VERDICT, _RANK, _ALL, "the verdict"),\n'),
+        (_VALUES, "    VERDICT = {value}\n"),
+        (_VALUE_ROWS, '    ValueRow(_V.VERDICT, _RANK, _ALL, "the verdict"),\n'),
         ('="step", _L.COMPUTE, _RANK,\n        needs=(\n            ',
          '"step", _L.COMPUTE, _RANK,\n        needs=(\n            _V.VERDICT, '),
         (_INSTRUCTION_ROWS, """\
@@ -81,8 +81,8 @@ EDITS: dict[str, list[tuple[str, str]]] = {
 EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
     "log": [
         (_OPCODES, "    ToHost = {next}\n    Log = {next}\n"),
-        (_TOKENS, "    SEEN = {token}\n    MASK = {token}\n"),
-        (_TOKEN_ROWS, """\
+        (_VALUES, "    SEEN = {value}\n    MASK = {value}\n"),
+        (_VALUE_ROWS, """\
     ValueRow(_V.SEEN, _MB, _ONCE, "the logged value", "seen"),
     ValueRow(_V.MASK, _MB, _ONCE, "the mask", "mask"),
 """),
@@ -120,8 +120,8 @@ EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
     ],
     "clamp": [
         (_OPCODES, "    Clamp = {next}\n    Copy = {next}\n"),
-        (_TOKENS, "    CLAMPED = {token}\n"),
-        (_TOKEN_ROWS, '    ValueRow(_V.CLAMPED, _STAGE, _ALL, "the clamped gradient"),\n'),
+        (_VALUES, "    CLAMPED = {value}\n"),
+        (_VALUE_ROWS, '    ValueRow(_V.CLAMPED, _STAGE, _ALL, "the clamped gradient"),\n'),
         ("=_V.GRAD, _V.NORM, _V.SHARDED_PARAMS, _V.SNAPSHOT,",
          "_V.CLAMPED, _V.SHARDED_PARAMS, _V.SNAPSHOT,"),
         ("=gives=(_V.PARAMS, _V.LOCAL_NORM),\n        frees=(_V.GRAD, _V.NORM),",
@@ -161,7 +161,7 @@ def copy_tree(folder: Path, *names: str) -> Path:
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     files = [folder / "schedir/ir/isa" / name for name in ("opcodes.py", "instruction_table.py")]
     texts = [file.read_text() for file in files]
-    numbers = dict(zip(("next", "token", "lane", "form"), map(len, _LAST), strict=True))
+    numbers = dict(zip(("next", "value", "lane", "form"), map(len, _LAST), strict=True))
     for name in names:
         for anchor, text in (EDITS | EDITS_WITHOUT_HANDLERS)[name]:
             for key in numbers:

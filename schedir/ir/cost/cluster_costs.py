@@ -341,9 +341,9 @@ class _CostFiller:
             each if across.is_downstream else _shift_to_next_stage(each)
             for row in INSTRUCTIONS
             if row.cost == cost
-            for token in row.gives
-            if (across := VALUES[token].peer) is not None
-            for each in [grad if token in TRAINING_VALUES else act]
+            for kind in row.gives
+            if (across := VALUES[kind].peer) is not None
+            for each in [grad if kind in TRAINING_VALUES else act]
         ]
         return reduce(np.maximum, sizes)  # Shapes can be (stages, microbatches) and (stages, 1).
 

@@ -59,11 +59,11 @@ def insert_form_changes(program: Program, form: Form) -> Program:
     for change in FORM_CHANGE_OPS:
         if INSTRUCTIONS[change].form is not form:
             continue
-        (token,) = INSTRUCTIONS[change].gives
+        (kind,) = INSTRUCTIONS[change].gives
         made = np.zeros(shape.stages * shape.microbatches, bool)
-        made[key[is_op(fields["op"], find_producers(token))]] = True
+        made[key[is_op(fields["op"], find_producers(kind))]] = True
         later = _find_later_changes(program, change)
-        here = np.flatnonzero(is_op(fields["op"], later + find_consumers(token)))
+        here = np.flatnonzero(is_op(fields["op"], later + find_consumers(kind)))
         here = here[made[key[here]]]
         if later:  # only the first instruction that uses the value needs the conversion
             here = here[np.sort(np.unique(key[here], return_index=True)[1])]
@@ -74,8 +74,8 @@ def insert_form_changes(program: Program, form: Form) -> Program:
 
 def _find_later_changes(program: Program, change: Opcode) -> tuple[Opcode, ...]:
     """Return the opcodes of the program that change a value in place after `change`."""
-    (token,) = INSTRUCTIONS[change].gives
-    changed = find_modifiers(token)
+    (kind,) = INSTRUCTIONS[change].gives
+    changed = find_modifiers(kind)
     return tuple(op for op in changed[changed.index(change) + 1 :] if op in program.used_opcodes)
 
 
