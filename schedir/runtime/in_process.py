@@ -45,7 +45,7 @@ from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.transports.in_process.mailbox import make_mailboxes
 from schedir.verify.check import find_crossed_messages
 
-_COLLECTIVE_RESULTS = {token for op in COLLECTIVE_OPS for token in INSTRUCTIONS[op].gives}
+_COLLECTIVE_RESULTS = {kind for op in COLLECTIVE_OPS for kind in INSTRUCTIONS[op].gives}
 _COLLECTIVE_CONSUMERS = tuple(row.op for row in INSTRUCTIONS if _COLLECTIVE_RESULTS & {*row.needs})
 
 

@@ -116,17 +116,21 @@ class Inspector:
         """
         return self.make_site(int(self.index.position_by_key[op][key]))
 
-    def refuse_missing(self, op: Opcode, key: int, reason: str = "") -> NoReturn:
+    def refuse_missing(
+        self, op: Opcode, key: int, reason: str = "", *sites: InstructionSite, hint: str = ""
+    ) -> NoReturn:
         """Refuse the program because a stage lacks an instruction for a microbatch.
 
         Args:
             op: The opcode of the missing instruction.
             key: Its key, `stage * microbatches + mb`.
             reason: Text that follows the message.
+            *sites: Other instructions that the error shows.
+            hint: The correct state.
 
         Raises:
             CompletenessError: Always.
         """
         instr = Instr(op, int(self.stage[key]), int(self.mb[key]))
         rank = int(self.shape.rank_of_stage(*instr[1:]))
-        self.refuse(f"{instr} is missing on rank {rank}{reason}")
+        self.refuse(f"{instr} is missing on rank {rank}{reason}", *sites, hint=hint)
