@@ -324,7 +324,7 @@ def test_numbers_of_a_model_are_those_of_its_parts() -> None:
         ({"ep": 2}, "ep 2 does not divide experts 1", ""),
         ({"cp": 3}, "cp 3 does not divide sequence 1024", ""),
         ({"pp": 16, "layers": 8}, "pp 16 exceeds the 8 layers of the model", ""),
-        ({"schedules": "1f1b"}, "the planner has no formulas for schedule '1f1b'", ""),
+        ({"schedules": "1f1b"}, "no formulas for schedule '1f1b'", "default is all but eager_1f1b"),
         ({"schedules": "zb_h_1"}, "no formulas for schedule 'zb_h_1'", "did you mean zb_h1?"),
         ({"schedules": ()}, "schedules must have at least one value, and it is empty", ""),
         ({"zero": 4}, "zero must be an integer from 0 to 3, not 4", ""),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from schedir.errors import format_bytes
 from schedir.io.terminal import format_json, format_table, join_words
 from schedir.planner.calibration import INTERVAL_QUANTILE
+from schedir.planner.estimate.schedule_formulas import DEFAULT_SCHEDULES, SCHEDULE_FORMULAS
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
 from schedir.planner.plan_simplicity import PREFERENCE_TOLERANCE
 
@@ -122,6 +123,7 @@ def format_plans(
         f"GPU{'s' * (cluster.gpu_count > 1)} of {request.display_names[1]} ({nodes})\n",
         _format_table(plans, cluster.memory),
         *_describe_preference(plans[0], fastest),
+        _describe_schedules(request),
         f"plan {selected_number}: {describe_plan(plan)}\n",
         *_join_columns(
             _format_step_times(plan),
@@ -170,9 +172,19 @@ def _describe_preference(first: PlanEstimate, fastest: PlanEstimate | None) -> I
     """Yield a line about the fastest plan, if a simpler one was preferred."""
     if fastest is not None and first.step_time > fastest.step_time:
         yield (
-            f"plan 1 is the simplest within {100 * PREFERENCE_TOLERANCE:g} % of the fastest. The "
-            f"fastest takes {format_seconds(fastest.step_time)}: {describe_plan(fastest)}\n"
+            "plan 1 comes first because it is the simplest plan within "
+            f"{100 * PREFERENCE_TOLERANCE:g} % of the fastest; the others are in the order of "
+            f"their step times. The fastest takes {format_seconds(fastest.step_time)}: "
+            f"{describe_plan(fastest)}\n"
         )
+
+
+def _describe_schedules(request: PlanRequest) -> str:
+    """Return a line with the schedules that the planner tried, and those that it can try, too."""
+    tried = request.planner_options.get("schedules", DEFAULT_SCHEDULES)
+    others = [name for name in SCHEDULE_FORMULAS if name not in tried]
+    also = f"; --schedules also takes {', '.join(others)}" if others else ""
+    return f"schedules tried: {', '.join(tried)}{also}\n"
 
 
 def _format_cell(value: int | str) -> str:
