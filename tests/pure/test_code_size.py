@@ -34,7 +34,7 @@ BUDGET = {
     "schedir/testing": 960,
     "schedir/torch_pipelining": 1_690,
     "schedir/traces": 870,
-    "schedir/training": 3_660,
+    "schedir/training": 3_720,
     "schedir/transports": 1_955,
     "schedir/verify": 940,
     "viz": 2_380,
