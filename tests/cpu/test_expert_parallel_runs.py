@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from examples.expert_parallel import combined_1f1b
 from schedir import Program, compile
 from schedir.errors import SchedirError
-from schedir.models import moe_gpt
 from schedir.models.moe_gpt import (
     Expert,
     MoEConfig,
@@ -22,11 +21,11 @@ from schedir.models.moe_gpt import (
     MoEStage,
     build_boundaries,
     build_stage,
-    split_stage,
 )
 from schedir.runtime import Boundary, Executor, GlooTransport
 from tests.cases import cases
 from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import moe_executor
 
 CONFIG = MoEConfig(
     vocab=23, layers=4, hidden=16, heads=2, context=5, tied=False, experts=8, expert_hidden=12,
@@ -107,32 +106,13 @@ def train_in_processes(rank: int, replicas: int) -> dict[str, Any]:
             blocking_hosts=True, clip_grad_norm=True,
         )  # fmt: skip
         transport = GlooTransport(program)
-        segments = program.shape.stages // stages
-        own = {
-            stage: skew_routing(
-                build_stage(
-                    CONFIG, stage, stages, ep=EP, ep_rank=transport.dp_rank % EP,
-                    dtype=torch.float64,
-                )
-            )
-            for stage in {s // segments for s in program.shape.stages_on_rank[transport.rank]}
-        }  # fmt: skip
-        executor = Executor(
-            program,
-            transport.rank,
-            {s * segments + k: one for s in own for k, one in enumerate(split_stage(own[s]))},
-            transport,
-            loss=loss,
-            boundary=build_boundaries(
-                CONFIG,
-                [segments] * stages,
-                Boundary((SAMPLES, CONFIG.context, CONFIG.hidden), torch.float64),
-                EP,
-            ),
-            max_norm=torch.inf,
-        )
+        executor = moe_executor(
+            program, transport, CONFIG, SAMPLES, dtype=torch.float64, prepare=skew_routing,
+            loss=loss, max_norm=torch.inf,
+        )  # fmt: skip
         total = executor.step(*draw_batch(transport.dp_rank), 1 / 32)
-        gradients = {n: p.grad for stage in own.values() for n, p in stage.named_parameters()}
+        modules = [stage.module for stage in executor.stages.values()]
+        gradients = {n: p.grad for module in modules for n, p in module.named_parameters()}
         found[name] = gradients, total, executor.grad_norm
         transport.shut_down()
     return found
@@ -198,13 +178,13 @@ def overflow(rank: int) -> list[tuple[str, ...]]:
     how |= {"progress_model": "per_edge", "blocking_hosts": True}
     program = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, **how)
     transport = GlooTransport(program)
-    stage = skew_routing(build_stage(config, 0, 1, ep=EP, ep_rank=rank))
+    stage = build_stage(config, 0, 1, ep=EP, ep_rank=rank)
     stream = Boundary((SAMPLES, CONFIG.context, CONFIG.hidden))
     boundaries: dict[int, Any] = build_boundaries(config, [5], stream, EP)
 
     def make(program: Program, boundary: Any) -> Executor:
-        return Executor(
-            program, 0, split_stage(stage), transport, loss=moe_gpt.loss, boundary=boundary
+        return moe_executor(
+            program, transport, config, SAMPLES, prepare=skew_routing, boundary=boundary
         )
 
     executor = make(program, boundaries)
