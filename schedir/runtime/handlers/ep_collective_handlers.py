@@ -72,7 +72,7 @@ def exchange_tokens(state: State, i: Instr) -> Call:
     tensors = state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, boundary).tensors
     is_gradient = i.op in (Opcode.CombineGrad, Opcode.DispatchGrad)
     shape = tensors[0].shape if is_gradient else tensors[0].received.shape
-    row_size = torch.Size(shape[1:]).numel()
+    row_size, ep = torch.Size(shape[1:]).numel(), state.program.ep
     row_counts = state.service(TokenCounts).by_dispatch
     if i.op is Opcode.Dispatch:
         _require_count_tensor(state, boundary, tensors)
@@ -80,10 +80,10 @@ def exchange_tokens(state: State, i: Instr) -> Call:
     def start(output: SegmentOutput) -> Work:
         first, *rest = output.slot.peek()
         if i.op is Opcode.Dispatch:
-            table = _gather_counts(state, rest[0])
+            own, device_table = state.transport.dp_rank % ep, _gather_counts(state, rest[0])
+            rest[0] = device_table[:, own].flatten()
+            table = device_table.cpu()
             _require_fit(state, i, table, len(first), shape[0])
-            own = state.transport.dp_rank % state.program.ep
-            rest[0] = table[:, own].flatten()
             row_counts[key] = RowCounts(
                 tuple(table[own].sum(1).tolist()), tuple(table[:, own].sum(1).tolist())
             )
@@ -121,10 +121,7 @@ def _require_count_tensor(state: State, boundary: int, tensors: Sequence[Boundar
 
 
 def _gather_counts(state: State, counts: Tensor) -> Tensor:
-    """Return the rows from each member for each member's experts, (members, members, experts).
-
-    The host waits, because it must know the sizes of an all-to-all.
-    """
+    """Return the rows from each member for each member's experts, (members, members, experts)."""
     ep = state.program.ep
     table = counts.new_empty(ep * len(counts))
     state.transport.start_collective("all_gather", "ep_counts", table, counts.contiguous()).wait()
