@@ -52,16 +52,16 @@ def require_program(value: object) -> Program:
 
     Raises:
         UsageError: `value` is not a `Program`.
-        ModelError: The program has expert parallelism.
+        ModelError: The program has expert parallelism and ZeRO.
     """
     require_type(value, Program, _PROGRAM_EXAMPLE)
     assert isinstance(value, Program)
-    if value.ep > 1:
+    if value.ep > 1 and value.zero:
         raise ModelError(
-            f"the program has ep={value.ep}, but executors have no all-to-alls of experts",
+            f"the program has ep={value.ep} and zero={value.zero}, but ZeRO shards weights over "
+            "all replicas, and they have different experts",
             program=value.name,
-            hint="compile without ep, and let the modules of stages call the all-to-alls; check, "
-            "simulate and draw accept programs with ep",
+            hint="zero=0",
         )
     return value
 

@@ -123,7 +123,9 @@ class _Trainer:
         self.transport = connect(program, extra_programs=make_extra_programs(program))
         self.transport.check_agreement(collect_config_facts(config))
         tp = self.transport.tp_group
-        stages = program_stages.build_stages(self.transport.rank, tp, self.device)
+        stages = program_stages.build_stages(
+            self.transport.rank, tp, self.device, self.transport.dp_rank
+        )
         parameters = [p for stage in stages.values() for p in stage.parameters()]
         self.optimizer = build_optimizer(parameters, config.train)
         self.loss_scale = (

@@ -21,7 +21,7 @@ from schedir.ir.pipeline.process_mesh import make_process_mesh
 from schedir.ir.pipeline.tied_weights import find_reduction_groups
 from schedir.ir.program import Program
 from schedir.transports import process_groups
-from schedir.transports.collectives import COLLECTIVES, CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey, start_in_group
 from schedir.transports.in_process.cuda_streams import StreamPoint
 from schedir.transports.json_collectives import RecordTypes, find_difference, gather
 from schedir.transports.transport import BufferSizes, SlotKey, Work, allocate_buffers
@@ -50,7 +50,11 @@ def initialise(timeout: float, **init_args: Any) -> torch.device:
     return torch.device("cpu")
 
 
-_LANE_OF_GROUP: Final[dict[GroupKey, Lane]] = {"tp": Lane.TP, "params": Lane.PARAMS}
+_LANE_OF_GROUP: Final[dict[GroupKey, Lane]] = {
+    "tp": Lane.TP,
+    "params": Lane.PARAMS,
+    "ep": Lane.EP,
+}
 
 
 class ProcessTransport:
@@ -163,6 +167,8 @@ class ProcessTransport:
         """
         self.uses_static_buffers = True
         lanes = dict.fromkeys((*_LANE_OF_GROUP.values(), Lane.DP))
+        if "ep" not in self.groups:
+            del lanes[Lane.EP]
         self.lane_streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in lanes}
         self.side_stream = partial(torch.cuda.stream, self.lane_streams[Lane.TP])
 
@@ -281,13 +287,14 @@ class ProcessTransport:
         """Do nothing. Transports with `is_grouped` override this."""
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         """See `Transport.start_collective`."""
         if not self.lane_streams:
-            return cast(
-                Work, COLLECTIVES[kind].start(self.groups[group], output_tensor, input_tensor, True)
+            work = start_in_group(
+                kind, self.groups[group], output_tensor, input_tensor, is_async=True
             )
+            return cast(Work, work)
         lane = self.lane_streams[_LANE_OF_GROUP.get(group, Lane.DP)]
         lane.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(lane):
@@ -295,17 +302,17 @@ class ProcessTransport:
         return LaneWork(lane, (output_tensor, input_tensor))
 
     def issue_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> None:
         """Issue a collective to the current CUDA stream.
 
         Args:
-            kind: The name of the collective.
+            kind: The collective.
             group: The group that runs it.
             output_tensor: The output, see `Transport.start_collective`.
             input_tensor: The input.
         """
-        COLLECTIVES[kind].start(self.groups[group], output_tensor, input_tensor, False)
+        start_in_group(kind, self.groups[group], output_tensor, input_tensor, is_async=False)
 
 
 class LaneWork(StreamPoint):
@@ -350,6 +357,11 @@ def _list_group_rows(program: Program) -> dict[GroupKey, NDArray[np.int64]]:
         rows["tp"] = mesh.reshape(-1, tp)
     if dp > 1:
         rows["dp"] = mesh.reshape(dp, -1).T
+    if (ep := program.ep) > 1:
+        groups = mesh.reshape(dp // ep, ep, -1)
+        rows["ep"] = rows["ep_counts"] = groups.swapaxes(1, 2).reshape(-1, ep)
+        if dp > ep:
+            rows["expert_dp"] = groups.reshape(dp // ep, -1).T
     if dp > 1 and program.zero:  # a separate group, so that gathers do not wait for reductions
         rows["params"] = rows["dp"]
     for ranks in find_reduction_groups(program.trained_ties, shape):

@@ -20,7 +20,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.mixed_precision import LossScale, use_float32_gradients
-from schedir.transports.collectives import CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.transport import Work
 from tests.cpu.tiny_stages import zb
@@ -140,7 +140,7 @@ class Spied(GlooTransport):
     executor: Executor
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         if group == "dp":
             i = self.executor.state.stream[self.executor.runner.position]

@@ -19,7 +19,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.step_inputs import StepInputs
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw
-from schedir.transports.collectives import CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.transport import CompletedWork, Work
@@ -85,7 +85,7 @@ class Streamed(EdgeGroups):
         return self._hold(super().recv(tensor, peer, lane))
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         self.met[group] += 1
         return self._hold(super().start_collective(kind, group, output_tensor, input_tensor))

@@ -15,7 +15,7 @@ from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.memory_overlap import require_no_views
 from schedir.runtime.model_checks.parameter_guard import require_no_max_norm, require_stepped_stages
 from schedir.runtime.model_checks.sharding_requirements import require_shardable
-from schedir.runtime.parameters.buckets import is_summed_over_tp
+from schedir.runtime.parameters.buckets import is_expert, is_summed_over_tp
 from schedir.runtime.parameters.gradient_buffers import is_tp_sharded
 from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, OptimizerLike
 from schedir.runtime.parameters.optimistic_step import require_known_optimizer
@@ -114,7 +114,8 @@ def collect_facts(
     """Return the facts about stages and optimizer that must be equal on all processes, by name.
 
     Most names contain the stage and the tensor-parallel rank. Such facts are compared only between
-    processes with the same slice of a stage.
+    processes with the same slice of a stage. Those about experts are compared between replicas with
+    the same experts.
 
     Args:
         program: The program.
@@ -123,8 +124,13 @@ def collect_facts(
         fingerprints: The fingerprints of each stage's parameters.
     """
     facts: dict[str, str] = {}
+    tp_slice = f"slice {transport.tp_rank}"
+    expert_slice = f"{tp_slice}, experts {transport.dp_rank % program.ep} of {program.ep}"
     for s, module in stages.items():
-        facts |= _describe_parameters(module, f"stage {s}, slice {transport.tp_rank}")
+        has_experts = any(map(is_expert, module.parameters()))
+        facts |= _describe_parameters(
+            module, f"stage {s}, {expert_slice if has_experts else tp_slice}"
+        )
         summed = [
             f"{name} {_describe_shape(p)}"
             for name, p in module.named_parameters()
@@ -138,7 +144,8 @@ def collect_facts(
             facts[f"the tied weight, slice {transport.tp_rank}"] = _describe_shape(weight)
     for s, parameters in fingerprints.items():
         for p in parameters:
-            label = f"{p.names[0]} in stage {s}, slice {transport.tp_rank}"
+            is_own = is_expert(stages[s].get_parameter(p.names[0]))
+            label = f"{p.names[0]} in stage {s}, {expert_slice if is_own else tp_slice}"
             facts[f"the values of {label}"] = p.values_digest
             if p.optimizer_options:
                 facts[f"the optimizer's options for {label}"] = p.optimizer_options

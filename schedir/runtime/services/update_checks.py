@@ -182,7 +182,8 @@ class UpdateChecks(ProgramService):
         finite = are_finite(
             flat for s in state.stages.values() for flat in s.gradients.reduced_flat
         )
-        if state.program.zero and state.program.dp > 1:  # Each replica checks only its shard.
+        # With ZeRO a replica checks only its shard, and with expert parallelism only its experts.
+        if (state.program.zero and state.program.dp > 1) or state.program.ep > 1:
             spoilt = finite.logical_not().to(torch.int32)
             state.transport.start_collective("all_reduce", "dp", spoilt, spoilt).wait()
             finite = spoilt == 0
