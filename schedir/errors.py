@@ -193,8 +193,9 @@ def require_type(value: object, kind: type, example: str) -> None:
         UsageError: `value` is not an instance of `kind`.
     """
     if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise UsageError(
-            f"the argument must be a {kind.__name__}, not {describe(value)}",
+            f"the argument must be {article} {kind.__name__}, not {describe(value)}",
             hint=f"for example {example}",
         )
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 from schedir.errors import ModelError
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.buckets import ShardSpec
-from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
+from schedir.runtime.parameters.mixed_precision import OptimizerLike
 from schedir.runtime.parameters.tied_parameters import RankTies, TiedWeight
 from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
@@ -35,22 +35,16 @@ class RankOptions:
 
     Args:
         loss: The loss function or module.
-        max_norm: The largest global norm of the gradients.
-        loss_scale: The loss scale, or None.
+        gradients: The options of gradients.
+        execution: The options of the execution.
         seed: The seed of the random streams, or None.
-        accumulate_grads: Add to the existing gradients, as autograd does.
-        debug: Allow checks for which the host reads results from a GPU.
-        spill_dir: The directory for values that programs move to the disk, or None.
         other_rank_stages: The stages of other ranks, if they are in this process.
     """
 
     loss: Loss
-    max_norm: float = 1.0
-    loss_scale: LossScale | None = None
+    gradients: GradientOptions = field(default_factory=GradientOptions)
+    execution: ExecutionOptions = field(default_factory=ExecutionOptions)
     seed: int | None = 0
-    accumulate_grads: bool = False
-    debug: bool = False
-    spill_dir: Path | None = None
     other_rank_stages: Sequence[nn.Module] = ()
 
     @property
@@ -100,7 +94,10 @@ class RankResources:
         self.random_streams = RandomStreams(options.seed, self.device)
         self.shard_spec = ShardSpec(program.dp, transport.dp_rank, program.zero)
         self.ties = RankTies(
-            tied_weights, parameter_copies, program, keeps_gradients=options.accumulate_grads
+            tied_weights,
+            parameter_copies,
+            program,
+            keeps_gradients=options.gradients.accumulate_grads,
         )
         self.stages = {
             s: self._make_stage(s, stages[s]) for s in program.shape.stages_on_rank[rank]
@@ -116,7 +113,7 @@ class RankResources:
         return StageState(
             module,
             self.ties.substitutes.get(stage, {}),
-            max_bucket_bytes=None if self.options.accumulate_grads else bucket_bytes,
+            max_bucket_bytes=None if self.options.gradients.accumulate_grads else bucket_bytes,
             shard_spec=unsharded if is_frozen else self.shard_spec,
             tied_parameters=self.ties.list_local_copies(stage),
             aliases=self.ties.aliases,

@@ -24,6 +24,7 @@ from schedir.ir.isa.instructions import FORWARD_OPS, SEND_OPS, Lane
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
 from schedir.runtime.offload.copy_lanes import CopyLanes
 from schedir.runtime.parameters.mixed_precision import LossScale
@@ -226,7 +227,7 @@ def _processes(rank: int) -> Any:
         }
         executor = Executor(
             program, rank, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
-            max_norm=0.5,
+            gradients=GradientOptions(max_norm=0.5),
             optimizer=adam([p for m in stages.values() for p in m.parameters()]),
         )  # fmt: skip
         if states == "cpu_step":
@@ -322,4 +323,4 @@ def test_the_host_steps_while_the_next_update_is_computed() -> None:
 def test_what_is_refused() -> None:
     program = schedir.compile(*CASES[0], clip_grad_norm=True, optimizer_placement="cpu_step")
     with pytest.raises(ModelError, match="a loss scale needs a program with one update per step"):
-        made(program, ADAMW, loss_scale=partial(LossScale, 8.0))
+        made(program, ADAMW, gradients=GradientOptions(loss_scale=LossScale(8.0)))

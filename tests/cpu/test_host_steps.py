@@ -21,6 +21,7 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import Lane
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.parameters.mixed_precision import LossScale
@@ -120,12 +121,12 @@ def test_a_replica_steps_its_part() -> None:
     ("make", "clip"), [("AdamW", True), ("AdamW, fused", False), ("bfloat16", False)]
 )
 def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bool) -> None:
-    scales: dict[str, Any] = {"loss_scale": partial(LossScale, 8.0)} if clip else {}
+    gradients = GradientOptions(loss_scale=LossScale(8.0) if clip else None)
     for states in WHERE:
         program = schedir.compile(
             interleaved, PipelineShape(1, 4, 3), clip_grad_norm=clip, optimizer_placement=states
         )
-        world = made(program, MAKES[make], half=make == "bfloat16", **scales)
+        world = made(program, MAKES[make], half=make == "bfloat16", gradients=gradients)
         stepped(world, 0)
         (rank,) = world.executors
         before = left(world)

@@ -20,6 +20,7 @@ from schedir.ir.isa.instructions import TIERS
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import (
@@ -104,9 +105,9 @@ def test_parts_of_replicas_are_moved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("clip", [True, False])
 def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bool) -> None:
     """Of a stage that comes last: those before it would have been stepped by then."""
-    scales: dict[str, Any] = {"loss_scale": partial(LossScale, 8.0)} if clip else {}
+    gradients = GradientOptions(loss_scale=LossScale(8.0) if clip else None)
     worlds = [
-        made(p, MAKES[make], **scales)
+        made(p, MAKES[make], gradients=gradients)
         for p in both(interleaved, PipelineShape(1, 4, 3), clip_grad_norm=clip)
     ]
     for world in worlds:

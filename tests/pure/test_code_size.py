@@ -12,7 +12,7 @@ from tests.pure.test_layout import ROOT
 BUDGET = {
     "docs": 1_330,
     "kernels": 480,
-    "schedir": 960,
+    "schedir": 980,
     "schedir/analysis": 1_890,
     "schedir/checkpoints": 1_920,
     "schedir/commands": 3_760,

@@ -39,8 +39,6 @@ def check_rank_agreement(
     optimizer: OptimizerLike | None,
     options: RankOptions,
     tied: TiedWeights | None,
-    *,
-    allow_identical_stages: bool,
     extra_programs: Sequence[tuple[Program, BoundaryTable]] = (),
 ) -> list[TiedWeight]:
     """Compare the programs, stages and options of all processes.
@@ -56,7 +54,6 @@ def check_rank_agreement(
         optimizer: The optimizer, or None.
         options: The options of the rank.
         tied: The tied weights that the user gives, or None.
-        allow_identical_stages: If True, weights of different stages may be equal without a tie.
         extra_programs: Other programs of the executor, with their boundaries.
 
     Returns:
@@ -69,14 +66,14 @@ def check_rank_agreement(
     fingerprints = fingerprint_parameters(stages, optimizer) if program.has_backward else {}
     facts = collect_facts(program, stages, transport, fingerprints) | {
         "the boundary": str(boundary_table),
-        "the loss scale": str(options.loss_scale),
+        "the loss scale": str(options.gradients.loss_scale),
         "the seed": str(options.seed),
     }
     facts["the extra programs"] = "; ".join(
         f"{one.name} ({one.digest[:12]}), boundary {passes}" for one, passes in extra_programs
     )
     if program.clip_grad_norm:
-        facts["max_norm"] = repr(options.max_norm)
+        facts["max_norm"] = repr(options.gradients.norm_limit)
     everyone = transport.check_agreement(
         facts, (transport.tp_rank, fingerprints), record_types=[ParameterFingerprint]
     )
@@ -84,13 +81,13 @@ def check_rank_agreement(
         check(one, transport.progress_model, blocking_hosts=transport.blocking_hosts)
     for one, passes in extra_programs:
         passes.require_program_fit(one)
-        if options.accumulate_grads:
+        if options.gradients.accumulate_grads:
             raise ModelError(
                 "accumulate_grads is True, but the executor has extra_programs",
                 program=one.name,
             )
     require_program_match(program, rank, stages, transport, boundary_table)
-    accumulates, loss_scale = options.accumulate_grads, options.loss_scale
+    accumulates, loss_scale = options.gradients.accumulate_grads, options.gradients.loss_scale
     require_shardable(program, stages, optimizer, accumulate_grads=accumulates)
     require_steppable(program, stages, optimizer, loss_scale, accumulate_grads=accumulates)
     if not program.has_backward:
@@ -99,8 +96,9 @@ def check_rank_agreement(
         fingerprints for tp_rank, fingerprints in everyone if tp_rank == transport.tp_rank
     ]
     weights = list_local_tied_weights(
-        program, stages, rank_fingerprints, tied, allow_identical_stages=allow_identical_stages
-    )
+        program, stages, rank_fingerprints, tied,
+        allow_identical_stages=options.execution.allow_identical_stages,
+    )  # fmt: skip
     require_no_max_norm(program, stages, weights)
     return weights
 
