@@ -118,7 +118,7 @@ class SchedirError(Exception):
         sites: The instructions concerned.
         hint: A fix, given only if it is certain; "" if there is none.
         fields: The settings that do not fit, the most likely cause first.  They have their names in
-            `PipelineShape`, `Program` or a configuration.
+            `PipelineShape`, `Program` or a configuration, or they are arguments of an executor.
     """
 
     def __init__(

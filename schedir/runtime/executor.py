@@ -20,7 +20,7 @@ from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobat
 from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.extra_programs import ExtraProgram, ProgramOrder, resolve_extra_programs
-from schedir.runtime.model_checks.rank_consistency import check_rank_agreement
+from schedir.runtime.model_checks.rank_model import RankModel
 from schedir.runtime.parameters.mixed_precision import OptimizerLike
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss, RankOptions, RankResources
@@ -187,18 +187,18 @@ class Executor:
             execution=execution.resolve(programs),
             seed=None if seed is None else arguments.require_seed(seed),
             other_rank_stages=[m for s, m in every if s not in stages and isinstance(m, nn.Module)],
+            parameter_copies=self.parameter_copies,
         )
-        weights = check_rank_agreement(
-            program, rank, stages, transport, boundaries, optimizer, options, tied_weights,
-            extra_runs,
-        )  # fmt: skip
+        weights = RankModel(
+            [(program, boundaries), *extra_runs], rank, stages, transport, optimizer, options,
+            tied_weights,
+        ).check()  # fmt: skip
         rank_transport = (
             SerializedTransport(transport) if transport.uses_static_buffers else transport
         )
         resources = RankResources(
-            program, rank, stages, rank_transport, optimizer, options, weights,
-            self.parameter_copies,
-        )  # fmt: skip
+            program, rank, stages, rank_transport, optimizer, options, weights
+        )
         resources.service(MessageBuffers).allocate([(program, boundaries), *extra_runs])
         self.resources = resources
         self.runner = ProgramRunner(

@@ -36,9 +36,9 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.extra_programs import ExtraProgram
 from schedir.runtime.in_process_copies import StageReplica, copy_shared_parameters, copy_stage
-from schedir.runtime.model_checks.memory_overlap import require_copyable, require_rank_local_memory
+from schedir.runtime.model_checks.rank_model import check_virtual_ranks
+from schedir.runtime.model_checks.tied_weight_requirements import fingerprint_parameters
 from schedir.runtime.parameters.mixed_precision import OptimizerLike
-from schedir.runtime.parameters.tied_parameters import fingerprint_parameters
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss
 from schedir.runtime.recording.recorder import read_step_times
@@ -127,12 +127,7 @@ class InProcessExecutor:
             [(0, fingerprint_parameters(dict(enumerate(stages))))] if program.has_backward else []
         )
         self.mailboxes = make_mailboxes(program, progress_model, cuda, payloads)
-        if program.has_backward:
-            require_rank_local_memory(
-                dict(enumerate(stages)), shape.first_rank_per_stage.tolist(), program.name
-            )
-            for s, module in enumerate(stages) if shape.placement_rows > 1 else ():
-                require_copyable(module, s, program.name)
+        check_virtual_ranks(program, stages)
         copies = copy_shared_parameters(program, stages)
         self.executors: list[Executor] = []
         self.stage_replicas: list[StageReplica] = []

@@ -26,7 +26,7 @@ from schedir.runtime.boundaries.boundary import (
 )
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
-from schedir.runtime.rank_resources import find_device
+from schedir.runtime.model_checks.stage_requirements import find_device
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.pending_sends import PendingSends

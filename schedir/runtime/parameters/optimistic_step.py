@@ -24,13 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from schedir.errors import ModelError
 from schedir.runtime.autograd.preserved_state import PreservedState
+from schedir.runtime.model_checks.optimizer_requirements import require_known_optimizer
 from schedir.runtime.parameters.mixed_precision import (
-    OptimizerLike,
-    has_known_effects,
-    has_step_hooks,
-    is_torch_optimizer,
     unwrap_optimizer,
 )
 from schedir.runtime.parameters.unvalidated_update_guard import (
@@ -384,28 +380,3 @@ class _Norm:
                 (self.host_value,) = self.scalar_copy.read()
             self.is_read = True
         return self.host_value
-
-
-def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") -> None:
-    """Refuse an optimizer whose step may change state that cannot be restored.
-
-    Args:
-        optimizer: The optimizer, or None, which is accepted.
-        program: The name of the program, for the error.
-
-    Raises:
-        ModelError: The optimizer is not one of torch's own, or its step has hooks.
-    """
-    inner = unwrap_optimizer(optimizer)
-    if inner is None or has_known_effects(optimizer):
-        return
-    what = "has hooks on its step" if has_step_hooks(inner) else "is not one of torch's own"
-    name = type(
-        optimizer if is_torch_optimizer(inner) and not has_step_hooks(inner) else inner
-    ).__name__
-    raise ModelError(
-        f"norm_check is 'after_step', but the optimizer {name} {what}, so schedir may be unable to "
-        "undo its step",
-        program=program,
-        hint="compile(..., norm_check='before_step')",
-    )
