@@ -36,8 +36,8 @@ from schedir.transports.gloo import GlooTransport
 from tests.cpu import tiny_stages as of_gpt
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.spawn import run
-from tests.cpu.stated import ADAMW, MAKES, equal, left, made, stepped
-from tests.cpu.test_host_steps import poison_weights, steps_of
+from tests.cpu.stated import ADAMW, MAKES, equal, left, made, poison_weights, stepped
+from tests.cpu.test_host_steps import steps_of
 from tests.cpu.test_updates import BOUNDARY, adam, split, stage_by_stage, weights
 
 torch.set_num_threads(1)
@@ -84,8 +84,7 @@ def world_of(
 
 def poisoned(world: InProcessExecutor) -> InProcessExecutor:
     """While the host steps a stage, who reads its module's own weights finds NaN."""
-    for rank in range(world.program.shape.ranks):
-        poison_weights(steps_of(world, rank))
+    poison_weights(world)
     return world
 
 
@@ -163,8 +162,7 @@ def test_only_the_update_that_is_not_finite_is_left_out(clip: bool) -> None:
         last, calls = world.executors[-1].stages[shape.stages - 1].module, count()
         hook = partial(_spoil, calls)
         last.register_forward_hook(hook)
-        for rank in range(2) if states == "cpu_step" else ():
-            poison_weights(steps_of(world, rank))
+        poison_weights(world)
         world.step(*of_gpt.batch(shape.microbatches, 0), order_seed=3)
         finite = [rank.finite_updates.tolist() for rank in world.executors]
         assert finite[1] == [True, False, True]

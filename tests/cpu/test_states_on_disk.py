@@ -22,17 +22,14 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
 from schedir.runtime.offload.memory_tiers import MemoryTiers
-from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import interleaved, looped_bfs
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.stated import (
     ADAMW,
-    MAKES,
-    SHAPES,
     both,
     equal,
     left,
@@ -59,66 +56,6 @@ def on_disk(**how: Any) -> Program:
         optimizer_placement="disk",
         **how,
     )
-
-
-# ---------------------------------------------------------------- bits
-
-
-@pytest.mark.parametrize(
-    ("shape", "make", "how"),
-    [
-        (
-            "interleaved",
-            "AdamW",
-            {"clip_grad_norm": True, "tied_weights": True, "optimizer_host_buffers": 1},
-        ),
-        ("interleaved", "bfloat16", {"recompute": "all", "frozen_stages": 2}),
-        ("1F1B", "momentum", {"offload": "all", "offload_to_disk": [0]}),
-        (
-            "in a vee",
-            "Adam, groups",
-            {"clip_grad_norm": True, "buffer_sharing": "minimal", "optimizer_host_buffers": 3},
-        ),
-        ("mirrored", "bfloat16", {"clip_grad_norm": True, "optimizer_device_buffers": 1}),
-    ],
-)
-def test_the_bits_are_those_of_states_on_the_device(
-    shape: str, make: str, how: Any, tmp_path: Path
-) -> None:
-    half = make == "bfloat16"
-    programs = both(*SHAPES[shape], states="disk", **how)
-    worlds = [
-        made(p, MAKES[make], half=half, execution=ExecutionOptions(spill_dir=tmp_path))
-        for p in programs
-    ]
-    losses = [stepped(world, 0, 1, 2) for world in worlds]
-    assert equal(*losses) and equal(*map(left, worlds))
-    assert not [*tmp_path.iterdir()]
-
-
-def test_nothing_is_stepped_where_one_gradient_is_not_finite(tmp_path: Path) -> None:
-    scale = LossScale(8.0)
-    programs = both(interleaved, PipelineShape(1, 4, 3), states="disk", clip_grad_norm=True)
-    worlds = [
-        made(
-            p,
-            ADAMW,
-            gradients=GradientOptions(loss_scale=scale),
-            execution=ExecutionOptions(spill_dir=tmp_path),
-        )
-        for p in programs
-    ]
-    for world in worlds:
-        stepped(world, 0)
-        before = left(world)
-        first = next(world.executors[0].stages[0].module.parameters())
-        hook = first.register_hook(lambda gradient: gradient * torch.nan)
-        stepped(world, 1)
-        hook.remove()
-        after = left(world)
-        assert float(after.pop()) == float(before.pop()) / 2
-        assert equal(before, after)
-    assert equal(*(stepped(world, 2) for world in worlds)) and equal(*map(left, worlds))
 
 
 # ---------------------------------------------------------------- where it lies
