@@ -118,7 +118,7 @@ class SchedirError(Exception):
         sites: The instructions concerned.
         hint: A fix, given only if it is certain; "" if there is none.
         fields: The settings that do not fit, the most likely cause first.  They have their names in
-            `PipelineShape`, `Program` or a configuration.
+            `PipelineShape`, `Program` or a configuration, or they are arguments of an executor.
     """
 
     def __init__(
@@ -193,8 +193,9 @@ def require_type(value: object, kind: type, example: str) -> None:
         UsageError: `value` is not an instance of `kind`.
     """
     if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise UsageError(
-            f"the argument must be a {kind.__name__}, not {describe(value)}",
+            f"the argument must be {article} {kind.__name__}, not {describe(value)}",
             hint=f"for example {example}",
         )
 

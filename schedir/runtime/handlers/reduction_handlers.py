@@ -121,7 +121,9 @@ def reduce_tied(state: State, i: Instr) -> Call:
     ]
 
     def run() -> None:
-        for weight in state.resources.ties.weights if state.options.accumulate_grads else ():
+        for weight in (
+            state.resources.ties.weights if state.options.gradients.accumulate_grads else ()
+        ):
             for copy in weight.local_copies.values():  # A step may not use a copy.
                 copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
         for begin in sums:
@@ -255,8 +257,8 @@ def optimizer_step(state: State, i: Instr) -> Call:
         finite = checks.finish_update(i.mb)
         if placement is None:
             steps.run(finite)
-        if state.options.loss_scale is not None:
-            state.options.loss_scale.update(finite)
+        if state.options.gradients.loss_scale is not None:
+            state.options.gradients.loss_scale.update(finite)
         if not last:  # The gradients of the last update stay for the caller.
             if not has_released_grads:
                 state.begin_update()
