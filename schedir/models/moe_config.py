@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from schedir.errors import UsageError
+from schedir.errors import UsageError, describe
 from schedir.ir.pipeline.stage_segments import COMBINE, DISPATCH
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.partitioning import require_positive
@@ -54,15 +54,14 @@ class MoEConfig(GPTConfig):
                 f"active is {self.active}, but a layer has {self.experts} experts",
                 fields=["active", "experts"],
             )
-        if not 0 <= self.aux_loss < math.inf:
-            raise UsageError(
-                f"aux_loss is {self.aux_loss:g}; it must be at least 0", fields=["aux_loss"]
-            )
-        if not 1 <= self.capacity_factor < math.inf:
-            raise UsageError(
-                f"capacity_factor is {self.capacity_factor:g}; it must be at least 1",
-                fields=["capacity_factor"],
-            )
+        for name, least in (("aux_loss", 0), ("capacity_factor", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UsageError(f"{name} must be a number, not {describe(value)}", fields=[name])
+            if not least <= value < math.inf:
+                raise UsageError(
+                    f"{name} is {value:g}; it must be finite and at least {least}", fields=[name]
+                )
 
     @property
     def expert_width(self) -> int:
@@ -90,4 +89,4 @@ class MoEConfig(GPTConfig):
             (16, 24)
         """
         rows = tokens * self.active
-        return min(math.ceil(self.capacity_factor * rows), ep * rows) if ep > 1 else rows
+        return math.ceil(min(self.capacity_factor, ep) * rows)
