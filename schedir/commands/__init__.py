@@ -24,6 +24,7 @@ from typing import Final
 
 # The one-line help of each command, in the order of --help.
 COMMANDS: Final = {
+    "schedules": "list the built-in schedules",
     "compile": "compile a schedule into a program, and write it to a file",
     "print": "print the text of a program",
     "check": "prove that a program is complete and finishes",

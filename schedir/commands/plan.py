@@ -341,6 +341,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         ("sequence", "tokens per sequence"),
         ("ffn", "width of the feed-forward network (4 x hidden)"),
         ("kv-heads", "heads of keys and values (as heads)"),
+        ("head-dim", "numbers of a head (hidden / heads)"),
         ("experts", "experts per layer (1)"),
         ("active", "experts per token (1)"),
     ):

@@ -52,12 +52,12 @@ def machine(nodes: int = 1, **other: Any) -> Cluster:
 
 
 models = st.builds(
-    lambda heads, width, layers, kv, gated, experts, tied: TransformerSpec(
-        layers=layers, hidden=heads * width, heads=heads, vocab=50304, sequence=1024,
+    lambda heads, width, layers, kv, dim, gated, experts, tied: TransformerSpec(
+        layers=layers, hidden=heads * width, heads=heads, head_dim=dim, vocab=50304, sequence=1024,
         kv_heads=heads // kv, gated=gated, experts=experts, active=min(experts, 2), tied=tied,
     ),
-    st.sampled_from([8, 16]), st.sampled_from([64, 128]), st.integers(4, 14),
-    st.sampled_from([1, 2]), st.booleans(), st.sampled_from([1, 4]), st.booleans(),
+    st.sampled_from([8, 16]), st.sampled_from([64, 128]), st.integers(4, 14), st.integers(1, 2),
+    st.sampled_from([0, 128]), st.booleans(), st.sampled_from([1, 4]), st.booleans(),
 )  # fmt: skip
 EVERY = tuple(SCHEDULE_FORMULAS)
 

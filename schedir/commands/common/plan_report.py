@@ -8,7 +8,7 @@ from math import exp
 from typing import TYPE_CHECKING, Any, Final
 
 from schedir.errors import format_bytes
-from schedir.io.terminal import format_json, format_table
+from schedir.io.terminal import format_json, format_table, join_words
 from schedir.planner.calibration import INTERVAL_QUANTILE
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
 from schedir.planner.plan_simplicity import PREFERENCE_TOLERANCE
@@ -27,7 +27,7 @@ _STEP_PART_NAMES: Final = dict(
         (
             "compute",
             "recompute",
-            "tensor parallel",
+            "layer collectives",  # `_name_step_parts` names their groups
             "messages",
             "bubble",
             "replicas",
@@ -80,7 +80,8 @@ def describe_plan(plan: PlanEstimate) -> str:
     parts = [f"{plan.pp} pipeline rank{'s' * (plan.pp > 1)}"]
     parts += [f"{plan.tp} tensor-parallel ranks"] * (plan.tp > 1)
     parts += [f"{plan.cp} parts of each sequence"] * (plan.cp > 1)
-    parts += [f"{plan.dp} replicas"] * (plan.dp > 1)
+    experts = f" (groups of {plan.ep} share the experts)" * (plan.ep > 1)
+    parts += [f"{plan.dp} replicas{experts}"] * (plan.dp > 1)
     v = f" with {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
     text = f"{' x '.join(parts)}, {plan.schedule}{v}, "
     text += (
@@ -89,7 +90,7 @@ def describe_plan(plan: PlanEstimate) -> str:
     text += ", sequence parallel" * plan.sequence_parallel
     if plan.recompute != "none":
         text += f", recompute {plan.recompute}"
-    text += f", ZeRO {plan.zero}" if plan.zero else ""
+    text += f", ZeRO {plan.zero}{' (as FSDP)' * (plan.zero == 3)}" if plan.zero else ""
     text += ", activations offloaded" * (plan.offload != "none")
     return text + ", optimizer state on the host" * (plan.optimizer_placement != "device")
 
@@ -180,10 +181,16 @@ def _format_cell(value: int | str) -> str:
 
 def _format_step_times(plan: PlanEstimate) -> list[str]:
     """Return a line for each part of the step time, the longest first."""
-    rows = _format_parts(
-        plan.breakdown._asdict(), _STEP_PART_NAMES, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-    )
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    rows = _format_parts(plan.breakdown._asdict(), _name_step_parts(plan), units)
     return [f"step {format_seconds(plan.step_time)}{', simulated' * plan.is_simulated}", *rows]
+
+
+def _name_step_parts(plan: PlanEstimate) -> dict[str, str]:
+    """Return the printed names of the parts of a step, with the groups whose collectives it has."""
+    degrees = {"tensor": plan.tp, "context": plan.cp, "expert": plan.ep}
+    groups = [name for name, degree in degrees.items() if degree > 1]
+    return _STEP_PART_NAMES | {"layer_collectives": f"{join_words(groups)} parallel"}
 
 
 def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:

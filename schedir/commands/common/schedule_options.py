@@ -36,7 +36,8 @@ SOURCE_HELP = (
 DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2
 _COSTS_HELP = (
     "times of instructions: F=1,B=2,send=0.1; ':' separates stages (F=1:1:2), '/' separates "
-    "microbatches (F=1/2 for all stages, F=1/2:3/4 for two stages); @FILE reads them from a file"
+    "microbatches (F=1/2 for all stages, F=1/2:3/4 for two stages); @FILE reads them from a file. "
+    "Defaults: F=1; I and W are half of B if B is given, else F; B=I+W; all others are 0"
 )
 
 
