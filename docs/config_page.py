@@ -45,8 +45,8 @@ def capitalize(text: str) -> str:
 def section_text(section: str, about: str, settings: list[Setting]) -> str:
     """Return a section of the page: its prose, and a table of its settings."""
     prose, meanings = split_docstring(about)
-    meanings |= {"kind": "The kind of the model."} if section == "model" else {}
-    left_out = {*meanings} ^ {one.name for one in settings}
+    undocumented = {one.name for one in settings if not one.meaning}
+    left_out = undocumented | (meanings.keys() - {one.name for one in settings})
     assert not left_out, f"[{section}]: {left_out} are not both settings and documented"
     rows = [
         [f"`{one.name}`", shorten_type(one.accepted), format_default(one.default),
