@@ -45,9 +45,11 @@ def capitalize(text: str) -> str:
 def section_text(section: str, about: str, settings: list[Setting]) -> str:
     """Return a section of the page: its prose, and a table of its settings."""
     prose, meanings = split_docstring(about)
-    undocumented = {one.name for one in settings if not one.meaning}
-    left_out = undocumented | (meanings.keys() - {one.name for one in settings})
-    assert not left_out, f"[{section}]: {left_out} are not both settings and documented"
+    meanings |= {"kind": "The kind of the model."} if section == "model" else {}
+    strange = {*meanings} - {one.name for one in settings}
+    silent = [one.name for one in settings if not one.meaning]
+    assert not strange, f"[{section}]: {strange} are documented, but no settings"
+    assert not silent, f"[{section}]: {silent} have no meaning"
     rows = [
         [f"`{one.name}`", shorten_type(one.accepted), format_default(one.default),
          capitalize(one_line(one.meaning))]

@@ -34,6 +34,7 @@ _DESCRIPTION = "Pipeline schedules as programs: compile, check, predict, draw an
 _START_HELP = f"""\
 {_DESCRIPTION}
 
+  schedir schedules                     list the built-in schedules
   schedir check zb_v                    prove that a schedule is complete and finishes
   schedir draw interleaved zb_v         draw schedules on the terminal
   schedir recommend --costs F=1,B=2     rank all schedules for a model
@@ -178,7 +179,10 @@ class _Parser(argparse.ArgumentParser):
                 message = f"{parser.prog} does not take {rest.split()[0]!r}"
                 if any(each.dest == "source" and each.nargs is None for each in parser._actions):
                     message = f"{parser.prog} takes one SCHEDULE, and {word!r} is one too many"
-                    hint = f"schedir compare SCHEDULE {word} compares several schedules"
+                    from schedir.io.source_loader import suggest_source
+
+                    hint = suggest_source(word)
+                    hint = hint or f"schedir compare SCHEDULE {word} compares several schedules"
         raise UsageError(message, hint=hint)
 
     def suggest_option(self, name: str) -> str:
@@ -212,6 +216,7 @@ class _Parser(argparse.ArgumentParser):
         options = {option[2:].replace("-", "_"): option for option in own if len(option) > 2}
         near = [
             options.get(find_present_name(name[2:].replace("-", "_"), options), ""),
+            *(option for option in own if option == f"{name}s"),
             *(option for option in own if option.startswith(f"{name}-")),
             *get_close_matches(name, own, 1, cutoff=0.75),
         ]

@@ -79,8 +79,8 @@ def find_order_error(graph: Graph) -> OrderError | None:
         )
     needer, gives = graph.index.locate(first), graph.index.locate(giver)
     instr, given = needer[2], gives[2]
-    token = graph.flow.find_value(first, giver)
-    value = VALUES[token].phrase if token is not None else "the value"
+    kind = graph.flow.find_value(first, giver)
+    value = VALUES[kind].phrase if kind is not None else "the value"
     if giver > first:
         fact = f"{instr} needs {value}, which {given} gives only later"
     else:
@@ -89,7 +89,7 @@ def find_order_error(graph: Graph) -> OrderError | None:
         fact,
         program=graph.program.name,
         sites=[InstructionSite(*needer, "needs it here"), InstructionSite(*gives, "gives it")],
-        hint=_suggest_weight_delay(graph) if token is Value.PARAMS else "",
+        hint=_suggest_weight_delay(graph) if kind is Value.PARAMS else "",
     )
 
 

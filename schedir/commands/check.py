@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common import check_sequence
@@ -26,6 +28,7 @@ from schedir.io.terminal import format_json, format_table, join_words
 
 if TYPE_CHECKING:
     from schedir.analysis.progress_models import ProgressModel
+    from schedir.io.program_request import Request
     from schedir.ir.program import Program
 
 BLOCKING_HOSTS_TEXT = ", if hosts block, as CPU hosts do"
@@ -114,7 +117,13 @@ def run(args: argparse.Namespace) -> str:
     if args.output is not None:
         require_suffix(args.output, "the picture of a refused program", ".svg")
     request = make_request(args, args.source[0])
-    program, first = request.program, request.proven_progress_model
+    try:
+        program = request.program
+    except SchedirError as error:
+        if args.output is not None:
+            _draw_refused_draft(request, error, args.output)
+        raise
+    first = request.proven_progress_model
     others = [model for model in MODELS if args.progress_model is None and model != first]
     hosts = {
         "blocking_hosts": args.blocking_hosts,
@@ -134,6 +143,11 @@ def run(args: argparse.Namespace) -> str:
         if args.output is not None:
             _draw_deadlock(program, error, args.output)
         raise
+    if args.output is not None:  # not on standard output, which may be JSON
+        print(
+            f"did not write {args.output}: the program is not refused; `schedir draw` draws it",
+            file=sys.stderr,
+        )
     models = sorted(
         [first, *_find_finishing_models(program, others, **hosts, **eager_options)],
         key=MODELS.index,
@@ -257,6 +271,16 @@ def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
     with atomic_write(output) as path:
         path.write_text(draw_deadlock(program, error), encoding="utf-8")
     error.add_note(f"wrote {output}")
+
+
+def _draw_refused_draft(request: Request, error: SchedirError, output: str) -> None:
+    """Write a picture of a schedule that `compile` refused before it added communication."""
+    if isinstance(error, DeadlockError):
+        draft = replace(request, draft=True).program
+        if len(draft) == error.instruction_count:
+            _draw_deadlock(draft, error, output)
+            return
+    error.add_note(f"did not write {output}: only ranks that wait for each other can be drawn")
 
 
 def _find_finishing_models(

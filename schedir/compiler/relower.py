@@ -63,6 +63,8 @@ def infer_options(
     for each in LOWERING_PASSES:
         if each.applies_to(program if draft is None else draft):
             options |= each.read_options(program, progress_model)
+            if not program.used_opcodes.isdisjoint(each.opcodes):
+                options |= dict.fromkeys(each.option_names, True)
     return options
 
 

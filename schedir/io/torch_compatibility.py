@@ -20,6 +20,7 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.pipeline.stage_segments import has_collectives
 from schedir.ir.program import JOINED_BIT, WORD_DTYPE, Program, is_op
+from schedir.passes.pass_registry import OPTION_BY_OPCODE
 
 _OFFLOAD_OPS = {op for op in find_modifiers(Value.SAVED) if op not in COMPUTE_OPS}
 _PER_OCCURRENCE_REDUCES = tuple(
@@ -90,7 +91,7 @@ def require_torch_support(
         raise UsageError(
             f"the program has {text}, but torch's schedules have no action for this",
             program=program.name,
-            hint=f"compile it without {text}",
+            hint=f"compile it without {OPTION_BY_OPCODE.get(strange[0], text)}",
         )
     fields = program.words.view(WORD_DTYPE)
     if (

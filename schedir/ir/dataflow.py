@@ -51,14 +51,14 @@ Keys = NDArray[np.int64]
 # stage that frees it; it is None if they are the same.  A value that a stage passes to the next
 # stage on the same rank is freed by that stage.
 FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
-    token: [(row.op, None) for row in INSTRUCTIONS if token in row.frees]
+    kind: [(row.op, None) for row in INSTRUCTIONS if kind in row.frees]
     + [
         (row.op, hop.opposite)
         for taken, (made, hop) in LOCAL_HANDOVER.items()
         for row in INSTRUCTIONS
-        if made is token and taken in row.frees
+        if made is kind and taken in row.frees
     ]
-    for token in Value
+    for kind in Value
 }
 
 
@@ -190,17 +190,17 @@ class Dataflow:
         for row, needer in self.index.iterate_rows():
             needed = self._get_needed_values(row)
             more = len(needed)
-            for k, token in enumerate(needed):
-                first, *others = self._find_givers(row, token, needer)
+            for k, kind in enumerate(needed):
+                first, *others = self._find_givers(row, kind, needer)
                 found.append((k, needer, first))
                 for giver in others:
                     found.append((more, needer, giver))
                     more += 1
-            for token in (token for token in row.gives if token not in row.needs):
+            for kind in (kind for kind in row.gives if kind not in row.needs):
                 if VALUES[
-                    token
-                ].producer_rule is ProducerRule.LATEST and self.index.program.uses_value(token):
-                    found.append((more, needer, self._find_prior_frees(token, needer)))
+                    kind
+                ].producer_rule is ProducerRule.LATEST and self.index.program.uses_value(kind):
+                    found.append((more, needer, self._find_prior_frees(kind, needer)))
                     more += 1
         needs = np.full(
             (max([2, *(k + 1 for k, _, _ in found)]), len(self.index)), NO_POSITION, np.int32
@@ -226,14 +226,14 @@ class Dataflow:
         """
         row = INSTRUCTIONS[int(self.index.op[needer])]
         given = INSTRUCTIONS[int(self.index.op[giver])].gives
-        for k, token in enumerate(self._get_needed_values(row)):
+        for k, kind in enumerate(self._get_needed_values(row)):
             if int(self.givers[k, needer]) == giver:
-                return token
-        return next((token for token in row.needs if token in given), None)
+                return kind
+        return next((kind for kind in row.needs if kind in given), None)
 
     def _get_needed_values(self, row: Row) -> list[Value]:
         """Return the values of `Row.needs` that the program has."""
-        return [token for token in row.needs if self.index.program.uses_value(token)]
+        return [kind for kind in row.needs if self.index.program.uses_value(kind)]
 
     def _find_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the givers of a value for instructions of a row; one array for each lane."""

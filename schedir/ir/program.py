@@ -53,6 +53,7 @@ from schedir.ir.stream import StreamSlices as StreamSlices
 from schedir.ir.stream import Words as Words
 from schedir.ir.stream import is_op as is_op
 from schedir.ir.stream import pack as pack
+from schedir.ir.stream import replace_opcode as replace_opcode
 from schedir.ir.stream import unpack as unpack
 from schedir.retired_names import explain_wrong_calls, raise_attribute_error
 

@@ -42,6 +42,19 @@ def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
     return np.atleast_1d(o << OP_SHIFT | s << STAGE_SHIFT | m)
 
 
+def replace_opcode(words: Words, op: Opcode) -> Words:
+    """Return instructions of another opcode, for the same stages and microbatches.
+
+    Args:
+        words: Packed instructions.
+        op: The opcode of the result.
+
+    Returns:
+        The words, in the shape of `words`.  No instruction is joined.
+    """
+    return words & ADDRESS_MASK | int(op) << OP_SHIFT
+
+
 @cache
 def _make_op_mask(ops: tuple[int, ...]) -> NDArray[np.bool_]:
     table = np.zeros(256, bool)
@@ -97,7 +110,7 @@ class Stream(Sequence[Instr]):
     def __init__(self, words: Words) -> None:
         words = np.ascontiguousarray(words, np.int64).view()
         words.flags.writeable = False
-        self.words = words
+        self.words: Words = words
 
     @classmethod
     def from_instructions(cls, instrs: Iterable[Instr]) -> Self:

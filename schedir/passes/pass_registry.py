@@ -38,6 +38,10 @@ PASS_OPTIONS: Final[Mapping[str, tuple[FieldType, str]]] = {
     for each in LOWERING_PASSES
     for option in each.option_names
 }
+# The option with which a program that has an instruction was lowered (`Pass.opcodes`).
+OPTION_BY_OPCODE: Final[Mapping[int, str]] = {
+    op: option for each in LOWERING_PASSES for op in each.opcodes for option in each.option_names
+}
 # The section of a configuration that has each of these options.
 OPTION_SECTIONS: Final = {
     option: each.section for each in LOWERING_PASSES for option in each.option_names

@@ -100,6 +100,9 @@ class Pass:
         read_options: Returns the options with which a program was lowered, where the program shows
             them.
         option_names: The names of the options in `Options.extra_options` that the pass uses.
+        opcodes: For a pass whose only option is yes or no, the instructions that no other pass
+            inserts. A program that has one was lowered with the option. So `--relower` sets it, and
+            errors name it.
         applies_to: Returns whether the options have an effect for a program.
         option_types: The type of an option by its name; options that are missing are yes or no.
         description: The help text of the options in `--help`.
@@ -117,6 +120,7 @@ class Pass:
     )
     read_options: Callable[[Program, ProgressModel], dict[str, Any]] = _read_no_options
     option_names: tuple[str, ...] = ()
+    opcodes: tuple[Opcode, ...] = ()
     applies_to: Callable[[Program], bool] = lambda program: True
     option_types: Mapping[str, FieldType] = field(default_factory=dict)
     description: str = ""

@@ -189,7 +189,7 @@ def _collect_rank_state(state: State) -> RankCheckpointState:
         state.random_streams,
         [program.shape.ranks, program.tp, program.dp, program.shape.stages],
         is_read,
-        state.options.loss_scale,
+        state.options.gradients.loss_scale,
         state.resources.ties.weights,
         held.ties.aliases,
         state.transport.tp,

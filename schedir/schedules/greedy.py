@@ -50,7 +50,7 @@ def greedy_schedule(
         priority: The letters of F and B, or of F, I and W, in order of priority: "BF" or "FIW".
         max_in_flight: Limit on the pairs (stage, microbatch) in flight on a rank, or a function of
             the rank that returns it. A pair is in flight from its F to its B or W.
-        costs: Times of instructions. By default F, I and W are 1.
+        costs: Times of instructions. The default is `Costs()`.
         name: Name of the draft.
         frozen_stages: Number of first stages that are not trained. They have no backward, and their
             forwards do not count as in flight.

@@ -106,9 +106,11 @@ class ProcessTransport:
         extra_programs: Sequence[Program] = (),
     ) -> None:
         require_type(program, Program, "schedir.compile(schedule, shape)")
-        self.programs = (program, *extra_programs)
-        self.uses_static_buffers = torch.device(device).type != "cpu"
-        self.tp, self.dp, pp = program.tp, program.dp, program.shape.ranks
+        self.programs: tuple[Program, ...] = (program, *extra_programs)
+        self.uses_static_buffers: bool = torch.device(device).type != "cpu"
+        self.tp: int = program.tp
+        self.dp: int = program.dp
+        pp = program.shape.ranks
         self.parent_group = group
         world = dist.get_world_size(group)
         if world != pp * self.tp * self.dp:
@@ -118,15 +120,18 @@ class ProcessTransport:
                 program=program.name,
             )
         members = np.array(dist.get_process_group_ranks(group or dist.group.WORLD))
-        self.mesh = mesh = members.reshape(self.dp, pp, self.tp)
-        self.dp_rank, self.rank, self.tp_rank = (
-            int(k) for k in np.unravel_index(dist.get_rank(group), mesh.shape)
-        )
+        self.mesh: NDArray[np.int64] = members.reshape(self.dp, pp, self.tp)
+        dp_rank, rank, tp_rank = np.unravel_index(dist.get_rank(group), self.mesh.shape)
+        self.dp_rank: int = int(dp_rank)
+        self.rank: int = int(rank)
+        self.tp_rank: int = int(tp_rank)
         if timeout is None and not self.uses_static_buffers:
             timeout = process_groups.get_host_timeout(group)
         self.timeout = timeout
-        self.make_group = partial(process_groups.make_group, timeout=timeout, device=device)
-        self.name = program.name
+        self.make_group: Callable[..., Any] = partial(
+            process_groups.make_group, timeout=timeout, device=device
+        )
+        self.name: str = program.name
         facts = {"the program": program.digest[:12], "the transport": type(self).__name__}
         facts |= {f"program {k}": one.digest[:12] for k, one in enumerate(self.programs[1:], 2)}
         facts["the number of programs"] = str(len(self.programs))
@@ -136,9 +141,12 @@ class ProcessTransport:
         for one in extra_programs:
             self._require_mesh(one)
         if self.has_pipeline_group:
-            self.pipeline_group = self._make_own_group(mesh.swapaxes(1, 2).reshape(-1, pp))
+            rows_of_ranks = self.mesh.swapaxes(1, 2).reshape(-1, pp)
+            self.pipeline_group: Any = self._make_own_group(rows_of_ranks)
         # The layers use this group. Gathers use a separate one, which is made below.
-        self.tp_group = self._make_own_group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
+        self.tp_group: Any = None
+        if self.tp > 1:
+            self.tp_group = self._make_own_group(self.mesh.reshape(-1, self.tp))
         self.groups: dict[GroupKey, Any] = {}
         rows = collect_group_rows(*self.programs)
         for some in process_groups.partition_disjoint(rows, lambda name: {*rows[name].flat}):
@@ -317,7 +325,7 @@ class LaneWork(StreamPoint):
 
     def __init__(self, lane_stream: torch.cuda.Stream, used_tensors: tuple[Tensor, ...]) -> None:
         super().__init__(lane_stream)
-        self.used_tensors = used_tensors
+        self.used_tensors: tuple[Tensor, ...] = used_tensors
 
     def wait(self) -> None:
         """Let the current stream wait for the work, and drop the references to its tensors."""
@@ -413,6 +421,7 @@ class GlooTransport(ProcessTransport):
 
         Gloo closes the connections of a group when its last reference is dropped.
         """
-        pipeline, self.pipeline_group = self.pipeline_group, None
+        pipeline: Any = self.pipeline_group
+        self.pipeline_group: Any = None
         if pipeline is not None:
             dist.destroy_process_group(pipeline)

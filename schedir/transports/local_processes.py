@@ -86,13 +86,14 @@ def run_processes(
     work: Any = fn, args
     if context.get_start_method() != "fork":
         work = pickle.dumps(work)  # else multiprocessing passes tensors in shared memory
+    deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         try:
             for rank in range(world_size):
                 pipe, child_pipe = context.Pipe(duplex=False)
                 # No daemon: a daemon cannot start children, such as data loader workers.
-                call = rank, world_size, folder, timeout, child_pipe, work
+                call = rank, world_size, folder, deadline, child_pipe, work
                 process = context.Process(target=_run_child, args=call, daemon=False)
                 # Python warns of forks in a process with threads.
                 with warnings.catch_warnings():
@@ -134,10 +135,12 @@ def collect_results(
         if report.traceback == DIED_MESSAGE:
             code = processes[rank].exitcode
             reports[rank] = report._replace(traceback=f"{DIED_MESSAGE}, with exit code {code}")
+    cause = f"did not end within {timeout:g} s"
+    if not hung:
+        cause = f"was killed {grace:g} s after the first failure"
     for rank in silent:
-        tb = f"was killed {grace:g} s after the first failure"
-        if (path := _stack_path(directory, rank)).exists():
-            tb = path.read_text() or tb
+        path = _stack_path(directory, rank)
+        tb = (path.read_text() if path.exists() else "") or cause
         reports[rank] = _Report(time.monotonic(), traceback=tb)
     failed = sorted((r.timestamp, rank) for rank, r in reports.items() if r.traceback)
     raise RankError({rank: reports[rank].traceback for _, rank in failed}, hung)
@@ -176,10 +179,12 @@ def _collect_reports(
 
 
 def _run_child(
-    rank: int, world_size: int, directory: str, timeout: float, pipe: Connection, pickled_call: Any
+    rank: int, world_size: int, directory: str, deadline: float, pipe: Connection, pickled_call: Any
 ) -> None:
     """Run the function of `run_processes` in a child process, and send its report."""
     set_up_child()
+    # All processes of a machine share the clock. The start of this one may have taken seconds.
+    timeout = max(deadline - time.monotonic(), 0.1)
     call_in_group(rank, world_size, directory, timeout, pipe, pickled_call)
 
 

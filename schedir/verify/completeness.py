@@ -265,7 +265,7 @@ def _require_compute(inspector: Inspector) -> None:
         stage, microbatches = inspector.stage[at], inspector.shape.microbatches
         found = int(f.reshape(-1, microbatches)[stage].sum())
         fact = f": stage {stage} has {found} F for {microbatches} microbatches"
-        inspector.refuse_missing(FORWARD, at, fact if found < microbatches - 1 else "")
+        inspector.refuse_missing(FORWARD, at, fact)
     if not inspector.program.has_backward:
         return
     ix, frozen = inspector.index, inspector.stage < inspector.program.frozen_stages
@@ -341,16 +341,16 @@ def _require_expected(inspector: Inspector, expected: ExpectedInstructions) -> N
     kind = _choose_error_type(INSTRUCTIONS[op])
     if (should & ~present).any():
         at = int((should & ~present).argmax())
-        if per is Scope.MICROBATCH:
-            inspector.refuse_missing(op, at)
-        time, key = divmod(at, shape.ranks if per is Scope.RANK else shape.replica_ranks.size)
-        rank = key if per is Scope.RANK else int(shape.replica_ranks.reshape(-1)[key])
-        instr = Instr(op, 0 if per is Scope.RANK else key % shape.stages, time)
         counterpart = expected.counterpart
         there = counterpart is not None and inspector.is_present(counterpart)[at]
         sites = (
             [inspector.make_key_site(counterpart, at)] if counterpart is not None and there else []
         )
+        if per is Scope.MICROBATCH:
+            inspector.refuse_missing(op, at, "", *sites, hint=expected.hint)
+        time, key = divmod(at, shape.ranks if per is Scope.RANK else shape.replica_ranks.size)
+        rank = key if per is Scope.RANK else int(shape.replica_ranks.reshape(-1)[key])
+        instr = Instr(op, 0 if per is Scope.RANK else key % shape.stages, time)
         inspector.refuse(
             f"{instr} is missing on rank {rank}", *sites, kind=kind, hint=expected.hint
         )

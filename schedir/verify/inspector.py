@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from schedir.errors import CompletenessError, InstructionSite, SchedirError
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Opcode, PeerRule
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 
 
@@ -30,7 +31,9 @@ class Inspector:
     """
 
     def __init__(self, program: Program, index: InstructionIndex) -> None:
-        self.program, self.index, self.shape = program, index, program.shape
+        self.program: Program = program
+        self.index: InstructionIndex = index
+        self.shape: PipelineShape = program.shape
         shape = self.shape.stages, self.shape.microbatches
         self.stage, self.mb = np.indices(shape, np.int32).reshape(2, -1)
 
@@ -113,17 +116,21 @@ class Inspector:
         """
         return self.make_site(int(self.index.position_by_key[op][key]))
 
-    def refuse_missing(self, op: Opcode, key: int, reason: str = "") -> NoReturn:
+    def refuse_missing(
+        self, op: Opcode, key: int, reason: str = "", *sites: InstructionSite, hint: str = ""
+    ) -> NoReturn:
         """Refuse the program because a stage lacks an instruction for a microbatch.
 
         Args:
             op: The opcode of the missing instruction.
             key: Its key, `stage * microbatches + mb`.
             reason: Text that follows the message.
+            *sites: Other instructions that the error shows.
+            hint: The correct state.
 
         Raises:
             CompletenessError: Always.
         """
         instr = Instr(op, int(self.stage[key]), int(self.mb[key]))
         rank = int(self.shape.rank_of_stage(*instr[1:]))
-        self.refuse(f"{instr} is missing on rank {rank}{reason}")
+        self.refuse(f"{instr} is missing on rank {rank}{reason}", *sites, hint=hint)

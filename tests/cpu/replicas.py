@@ -18,6 +18,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.mixed_precision import LossScale, use_float32_gradients
 from schedir.transports.collectives import Collective, GroupKey
@@ -192,7 +193,7 @@ def executor_of(case: Case, transport: type[GlooTransport] = Spied) -> Executor:
         loss=loss,
         boundary=Boundary((ROWS, WIDTH), dtype),
         optimizer=torch.optim.SGD(parameters, 0.1) if dtype == torch.float32 else None,
-        loss_scale=LossScale(8.0) if case.scaled else None,
+        gradients=GradientOptions(loss_scale=LossScale(8.0) if case.scaled else None),
     )
     if isinstance(gloo, Spied):
         gloo.executor = executor

@@ -23,6 +23,7 @@ from schedir.models.moe_gpt import (
     build_stage,
 )
 from schedir.runtime import Boundary, Executor, GlooTransport
+from schedir.runtime.executor_options import GradientOptions
 from tests.cases import cases
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import moe_executor
@@ -110,7 +111,7 @@ def train_in_processes(rank: int, replicas: int) -> dict[str, Any]:
         transport = GlooTransport(program)
         executor = moe_executor(
             program, transport, CONFIG, SAMPLES, dtype=torch.float64, prepare=skew_routing,
-            loss=loss, max_norm=torch.inf,
+            loss=loss, gradients=GradientOptions(max_norm=torch.inf),
         )  # fmt: skip
         total = executor.step(*draw_batch(transport.dp_rank), 1 / 32)
         modules = [stage.module for stage in executor.stages.values()]

@@ -17,6 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models.moe_config import MoEConfig
 from schedir.passes.pass_types import BufferSharing
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
@@ -106,8 +107,8 @@ def _step(transport: ProcessTransport, case: Case, program: Program) -> Any:
         program,
         transport,
         lr=1e-2,
-        record_timestamps=case.record,
-        max_norm=1.0 if case.clip else None,
+        execution=ExecutionOptions(record_timestamps=case.record),
+        gradients=GradientOptions(max_norm=1.0 if case.clip else None),
     )
     if isinstance(transport, NcclLike):
         transport.follow(executor)

@@ -75,6 +75,15 @@ def test_a_hang_shows_where() -> None:
     assert "in hang_on" in error.value.tracebacks[1]
 
 
+@pytest.mark.parametrize(("limit", "shown"), [(3, "in hang_on"), (1, "did not end within 1 s")])
+def test_a_slow_start_counts(monkeypatch: pytest.MonkeyPatch, limit: int, shown: str) -> None:
+    """The stack is written before the limit, though the start has used a part of the time."""
+    monkeypatch.setattr(local_processes, "set_up_child", lambda: time.sleep(2))
+    with pytest.raises(RankError) as error:
+        run_in(hang_on, 1, 0, context=multiprocessing.get_context("fork"), timeout=limit)
+    assert error.value.hung_ranks == (0,) and shown in error.value.tracebacks[0]
+
+
 def change(rank: int, what: str) -> int:
     if what == "a function":
         torch.distributed.all_reduce = fail_on  # type: ignore[assignment]

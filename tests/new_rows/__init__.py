@@ -1,17 +1,17 @@
-"""New rows: kinds of instruction, each a row, a pass and a handler in a copy of the tree.
+"""New instructions, each as a row, a pass and a handler that are added to a copy of the tree.
 
-    stash       a change of tier on lanes of their own: to the disk and back
-    verdict     a collective: all ranks judge together whether the gradients are finite
-    compress    a change of form: activations are sent in fewer bytes
+    stash       a move on lanes of its own: saved activations go to the disk and come back
+    judge       a collective: all ranks decide together whether the gradients are finite
+    compress    a form: activations are sent in fewer bytes
 
-Three more are looked at and not run, and have no handlers:
+Three more are checked without a run, and have no handlers:
 
-    log         a value beside what a forward saves, moved to the host, and read and freed there
-    tape        what an I makes of what was saved, moved to the host and back
-    clamp       a change of each stage's gradient by what a rank gives; and what only reads weights
+    log         a second value of a forward, which is moved to the host, and read and freed there
+    tape        deferred weight gradients that are moved to the host and back
+    clamp       a change of each stage's gradient, and an instruction that only reads weights
 
-Each is edits of the tables in `ir/isa/instruction_table.py` and its numbers in `ir/isa/opcodes.py`
-(`EDITS`), the file of a pass (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
+Each one consists of `EDITS` of `ir/isa/opcodes.py` and `ir/isa/instruction_table.py`, the file of a
+pass (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
 """
 
 from __future__ import annotations
@@ -27,39 +27,43 @@ HERE = Path(__file__).parent
 PRODUCT = ("schedir", "kernels", "viz")
 
 _LAST = {each: [*each][-1] for each in (Opcode, Value, Lane, Form)}
-_OPCODES, _TOKENS, _LANES, _FORMS = (f"    {last.name} = {last}\n" for last in _LAST.values())
-_TOKEN_ROWS = f"    ValueRow(\n        _V.{_LAST[Value].name}, "
+_OPCODES, _VALUES, _LANES, _FORMS = (f"    {last.name} = {last}\n" for last in _LAST.values())
+_VALUE_ROWS = f"    ValueRow(\n        _V.{_LAST[Value].name}, "
 _LANE_ROWS = f"    LaneRow(_L.{_LAST[Lane].name}, "
 _FORM_ROWS = f"    FormRow(Form.{_LAST[Form].name}, "
 _INSTRUCTION_ROWS = f"    Row(\n        _O.{_LAST[Opcode].name}, "
 
-# What is inserted behind what in opcodes.py and instruction_table.py; text behind "=" is replaced.
+# By instruction, pairs of an anchor and a text, for `opcodes.py` and `instruction_table.py`. The
+# text is inserted after the list that contains the anchor. If the anchor begins with "=", the text
+# replaces the rest of the anchor. {next}, {value}, {lane} and {form} become the next free numbers
+# of opcodes, values, lanes and forms.
 EDITS: dict[str, list[tuple[str, str]]] = {
     "stash": [
-        (_OPCODES, "    Stash = {next}\n    Take = {next}\n"),
-        (_LANES, "    AWAY = {lane}\n    BACK = {lane}\n"),
+        (_OPCODES, "    Stash = {next}\n    Unstash = {next}\n"),
+        (_LANES, "    TO_DISK = {lane}\n    FROM_DISK = {lane}\n"),
         (_LANE_ROWS, """\
-    LaneRow(_L.AWAY, False, "starts", "copies straight to the disk"),
-    LaneRow(_L.BACK, False, "starts", "copies straight back"),
+    LaneRow(_L.TO_DISK, False, "starts", "copies to the disk, without the host"),
+    LaneRow(_L.FROM_DISK, False, "starts", "copies from the disk, without the host"),
 """),
         (_INSTRUCTION_ROWS, """\
-    Row(_O.Stash, "stash", _L.AWAY, _MB, (_V.SAVED,), (_V.SAVED,), (),
-        "Moves what a forward saved straight to the disk.", cost="stash",
-        changes=(Change(_V.SAVED, "device", "disk"),)),
-    Row(_O.Take, "take", _L.BACK, _MB, (_V.SAVED,), (_V.SAVED,), (),
-        "Moves it back.", cost="stash", changes=(Change(_V.SAVED, "disk", "device"),)),
+    Row(_O.Stash, "stash", _L.TO_DISK, _MB, (_V.SAVED,), (_V.SAVED,), (),
+        "Moves saved activations to the disk.", cost="stash",
+        changes=(Change(_V.SAVED, "device", "disk"),), traffic=Traffic("disk", ("saved",))),
+    Row(_O.Unstash, "unstash", _L.FROM_DISK, _MB, (_V.SAVED,), (_V.SAVED,), (),
+        "Moves saved activations back.", cost="stash",
+        changes=(Change(_V.SAVED, "disk", "device"),)),
 """),
     ],
-    "verdict": [
+    "judge": [
         (_OPCODES, "    Judge = {next}\n"),
-        (_TOKENS, "    VERDICT = {token}\n"),
-        (_TOKEN_ROWS, '    ValueRow(_V.VERDICT, _RANK, _ALL, "the verdict"),\n'),
+        (_VALUES, "    VERDICT = {value}\n"),
+        (_VALUE_ROWS, '    ValueRow(_V.VERDICT, _RANK, _ALL, "the verdict"),\n'),
         ('="step", _L.COMPUTE, _RANK,\n        needs=(\n            ',
          '"step", _L.COMPUTE, _RANK,\n        needs=(\n            _V.VERDICT, '),
         (_INSTRUCTION_ROWS, """\
     Row(_O.Judge, "judge", _L.DP, _RANK, (_V.GRAD,), (_V.VERDICT,), (),
-        "All ranks count together what is not finite.", cost="judge", partner=_O.Judge,
-        group="model", host_sync="always"),
+        "Sums the number of gradients that are not finite over all ranks.", cost="judge",
+        partner=_O.Judge, group="model", host_sync="always"),
 """),
     ],
     "compress": [
@@ -74,18 +78,18 @@ EDITS: dict[str, list[tuple[str, str]]] = {
 """),
     ],
 }  # fmt: skip
-LOOKED_AT: dict[str, list[tuple[str, str]]] = {
+EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
     "log": [
         (_OPCODES, "    ToHost = {next}\n    Log = {next}\n"),
-        (_TOKENS, "    SEEN = {token}\n    MASK = {token}\n"),
-        (_TOKEN_ROWS, """\
-    ValueRow(_V.SEEN, _MB, _ONCE, "what is logged", "seen"),
+        (_VALUES, "    SEEN = {value}\n    MASK = {value}\n"),
+        (_VALUE_ROWS, """\
+    ValueRow(_V.SEEN, _MB, _ONCE, "the logged value", "seen"),
     ValueRow(_V.MASK, _MB, _ONCE, "the mask", "mask"),
 """),
         (_LANES, "    COPY = {lane}\n    NOTES = {lane}\n"),
         (_LANE_ROWS, """\
     LaneRow(_L.COPY, False, "starts", "copies to the host"),
-    LaneRow(_L.NOTES, False, "starts", "what the host does"),
+    LaneRow(_L.NOTES, False, "starts", "work of the host"),
 """),
         ("=gives=(_V.ACT_OUT, _V.SAVED, _V.SKIP_OUT),",
          "gives=(_V.ACT_OUT, _V.SAVED, _V.SKIP_OUT, _V.SEEN, _V.MASK),"),
@@ -95,29 +99,29 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
          '"B", _L.COMPUTE, _MB,\n        needs=(_V.MASK, '),
         (_INSTRUCTION_ROWS, """\
     Row(_O.ToHost, "to_host", _L.COPY, _MB, (_V.SEEN,), (_V.SEEN,), (),
-        "Moves what is logged to the host.", cost="to_host",
+        "Moves the logged value to the host.", cost="to_host",
         changes=(Change(_V.SEEN, "device", "host"),)),
-    Row(_O.Log, "log", _L.NOTES, _MB, (_V.SEEN,), (), (_V.SEEN,), "Logs it there.", cost="log",
+    Row(_O.Log, "log", _L.NOTES, _MB, (_V.SEEN,), (), (_V.SEEN,), "Logs it.", cost="log",
         changes=(Change(_V.SEEN, "host", "host"),)),
 """),
     ],
     "tape": [
         (_OPCODES, "    OffloadTape = {next}\n    ReloadTape = {next}\n"),
         (_LANES, "    TAPES = {lane}\n"),
-        (_LANE_ROWS, '    LaneRow(_L.TAPES, False, "starts", "copies of tapes"),\n'),
+        (_LANE_ROWS, '    LaneRow(_L.TAPES, False, "starts", "copies of deferred gradients"),\n'),
         (_INSTRUCTION_ROWS, """\
     Row(_O.OffloadTape, "offload_tape", _L.TAPES, _MB, (_V.DEFERRED_WGRAD,), (_V.DEFERRED_WGRAD,),
         (),
-        "Moves what an I leaves to the host.", cost="move",
+        "Moves deferred weight gradients to the host.", cost="move",
         changes=(Change(_V.DEFERRED_WGRAD, "device", "host"),)),
     Row(_O.ReloadTape, "reload_tape", _L.TAPES, _MB, (_V.DEFERRED_WGRAD,), (_V.DEFERRED_WGRAD,), (),
-        "Moves it back.", cost="move", changes=(Change(_V.DEFERRED_WGRAD, "host", "device"),)),
+        "Moves them back.", cost="move", changes=(Change(_V.DEFERRED_WGRAD, "host", "device"),)),
 """),
     ],
     "clamp": [
         (_OPCODES, "    Clamp = {next}\n    Copy = {next}\n"),
-        (_TOKENS, "    CLAMPED = {token}\n"),
-        (_TOKEN_ROWS, '    ValueRow(_V.CLAMPED, _STAGE, _ALL, "the clamped gradient"),\n'),
+        (_VALUES, "    CLAMPED = {value}\n"),
+        (_VALUE_ROWS, '    ValueRow(_V.CLAMPED, _STAGE, _ALL, "the clamped gradient"),\n'),
         ("=_V.GRAD, _V.NORM, _V.SHARDED_PARAMS, _V.SNAPSHOT,",
          "_V.CLAMPED, _V.SHARDED_PARAMS, _V.SNAPSHOT,"),
         ("=gives=(_V.PARAMS, _V.LOCAL_NORM),\n        frees=(_V.GRAD, _V.NORM),",
@@ -126,62 +130,63 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
     Row(_O.Clamp, "clamp", _L.COMPUTE, _STAGE, (_V.GRAD, _V.NORM), (_V.CLAMPED,),
         (_V.GRAD, _V.NORM), "Clamps a stage's gradient.", cost="clamp"),
     Row(_O.Copy, "copy", _L.COMPUTE, _RANK, (_V.PARAMS,), (), (),
-        "Copies the weights that an update begins with."),
+        "Copies the weights at the start of an update."),
 """),
     ],
 }  # fmt: skip
 
 
-# The instructions that this tree has of all these kinds.
+# The new instructions that the imported tree has.
 NEW = {
     Opcode[name]
-    for edits in (EDITS | LOOKED_AT).values()
+    for edits in (EDITS | EDITS_WITHOUT_HANDLERS).values()
     for _, what in edits
     for name in re.findall(r"(\w+) = \{next\}", what)
     if name in Opcode.__members__
 }
 
 
-def copy(to: Path, *names: str) -> Path:
-    """A copy of the tree, with the tests, extended by some of these rows; returns its folder."""
-    for folder in (*PRODUCT, "tests"):
-        shutil.copytree(ROOT / folder, to / folder, symlinks=True,
+def copy_tree(folder: Path, *names: str) -> Path:
+    """Copy the product and the tests, and add new instructions to the copy.
+
+    Args:
+        folder: The folder of the copy.
+        *names: The names of the instructions.
+
+    Returns:
+        The folder.
+    """
+    for source in (*PRODUCT, "tests"):
+        shutil.copytree(ROOT / source, folder / source, symlinks=True,
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
-    files = [to / "schedir/ir/isa" / name for name in ("opcodes.py", "instruction_table.py")]
+    files = [folder / "schedir/ir/isa" / name for name in ("opcodes.py", "instruction_table.py")]
     texts = [file.read_text() for file in files]
-    numbers = dict(zip(("next", "token", "lane", "form"), map(len, _LAST), strict=True))
+    numbers = dict(zip(("next", "value", "lane", "form"), map(len, _LAST), strict=True))
     for name in names:
-        for where, what in (EDITS | LOOKED_AT)[name]:
+        for anchor, text in (EDITS | EDITS_WITHOUT_HANDLERS)[name]:
             for key in numbers:
-                while f"{{{key}}}" in what:
-                    what = what.replace(f"{{{key}}}", str(numbers[key]), 1)
+                while f"{{{key}}}" in text:
+                    text = text.replace(f"{{{key}}}", str(numbers[key]), 1)
                     numbers[key] += 1
-            if where.startswith("="):
-                where = where[1:]
+            if anchor.startswith("="):
+                old = anchor[1:]
             else:
-                last = _last(next(text for text in texts if where in text), where)
-                where, what = last, last + what
-            (k,) = (k for k, text in enumerate(texts) if where in text)
-            assert texts[k].count(where) == 1, (name, where)
-            texts[k] = texts[k].replace(where, what)
+                old = _find_rest_of_list(next(each for each in texts if anchor in each), anchor)
+                text = old + text
+            (k,) = (k for k, each in enumerate(texts) if old in each)
+            assert texts[k].count(old) == 1, (name, old)
+            texts[k] = texts[k].replace(old, text)
     for file, text in zip(files, texts, strict=True):
         file.write_text(text)
     for name in names:
-        _add(to, name)
-    return to
+        shutil.copy(HERE / f"{name}_pass.py", folder / "schedir" / "passes" / f"{name}.py")
+        if name in EDITS:
+            shutil.copy(HERE / f"{name}_handlers.py", folder / "schedir/runtime/handlers")
+    return folder
 
 
-def _last(text: str, where: str) -> str:
-    """The line that ends the list which a line of the tree's own ends: others come behind it."""
-    begin = text.index(where)
-    rest = text[begin:].split("\n")
+def _find_rest_of_list(text: str, anchor: str) -> str:
+    """Return the lines from an anchor to the end of its list, whose lines are indented."""
+    rest = text[text.index(anchor) :].split("\n")
     end = next(k for k, line in enumerate(rest) if not line.startswith("    "))
     return "\n".join(rest[:end]) + "\n"
-
-
-def _add(to: Path, name: str) -> None:
-    """The files of a pass and of handlers."""
-    shutil.copy(HERE / f"{name}_pass.py", to / "schedir" / "passes" / f"{name}.py")
-    if name not in LOOKED_AT:
-        handlers = to / "schedir/runtime/handlers"
-        shutil.copy(HERE / f"{name}_handlers.py", handlers / f"{name}_handlers.py")

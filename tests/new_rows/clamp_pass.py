@@ -1,4 +1,4 @@
-"""Clamp: the gradient of each stage is clamped by itself, before the step of its rank."""
+"""Clamp: clamp the gradient of each stage, before the optimizer step of its rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schedir.passes.communication.gradient_reduction import append_to_updates
 from schedir.passes.pass_types import ExpectedInstructions, Pass, PresenceQuery
 
 
-def _each(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
+def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     yield ExpectedInstructions(
         Opcode.Clamp, np.full(program.shape.replica_ranks.size, program.has_backward)
     )
@@ -26,7 +26,7 @@ PASSES = (
             program, Opcode.Clamp, program.shape.stages_on_rank
         ),
         should_run=lambda program, options: program.has_backward,
-        list_expected=_each,
+        list_expected=_list_expected,
         order=8,
     ),
 )

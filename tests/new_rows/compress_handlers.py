@@ -1,4 +1,4 @@
-"""Compress: what float32 can hold of float64 is sent as float32."""
+"""Compress: send float64 activations as float32, which must represent them exactly."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from schedir.runtime.handlers.transfer_handlers import FORM_LAYOUTS, get_receive
 from schedir.runtime.rank_state import Call, State
 
 
-def _in_front(whole: Tensor) -> Tensor:
-    """The first half of the memory of a value."""
-    flat = whole.view(-1)
+def _get_first_half(value: Tensor) -> Tensor:
+    """Return the first half of a float64 value's memory, as float32."""
+    flat = value.view(-1)
     return flat.view(torch.float32)[: len(flat)]
 
 
-FORM_LAYOUTS[Form.PACKED] = _in_front
+FORM_LAYOUTS[Form.PACKED] = _get_first_half
 
 
 def compress(state: State, i: Instr) -> Call:
+    """Link Compress: replace an activation in its slot by its float32 copy."""
     out = state.find_slot(INSTRUCTIONS[i.op].gives[0], i.stage, i.mb)
 
     def run() -> None:
-        whole = out.peek()
-        packed = whole.float()
-        assert torch.equal(packed.double(), whole), "only what float32 holds can be packed"
+        value = out.peek()
+        packed = value.float()
+        assert torch.equal(packed.double(), value), "float32 cannot represent this activation"
         out.free()
         out.fill(packed.view(-1))
 
@@ -33,10 +34,11 @@ def compress(state: State, i: Instr) -> Call:
 
 
 def decompress(state: State, i: Instr) -> Call:
+    """Link Decompress: convert a received activation to float64, in its own memory."""
     value = get_received_value(state, i)
 
     def run() -> None:
-        value.decoded.copy_(value.encoded.clone())  # both begin at one address
+        value.decoded.copy_(value.encoded.clone())  # Both begin at one address.
 
     return Call(value.wait, run)
 

@@ -1,8 +1,8 @@
-"""Compress: activations cross between ranks in fewer bytes."""
+"""Compress: send activations in fewer bytes."""
 
 from __future__ import annotations
 
-from schedir.ir.isa.instructions import Form
+from schedir.ir.isa.instructions import Form, Opcode
 from schedir.passes.communication.scatter_gather import insert_form_changes
 from schedir.passes.pass_types import Pass
 
@@ -13,6 +13,7 @@ PASSES = (
         lambda program, options: insert_form_changes(program, Form.PACKED),
         should_run=lambda program, options: bool(options.extra_options.get("compress")),
         option_names=("compress",),
-        order=2,  # behind the scatters
+        opcodes=(Opcode.Compress, Opcode.Decompress),
+        order=2,  # after the scatters
     ),
 )

@@ -1,4 +1,8 @@
-"""Stash: what autograd keeps of a forward is copied, poisoned where it was, and copied back."""
+"""Stash: move the tensors that autograd saved to a stand-in for the disk, and back.
+
+The "disk" is a copy in memory. A stash overwrites the original with NaN, so that a backward that
+reads it too early gives wrong bits.
+"""
 
 from __future__ import annotations
 
@@ -12,77 +16,83 @@ from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.runtime.rank_state import Call, Handler, ProgramService, State
 
 
-class Holder:
-    """A tensor that is on the device, or on the disk."""
+class SavedTensor:
+    """A copy of a tensor that autograd saved, on the device or on the disk."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.device: Tensor | None = tensor.clone()
-        self.disk: Tensor | None = None
+        self.on_device: Tensor | None = tensor.clone()
+        self.on_disk: Tensor | None = None
 
 
 class Stashes(ProgramService):
-    """By stage and microbatch, what autograd kept. With "disk" before, what the slot had."""
+    """The saved tensors of a program.
+
+    Attributes:
+        saved: The saved tensors, by (stage, microbatch).
+        slot_values: The value that the slot of a stashed microbatch had, by (stage, microbatch).
+    """
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        self.held: dict[Any, Any] = defaultdict(list)
+        self.saved: dict[tuple[int, int], list[SavedTensor]] = defaultdict(list)
+        self.slot_values: dict[tuple[int, int], Any] = {}
 
 
-def forward(plain: Handler) -> Handler:
-    def link(state: State, i: Instr) -> Call:
-        wait, run = plain(state, i)
-        held = state.service(Stashes).held
+def record_forward(handler: Handler, state: State, i: Instr) -> Call:
+    """Make a forward put each tensor that autograd saves into a `SavedTensor`."""
+    call = handler(state, i)
+    saved = state.service(Stashes).saved
 
-        def pack(tensor: Tensor) -> Tensor | Holder:
-            if isinstance(tensor, torch.nn.Parameter):
-                return tensor
-            held[i[1:]].append(holder := Holder(tensor))
-            return holder
+    def pack(tensor: Tensor) -> Tensor | SavedTensor:
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        saved[i[1:]].append(found := SavedTensor(tensor))
+        return found
 
-        def unpack(found: Tensor | Holder) -> Tensor:
-            if isinstance(found, Tensor):
-                return found
-            assert found.device is not None, "what is on the disk is not read"
-            return found.device
+    def unpack(found: Tensor | SavedTensor) -> Tensor:
+        if isinstance(found, Tensor):
+            return found
+        assert found.on_device is not None, "a backward must not read a tensor that is on the disk"
+        return found.on_device
 
-        def keep() -> None:
-            held[i[1:]].clear()
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                run()
+    def run() -> None:
+        saved[i[1:]].clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            call.run()
 
-        return Call(wait, keep)
-
-    return link
+    return Call(call.wait, run)
 
 
 def stash(state: State, i: Instr) -> Call:
+    """Link Stash: copy the saved tensors of a microbatch to the disk, and free its slot."""
     slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
-    held = state.service(Stashes).held
+    stashes = state.service(Stashes)
 
     def run() -> None:
-        held["disk", *i[1:]] = slot.peek()
+        stashes.slot_values[i[1:]] = slot.peek()
         slot.free()
-        for holder in held[i[1:]]:
-            assert holder.device is not None
-            holder.disk = holder.device.clone()
-            holder.device.zero_().log_()  # nobody reads it now
-            holder.device = None
+        for tensor in stashes.saved[i[1:]]:
+            assert tensor.on_device is not None
+            tensor.on_disk = tensor.on_device.clone()
+            tensor.on_device.fill_(torch.nan)
+            tensor.on_device = None
 
     return Call(None, run)
 
 
-def take(state: State, i: Instr) -> Call:
+def unstash(state: State, i: Instr) -> Call:
+    """Link Unstash: copy the saved tensors of a microbatch back, and fill its slot."""
     slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
-    held = state.service(Stashes).held
+    stashes = state.service(Stashes)
 
     def run() -> None:
-        slot.fill(held.pop(("disk", *i[1:])))
-        for holder in held[i[1:]]:
-            assert holder.disk is not None
-            holder.device, holder.disk = holder.disk.clone(), None
+        slot.fill(stashes.slot_values.pop(i[1:]))
+        for tensor in stashes.saved[i[1:]]:
+            assert tensor.on_disk is not None
+            tensor.on_device, tensor.on_disk = tensor.on_disk.clone(), None
 
     return Call(None, run)
 
 
-HANDLERS = {Opcode.Stash: stash, Opcode.Take: take}
-WRAPPERS = {Opcode.Forward: forward}
+HANDLERS = {Opcode.Stash: stash, Opcode.Unstash: unstash}
+WRAPPERS = {Opcode.Forward: record_forward}

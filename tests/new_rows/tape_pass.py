@@ -1,23 +1,27 @@
-"""Tape: what each I leaves goes to the host, and comes back before its W."""
+"""Tape: move deferred weight gradients to the host after each I, and back before each W."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from schedir.ir.isa.instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, Opcode
-from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program
+from schedir.ir.program import Program, replace_opcode
 from schedir.passes.insertion import insert_after, insert_before
 from schedir.passes.pass_types import Pass
 
 
 def move(program: Program) -> Program:
-    """OffloadTape behind each I, and ReloadTape before each W."""
-    for new, beside, put in (
+    """Insert an OffloadTape after each I, and a ReloadTape before each W.
+
+    Args:
+        program: A program.
+    """
+    for op, compute_op, insert in (
         (Opcode.OffloadTape, BACKWARD_INPUT, insert_after),
         (Opcode.ReloadTape, BACKWARD_WEIGHT, insert_before),
     ):
-        at = np.flatnonzero(program.op == beside)
-        program = put(program, at, (program.words & ADDRESS_MASK)[at] | int(new) << OP_SHIFT)
+        at = np.flatnonzero(program.op == compute_op)
+        program = insert(program, at, replace_opcode(program.words[at], op))
     return program
 
 

@@ -119,7 +119,7 @@ def test_the_shell_writes_it(
     assert "-o" in run_refused_command(capsys, "check", "late.sched", "late.sched", "-o", "y.svg")
     assert main(["check", "late.sched", "--progress-model", "per_edge", "-o", "z.svg"]) == 0
     assert {path.name for path in Path().iterdir()} == {"late.sched", "x.svg"}
-    capsys.readouterr()
+    assert "did not write z.svg: the program is not refused" in capsys.readouterr().err
     less = to_text(case.made(), folded=False).replace("  F 3.1\n", "")
     Path("less.sched").write_text(less)
     text = run_refused_command(capsys, "check", "less.sched", "-o", "z.svg")
@@ -128,3 +128,24 @@ def test_the_shell_writes_it(
         and "did not write z.svg: the error names no instruction" in text
         and not Path("z.svg").exists()
     )
+
+
+def test_a_schedule_that_hangs_before_it_has_messages_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "from schedir import B, F\n\n\n"
+        "def hangs(rank, ranks, microbatches):\n"
+        "    return rank * F + (microbatches - rank) * (F + B) + rank * B\n\n\n"
+        "def lacks(rank, ranks, microbatches):\n"
+        "    return F + microbatches * B\n"
+    )
+    shape = ["--ranks", "2", "--microbatches", "4"]
+    assert "wrote x.svg" in run_refused_command(
+        capsys, "check", "mine.py:hangs", *shape, "-o", "x.svg"
+    )
+    text = Path("x.svg").read_text()
+    assert "B 0.0" in text and "send" not in text
+    text = run_refused_command(capsys, "check", "mine.py:lacks", *shape, "-o", "y.svg")
+    assert "did not write y.svg" in text and not Path("y.svg").exists()

@@ -110,7 +110,8 @@ except ShapeError as error:
 else:
     raise AssertionError
 
-assert "echo" in [setting.name for setting in list_settings()["pipeline"][1]]
+(setting,) = [each for each in list_settings()["pipeline"][1] if each.name == "echo"]
+assert setting.meaning == "what is said twice (0)"
 with open("run.toml", "w") as file:
     file.write("[pipeline]\\nranks = 2\\necho = 1\\n")
 config = read_config("run.toml")

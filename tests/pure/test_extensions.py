@@ -172,7 +172,7 @@ assert [float(out) for out in outs] == [2.0, 2.0, 2.0]
 
 
 def _instruction(tree: Path) -> str:
-    new_rows.copy(tree, "stash")
+    new_rows.copy_tree(tree, "stash")
     return """
 import schedir
 program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4), stash=True)

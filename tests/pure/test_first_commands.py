@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 
 from docs.command_line_page import command_parsers
 from schedir.commands.common.name_completion import _NAMES
+from schedir.planner import cluster_presets
+from schedir.schedules import get_built_in_schedules
 from tests.commands import ENV, run_command, run_refused_command
 
 needs_argcomplete = pytest.mark.skipif(
@@ -81,8 +84,16 @@ def test_examples_are_written_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = run_command(capsys, "examples")
-    files = [*Path("examples").iterdir()]
-    assert text == f"wrote {len(files)} files to examples\n"
+    files = [path for path in Path("examples").iterdir() if path.is_file()]
+    clusters = [*Path("examples", "clusters").iterdir()]
+    assert {path.stem for path in clusters} == {*cluster_presets()}
+    assert text == f"wrote {len(files) + len(clusters)} files to examples\n"
+    plan = ["plan", "--model=gpt-175b", "--batch=64", "--nodes=8", "--closed-form-only", "--json"]
+    by_name, by_file = (
+        json.loads(run_command(capsys, *plan, f"--cluster={cluster}"))
+        for cluster in ("a100", "examples/clusters/a100.toml")
+    )
+    assert by_name == by_file
     originals = Path(__file__).parents[2] / "examples"
     assert {file.name for file in files} == {
         path.name for path in originals.iterdir() if path.is_file()
@@ -91,3 +102,19 @@ def test_examples_are_written_once(
     assert "the folder exists already" in run_refused_command(capsys, "examples")
     assert Path("examples", "demo.toml").read_text() == "mine"
     assert "complete and in order" in run_command(capsys, "check", "examples/mine.py:in_pairs")
+
+
+def test_all_built_in_schedules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run_command(capsys, "schedules")
+    names = [line.split()[0] for line in text.splitlines() if not line.startswith(" ")]
+    assert names == [*get_built_in_schedules()]
+    assert max(map(len, text.splitlines())) <= 100
+    facts = json.loads(run_command(capsys, "schedules", "--json"))
+    assert [each["schedule"] for each in facts] == names
+    assert {"zb_v": (2, "vee"), "gpipe": (1, "loop")}.items() <= {
+        each["schedule"]: (each["stages_per_rank"], each["placement"]) for each in facts
+    }.items()
+
+
+def test_a_missing_letter_of_an_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --ranks?" in run_refused_command(capsys, "check", "zb_h1", "--rank", "4")

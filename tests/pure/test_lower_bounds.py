@@ -305,7 +305,7 @@ def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
         (PipelineShape(1, 5), Costs(W=0), {"max_in_flight": 1}),
         (PipelineShape(4, 1), Costs(send=1), {"max_in_flight": 1}),
         (PipelineShape(4, 9), Costs(F=(0, 0, 100, 0), I=0, W=0), {}),
-        (PipelineShape(3, 4, 2, "vee"), Costs(F=0, I=0), {"max_in_flight": 4}),
+        (PipelineShape(3, 4, 2, "vee"), Costs(F=0, I=0, W=1), {"max_in_flight": 4}),
         (PipelineShape(2, 3), Costs(), {"memory_limit": float("inf"), "sizes": Sizes(saved=1)}),
         (PipelineShape(2, 3), Costs(), {"memory_limit": 5.0, "sizes": Sizes(saved=0)}),
     ],

@@ -36,7 +36,17 @@ from schedir.ir.cost.per_stage_values import (
     to_grid,
 )
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import SEND_OPS, VALUES, Instr, Opcode, Value
+from schedir.ir.isa.instructions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SEND_OPS,
+    VALUES,
+    Instr,
+    Opcode,
+    Value,
+)
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs, round_costs
 from schedir.predict.what_if import advise
@@ -351,3 +361,22 @@ def test_a_file_keeps_sizes(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="more than 8388608"):
         save_timeline(run, tmp_path / "large.timeline")
     assert not (tmp_path / "large.timeline").exists()
+
+
+@given(
+    st.floats(0, 100) | st.none(),
+    st.floats(0, 100) | st.lists(st.floats(0, 100), min_size=3, max_size=3) | st.none(),
+)
+def test_computes_that_are_not_given_follow_those_that_are(F: float | None, B: Any) -> None:
+    """A backward without a cost is never one of another unit: it has B's or F's."""
+    costs, shape = Costs(F=F, B=B), PipelineShape(3, 2)
+    forward, whole, first, late = (
+        costs.for_opcode(op, shape) for op in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    )
+    np.testing.assert_array_equal(forward, np.full((3, 1), 1.0 if F is None else F))
+    np.testing.assert_array_equal(first, late)
+    np.testing.assert_allclose(whole, first + late, atol=5e-324, rtol=1e-15)
+    if B is None:
+        np.testing.assert_array_equal(first, forward)
+    else:
+        np.testing.assert_array_equal(whole[:, 0], np.broadcast_to(B, 3))

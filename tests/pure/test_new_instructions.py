@@ -1,7 +1,7 @@
-"""A new instruction is a row, a pass and a handler: all that reads the table knows it then.
+"""A new instruction is a row, a pass and a handler: all code that reads the table then knows it.
 
-Some kinds of it (`tests/new_rows`), each in a copy of the tree; how they run is tested beside the
-executor.
+Each test adds instructions of `tests/new_rows` to a copy of the tree.
+`cpu/test_new_row_runs.py` runs them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.new_rows import EDITS, LOOKED_AT, PRODUCT, ROOT, copy
+from tests.new_rows import EDITS, EDITS_WITHOUT_HANDLERS, PRODUCT, ROOT, copy_tree
 
 
 def _run(tree: Path, script: str, *args: str) -> str:
@@ -23,21 +23,21 @@ def _run(tree: Path, script: str, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", [*EDITS, *LOOKED_AT])
+@pytest.mark.parametrize("name", [*EDITS, *EDITS_WITHOUT_HANDLERS])
 def test_a_row_is_enough(tmp_path: Path, name: str) -> None:
-    """Order, memory, text, pictures, export and explanation."""
-    _run(copy(tmp_path, name), "looks.py", name, str(tmp_path))
+    """The order, memory, text, pictures, export and explanation of its programs are right."""
+    _run(copy_tree(tmp_path, name), "static_checks.py", name, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", [*EDITS, *LOOKED_AT])
+@pytest.mark.parametrize("name", [*EDITS, *EDITS_WITHOUT_HANDLERS])
 def test_a_row_needs_at_most_four_files(tmp_path: Path, name: str) -> None:
-    """Its numbers, its rows, a pass, and handlers."""
-    tree = copy(tmp_path, name)
+    """These are its numbers, its rows, a pass and handlers."""
+    tree = copy_tree(tmp_path, name)
     changed = {
         str(file.relative_to(tree))
         for folder in PRODUCT
         for file in (tree / folder).rglob("*")
-        if file.is_file() and not _same(file, ROOT / file.relative_to(tree))
+        if file.is_file() and not _has_same_bytes(file, ROOT / file.relative_to(tree))
     }
     own = {
         "schedir/ir/isa/opcodes.py",
@@ -47,13 +47,13 @@ def test_a_row_needs_at_most_four_files(tmp_path: Path, name: str) -> None:
     assert own <= changed <= own | {f"schedir/runtime/handlers/{name}_handlers.py"}
 
 
-def _same(one: Path, other: Path) -> bool:
+def _has_same_bytes(one: Path, other: Path) -> bool:
     return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def test_rows_go_together(tmp_path: Path) -> None:
-    """All of them in one tree, and in changed programs: what is refused is what does not run."""
-    tree = copy(tmp_path, *EDITS)
+    """One tree has all of them, and the checker judges their mutated programs correctly."""
+    tree = copy_tree(tmp_path, *EDITS)
     for name in EDITS:
-        _run(tree, "looks.py", name, str(tmp_path))
-    assert "with new rows" in _run(tree, "changed.py", "2")
+        _run(tree, "static_checks.py", name, str(tmp_path))
+    assert "with new rows" in _run(tree, "mutation_checks.py", "2")

@@ -174,7 +174,7 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_without_a_command_the_first_steps_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     text = run_command(capsys)
-    assert text.count("\n  schedir ") == 6 and "schedir --help" in text
+    assert text.count("\n  schedir ") == 7 and "schedir --help" in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)

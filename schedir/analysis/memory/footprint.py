@@ -145,11 +145,11 @@ class OffloadSlots(NamedTuple):
 # Kinds of values that keep a microbatch in flight: only compute produces and frees them.  A change
 # in place neither starts nor ends a value.
 _IN_FLIGHT_VALUES: Final = {
-    token for token in NON_BOUNDARY_VALUES
-    if VALUES[token].scope is Scope.MICROBATCH
+    kind for kind in NON_BOUNDARY_VALUES
+    if VALUES[kind].scope is Scope.MICROBATCH
     and all(
         r.lane is Lane.COMPUTE
-        for r in INSTRUCTIONS if token in {*r.gives} - {*r.needs} | {*r.frees}
+        for r in INSTRUCTIONS if kind in {*r.gives} - {*r.needs} | {*r.frees}
     )
 }  # fmt: skip
 _IN_FLIGHT_CHANGE: Final = np.array(
@@ -165,7 +165,7 @@ _MICROBATCH_OPS: Final = tuple(
 )
 _SENT_VALUES: Final = tuple(INSTRUCTIONS[op].needs[0] for op in SEND_OPS)
 _HAS_SEVERAL_VALUES: Final = (
-    sum(VALUES[token].converted_from is None for token in _IN_FLIGHT_VALUES) > 1
+    sum(VALUES[kind].converted_from is None for kind in _IN_FLIGHT_VALUES) > 1
 )
 
 
@@ -586,7 +586,7 @@ def require_memory_limit(
             continue
         at = int(own.positions[most])
         instr = program.streams[rank][at]
-        converts = any(VALUES[token].converted_from for token in INSTRUCTIONS[instr.op].gives)
+        converts = any(VALUES[kind].converted_from for kind in INSTRUCTIONS[instr.op].gives)
         new = ", and makes deferred weight gradients" * converts
         raise MemoryLimitError(
             program=program.name,

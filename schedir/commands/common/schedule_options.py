@@ -36,7 +36,8 @@ SOURCE_HELP = (
 DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2
 _COSTS_HELP = (
     "times of instructions: F=1,B=2,send=0.1; ':' separates stages (F=1:1:2), '/' separates "
-    "microbatches (F=1/2 for all stages, F=1/2:3/4 for two stages); @FILE reads them from a file"
+    "microbatches (F=1/2 for all stages, F=1/2:3/4 for two stages); @FILE reads them from a file. "
+    "Defaults: F=1; I and W are half of B if B is given, else F; B=I+W; all others are 0"
 )
 
 
@@ -136,7 +137,8 @@ def _fill_lowering_group(group: argparse._ArgumentGroup, *, has_shape_options: b
     group.add_argument(
         "--cluster", metavar="FILE.toml",
         help="from --sizes and the speeds of this cluster, compute the costs that --costs does not "
-        "give: messages, reductions and optimizer steps. Give --costs in seconds",
+        "give: messages, reductions and optimizer steps. Give --costs in seconds. `schedir "
+        "examples` writes files to edit, such as examples/clusters/a100.toml",
     )  # fmt: skip
     _add_memory_options(group)
 
@@ -331,7 +333,8 @@ def _read_cluster(path: str) -> Cluster:
     if preset is not None:
         raise UsageError(
             f"--cluster {path}: {path} is a name of schedir plan, and this command reads a file",
-            hint=f"copy {preset}, set nodes and gpus_per_node, and give this FILE.toml",
+            hint="schedir examples writes files: set nodes and gpus_per_node in "
+            f"examples/clusters/{preset.name}, and give this FILE.toml",
             fields=["cluster"],
         )
     return load_cluster(path)

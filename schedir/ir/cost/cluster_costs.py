@@ -24,6 +24,7 @@ from schedir.ir.isa.instructions import (
     TRAINING_VALUES,
     VALUES,
     PeerRule,
+    Scope,
     Traffic,
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -45,6 +46,8 @@ _GATHER_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.op in BOUNDARY_G
 _TRAFFIC_BY_COST: Final = {
     row.cost: row.traffic for row in INSTRUCTIONS if row.cost and row.traffic is not None
 }
+# Costs of instructions on a microbatch.  ZeRO does not shard the values of a microbatch.
+_MICROBATCH_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH}
 _EXAMPLE_SIZES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
 Processes = NDArray[np.int64]
 # Returns the groups of processes, one row each, for the ranks that have replicas of a stage.
@@ -338,9 +341,9 @@ class _CostFiller:
             each if across.is_downstream else _shift_to_next_stage(each)
             for row in INSTRUCTIONS
             if row.cost == cost
-            for token in row.gives
-            if (across := VALUES[token].peer) is not None
-            for each in [grad if token in TRAINING_VALUES else act]
+            for kind in row.gives
+            if (across := VALUES[kind].peer) is not None
+            for each in [grad if kind in TRAINING_VALUES else act]
         ]
         return reduce(np.maximum, sizes)  # Shapes can be (stages, microbatches) and (stages, 1).
 
@@ -434,7 +437,8 @@ class _CostFiller:
         traffic = _TRAFFIC_BY_COST[cost]
         if not traffic.sizes:
             return self._compute_form_change(cost, traffic.moves_per_byte)
-        parts = self.dp if self.zero or traffic.is_always_sharded else 1
+        is_sharded = cost not in _MICROBATCH_COSTS and (self.zero or traffic.is_always_sharded)
+        parts = self.dp if is_sharded else 1
         each = self._sum_sizes(cost, traffic.sizes) / parts * traffic.moves_per_byte
         if traffic.link == "hbm":
             return each[:, None] / self.cluster.hbm_bandwidth

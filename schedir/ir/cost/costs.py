@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -10,7 +11,13 @@ from numpy.typing import NDArray
 
 from schedir.errors import CostsError
 from schedir.ir.cost.cost_fields import COST_BY_OPCODE, CostFields
-from schedir.ir.cost.per_stage_values import PerStage, expand_by_stage, to_per_stage
+from schedir.ir.cost.per_stage_values import (
+    PerStage,
+    expand_by_stage,
+    from_grid,
+    to_grid,
+    to_per_stage,
+)
 from schedir.ir.isa.instructions import (
     BACKWARD_INPUT_OPS,
     BACKWARD_OPS,
@@ -31,8 +38,6 @@ if TYPE_CHECKING:
 
 Cost = PerStage
 
-# Values of costs that are not given.  All other costs are 0 by default.
-_DEFAULT_COSTS: Final = {"F": 1.0, "I": 1.0, "W": 1.0}
 _NOT_PER_MICROBATCH: Final = {row.cost for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH}
 # Costs that are proportional to the size of a stage: its compute, and the collectives and copies
 # of its weights.  A stage that is split in two has half of each.
@@ -79,13 +84,13 @@ class Costs(CostFields):
     `step`, do not accept arrays. Instructions of a rank (`step`, `reduce_norm`) have one number per
     rank. They accept one per stage, too. Then the k-th number is that of rank k.
 
-    None means that a cost is not given. F, I and W are then 1, and all other costs are 0. A
-    `Cluster` can fill missing costs.
+    None means that a cost is not given. Computes then have the defaults below, and all other costs
+    are 0. A `Cluster` can fill missing costs.
 
     Args:
-        F: Forward.
-        I: Gradient of the inputs (BackwardInput).
-        W: Deferred weight gradients (BackwardWeight).
+        F: Forward. The default is 1.
+        I: Gradient of the inputs (BackwardInput). The default is half of B if B is given, else F.
+        W: Deferred weight gradients (BackwardWeight). The default is half of B, or F, as for I.
         B: Full backward. The default is I + W.
         R: Forward that runs again (Recompute). The default is F.
         FB: A forward that runs together with a B or an I. The default is the sum of both.
@@ -156,12 +161,18 @@ class Costs(CostFields):
         return {name: value for name, value in values.items() if value is not None}
 
     def with_defaults(self) -> Costs:
-        """Return costs in which F, I and W are 1 if they are not given.
+        """Return costs in which F, I and W have their defaults if they are not given.
 
         Returns:
             The costs. Other missing costs stay missing.
         """
-        return replace(self, **(_DEFAULT_COSTS | self.specified))
+        forward = 1.0 if self.F is None else self.F
+        half = forward if self.B is None else from_grid(to_grid(self.B) / 2)
+        return replace(self, **({"F": forward, "I": half, "W": half} | self.specified))
+
+    @cached_property
+    def _resolved(self) -> Costs:
+        return self.with_defaults()
 
     def for_opcode(self, op: Opcode, shape: PipelineShape) -> NDArray[np.float64]:
         """Return the cost of an instruction for each stage and microbatch.
@@ -178,10 +189,9 @@ class Costs(CostFields):
             CostsError: A cost is given for another number of stages or microbatches.
         """
         if op in FULL_BACKWARD_OPS and self.B is None:
-            return sum(
-                (self.for_opcode(part, shape) for part in BACKWARD_INPUT_OPS + BACKWARD_WEIGHT_OPS),
-                np.zeros((shape.stages, 1)),
-            )
+            parts = BACKWARD_INPUT_OPS + BACKWARD_WEIGHT_OPS
+            with np.errstate(over="ignore"):  # a span that no number can hold is refused later
+                return sum((self.for_opcode(op, shape) for op in parts), np.zeros((1, 1)))
         if op is RECOMPUTE and self.R is None:
             return self.for_opcode(FORWARD, shape)
         return self._expand(COST_BY_OPCODE.get(op), shape)
@@ -250,8 +260,8 @@ class Costs(CostFields):
         return np.concatenate([table.reshape(-1) for table in tables]), cell
 
     def _expand(self, name: str | None, shape: PipelineShape) -> NDArray[np.float64]:
-        value = getattr(self, name) if name else None
-        value = _DEFAULT_COSTS.get(name or "", 0.0) if value is None else value
+        value = getattr(self._resolved, name) if name else None
+        value = 0.0 if value is None else value
         if name in PER_RANK_COSTS and isinstance(value, tuple):
             value = select_ranks(f"cost {name}", value, shape)
             value = (value + value[-1:] * shape.stages)[: shape.stages]

@@ -72,8 +72,8 @@ def find_modifiers(value: Value) -> tuple[Opcode, ...]:
         value: The kind of value.
     """
     found = [row for row in INSTRUCTIONS if value in row.gives and value in row.needs]
-    way = 1 if VALUES[value].local_source is None else -1
-    found.sort(key=lambda row: len(FORMS) if row.form is None else way * row.form)
+    direction = 1 if VALUES[value].local_source is None else -1
+    found.sort(key=lambda row: len(FORMS) if row.form is None else direction * row.form)
     return tuple(row.op for row in found)
 
 
@@ -113,9 +113,9 @@ def find_change(op: Opcode, value: Value) -> Change | None:
 # cross boundaries in every program.
 BOUNDARY_VALUES: Final = tuple(row.value for row in VALUES if row.peer is not None)
 NEIGHBOR_VALUES: Final = tuple(
-    token
-    for token in BOUNDARY_VALUES
-    if VALUES[token].peer in (PeerRule.NEXT, PeerRule.PREVIOUS) and not VALUES[token].is_optional
+    kind
+    for kind in BOUNDARY_VALUES
+    if VALUES[kind].peer in (PeerRule.NEXT, PeerRule.PREVIOUS) and not VALUES[kind].is_optional
 )
 # Kinds of instructions, derived from the table.
 SEND_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.peer and row.needs)

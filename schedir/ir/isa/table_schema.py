@@ -208,9 +208,10 @@ class Traffic(NamedTuple):
     Attributes:
         link: The GPU's memory ("hbm"), the link to the host ("host"), the host's disk ("disk"), or
             the host's memory ("dram").
-        sizes: The fields of `Sizes` with the bytes that are moved, of a stage.  A field that is
-            read and written is there twice.  If it is empty, the bytes are those of the value that
-            gets another form: all of it, or the rank's part if the form splits it.
+        sizes: The fields of `Sizes` with the bytes that are moved.  A field that is read and
+            written is there twice.  With ZeRO, each replica moves 1/dp of these bytes, but all of
+            them for an instruction per microbatch.  If it is empty, the bytes are those of the
+            value that gets another form: all of it, or the rank's part if the form splits it.
         moves_per_byte: Number of times that each byte is moved.
         is_always_sharded: True if each replica moves 1/dp of the bytes at every level of ZeRO, also
             at level 0.
@@ -244,13 +245,14 @@ class Row(NamedTuple):
         cost: The field of `Costs` with its time.
         peer: For a message, the stage on its other side.
         partner: The opcode on other ranks that it is matched with; for a collective, its own.
-        group: The ranks of a collective: all pipeline ranks ("model"), those that have the stage
-            ("stage_replicas"), or those that share a tied weight ("tied_weights").  The last needs
-            and gives the values of all stages with a tied weight together.
+        group: For a collective of pipeline ranks, its members: all ranks ("model"), those that have
+            the stage ("stage_replicas"), or those that share a tied weight ("tied_weights").  The
+            last needs and gives the values of all stages with a tied weight together.
         host_sync: "always" if a blocking host waits for all earlier instructions of the lane;
             "replicas" if it does so only with data-parallel replicas.
         changes: The changes of values that it needs and gives.
-        ring: For a collective, its bytes.
+        ring: For a collective, its bytes.  A collective of the processes of one pipeline rank, such
+            as its replicas, has a ring and no `partner`: programs do not list these processes.
         needs_all_stages: True if it needs the values of all stages of its rank, not only of its own
             stage.
         host_sync_lanes: Lanes on which a blocking host waits for all earlier instructions.

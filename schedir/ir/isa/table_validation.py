@@ -120,15 +120,15 @@ def _find_order_faults(enum_type: type[IntEnum], members: Sequence[IntEnum]) -> 
 
 def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
     """Yield broken rules of a row of the table of values."""
-    token, name = value.value, value.value.name
-    if value.local_source is None and not any(token in row.gives for row in rows):
+    kind, name = value.value, value.value.name
+    if value.local_source is None and not any(kind in row.gives for row in rows):
         yield f"{name}: no instruction gives it"
     if value.initial_tier:
         yield from _find_initial_tier_faults(value, rows)
     if value.producer_rule in _LATEST_RULES and value.scope is Scope.OCCURRENCE:
         yield f"{name}: a value that is made repeatedly must be one per stage"
     if value.producer_rule is ProducerRule.LATEST_OR_START and any(
-        token in row.frees for row in rows
+        kind in row.frees for row in rows
     ):
         yield f"{name}: it exists at the start, so no instruction may free it"
     if value.program_attribute and value.program_attribute not in _DEFAULTED_ATTRIBUTES:
@@ -144,19 +144,19 @@ def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{name}: a value that crosses a boundary must be of a microbatch, and have a size"
     if value.converted_from is not None:
         for row in rows:
-            if token in {*row.gives} - {*row.needs} and value.converted_from[0] not in row.frees:
+            if kind in {*row.gives} - {*row.needs} and value.converted_from[0] not in row.frees:
                 yield f"{name}: {row.op.name} makes it, but does not free its source"
 
 
 def _find_initial_tier_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
     """Yield broken rules of a value that exists from the start."""
-    token, name = value.value, value.value.name
+    kind, name = value.value, value.value.name
     if value.initial_tier not in TIERS:
         yield f"{name}: its tier must be {' or '.join(TIERS)}, not {value.initial_tier!r}"
     if value.producer_rule is not ProducerRule.LATEST:
         yield f"{name}: it exists at the start, so its producer rule must be LATEST"
     for row in rows:
-        if (token in row.gives and token not in row.needs) or token in row.frees:
+        if (kind in row.gives and kind not in row.needs) or kind in row.frees:
             yield f"{name}: it exists at the start, but {row.op.name} makes or frees it"
 
 
@@ -209,8 +209,8 @@ def _find_value_use_faults(
     row: Row, rows: Sequence[Row], values: Sequence[ValueRow]
 ) -> Iterator[str]:
     """Yield broken rules of the values that an instruction needs, gives and changes."""
-    for token in {*row.needs, *row.gives}:
-        value = values[token]
+    for kind in {*row.needs, *row.gives}:
+        value = values[kind]
         once = value.producer_rule is ProducerRule.ONCE or value.scope is Scope.MICROBATCH
         if (
             value.producer_rule in (*_CHAINED_RULES, *_LATEST_RULES)
@@ -218,37 +218,37 @@ def _find_value_use_faults(
             and row.scope is not value.scope
         ):
             yield (
-                f"{token.name} is one for each {value.scope.name}, but the instruction is one "
+                f"{kind.name} is one for each {value.scope.name}, but the instruction is one "
                 f"for each {row.scope.name}"
             )
         if row.peer and value.peer is not row.peer:
-            yield f"{token.name} and its message have different peers"
+            yield f"{kind.name} and its message have different peers"
         again = value.producer_rule in _LATEST_RULES or (
             value.producer_rule is ProducerRule.ALL and value.size
         )
         if again and value.scope is Scope.STAGE and row.scope is Scope.RANK:
-            yield f"{token.name} is one for each STAGE, but the instruction is one for each RANK"
-        if value.producer_rule is ProducerRule.VERSION and token in row.gives and row.scope not in (
+            yield f"{kind.name} is one for each STAGE, but the instruction is one for each RANK"
+        if value.producer_rule is ProducerRule.VERSION and kind in row.gives and row.scope not in (
             Scope.STAGE, Scope.RANK,
         ):  # fmt: skip
-            yield f"{token.name} is changed once in each update, not once for each {row.scope.name}"
+            yield f"{kind.name} is changed once in each update, not once for each {row.scope.name}"
         if (
             value.producer_rule is ProducerRule.VERSION
             and row.scope is Scope.RANK
-            and token in row.needs
+            and kind in row.needs
         ):
             for giver in rows:
-                if token in giver.gives and giver.scope is Scope.STAGE:
-                    yield f"{token.name} comes from {giver.op.name}, one for each STAGE"
+                if kind in giver.gives and giver.scope is Scope.STAGE:
+                    yield f"{kind.name} comes from {giver.op.name}, one for each STAGE"
     if row.form is not None:
         yield from _find_form_faults(row, rows, values)
     changed = [change.value for change in row.changes]
-    for token in {*row.needs} - {*row.gives, *row.frees, *changed}:
-        if values[token].producer_rule is ProducerRule.ONCE:
-            yield f"it reads {token.name} without giving it: it could run after the value is freed"
-    for token in changed:
-        if changed.count(token) > 1:
-            yield f"it has two changes of {token.name}: each change needs its own instruction"
+    for kind in {*row.needs} - {*row.gives, *row.frees, *changed}:
+        if values[kind].producer_rule is ProducerRule.ONCE:
+            yield f"it reads {kind.name} without giving it: it could run after the value is freed"
+    for kind in changed:
+        if changed.count(kind) > 1:
+            yield f"it has two changes of {kind.name}: each change needs its own instruction"
             return
     for change in row.changes:
         yield from _find_change_faults(change, row, values)
@@ -259,16 +259,16 @@ def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow])
     if row.needs != row.gives or len(row.gives) != 1 or values[row.gives[0]].peer is None:
         yield "a row with a form must need and give one value that crosses between stages"
         return
-    (token,) = row.gives
-    if values[token].peer in _SKIP_PEERS:
-        yield f"{token.name} crosses along a skip: a cluster has no price for its forms"
-    handed = values[token].local_source
+    (kind,) = row.gives
+    if values[kind].peer in _SKIP_PEERS:
+        yield f"{kind.name} crosses along a skip: a cluster has no price for its forms"
+    handed = values[kind].local_source
     others = (
-        [value.value for value in values if value.local_source is token] if handed is None else []
+        [value.value for value in values if value.local_source is kind] if handed is None else []
     )
     changed = [one.gives for one in rows if one.form is row.form]
-    if changed.count((token,)) > 1:
-        yield f"{token.name} has several instructions that change this form"
+    if changed.count((kind,)) > 1:
+        yield f"{kind.name} has several instructions that change this form"
     for other in others if handed is None else [handed]:
         if (other,) not in changed:
             yield f"no instruction changes this form of {other.name}, at the other end"
@@ -276,15 +276,15 @@ def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow])
 
 def _find_change_faults(change: Change, row: Row, values: Sequence[ValueRow]) -> Iterator[str]:
     """Yield broken rules of a change of a value's state."""
-    token, before, after = change
+    kind, before, after = change
     tiers = [state in TIERS for state in (before, after)]
-    if token not in row.needs:
-        yield f"it changes {token.name}, which it does not need"
-    elif token not in row.gives and before != after:
-        yield f"it changes {token.name}, but does not give it"
+    if kind not in row.needs:
+        yield f"it changes {kind.name}, which it does not need"
+    elif kind not in row.gives and before != after:
+        yield f"it changes {kind.name}, but does not give it"
     if not (before and after) or tiers[0] != tiers[1]:
-        yield f"{token.name} must change its tier or its size, not {before!r} to {after!r}"
-    if values[token].producer_rule not in _CHAINED_RULES:
-        yield f"{token.name} has no states: its producer rule is {values[token].producer_rule.name}"
-    if token in BOUNDARY_VALUES and not all(tiers):
-        yield f"{token.name} crosses between stages: a form, not a change, must change its bytes"
+        yield f"{kind.name} must change its tier or its size, not {before!r} to {after!r}"
+    if values[kind].producer_rule not in _CHAINED_RULES:
+        yield f"{kind.name} has no states: its producer rule is {values[kind].producer_rule.name}"
+    if kind in BOUNDARY_VALUES and not all(tiers):
+        yield f"{kind.name} crosses between stages: a form, not a change, must change its bytes"

@@ -20,7 +20,7 @@ from schedir.ir.isa.instructions import (
     find_modifiers,
     find_producers,
 )
-from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, WORD_DTYPE, Program, Words, is_op
+from schedir.ir.program import WORD_DTYPE, Program, Words, is_op, replace_opcode
 from schedir.passes.insertion import insert_before
 from schedir.passes.pass_types import Pass
 
@@ -53,30 +53,29 @@ def insert_form_changes(program: Program, form: Form) -> Program:
         another form.
     """
     shape, fields = program.shape, program.words.view(WORD_DTYPE)
-    address = program.words & ADDRESS_MASK
     key = fields["stage"].astype(np.int64) * shape.microbatches + fields["mb"]
     at: list[Words] = []
     words: list[Words] = []
     for change in FORM_CHANGE_OPS:
         if INSTRUCTIONS[change].form is not form:
             continue
-        (token,) = INSTRUCTIONS[change].gives
+        (kind,) = INSTRUCTIONS[change].gives
         made = np.zeros(shape.stages * shape.microbatches, bool)
-        made[key[is_op(fields["op"], find_producers(token))]] = True
+        made[key[is_op(fields["op"], find_producers(kind))]] = True
         later = _find_later_changes(program, change)
-        here = np.flatnonzero(is_op(fields["op"], later + find_consumers(token)))
+        here = np.flatnonzero(is_op(fields["op"], later + find_consumers(kind)))
         here = here[made[key[here]]]
         if later:  # only the first instruction that uses the value needs the conversion
             here = here[np.sort(np.unique(key[here], return_index=True)[1])]
         at.append(here)
-        words.append(address[here] | int(change) << OP_SHIFT)
+        words.append(replace_opcode(program.words[here], change))
     return insert_before(program, np.concatenate(at), np.concatenate(words))
 
 
 def _find_later_changes(program: Program, change: Opcode) -> tuple[Opcode, ...]:
     """Return the opcodes of the program that change a value in place after `change`."""
-    (token,) = INSTRUCTIONS[change].gives
-    changed = find_modifiers(token)
+    (kind,) = INSTRUCTIONS[change].gives
+    changed = find_modifiers(kind)
     return tuple(op for op in changed[changed.index(change) + 1 :] if op in program.used_opcodes)
 
 

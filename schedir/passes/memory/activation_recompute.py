@@ -27,12 +27,12 @@ from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, FORWARD_OPS, 
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.program import (
     ADDRESS_MASK,
-    OP_SHIFT,
     STAGE_SHIFT,
     Program,
     StreamSlices,
     Words,
     is_op,
+    replace_opcode,
 )
 from schedir.passes.insertion import insert_before
 from schedir.passes.memory.offload_placement import predict_span
@@ -112,8 +112,7 @@ def _place_recomputes(program: Program, chosen: Words, options: Options) -> Prog
     """
     at = _find_backwards(program)
     at = at[np.isin((program.words & ADDRESS_MASK)[at], chosen)]
-    address = (program.words & ADDRESS_MASK)[at]
-    best = found = insert_before(program, at, address | int(RECOMPUTE) << OP_SHIFT)
+    best = found = insert_before(program, at, replace_opcode(program.words[at], RECOMPUTE))
     if options.extra_options.get("recompute_at") == "late" or not len(at):
         return best
     least = np.inf

@@ -34,7 +34,7 @@ from schedir.ir.isa.instructions import (
     Value,
     find_modifiers,
 )
-from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program, Words
+from schedir.ir.program import ADDRESS_MASK, Program, Words, replace_opcode
 from schedir.passes.insertion import insert_at_positions
 from schedir.passes.memory.buffer_sharing import DEFAULT_MESSAGE_COST, reduce_slots
 from schedir.passes.pass_types import Options
@@ -187,7 +187,7 @@ def _insert_round_trip(
     leaves = groups[np.searchsorted(groups, producers, side="right")]
     needed = groups[np.searchsorted(groups, users, side="right") - 1]
     rank = _find_ranks(program, producers)
-    words = [address | int(op) << OP_SHIFT for op in trip]
+    words = [replace_opcode(address, op) for op in trip]
 
     def back_at(place: Positions) -> Program:
         at, ranks = np.concatenate([leaves, place]), np.concatenate([rank, rank])

@@ -318,4 +318,4 @@ HANDLERS: Final = {
     Opcode.OffloadToDisk: offload_to_disk,
     Opcode.ReloadFromDisk: reload_from_disk,
 }
-WRAPPERS: Final = {op: partial(partial, _wrap_compute) for op in _SAVED_COMPUTE_OPS}
+WRAPPERS: Final = {op: _wrap_compute for op in _SAVED_COMPUTE_OPS}

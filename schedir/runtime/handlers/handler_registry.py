@@ -6,13 +6,15 @@ instruction.
 
 Handlers are in the modules of this folder whose names end with `_handlers`. Each module has a
 dictionary `HANDLERS` by opcode. A module may also have `WRAPPERS`: functions that extend the
-handlers of other modules, by opcode.
+handlers of other modules, by opcode. A wrapper takes the handler before `State` and `i`, and
+returns the extended `Call`.
 """
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
@@ -48,7 +50,7 @@ def collect_handlers(modules: Sequence[Any]) -> dict[Opcode, Handler]:
             handlers[op], home[op] = handler, module.__name__
     for module in modules:
         for op, wrap in getattr(module, "WRAPPERS", {}).items():
-            handlers[op] = wrap(handlers[op])
+            handlers[op] = partial(wrap, handlers[op])
     return handlers
 
 

@@ -5,7 +5,6 @@ See `handler_registry` for the arguments and the result of a handler.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Final
 
 from schedir.ir.isa.instructions import Instr, Opcode
@@ -44,4 +43,4 @@ def _step_before_norm(handler: Handler, state: State, i: Instr) -> Call:
 
 
 HANDLERS: Final = {Opcode.ReduceNormAfterStep: reduce_norm_after_step}
-WRAPPERS: Final = {Opcode.OptimizerStep: partial(partial, _step_before_norm)}
+WRAPPERS: Final = {Opcode.OptimizerStep: _step_before_norm}

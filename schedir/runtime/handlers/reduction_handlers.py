@@ -72,24 +72,23 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
     """
     gradients, shape = state.stages[stage].gradients, state.shape
     gradients_of_loss = state.service(LossGradients)
-    takes = stage == shape.stages - 1 and update is not None
-    taken = [  # the microbatches whose losses are checked
+    checked_microbatches = [
         mb
         for mb in range(shape.microbatches)
-        if takes and shape.rank_of_stage(stage, mb) == state.rank
+        if stage == shape.stages - 1 and shape.rank_of_stage(stage, mb) == state.rank
         if mb // shape.microbatches_per_update == update
     ]
 
-    def scaled(k: int) -> Tensor:
+    def scale_flat(k: int) -> Tensor:
         flat = gradients.flat[k]
         scale_buffer(flat, gradients_of_loss.grad_scale)
         # The gradient may be finite although the loss is not: a mean over no tokens.
-        if taken and not k:
-            losses = torch.stack([state.losses[mb] for mb in taken])
+        if checked_microbatches and not k:
+            losses = torch.stack([state.losses[mb] for mb in checked_microbatches])
             poison_if_nan(flat, (losses - losses).sum())
         return flat
 
-    return scaled
+    return scale_flat
 
 
 def reduce_replicated_stages(state: State, i: Instr) -> Call:
@@ -122,7 +121,9 @@ def reduce_tied(state: State, i: Instr) -> Call:
     ]
 
     def run() -> None:
-        for weight in state.resources.ties.weights if state.options.accumulate_grads else ():
+        for weight in (
+            state.resources.ties.weights if state.options.gradients.accumulate_grads else ()
+        ):
             for copy in weight.local_copies.values():  # A step may not use a copy.
                 copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
         for begin in sums:
@@ -249,22 +250,23 @@ def optimizer_step(state: State, i: Instr) -> Call:
         None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
     )
     last = i.mb == state.shape.optimizer_steps - 1
-    released = not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS)
+    # An earlier CheckGradsFinite has then released the gradients to the next update.
+    has_released_grads = not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS)
 
     def run() -> None:
         finite = checks.finish_update(i.mb)
         if placement is None:
             steps.run(finite)
-        if state.options.loss_scale is not None:
-            state.options.loss_scale.update(finite)
+        if state.options.gradients.loss_scale is not None:
+            state.options.gradients.loss_scale.update(finite)
         if not last:  # The gradients of the last update stay for the caller.
-            if not released:
+            if not has_released_grads:
                 state.begin_update()
             state.service(StageWeightVersions).keep_next(i)
 
     def waits() -> None:
-        # If gradients were released, the wait was earlier. Newer reductions are of the next update.
-        if not released:
+        # CheckGradsFinite has waited already. Newer reductions are of the next update.
+        if not has_released_grads:
             reductions.wait()
         if placement is not None and placement.optimizer_state is not None:
             placement.optimizer_state.finish(is_last_update=last)

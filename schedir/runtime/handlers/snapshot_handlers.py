@@ -29,6 +29,4 @@ def _wait_for_snapshot(handler: Handler, state: State, i: Instr) -> Call:
 
 
 HANDLERS: Final = {Opcode.Snapshot: snapshot}
-WRAPPERS: Final = {
-    op: partial(partial, _wait_for_snapshot) for op in find_consumers(Value.SNAPSHOT)
-}
+WRAPPERS: Final = {op: _wait_for_snapshot for op in find_consumers(Value.SNAPSHOT)}

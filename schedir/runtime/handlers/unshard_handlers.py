@@ -42,16 +42,16 @@ _WEIGHT_READERS: Final = tuple(
 
 def unshard(state: State, i: Instr) -> Call:
     """Link Unshard: start to gather the weights of a stage."""
-    parts = state.stages[i.stage].sharded_parameters
-    assert parts is not None, "a program without ZeRO gathers nothing"
-    return Call(None, partial(parts.start_unshard, state.transport.start_collective))
+    weights = state.stages[i.stage].sharded_parameters
+    assert weights is not None, "a program without ZeRO gathers nothing"
+    return Call(None, partial(weights.start_unshard, state.transport.start_collective))
 
 
 def reshard(state: State, i: Instr) -> Call:
     """Link Reshard: release the full weights of a stage."""
-    parts = state.stages[i.stage].sharded_parameters
-    assert parts is not None
-    return Call(None, parts.reshard)
+    weights = state.stages[i.stage].sharded_parameters
+    assert weights is not None, "a program without ZeRO frees nothing"
+    return Call(None, weights.reshard)
 
 
 def reduce_scatter(state: State, i: Instr) -> Call:
@@ -60,25 +60,27 @@ def reduce_scatter(state: State, i: Instr) -> Call:
     From ZeRO level 2 on, each occurrence adds its result to the shard, and releases the full
     buffers.
     """
-    gradients, share = state.stages[i.stage].gradients, state.resources.shard_spec
+    gradients, shard_spec = state.stages[i.stage].gradients, state.resources.shard_spec
     start, at = state.transport.start_collective, state.index_of[i]
     reductions = state.service(PendingReductions)
-    final = not any(j[:2] == i[:2] and j.mb > i.mb for j in state.stream)
-    scaled = make_scaler(state, i.stage, 0 if final else None)
+    is_last_occurrence = not any(j[:2] == i[:2] and j.mb > i.mb for j in state.stream)
+    scale_flat = make_scaler(state, i.stage, 0 if is_last_occurrence else None)
 
-    def keep(k: int) -> None:
+    def keep_shard(k: int) -> None:
         if gradients.is_grad_sharded:
-            own = gradients.buckets[k].get_shard(gradients.flat[k], share.replica)
-            gradients.reduced_flat[k].add_(own) if i.mb else gradients.reduced_flat[k].copy_(own)
+            shard = gradients.buckets[k].get_shard(gradients.flat[k], shard_spec.replica)
+            kept = gradients.reduced_flat[k]
+            kept.add_(shard) if i.mb else kept.copy_(shard)
             gradients.release(k)
 
     def begin(k: int) -> list[Work]:
-        flat, bucket = scaled(k), gradients.buckets[k]
-        if share.replicas == 1 or not flat.numel():
-            return [ChainedWork(CompletedWork(), partial(keep, k))]
+        flat, bucket = scale_flat(k), gradients.buckets[k]
+        if shard_spec.replicas == 1 or not flat.numel():
+            return [ChainedWork(CompletedWork(), partial(keep_shard, k))]
         with state.observer.attribute_to(at):
-            own = bucket.get_shard(flat, share.replica)
-            return [ChainedWork(start("reduce_scatter", "dp", own, flat), partial(keep, k))]
+            shard = bucket.get_shard(flat, shard_spec.replica)
+            work = start("reduce_scatter", "dp", shard, flat)
+            return [ChainedWork(work, partial(keep_shard, k))]
 
     reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin)
 
@@ -165,6 +167,4 @@ HANDLERS: Final = {
     Opcode.Reshard: reshard,
     Opcode.ReduceScatter: reduce_scatter,
 }
-WRAPPERS: Final = {
-    op: partial(partial, _wrap_weight_reader) for op in {*_WEIGHT_READERS, *GRAD_ADDING_OPS}
-}
+WRAPPERS: Final = {op: _wrap_weight_reader for op in {*_WEIGHT_READERS, *GRAD_ADDING_OPS}}

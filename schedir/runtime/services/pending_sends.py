@@ -60,10 +60,10 @@ class PendingSends(ProgramService):
 # For each opcode: the sends of the values that it consumes, and the direction of their stage.
 _SENDS_BY_CONSUMER: Final = {
     row.op: [
-        (send, LOCAL_HANDOVER[token][1])
-        for token in row.needs
+        (send, LOCAL_HANDOVER[kind][1])
+        for kind in row.needs
         for send in SEND_OPS
-        if token in LOCAL_HANDOVER and LOCAL_HANDOVER[token][0] in INSTRUCTIONS[send].needs
+        if kind in LOCAL_HANDOVER and LOCAL_HANDOVER[kind][0] in INSTRUCTIONS[send].needs
     ]
     for row in INSTRUCTIONS
 }

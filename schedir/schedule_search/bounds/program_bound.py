@@ -116,10 +116,11 @@ def _relax_program(
         I = np.minimum(I, B)
         W = np.minimum(W, B - I)
     steps = step if set(OPTIMIZER_STEP_OPS) & program.used_opcodes else 0 * step
-    least = Costs(F=_to_floats(F), I=_to_floats(I), W=_to_floats(W), B=_to_floats(B),
-        send=_to_floats(send),
-                  step=_to_floats(steps))  # fmt: skip
     try:
+        least = Costs(
+            F=_to_floats(F), I=_to_floats(I), W=_to_floats(W), B=_to_floats(B),
+            send=_to_floats(send), step=_to_floats(steps),
+        )  # fmt: skip
         problem = make_problem(shape, least, objective=objective, split_backward=split_backward)
     except CostsError:  # the costs are all 0, or too large
         return None

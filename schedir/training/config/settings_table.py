@@ -10,6 +10,8 @@ from inspect import getdoc
 from typing import Any, Final, NamedTuple, get_type_hints
 
 from schedir.errors import UsageError, describe
+from schedir.ir.program import ATTRIBUTE_FIELDS
+from schedir.passes.pass_registry import PASS_OPTIONS
 from schedir.retired_names import RETIRED_HINTS
 from schedir.training.config.model_kinds import MODEL_KINDS
 from schedir.training.config.run_config import Config
@@ -46,6 +48,12 @@ def get_setting_types(section: type) -> dict[str, Any]:
 SECTION_CLASSES: Final = get_section_classes("gpt")
 
 
+# The help of each option of programs and passes.
+_OPTION_HELP: Final = {f.name: f.help for f in ATTRIBUTE_FIELDS} | {
+    name: text for name, (_, text) in PASS_OPTIONS.items()
+}
+
+
 class Setting(NamedTuple):
     """A setting of a section.
 
@@ -53,7 +61,8 @@ class Setting(NamedTuple):
         name: The name of the setting.
         accepted: A text with the values that it accepts.
         default: The default as in TOML, or a text. "" if there is none.
-        meaning: The meaning, from the docstring of the section. "" if Python removed docstrings.
+        meaning: The meaning, from the docstring of the section, or else the help of the option. ""
+            if there is neither.
     """
 
     name: str
@@ -129,7 +138,7 @@ def _list_section_settings(section: type[Any]) -> tuple[str, list[Setting]]:
             if f.name in SETTING_CHOICES
             else describe_type(types[f.name]),
             f.metadata.get("default", _format_default(f.default)),
-            meanings.get(f.name, ""),
+            meanings.get(f.name) or _OPTION_HELP.get(f.name, ""),
         )
         for f in fields(section)
     ]

@@ -1,4 +1,4 @@
-"""Judge: all ranks come to one verdict on the gradients of an update before any of them steps."""
+"""Judge: all ranks decide together whether the gradients of an update are finite."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from schedir.passes.pass_types import ExpectedInstructions, Pass, PresenceQuery
 
 
 def judge(program: Program) -> Program:
-    """A Judge at the end of every update of every rank."""
+    """Append a Judge to every update of every rank.
+
+    Args:
+        program: A program whose gradients are reduced.
+    """
     return append_to_updates(program, Opcode.Judge, [[0]] * program.shape.ranks)
 
 
-def _all(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
+def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
+    """Expect a Judge on every rank, if there is one on any rank."""
     yield ExpectedInstructions(
         Opcode.Judge, np.full(program.shape.ranks, present(Opcode.Judge).any())
     )
@@ -29,8 +34,9 @@ PASSES = (
         "ends",
         lambda program, options: judge(program),
         should_run=lambda program, options: bool(options.extra_options.get("judge")),
-        list_expected=_all,
+        list_expected=_list_expected,
         option_names=("judge",),
-        order=6,  # behind the norm
+        opcodes=(Opcode.Judge,),
+        order=6,  # after the norm
     ),
 )

@@ -1,8 +1,9 @@
-"""What must hold of a new row when it runs: the bits of the reference, in any legal order.
+"""Run new instructions: the bits must be those of the reference, in every legal order.
 
-    python runs.py NAMES
+    python run_checks.py NAMES
 
-In a copy that has the rows, all ranks in one process.
+It runs in a copy of the tree that has the rows. NAMES are separated by commas. All ranks are in one
+process, except for `compress`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from schedir.runtime import (
 )
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b, zb_h1
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
-from schedir.transports.local_processes import run_processes as run_processes
+from schedir.transports.local_processes import run_processes
 from tests.new_rows import NEW
 
 
-class Noisy(nn.Module):
-    """A stage that draws numbers, of which float32 holds what it gives."""
+class DropoutStage(nn.Module):
+    """A stage with random numbers, whose float64 output float32 can represent."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -43,8 +44,8 @@ class Noisy(nn.Module):
 
 
 def run(program: Program) -> InProcessExecutor:
-    """Two optimizer steps of a program, in orders that a seed picks, beside the reference."""
-    stages = [Noisy(stage) for stage in make_tiny_stages(program.shape.stages)]
+    """Run two optimizer steps of a program in random legal orders, and compare the reference."""
+    stages = [DropoutStage(stage) for stage in make_tiny_stages(program.shape.stages)]
     plain = deepcopy(stages)
     step = torch.optim.SGD([p for stage in plain for p in stage.parameters()], lr=0.1)
     boundary = Boundary((2, WIDTH), torch.float64)
@@ -66,13 +67,13 @@ def run(program: Program) -> InProcessExecutor:
 
 
 def _on_rank(process: int, transport: type[GlooTransport], tp: int, options: dict[str, Any]) -> Any:
-    """Step on one of the ranks of a world; return its losses and its stages' gradients."""
+    """Return the number, the losses and the gradients of a rank after a step in this process."""
     torch.set_num_threads(1)
     program = schedir.compile(
         one_f_one_b, PipelineShape(2, 4), tp=tp, progress_model="per_edge", **options
     )
     ends = transport(program)
-    own = {s: Noisy(stage) for s, stage in enumerate(make_tiny_stages(2)) if s == ends.rank}
+    own = {s: DropoutStage(stage) for s, stage in enumerate(make_tiny_stages(2)) if s == ends.rank}
     executor = Executor(program, ends.rank, own, ends, loss=squared_error,
                         boundary=Boundary((2, WIDTH), torch.float64))  # fmt: skip
     total = executor.step(*make_batch(4, 0))
@@ -80,14 +81,14 @@ def _on_rank(process: int, transport: type[GlooTransport], tp: int, options: dic
     return ends.rank, total if ends.rank else None, grads
 
 
-def in_processes(options: dict[str, Any]) -> None:
-    """Compare one step in real processes, over Gloo and shared memory, with the reference."""
+def run_in_processes(options: dict[str, Any]) -> None:
+    """Compare a step in real processes with the reference, over Gloo and over shared memory."""
     for transport in GlooTransport, SharedMemoryTransport:
         for tp in 1, 2:
             program = schedir.compile(
                 one_f_one_b, PipelineShape(2, 4), tp=tp, progress_model="per_edge", **options
             )
-            plain = [Noisy(stage) for stage in make_tiny_stages(2)]
+            plain = [DropoutStage(stage) for stage in make_tiny_stages(2)]
             wanted = run_sequential(plain, *make_batch(4, 0), loss=squared_error, program=program)
             for rank, total, grads in run_processes(
                 _on_rank, 2 * tp, transport, tp, options, context=get_context("spawn")
@@ -99,7 +100,7 @@ def in_processes(options: dict[str, Any]) -> None:
 
 def main(names: str) -> None:
     rows = names.split(",")
-    options: dict[str, Any] = {{"verdict": "judge"}.get(name, name): True for name in rows}
+    options: dict[str, Any] = dict.fromkeys(rows, True)
     options |= {"recompute": "all"} if "recompute" in rows else {}
     cases = [(one_f_one_b, PipelineShape(3, 4)), (zb_h1, PipelineShape(2, 4)),
              (interleaved, PipelineShape(2, 4, 2)),
@@ -112,9 +113,9 @@ def main(names: str) -> None:
             assert program.used_opcodes & NEW
             run(program)
     if rows == ["compress"]:
-        in_processes(options)
-    if "verdict" in rows:
-        from schedir.runtime.handlers.verdict_handlers import VERDICTS
+        run_in_processes(options)
+    if "judge" in rows:
+        from schedir.runtime.handlers.judge_handlers import VERDICTS
 
         assert [float(v) for v in VERDICTS] == [0.0] * 2 * (3 + 2 + 2 + 2)
 

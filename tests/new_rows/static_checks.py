@@ -1,8 +1,8 @@
-"""What must hold of a new row before it runs: order, memory, text, pictures, export, explanation.
+"""Check new instructions without a run: order, memory, text, pictures, export, explanation.
 
-    python looks.py NAME FOLDER
+    python static_checks.py NAME FOLDER
 
-In a copy that has the row, without torch.
+It runs in a copy of the tree that has the row, without torch, and writes its files to FOLDER.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable
 
 import schedir
-from schedir import Costs, PipelineShape, Program, Sizes
+from schedir import Cluster, Costs, PipelineShape, Program, Sizes
 from schedir.commands.simulate import count_sent_bytes
+from schedir.compiler.relower import Lowering, extract_compute
 from schedir.io import perfetto, torch_csv
 from schedir.ir.isa.instructions import INSTRUCTIONS, OPS_OFF_COMPUTE_LANE, Lane, Value
+from schedir.passes.pass_registry import OPTION_BY_OPCODE
 from schedir.predict.what_if import advise
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from tests.new_rows import NEW
@@ -22,12 +24,13 @@ from tests.new_rows import NEW
 COSTS = Costs(F=2, B=3, send=0.5)
 
 
-def flat(program: Program) -> str:
+def to_flat_text(program: Program) -> str:
+    """Return the text of a program with one instruction per line."""
     return schedir.to_text(program, folded=False)
 
 
-def refused(text: str, error: str, *sites: str) -> None:
-    """A text's program is refused with this kind of error, which names these instructions."""
+def assert_refused(text: str, error: str, *sites: str) -> None:
+    """Assert that `check` refuses a program with a type of error that names some instructions."""
     try:
         schedir.check(schedir.from_text(text))
     except schedir.errors.SchedirError as caught:
@@ -35,22 +38,29 @@ def refused(text: str, error: str, *sites: str) -> None:
         assert type(caught).__name__ == error and found == [*sites], (caught, found)
         assert str(caught)
     else:
-        raise AssertionError(f"{error} of {sites} is not seen")
+        raise AssertionError(f"check does not raise {error} for {sites}")
 
 
-def moved(text: str, what: str, before: str, times: int = 1) -> str:
-    """An instruction's line taken out, and put before another one's (or nowhere)."""
-    assert text.count(f"  {what}\n") == times and (not before or f"  {before}\n" in text), (
-        what,
-        before,
-    )
-    text = text.replace(f"  {what}\n", "", 1)
-    return text.replace(f"  {before}\n", f"  {what}\n  {before}\n", 1) if before else text
+def move_line(text: str, instruction: str, before: str) -> str:
+    """Return a text with an instruction moved before another one, or removed if that is ""."""
+    line, next_line = f"  {instruction}\n", f"  {before}\n"
+    assert text.count(line) == 1 and (not before or next_line in text), (instruction, before)
+    text = text.replace(line, "")
+    return text.replace(next_line, line + next_line, 1) if before else text
 
 
-def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
-    """Round trips, pictures, files, and what explains a run."""
+def check_all_readers(program: Program, text: str, costs: Costs, folder: str) -> None:
+    """Check round trips, lowering, pictures, files, exports and advice of a program.
+
+    Args:
+        program: The program.
+        text: The text of one of its new instructions.
+        costs: The costs of its simulation.
+        folder: The folder for files.
+    """
     assert schedir.from_text(schedir.to_text(program)) == program == schedir.check(program)
+    again = Lowering(program, "per_device").compile_draft(extract_compute(program), None)
+    assert again.used_opcodes == program.used_opcodes, "lowering again keeps the instructions"
     run = schedir.simulate(program, costs, sizes=Sizes(activation=1, saved=10))
     assert f'"{text} ' in perfetto.to_json(run)
     schedir.viz.save(schedir.viz.gantt(run, show="lanes,path,phases,memory"), f"{folder}/x.png")
@@ -58,21 +68,20 @@ def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
     schedir.save_timeline(run, f"{folder}/x.timeline")
     assert schedir.load_timeline(f"{folder}/x.timeline").program == program
     try:
-        plain = schedir.compile(plain_of(program), program.shape)
+        schedule: Callable[..., object] = getattr(schedir.schedules, program.name)
+        plain = schedir.compile(schedule, program.shape)
         assert torch_csv.to_csv(program) == torch_csv.to_csv(plain)
     except schedir.errors.UsageError as error:
         moves = program.used_opcodes & {*OPS_OFF_COMPUTE_LANE[Value.SAVED]}
-        own = [f"has {INSTRUCTIONS[op].text}, but torch's" for op in program.used_opcodes & NEW]
-        whys = ["offloads activations"] if moves else own
-        assert any(why in str(error) for why in whys)
+        new = [f"has {INSTRUCTIONS[op].text}, but torch's" for op in program.used_opcodes & NEW]
+        reasons = ["offloads activations"] if moves else new
+        assert any(reason in str(error) for reason in reasons)
+        options = {OPTION_BY_OPCODE.get(op) for op in program.used_opcodes & NEW} - {None}
+        assert moves or not options or error.hint == f"compile it without {options.pop()}"
     else:
         raise AssertionError("torch has no action for it")
     advise(run, costs)
     assert run.idle is not None and run.critical_path.size
-
-
-def plain_of(program: Program) -> Callable[..., object]:
-    return getattr(schedir.schedules, program.name)
 
 
 def stash(folder: str) -> None:
@@ -83,11 +92,12 @@ def stash(folder: str) -> None:
         costs = Costs(F=1, B=2, stash=time)
         before, run = (schedir.simulate(p, costs, sizes=sizes) for p in (plain, program))
         assert run.peak_in_flight.tolist() == before.peak_in_flight.tolist() == [4, 3, 2, 1]
-        # Replayed from the spans: on the device from F, or Take, until Stash, or B, has ended.
+        # Compute the peaks from the spans: a value is on the device from the start of F or Unstash
+        # to the end of Stash or B.
         spans, held = run.spans, [[] for _ in range(4)]
         names = [schedir.Opcode(op).name for op in spans["op"].tolist()]
         for name, span in zip(names, spans, strict=True):
-            if name in ("Forward", "Take"):
+            if name in ("Forward", "Unstash"):
                 held[span["rank"]].append((span["start"], 1, 10))
             elif name in ("Stash", "Backward"):
                 held[span["rank"]].append((span["end"], 0, -10))
@@ -100,17 +110,18 @@ def stash(folder: str) -> None:
             most.append(peak)
         assert run.peak_memory.tolist() == most, (time, run.peak_memory, most)
         disk = [max(curve.total) for curve in run.memory_on("disk")]
-        assert (disk[0] > 0) == (time > 0) and disk[3] == 0  # it comes back at once, if it may
+        # Moves that take no time leave nothing on the disk. The last rank moves nothing.
+        assert (disk[0] > 0) == (time > 0) and disk[3] == 0
         assert all(curve.total[-1] == 0 for curve in run.memory_on("disk"))
-    everywhere(program, "stash", Costs(F=1, B=2, stash=0.25), folder)
-    # Nobody knows when another lane has moved it: a limit counts it until it is freed, or, with a
-    # number of slots, as many as there are.
+    check_all_readers(program, "stash", Costs(F=1, B=2, stash=0.25), folder)
+    # The order of the stream does not show when another lane has moved a value. So a memory limit
+    # counts the value until it is freed, or all slots if their number is given.
     try:
         schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, sizes=sizes, memory_limit=35)
     except schedir.errors.MemoryLimitError as error:
         assert error.required_bytes == 40
     else:
-        raise AssertionError("a limit is not held")
+        raise AssertionError("compile does not refuse the memory limit")
     few = schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, buffer_sharing="minimal")
     assert schedir.from_text(schedir.to_text(few)) == few and {s.saved for s in few.slots} == {1}
     schedir.compile(
@@ -124,15 +135,24 @@ def stash(folder: str) -> None:
     late = schedir.simulate(few, Costs(F=1, B=2, stash=0.25), sizes=sizes)
     assert late.peak_memory.tolist() == [10, 10, 10, 10]
     assert [max(curve.total) for curve in late.memory_on("disk")] == [40, 30, 20, 0]
-    text = flat(program)
-    refused(moved(text, "take 0.0", "B 0.1"), "OrderError", "B 0.0", "take 0.0")
-    refused(moved(text, "take 0.0", "stash 0.0"), "OrderError", "take 0.0", "stash 0.0")
-    refused(moved(text, "stash 0.0", "F 0.0"), "OrderError", "stash 0.0", "F 0.0")
-    refused(moved(text, "take 0.0", ""), "CompletenessError")
-    refused(moved(text, "stash 0.0", ""), "CompletenessError", "take 0.0")
+    # With ZeRO, each replica still moves all that its own forwards saved.
+    machine = Cluster(1, 8, flops=1, memory=1, hbm_bandwidth=1, nvlink_bandwidth=1,
+                      network_bandwidth=1, disk_bandwidth=5)  # fmt: skip
+    model = Sizes(activation=1, saved=10, params=1, grads=1, optimizer=1)
+    for zero in 0, 1:
+        priced = machine.fill_costs(PipelineShape(4, 8), model, Costs(F=1, B=2), dp=2, zero=zero)
+        assert priced.stash == 2.0, (zero, priced.stash)
+    text = to_flat_text(program)
+    assert_refused(move_line(text, "unstash 0.0", "B 0.1"), "OrderError", "B 0.0", "unstash 0.0")
+    assert_refused(
+        move_line(text, "unstash 0.0", "stash 0.0"), "OrderError", "unstash 0.0", "stash 0.0"
+    )
+    assert_refused(move_line(text, "stash 0.0", "F 0.0"), "OrderError", "stash 0.0", "F 0.0")
+    assert_refused(move_line(text, "unstash 0.0", ""), "CompletenessError", "stash 0.0")
+    assert_refused(move_line(text, "stash 0.0", ""), "CompletenessError", "unstash 0.0")
 
 
-def verdict(folder: str) -> None:
+def judge(folder: str) -> None:
     plain = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True)
     program = schedir.compile(
         one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True, judge=True, debug=True
@@ -140,28 +160,28 @@ def verdict(folder: str) -> None:
     assert len(program) == len(plain) + 3
     run = schedir.simulate(program, Costs(F=1, B=2, judge=7))
     assert run.span == schedir.simulate(plain, Costs(F=1, B=2)).span + 7
-    everywhere(program, "judge", Costs(F=1, B=2, judge=7), folder)
-    text = flat(program)
-    refused(
+    check_all_readers(program, "judge", Costs(F=1, B=2, judge=7), folder)
+    text = to_flat_text(program)
+    assert_refused(
         text.replace("  judge\n  step\n", "  step\n  judge\n", 1), "OrderError", "step", "judge"
     )
     early = text.replace("  judge\n", "", 1).replace(
         "  reduce_grads 0\n", "  judge\n  reduce_grads 0\n"
     )
-    refused(early, "OrderError", "judge", "reduce_grads 0")
-    refused(text.replace("  judge\n", "", 1), "ReductionError")
+    assert_refused(early, "OrderError", "judge", "reduce_grads 0")
+    assert_refused(text.replace("  judge\n", "", 1), "ReductionError")
     updates = schedir.compile(
         one_f_one_b, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1), judge=True
     )
-    assert flat(updates).count("judge 1\n") == 2
-    # Where one rank judges before its norm and another after, they wait for each other.
+    assert to_flat_text(updates).count("judge 1\n") == 2
+    # Ranks wait for each other if one of them judges before its norm and the others after it.
     crossed = text.replace("  reduce_norm\n  judge\n", "  judge\n  reduce_norm\n", 1)
     try:
         schedir.check(schedir.from_text(crossed))
     except schedir.errors.DeadlockError as error:
         assert {str(w.instr) for w in error.cycle} == {"judge", "reduce_norm"}
     else:
-        raise AssertionError("a deadlock is not seen")
+        raise AssertionError("check does not find the deadlock")
 
 
 def log(folder: str) -> None:
@@ -169,7 +189,7 @@ def log(folder: str) -> None:
     sizes = Sizes(saved=10, seen=3, mask=1)
     for copy, use in (0.0, 0.0), (0.25, 0.5), (3.0, 0.5), (0.25, 9.0):
         run = schedir.simulate(program, Costs(F=1, B=2, to_host=copy, log=use), sizes=sizes)
-        # What is logged holds no microbatch, and a mask beside what is saved holds it once.
+        # The logged value and the mask do not add to the microbatches in flight.
         assert run.peak_in_flight.tolist() == [2, 1]
         for tier, begins, ends in ("device", "Forward", "ToHost"), ("host", "ToHost", "Log"):
             for rank, curve in enumerate(run.memory_on(tier)):
@@ -180,17 +200,19 @@ def log(folder: str) -> None:
                 )
                 for time, seen in zip(curve.times, curve.by_kind["seen"], strict=True):
                     assert seen == 3 * ((start <= time) & (end > time)).sum(), (tier, rank, time)
-    text = flat(program)
-    refused(moved(text, "log 0.1", "to_host 0.1"), "OrderError", "log 0.1", "to_host 0.1")
-    refused(moved(text, "to_host 0.1", "F 0.1"), "OrderError", "to_host 0.1", "F 0.1")
-    refused(moved(text, "log 0.1", ""), "CompletenessError", "to_host 0.1")
-    everywhere(program, "log", Costs(F=1, B=2, to_host=0.25, log=0.5), folder)
+    text = to_flat_text(program)
+    assert_refused(
+        move_line(text, "log 0.1", "to_host 0.1"), "OrderError", "log 0.1", "to_host 0.1"
+    )
+    assert_refused(move_line(text, "to_host 0.1", "F 0.1"), "OrderError", "to_host 0.1", "F 0.1")
+    assert_refused(move_line(text, "log 0.1", ""), "CompletenessError", "to_host 0.1")
+    check_all_readers(program, "log", Costs(F=1, B=2, to_host=0.25, log=0.5), folder)
 
 
 def tape(folder: str) -> None:
     program = schedir.compile(zb_h1, PipelineShape(3, 5), debug=True)
     sizes = Sizes(saved=10, deferred_wgrad=4, saved_and_deferred=12)
-    sizes_of = {  # what changes at the start of an instruction, and at its end
+    sizes_of = {  # the change of memory at the start of an instruction, and at its end
         "Forward": (10, 0), "BackwardInput": (12 - 10, 4 - 2 - 10), "OffloadTape": (0, -4),
         "ReloadTape": (4, 0), "BackwardWeight": (0, -4),
     }  # fmt: skip
@@ -204,29 +226,31 @@ def tape(folder: str) -> None:
             for moment, now in zip(curve.times, curve.total, strict=True):
                 held = sum(change for when, change in changes if when <= moment)
                 assert now == held, (time, rank, moment, now, held)
-    everywhere(program, "offload_tape", Costs(F=1, I=1, W=1, move=0.25), folder)
+    check_all_readers(program, "offload_tape", Costs(F=1, I=1, W=1, move=0.25), folder)
 
 
 def clamp(folder: str) -> None:
     program = schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True, debug=True)
-    streams = flat(program).split("rank 1\n")
-    for stage in range(4):  # the norm is of the rank, and each of its stages needs it
+    streams = to_flat_text(program).split("rank 1\n")
+    for stage in range(4):  # each stage of a rank needs the norm of the rank
         own = streams[stage % 2].replace(f"  clamp {stage}\n", "")
         own = own.replace("  reduce_norm\n", f"  clamp {stage}\n  reduce_norm\n")
         text = "rank 1\n".join([own, streams[1]] if stage % 2 == 0 else [streams[0], own])
-        refused(text, "OrderError", f"clamp {stage}", "reduce_norm")
-    everywhere(schedir.compile(interleaved, PipelineShape(2, 4, 2)), "clamp", Costs(), folder)
-    # Who reads weights after the next are there, keeps them.
-    text = flat(schedir.compile(one_f_one_b, PipelineShape(1, 4, optimizer_steps=2)))
+        assert_refused(text, "OrderError", f"clamp {stage}", "reduce_norm")
+    check_all_readers(
+        schedir.compile(interleaved, PipelineShape(2, 4, 2)), "clamp", Costs(), folder
+    )
+    # A rank keeps old weights for an instruction that reads them after a step.
+    text = to_flat_text(schedir.compile(one_f_one_b, PipelineShape(1, 4, optimizer_steps=2)))
     for before, versions in (("step", 1), ("F 0.2", 2), ("step 1", 2)):
         read = schedir.from_text(text.replace(f"  {before}\n", f"  copy\n  {before}\n"))
         assert schedir.simulate(read).peak_weight_versions.tolist() == [versions], before
     early = text.replace("  F 0.1\n", "  copy 1\n  F 0.1\n")
-    refused(early, "OrderError", "copy 1", "step")
-    # A program with one optimizer step keeps no old weights.
-    text = flat(schedir.compile(one_f_one_b, PipelineShape(1, 4)))
+    assert_refused(early, "OrderError", "copy 1", "step")
+    # In a program with one optimizer step, an instruction cannot read old weights.
+    text = to_flat_text(schedir.compile(one_f_one_b, PipelineShape(1, 4)))
     schedir.from_text(text.replace("  step\n", "  copy\n  step\n"))
-    refused(text.replace("  step\n", "  step\n  copy\n"), "OrderError", "step", "copy")
+    assert_refused(text.replace("  step\n", "  step\n  copy\n"), "OrderError", "step", "copy")
 
 
 def compress(folder: str) -> None:
@@ -253,9 +277,9 @@ def compress(folder: str) -> None:
             ),
             sizes=sizes,
         )
-        assert 0 < float(slots.peak_memory[2]) - 100 <= 400  # what comes in is whole
-        everywhere(program, "compress", Costs(F=1, B=2, compress=0.25), folder)
-        text = flat(program)
+        assert 0 < float(slots.peak_memory[2]) - 100 <= 400  # received activations are unpacked
+        check_all_readers(program, "compress", Costs(F=1, B=2, compress=0.25), folder)
+        text = to_flat_text(program)
         maker, taker = (
             ("F 0.0", "F 1.0") if tp == 1 else ("tp_scatter_act 0.0", "tp_gather_act 1.0")
         )
@@ -266,11 +290,15 @@ def compress(folder: str) -> None:
             ("compress 0.0", maker, "compress 0.0", maker),
         ][:: 1 if tp == 2 else 2]
         for what, before, *sites in wrong:
-            refused(moved(text, what, before), "OrderError", *sites)
-        refused(moved(text, "decompress 1.0", ""), "UnmatchedTransferError", "compress 0.0")
-        refused(moved(text, "compress 0.0", ""), "UnmatchedTransferError", "decompress 1.0")
+            assert_refused(move_line(text, what, before), "OrderError", *sites)
+        assert_refused(
+            move_line(text, "decompress 1.0", ""), "UnmatchedTransferError", "compress 0.0"
+        )
+        assert_refused(
+            move_line(text, "compress 0.0", ""), "UnmatchedTransferError", "decompress 1.0"
+        )
 
 
 if __name__ == "__main__":
-    each = (stash, verdict, log, tape, clamp, compress)
-    {look.__name__: look for look in each}[sys.argv[1]](sys.argv[2])
+    each = (stash, judge, log, tape, clamp, compress)
+    {check.__name__: check for check in each}[sys.argv[1]](sys.argv[2])

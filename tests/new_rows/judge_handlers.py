@@ -1,4 +1,4 @@
-"""Judge: each rank tells all how many of its gradients are not finite, and gets the sum of all."""
+"""Judge: sum the number of gradients that are not finite over all ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.services.pending_reductions import PendingReductions
 
-VERDICTS: list[Tensor] = []  # of each rank, for who looks
+VERDICTS: list[Tensor] = []  # of each rank, for `run_checks.py`
 
 
 def judge(state: State, i: Instr) -> Call:
+    """Link Judge: count the rank's gradients that are not finite, and start the sum."""
     verdict = torch.ones(1)
     VERDICTS.append(verdict)
     reductions = state.service(PendingReductions)
 
     def run() -> None:
         flats = [flat for stage in state.stages.values() for flat in stage.gradients.flat]
-        bad = sum(int((~flat.isfinite()).sum()) for flat in flats)
-        own = torch.full((state.shape.ranks,), float(bad))
-        work = state.transport.start_collective("reduce_scatter", "model", verdict, own)
+        count = sum(int((~flat.isfinite()).sum()) for flat in flats)
+        # A reduce-scatter of one copy for each rank gives each rank the sum.
+        copies = torch.full((state.shape.ranks,), float(count))
+        work = state.transport.start_collective("reduce_scatter", "model", verdict, copies)
         reductions.works.append(work)
 
     return Call(reductions.wait, run)

@@ -1,0 +1,62 @@
+"""The command `schedules`: list the built-in schedules."""
+
+from __future__ import annotations
+
+import argparse
+from inspect import getdoc
+from textwrap import wrap
+from typing import Any
+
+from schedir.io.terminal import format_json
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import (
+    Schedule,
+    get_placement_mark,
+    get_stages_per_rank,
+)
+
+EXAMPLES = """\
+  schedir schedules
+  schedir draw zb_v --ranks 4 --microbatches 8
+  schedir recommend --costs F=1,B=2 --sizes saved=1GB
+
+The page docs/reference/schedules.md has their bubbles and formulas.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `schedules`.
+
+    Args:
+        parser: The parser of the command.
+    """
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> str:
+    """Return the built-in schedules, with what each does.
+
+    Args:
+        args: The parsed options of `schedules`.
+    """
+    facts = [_collect_facts(name, each) for name, each in get_built_in_schedules().items()]
+    return format_json(facts) if args.json else "".join(map(_format_schedule, facts))
+
+
+def _collect_facts(name: str, schedule: Schedule) -> dict[str, Any]:
+    return {
+        "schedule": name,
+        "stages_per_rank": get_stages_per_rank(schedule),
+        "placement": str(get_placement_mark(schedule)[0] or "loop"),
+        "description": (getdoc(schedule) or "").partition("\n")[0].removeprefix("Run "),
+    }
+
+
+def _format_schedule(facts: dict[str, Any]) -> str:
+    """Return the lines of one schedule: its name, and its wrapped description."""
+    text = facts["description"]
+    if facts["stages_per_rank"] > 1:
+        where = f" on {facts['placement']}" * (facts["placement"] != "loop")
+        text += f" {facts['stages_per_rank']} stages per rank{where}."
+    first, *rest = wrap(text, 80)
+    return f"{facts['schedule']:<15} {first}\n" + "".join(f"{'':<15} {line}\n" for line in rest)
