@@ -22,9 +22,9 @@ class MoEConfig(GPTConfig):
     A router sends each token to the `active` experts with the largest probabilities. Their outputs
     are added with these probabilities, divided by their sum (Mixtral, arXiv 2401.04088).
 
-    The auxiliary loss of a layer and microbatch is `aux_loss` * tokens * experts * sum(f * p), with
-    the share f of the tokens and the mean probability p of each expert (arXiv 2101.03961, equation
-    4). Each replica computes it for its own tokens.
+    The auxiliary loss of a layer and microbatch is `aux_loss` * tokens * experts * sum(f * p)
+    (arXiv 2101.03961, equation 4). An expert has the share f of the tokens, and the mean
+    probability p. Each replica computes the loss for its own tokens.
 
     Args:
         experts: The experts of a layer.

@@ -183,9 +183,9 @@ class MoELayer(gpt.AttentionLayer):
             aux: The auxiliary loss of earlier layers, (1,).
 
         Returns:
-            The tokens sorted by expert, (b*T*active, hidden); the number of tokens of each expert;
-            the weights of the experts of each token, (b*T, active); the order of the sorted tokens;
-            the residual stream; and the auxiliary loss.
+            Six tensors: the tokens sorted by expert, (b*T*active, hidden), and the number of tokens
+            of each expert. The weights of the experts of each token, (b*T, active), and the order
+            of the sorted tokens. The residual stream, and the auxiliary loss.
         """
         with self.use_dropout_stream():
             x, normed = self.run_attention(x)

@@ -33,13 +33,15 @@ CONFIG = MoEConfig(
     aux_loss=0.5,
 )  # fmt: skip
 RANKS, MICROBATCHES, SAMPLES, EP = 2, 4, 2, 2
-# Schedules, with the stages per rank.
-SCHEDULES: dict[str, tuple[str | Callable[..., Any], int]] = {
-    "one_f_one_b": ("one_f_one_b", 1),
-    "interleaved": ("interleaved", 2),
-    "zb_h1": ("zb_h1", 1),
-    "dualpipe_v": ("dualpipe_v", 2),
-    "combined_1f1b": (combined_1f1b, 1),
+SHARED: dict[str, Any] = {"recompute": "half", "buffer_sharing": "minimal", "overlap": True}
+# Schedules, with the stages per rank and options.
+SCHEDULES: dict[str, tuple[str | Callable[..., Any], int, dict[str, Any]]] = {
+    "one_f_one_b": ("one_f_one_b", 1, {}),
+    "interleaved": ("interleaved", 2, {}),
+    "zb_h1": ("zb_h1", 1, {}),
+    "dualpipe_v": ("dualpipe_v", 2, {}),
+    "combined_1f1b": (combined_1f1b, 1, {}),
+    "recomputed": ("eager_1f1b", 1, SHARED),
 }
 
 
@@ -99,12 +101,12 @@ def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], int]:
 def train_in_processes(rank: int, replicas: int) -> dict[str, Any]:
     """Return gradients, loss and gradient norm of this process, by schedule."""
     found: dict[str, Any] = {}
-    for name, (schedule, stages_per_rank) in SCHEDULES.items():
+    for name, (schedule, stages_per_rank, options) in SCHEDULES.items():
         stages = RANKS * stages_per_rank
         program = compile(
             schedule, ranks=RANKS, microbatches=MICROBATCHES, dp=replicas, ep=EP,
             stage_segments="dc" * (CONFIG.layers // stages), progress_model="per_edge",
-            blocking_hosts=True, clip_grad_norm=True,
+            blocking_hosts=True, clip_grad_norm=True, **options,
         )  # fmt: skip
         transport = GlooTransport(program)
         executor = moe_executor(

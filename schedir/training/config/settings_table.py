@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from inspect import getdoc
 from typing import Any, Final, NamedTuple, get_type_hints
 
@@ -128,7 +128,9 @@ def format_heading(section: str) -> str:
 def _list_section_settings(section: type[Any]) -> tuple[str, list[Setting]]:
     types = get_setting_types(section)
     about = str(getdoc(section))
-    meanings = split_docstring(about)[1]
+    meanings: dict[str, str] = {}
+    for one in reversed(section.__mro__):  # A kind of model may extend another one.
+        meanings |= split_docstring(str(getdoc(one)))[1] if is_dataclass(one) else {}
     return about, [
         Setting(
             f.name,
