@@ -48,6 +48,8 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from schedir.runtime.executor_options import ExecutionOptions
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import schedir
@@ -171,7 +173,8 @@ class Bench:
             models.append(model)
             executor = Executor(
                 program, rank, {s: model.stages[s] for s in self.own}, transport(program),
-                loss=model.loss, boundary=Boundary(model.boundary), record_timestamps=False,
+                loss=model.loss, boundary=Boundary(model.boundary),
+                execution=ExecutionOptions(record_timestamps=False),
             )  # fmt: skip
             self.steps[ours] = partial(executor.step, list(model.inputs), list(model.targets))
         runtime = _PipelineScheduleRuntime(
@@ -283,7 +286,8 @@ def box_costs(_: int, row: Row, pairs: int) -> list[float]:
     executor = Executor(
         program, RANK_ALONE, {s: model.stages[s] for s in shape.stages_on_rank[RANK_ALONE]},
         Nowhere(program),
-        loss=model.loss, boundary=Boundary(model.boundary), record_timestamps=False,
+        loss=model.loss, boundary=Boundary(model.boundary),
+        execution=ExecutionOptions(record_timestamps=False),
     )  # fmt: skip
     runner = executor.runner
     noted = runner._run_instructions

@@ -82,6 +82,7 @@ from schedir.predict.timeline import build_spans
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import WARM_UP_STEPS
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.recording.allocator_growth import count_allocations
@@ -366,7 +367,11 @@ def instruction_cost(microbatches: int = 256) -> float:
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     program = compile(one_f_one_b, PipelineShape(1, microbatches))
     world = InProcessExecutor(
-        program, [stage], loss=tiny_model.squared_error, boundary=boundary, record_timestamps=False
+        program,
+        [stage],
+        loss=tiny_model.squared_error,
+        boundary=boundary,
+        execution=ExecutionOptions(record_timestamps=False),
     )
     rank = world.executors[0]
 

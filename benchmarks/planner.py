@@ -58,6 +58,7 @@ from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
 from schedir.planner.plan_search import plan
 from schedir.planner.transformer.memory_estimate import count_end_params, count_layer_params
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from tests import published_runs as published
 from tests.published_runs import Run
 
@@ -449,8 +450,9 @@ def train_one(_: int, text: str, steps: int) -> Ran:
     executor = Executor(
         program, transport.rank, stages, transport,
         loss=partial(gpt.loss, tp=tp), boundary=(size, context, HERE.hidden),
-        optimizer=build_optimizer(parameters, config.train), max_norm=config.train.clip_grad_norm,
-        record_timestamps=False,
+        optimizer=build_optimizer(parameters, config.train),
+        gradients=GradientOptions(max_norm=config.train.clip_grad_norm),
+        execution=ExecutionOptions(record_timestamps=False),
     )  # fmt: skip
     draw = torch.Generator().manual_seed(transport.dp_rank)
     shape = (2, program.shape.microbatches, size, context)

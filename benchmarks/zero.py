@@ -46,6 +46,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -163,8 +165,8 @@ def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
         loss=lambda y, target: gpt.loss(y, target, tp=tp),
         boundary=Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16 if case.half else torch.float32),
         optimizer=optimizer,
-        max_norm=0.05 if program.clip_grad_norm else None,
-        spill_dir=case.folder,
+        gradients=GradientOptions(max_norm=0.05 if program.clip_grad_norm else None),
+        execution=ExecutionOptions(spill_dir=case.folder),
     )
     m, numbers = case.shape.microbatches, torch.Generator().manual_seed(1)
     told: list[bytes] = []
@@ -423,7 +425,8 @@ def measure(rank: int, row: ByteRow) -> Measured:
     stages = {s: gpt.build_stage(cfg, s, count) for s in own}
     executor = Executor(
         program, transport.rank, stages, transport, loss=gpt.loss, boundary=boundary,
-        optimizer=make([p for stage in stages.values() for p in stage.parameters()]), max_norm=0.05,
+        optimizer=make([p for stage in stages.values() for p in stage.parameters()]),
+        gradients=GradientOptions(max_norm=0.05),
     )  # fmt: skip
     executor.step(x, y, 1 / y.numel())
     gc.collect()

@@ -47,8 +47,8 @@ GROUPS = {
         "[file formats](file-formats.md#programs-sched) describes the text of a program. "
         "[Errors](errors.md) lists the errors. "
         "[The checker](../explanation/checker.md) lists the checks.",
-        ["compile", "evaluation_program", "check", "check_program_sequence", "errors", "Program",
-         "Stream", "Instr",
+        ["compile", "evaluation_program", "recognize", "check", "check_program_sequence", "errors",
+         "Program", "Stream", "Instr",
          "Opcode", "to_text", "from_text", "input_limits", "find_tied_weights", "TiedWeights",
          "torch_csv.to_csv", "torch_csv.from_csv"],
     ),
@@ -100,8 +100,8 @@ GROUPS = {
         "[Train your own model](../how-to/train-your-own-model.md) on one process and on four. "
         "[Same bits](../explanation/same-bits.md) and "
         "[split backwards](../explanation/split-backward.md) explain the results.",
-        ["runtime.InProcessExecutor", "runtime.Executor", "runtime.Boundary",
-         "runtime.PerMicrobatchBoundary",
+        ["runtime.InProcessExecutor", "runtime.Executor", "runtime.GradientOptions",
+         "runtime.ExecutionOptions", "runtime.Boundary", "runtime.PerMicrobatchBoundary",
          "runtime.infer_boundaries", "runtime.run_sequential", "runtime.measure_sizes",
          "runtime.make_backward_splittable", "runtime.register_splittable_layer",
          "runtime.check_splittable_layer",
@@ -123,7 +123,6 @@ GROUPS = {
 
 # More options of a directive.
 OPTIONS = {
-    "runtime.Executor": ":inherited-members:",  # its base is not public
     "viz.Style": ":undoc-members:",  # it is a TypedDict: its keys are no parameters
 }
 

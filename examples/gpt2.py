@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import schedir
 from schedir import PipelineShape
-from schedir.runtime import Boundary, Executor, GlooTransport
+from schedir.runtime import Boundary, Executor, GlooTransport, GradientOptions
 from schedir.schedules import interleaved
 
 STAGES, MICROBATCHES, SIZE, CONTEXT, STEPS = 4, 8, 2, 64, 10
@@ -85,7 +85,8 @@ def main() -> None:
     executor = Executor(
         program, transport.rank, own, transport,
         loss=summed_loss, boundary=Boundary((SIZE, CONTEXT, config.n_embd)), tied_weights=ties,
-        optimizer=torch.optim.AdamW(weights, lr=1e-3), max_norm=1.0, seed=1,
+        optimizer=torch.optim.AdamW(weights, lr=1e-3),
+        gradients=GradientOptions(max_norm=1.0), seed=1,
     )  # fmt: skip
 
     for step, sequences in enumerate(batches(Path(__file__).read_bytes())):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import PipelineShape
-from schedir.runtime import Executor, GlooTransport
+from schedir.runtime import Executor, GlooTransport, GradientOptions
 from schedir.schedules import interleaved
 
 Batch = tuple[Tensor, Tensor, Sequence[Mapping[str, Any]]]  # inputs, targets and keywords
@@ -56,7 +56,7 @@ def train(
     weights = {p for stage in own.values() for p in stage.parameters()}
     executor = Executor(
         program, transport.rank, own, transport, loss=loss, boundary=boundary,
-        optimizer=torch.optim.AdamW(weights, lr=1e-3), max_norm=1.0,
+        optimizer=torch.optim.AdamW(weights, lr=1e-3), gradients=GradientOptions(max_norm=1.0),
     )  # fmt: skip
     for step in range(steps):
         inputs, targets, keywords = batch(step)

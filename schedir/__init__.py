@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from schedir import errors, schedules
     from schedir.compiler.compile import compile
     from schedir.compiler.evaluation_program import evaluation_program
+    from schedir.compiler.schedule_recognition import recognize
     from schedir.instrumentation.instrument import instrument
     from schedir.io.cluster_file import load_cluster, save_cluster
     from schedir.io.timeline_file import load_timeline, save_timeline
@@ -96,6 +97,7 @@ _LAZY_IMPORTS: Final = {
     "expand_schedule": "schedules.schedule_expansion:expand_schedule",
     "errors": "errors",
     "evaluation_program": "compiler.evaluation_program:evaluation_program",
+    "recognize": "compiler.schedule_recognition:recognize",
     "memory_frontier": "schedule_search.memory_frontier:memory_frontier",
     "greedy_schedule": "schedules.greedy:greedy_schedule",
     "split_costs": "passes.splitting.stage_segmentation:split_costs",
@@ -185,6 +187,7 @@ __all__ = [
     "lower_bound",
     "memory_frontier",
     "overlapped_pair",
+    "recognize",
     "save_cluster",
     "save_timeline",
     "schedules",

@@ -179,7 +179,10 @@ class _Parser(argparse.ArgumentParser):
                 message = f"{parser.prog} does not take {rest.split()[0]!r}"
                 if any(each.dest == "source" and each.nargs is None for each in parser._actions):
                     message = f"{parser.prog} takes one SCHEDULE, and {word!r} is one too many"
-                    hint = f"schedir compare SCHEDULE {word} compares several schedules"
+                    from schedir.io.source_loader import suggest_source
+
+                    hint = suggest_source(word)
+                    hint = hint or f"schedir compare SCHEDULE {word} compares several schedules"
         raise UsageError(message, hint=hint)
 
     def suggest_option(self, name: str) -> str:

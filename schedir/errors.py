@@ -118,7 +118,7 @@ class SchedirError(Exception):
         sites: The instructions concerned.
         hint: A fix, given only if it is certain; "" if there is none.
         fields: The settings that do not fit, the most likely cause first.  They have their names in
-            `PipelineShape`, `Program` or a configuration.
+            `PipelineShape`, `Program` or a configuration, or they are arguments of an executor.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class SchedirError(Exception):
         super().__init__(fact)
         self.fact = fact
         self.program = program
-        self.sites = tuple(sites)
+        self.sites: tuple[InstructionSite, ...] = tuple(sites)
         self.hint = hint
-        self.fields = tuple(fields)
+        self.fields: tuple[str, ...] = tuple(fields)
 
     def format_lines(self) -> list[str]:
         """Return the lines of the message between the first line and the hint."""
@@ -193,8 +193,9 @@ def require_type(value: object, kind: type, example: str) -> None:
         UsageError: `value` is not an instance of `kind`.
     """
     if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise UsageError(
-            f"the argument must be a {kind.__name__}, not {describe(value)}",
+            f"the argument must be {article} {kind.__name__}, not {describe(value)}",
             hint=f"for example {example}",
         )
 
@@ -260,7 +261,8 @@ class ConfigError(UsageError):
         place = f"{location}, line {line}, column {column}" if line else location
         super().__init__(fact, program=place, hint=hint, fields=fields)
         self.location = location
-        self.line, self.column = line, column
+        self.line: int = line
+        self.column: int = column
 
 
 class CheckpointError(SchedirError):
@@ -277,7 +279,8 @@ class CheckpointError(SchedirError):
 
     def __init__(self, fact: str, step: int | None = None, file: str = "", hint: str = "") -> None:
         super().__init__(fact, hint=hint)
-        self.step, self.file = step, file
+        self.step: int | None = step
+        self.file: str = file
 
 
 class ShapeError(SchedirError):
@@ -414,12 +417,10 @@ class MemoryLimitError(SchedirError):
         more = format_bytes(required_bytes) + f" on the {tier}" * (tier != "device")
         fact = f"rank {site.rank} needs {more}, but the limit is {format_bytes(limit_bytes)}"
         super().__init__(fact, program=program, sites=[site], hint=hint)
-        self.limit_bytes, self.required_bytes, self.tier, self.live_values = (
-            limit_bytes,
-            required_bytes,
-            tier,
-            tuple(live_values),
-        )
+        self.limit_bytes: float = limit_bytes
+        self.required_bytes: float = required_bytes
+        self.tier: str = tier
+        self.live_values: tuple[tuple[str, int, float], ...] = tuple(live_values)
 
     def format_lines(self) -> list[str]:
         """Return the instruction at the peak, and a line for each name of values."""
@@ -469,7 +470,7 @@ class DeadlockError(SchedirError):
     ) -> None:
         super().__init__(fact, program=program, sites=window, hint=hint)
         self.progress_model = progress_model
-        self.cycle = tuple(cycle)
+        self.cycle: tuple[CycleWait, ...] = tuple(cycle)
         self.executed_count = executed_count
         self.instruction_count = instruction_count
         self.eager_limit: float | None = None
@@ -557,4 +558,5 @@ class NonFiniteError(ExecutionError):
         process: int = 0,
     ) -> None:
         super().__init__(fact, program=program, sites=sites, hint=hint)
-        self.step, self.process = step, process
+        self.step: int = step
+        self.process: int = process

@@ -179,6 +179,21 @@ _RENAMED_ARGUMENTS: Final = MappingProxyType(
         "taken": "received_shape", "unchecked": "skip_checks", "v": "stages_per_rank",
     }
 )  # fmt: skip
+# Arguments of executors that are now fields of an argument, or that are gone: the present call.
+_MOVED_ARGUMENTS: Final = MappingProxyType(
+    {
+        **{
+            old: f"gradients=GradientOptions({old}=...)"
+            for old in ("max_norm", "loss_scale", "accumulate_grads")
+        },
+        **{
+            old: f"execution=ExecutionOptions({old}=...)"
+            for old in ("record_timestamps", "debug", "spill_dir", "allow_identical_stages")
+        },
+        "other_rank_stages": "stages=[...], with all stages of the model in order",
+        "parameter_copies": "stages=[...] of an InProcessExecutor, which copies shared Parameters",
+    }
+)
 # What torch, Megatron-LM, DeepSpeed and papers call an argument or an option: schedir's names.
 _OTHER_NAMES: Final = {
     name: new
@@ -252,11 +267,17 @@ def suggest_name(name: str, known_names: Iterable[str]) -> str:
         'it is now optimizer_steps'
         >>> suggest_name("num_ranks", ["ranks", "optimizer_steps"])
         "did you mean 'ranks'?"
+        >>> suggest_name("debug", ["program", "execution"])
+        'it is now execution=ExecutionOptions(debug=...)'
     """
     known = [*known_names]
     present = find_present_name(name, known)
     if present and name not in _OTHER_NAMES:
         return f"it is now {present}"
+    for each in (name, *_RENAMED_ARGUMENTS.get(name, "").split()):
+        moved = _MOVED_ARGUMENTS.get(each, "")
+        if moved.partition("=")[0] in known:
+            return f"it is now {moved}"
     near = present or next(iter(get_close_matches(name, known, 1)), "")
     return f"did you mean {near!r}?" if near else ""
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXECUTOR = (
     "test_executor*.py", "test_boundaries.py", "test_split*.py", "test_zero.py",
     "test_zero_optimizers.py", "test_reduction.py", "test_instrument.py", "test_measured.py",
-    "test_checkpoints.py", "test_states_runs.py",
+    "test_checkpoints.py", "test_optimizer_placements.py",
 )  # fmt: skip
 DROP_IN = ("test_torch_face*.py", "test_torch_own*.py")  # needs torch 2.13
 

@@ -27,7 +27,6 @@ from schedir.predict.timeline import Timeline, require_timelines
 from schedir.viz.palette import (
     DARK_PALETTE,
     HATCHED_OPS,
-    IDLE_CAUSES,
     LANE_NAMES,
     LIGHT_PALETTE,
     OP_NAMES,
@@ -86,7 +85,7 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
     data = {
         "ops": [_describe_opcode(row) for row in INSTRUCTIONS],
         "lanes": [lane.name.lower() for lane in Lane],
-        "causes": [IDLE_CAUSES[cause][0] for cause in IdleCause],
+        "causes": [cause.text for cause in IdleCause],
         "fills": {
             "light": _color_instructions(runs, LIGHT_PALETTE),
             "dark": _color_instructions(runs, DARK_PALETTE),

@@ -24,7 +24,6 @@ from schedir.ir.isa.instructions import (
     Opcode,
     Row,
 )
-from schedir.predict.bubble_causes import IdleCause
 
 RGB = tuple[float, float, float]
 
@@ -125,26 +124,6 @@ LANE_NAMES: Final = {row.lane: row.label or row.doc for row in LANES[1:]}
 # Lanes with incoming and outgoing transfers. The incoming ones have a lighter colour.
 TWO_WAY_LANES: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)
 UNSHARDED_LABEL: Final = "unsharded weights"
-
-# The name and the colour of each cause of idle time. Warmup and cooldown have cool colours, and
-# waits for other ranks have warm ones.
-IDLE_CAUSES: Final = {
-    IdleCause.WARMUP: ("warmup", "#9ecae1"),
-    IdleCause.COOLDOWN: ("cooldown", "#4292c6"),
-    IdleCause.MESSAGE: ("message in flight", "#009e73"),
-    IdleCause.PEER: ("late peer", "#d55e00"),
-    IdleCause.IMBALANCE: ("imbalance", "#e6ab02"),
-    IdleCause.REDUCTION: ("reduction", "#6a3d9a"),
-    IdleCause.HOST: ("host", "#7a7a7a"),
-    IdleCause.WEIGHTS: ("weights", "#cc79a7"),
-    IdleCause.SNAPSHOT: ("snapshot", "#8c6d31"),
-    IdleCause.SUM: ("sum of segments", "#a05195"),
-    IdleCause.ALL_TO_ALL: ("all-to-all of experts", "#882255"),
-    IdleCause.OFFLOAD: ("offload", "#c9a45c"),
-    IdleCause.DISK: ("disk", "#4a3728"),
-    IdleCause.STEP: ("the host's step", "#6b8e23"),
-}
-
 
 # Instructions and lanes that a user can give another colour, by their name in `Style`.
 COLORED_KINDS: Final[dict[str, Opcode | Lane]] = {

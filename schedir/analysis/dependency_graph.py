@@ -37,7 +37,12 @@ from schedir.analysis.memory.buffer_slots import (
     find_host_slot_reuses,
     find_slot_reuses,
 )
-from schedir.analysis.progress_models import ProgressModel, get_model_row, require_model
+from schedir.analysis.progress_models import (
+    ModelRow,
+    ProgressModel,
+    get_model_row,
+    require_model,
+)
 from schedir.errors import require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import EagerMessages
@@ -86,15 +91,14 @@ class Graph:
         host_device_sync: bool = False,
         eager_messages: EagerMessages | None = None,
     ) -> None:
-        self.program, self.eager_messages = program, eager_messages
-        self.rules = get_model_row(progress_model)
+        self.program: Program = program
+        self.eager_messages: EagerMessages | None = eager_messages
+        self.rules: ModelRow = get_model_row(progress_model)
         self.progress_model = progress_model
-        self.blocking_hosts, self.host_device_sync = (
-            blocking_hosts or host_device_sync,
-            host_device_sync,
-        )
-        self.index = InstructionIndex.from_program(program)
-        self.flow = Dataflow.from_program(program)
+        self.blocking_hosts: bool = blocking_hosts or host_device_sync
+        self.host_device_sync: bool = host_device_sync
+        self.index: InstructionIndex = InstructionIndex.from_program(program)
+        self.flow: Dataflow = Dataflow.from_program(program)
 
     @classmethod
     def from_program(

@@ -37,7 +37,7 @@ class SharedQueueGraph(Graph):
         blocking_hosts: bool = False,
     ) -> None:
         super().__init__(program, progress_model, blocking_hosts=blocking_hosts)
-        self.queue_pairs = tuple(queue_pairs)
+        self.queue_pairs: tuple[QueuePair, ...] = tuple(queue_pairs)
 
     @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from schedir.errors import UsageError
+
+if TYPE_CHECKING:
+    from schedir.predict.timeline import Timeline
 
 EXAMPLES = """\
   schedir calibrate run.timeline
@@ -36,13 +40,40 @@ def run(args: argparse.Namespace) -> str:
     Raises:
         UsageError: The source is not a FILE.timeline.
     """
+    from schedir.io.source_loader import suggest_source
     from schedir.io.timeline_file import load_timeline
-    from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs
+    from schedir.predict.calibrate import (
+        calibrate,
+        fill_missing_backwards,
+        format_costs,
+        simulate_at_mean_times,
+    )
 
     if not args.source.endswith(".timeline"):
-        raise UsageError(f"{args.source!r} is not a run: its file must end in .timeline")
+        raise UsageError(
+            f"{args.source!r} is not a run: its file must end in .timeline",
+            hint=suggest_source(args.source),
+        )
     timeline = load_timeline(args.source)
     if timeline.causality_warning:  # not on standard output, which another command parses
         print(f"{args.source}: {timeline.causality_warning}", file=sys.stderr)
     costs = calibrate(timeline, per_microbatch=args.per_microbatch)
+    if note := _describe_unexplained_time(timeline, simulate_at_mean_times(timeline, costs)):
+        print(f"{args.source}: {note}", file=sys.stderr)
     return f"{format_costs(fill_missing_backwards(costs, timeline.program))}\n"
+
+
+def _describe_unexplained_time(run: Timeline, predicted: Timeline) -> str:
+    """Return a note about the busy time of a prediction that is not busy time of the run, or ""."""
+    from schedir.predict.calibrate import MIN_REPORTED_SHARE, compute_unexplained_share
+
+    if compute_unexplained_share(predicted, run) < MIN_REPORTED_SHARE:
+        return ""
+    share = 1 - run.busy.sum() / predicted.busy.sum()
+    rank, unit = int((predicted.busy - run.busy).argmax()), run.unit and f" {run.unit}"
+    return (
+        f"{share:.1%} of the busy time at these costs is not compute. The costs of F, B, I and W "
+        "contain delays of the host, late messages and noise, and a prediction repeats them as "
+        f"work. Most are on rank {rank}: busy for {predicted.busy[rank]:.4g}{unit}, in the run "
+        f"for {run.busy[rank]:.4g}{unit}"
+    )

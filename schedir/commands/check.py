@@ -275,13 +275,12 @@ def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
 
 def _draw_refused_draft(request: Request, error: SchedirError, output: str) -> None:
     """Write a picture of a schedule that `compile` refused before it added communication."""
-    draft = None
     if isinstance(error, DeadlockError):
         draft = replace(request, draft=True).program
-    if draft is not None and len(draft) == error.instruction_count:
-        _draw_deadlock(draft, error, output)
-    else:
-        error.add_note(f"did not write {output}: only ranks that wait for each other can be drawn")
+        if len(draft) == error.instruction_count:
+            _draw_deadlock(draft, error, output)
+            return
+    error.add_note(f"did not write {output}: only ranks that wait for each other can be drawn")
 
 
 def _find_finishing_models(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.bound_report import find_lower_bound, format_possible_gain
 from schedir.commands.common.chart_options import (
@@ -19,12 +19,18 @@ from schedir.commands.common.schedule_options import (
     make_request,
     require_unsharded_stages,
 )
+from schedir.commands.common.schedule_ranking import (
+    Excess,
+    describe_excesses,
+    label_requests,
+    use_times_of_run,
+)
 from schedir.commands.common.timeline_facts import (
     collect_cost_facts,
     collect_timeline_facts,
     describe_costs,
 )
-from schedir.errors import UsageError
+from schedir.errors import MemoryLimitError, UsageError, format_bytes
 from schedir.io.terminal import format_json, format_table
 
 if TYPE_CHECKING:
@@ -51,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Compare schedules of one model. --costs are per rank and microbatch, or lists with one "
         "number for each equal part of the model. They are split evenly over the stages of each "
         "schedule. A schedule without a parameter v has one stage per rank. With a run, --costs "
-        "are in its unit, and the default costs are its mean times."
+        'are in its unit, and the default costs are its mean times. The column "to gain" is the '
+        "largest share of the span that another order of the same stages within the same memory "
+        'can save: "none" is proved, and "-" is unknown.'
     )
     add_source(parser, allows_several=True)
     parser.add_argument(
@@ -81,12 +89,15 @@ def run(args: argparse.Namespace) -> str:
     elif args.tradeoff:
         require_no_chart_options(args, "a chart of bubble against memory")
     requests = [make_request(args, source, for_comparison=True) for source in args.source]
-    requests = _use_times_of_run(requests)
+    requests, warning = use_times_of_run(requests)
     require_unsharded_stages(requests)
+    requests, over_limit = _drop_exceeded_limits(requests)
     timelines = [request.timeline for request in requests]
-    text = _format_comparison(requests, as_table=not args.json)
+    text = _format_comparison(requests, over_limit, as_table=not args.json)
     if not args.json:
-        text += _describe_differences(timelines) + describe_costs(requests)
+        excesses = describe_excesses(over_limit, format_bytes(args.memory_limit or 0))
+        text += "".join(f"{line}\n" for line in excesses)
+        text += _describe_differences(timelines) + warning + describe_costs(requests)
     if args.output is not None:
         if args.tradeoff:
             from schedir.viz import bubble_vs_memory, save
@@ -98,30 +109,35 @@ def run(args: argparse.Namespace) -> str:
     return text
 
 
-def _use_times_of_run(requests: Sequence[Request]) -> list[Request]:
-    """Give the schedules among the sources the shape, the mean times and the unit of a run.
+def _drop_exceeded_limits(
+    requests: Sequence[Request],
+) -> tuple[list[Request], dict[str, Excess]]:
+    """Return requests that accept a program over the memory limit, and its memory by source.
 
-    Options have precedence over the shape and the times.  Without a run, nothing changes.
+    A program that an option such as `recompute=fit` cannot make fit is left out.
+
+    Raises:
+        MemoryLimitError: All programs are left out.
     """
-    from schedir.predict.calibrate import calibrate, fill_missing_backwards
-
-    run = next((request.source_timeline for request in requests if request.source_timeline), None)
-    if run is None:
-        return [*requests]
-    shape = run.program.unsegmented_shape
-    costs = requests[0].costs
-    if costs is None:
-        costs = fill_missing_backwards(calibrate(run), run.program)
-    defaults = {"ranks": shape.ranks, "microbatches": shape.microbatches}
-    return [
-        request
-        if request.source_timeline or request.cluster
-        else replace(request, defaults=defaults, costs=costs, unit=run.unit)
-        for request in requests
-    ]
+    kept, over_limit = list[Any](), dict[str, Excess]()
+    for request in requests:
+        try:
+            _ = request.timeline
+        except MemoryLimitError as error:
+            needed = error.required_bytes
+            over_limit[request.source] = Excess(request, needed, format_bytes(needed))
+            if "fit" in request.compile_options.values():
+                if len(over_limit) == len(requests):
+                    raise
+                continue
+            request = replace(request, memory_limit=None)
+        kept.append(request)
+    return kept, over_limit
 
 
-def _format_comparison(requests: Sequence[Request], *, as_table: bool) -> str:
+def _format_comparison(
+    requests: Sequence[Request], over_limit: Mapping[str, Excess], *, as_table: bool
+) -> str:
     from schedir.analysis.memory.unshard_counts import collect_sharding_facts, format_range
 
     rows, several_kinds = [], len({request.timeline.kind for request in requests}) > 1
@@ -129,26 +145,41 @@ def _format_comparison(requests: Sequence[Request], *, as_table: bool) -> str:
         t = request.timeline
         shape, peak = t.program.shape, int(t.peak_in_flight.max(initial=0))
         counts = {"ranks": shape.ranks, "microbatches": shape.microbatches, "stages": shape.stages}
-        size = {"peak_in_flight": peak, "peak_activations": t.peak_activations}
+        size: dict[str, Any] = {"peak_in_flight": peak, "peak_activations": t.peak_activations}
         facts = collect_timeline_facts(t, find_lower_bound(request))
         sharding = collect_sharding_facts(t.program)
+        if t.sizes is not None:
+            size["peak_memory"] = float(t.peak_memory.max())
+            excess = over_limit.get(request.source)
+            size["over_limit"] = excess is not None
+            if excess is not None:  # a limit counts values that may be in memory longer
+                size["peak_memory"] = excess.amount
         rows.append(facts | counts | size | collect_cost_facts(request) | sharding)
     if not as_table:
         return format_json(rows)
     has_gathers = any("gathers" in f for f in rows)
+    has_sizes = any("peak_memory" in f for f in rows)
     return format_table(
         ["schedule", "ranks", "microbatches", "stages", "span", "bubble", "to gain",
-         "peak in flight", "peak activations", *["gathers"] * has_gathers],
+         "peak in flight", "peak activations", *["peak memory"] * has_sizes,
+         *["gathers"] * has_gathers],
         [
-            [", ".join(filter(None, [f["program"], f["kind"] * several_kinds, f["doubt"]])),
+            [", ".join(filter(None, [label, f["kind"] * several_kinds, f["doubt"]])),
              *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
              f"{f['span']:.6g} {f['unit']}".strip(),
              f"{f['bubble']:.1%}", format_possible_gain(f),
              str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}",
+             *[_format_peak_memory(f)] * has_sizes,
              *[format_range(f.get("gathers", [0]))] * has_gathers]
-            for f in rows
+            for label, f in zip(label_requests(requests), rows, strict=True)
         ],
     )  # fmt: skip
+
+
+def _format_peak_memory(facts: dict[str, Any]) -> str:
+    if "peak_memory" not in facts:
+        return "-"
+    return f"{'over the limit: ' * facts['over_limit']}{format_bytes(facts['peak_memory'])}"
 
 
 def _describe_differences(timelines: Sequence[Timeline]) -> str:

@@ -19,7 +19,6 @@ from schedir.errors import UsageError
 
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
-    from schedir.predict.timeline import Timeline
 
 EXAMPLES = """\
   schedir draw interleaved zb_v --ranks 4 --microbatches 8
@@ -80,6 +79,7 @@ def run(args: argparse.Namespace) -> str:
     if args.output is None:
         return "\n".join(map(_format_text_chart, requests)) + describe_costs(requests)
     if page:
+        from schedir.predict.calibrate import simulate_at_mean_times
         from schedir.viz import save_html
 
         if len(timelines) > 2:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> str:
                 f"-o {args.output}: a page shows one or two runs, not {len(timelines)}"
             )
         if len(timelines) == 1 and timelines[0].kind == "measured":
-            timelines.insert(0, _predict_measured_run(timelines[0]))
+            timelines.insert(0, simulate_at_mean_times(timelines[0]))
         save_html(args.output, *timelines)
     elif args.idle:
         from schedir.viz import idle_map, save
@@ -105,18 +105,3 @@ def _format_text_chart(request: Request) -> str:
     bound = find_lower_bound(request)
     lines = [describe_run_bound(request.timeline, bound), describe_request_memory(request, bound)]
     return format_text_chart(request.timeline) + "".join(f"{line}\n" for line in lines if line)
-
-
-def _predict_measured_run(measured: Timeline) -> Timeline:
-    """Return the run that a simulation at the mean times of a measured run predicts."""
-    from dataclasses import replace
-
-    from schedir.predict.calibrate import calibrate
-    from schedir.predict.simulate import simulate
-
-    model, blocks, sizes = measured.progress_model, measured.blocking_hosts, measured.sizes
-    costs = calibrate(measured)
-    predicted = simulate(
-        measured.program, costs, progress_model=model, blocking_hosts=blocks, sizes=sizes
-    )
-    return replace(predicted, unit=measured.unit)

@@ -1,4 +1,7 @@
-"""The command `examples`: write the example files of the documentation to a folder."""
+"""The command `examples`: write the example files of the documentation to a folder.
+
+The clusters of `schedir plan` are among them, in the folder `clusters`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from shutil import copyfile
 
 from schedir.errors import UsageError
 from schedir.io.files import describe_os_error
+from schedir.planner.hardware.cluster_presets import cluster_presets, get_preset_path
 
 EXAMPLES = """\
   schedir examples
@@ -43,11 +47,13 @@ def run(args: argparse.Namespace) -> str:
         UsageError: The folder exists, or cannot be written.
     """
     folder = Path(args.output)
-    sources = sorted(path for path in _SOURCE.iterdir() if path.is_file())
+    examples = sorted(path for path in _SOURCE.iterdir() if path.is_file())
+    clusters = [path for name in cluster_presets() if (path := get_preset_path(name))]
     try:
-        folder.mkdir(parents=True)
-        for source in sources:
-            copyfile(source, folder / source.name)
+        for target, sources in ((folder, examples), (folder / "clusters", clusters)):
+            target.mkdir(parents=True)
+            for source in sources:
+                copyfile(source, target / source.name)
     except FileExistsError:
         raise UsageError(
             f"-o {args.output}: the folder exists already, and its files are not replaced",
@@ -56,4 +62,5 @@ def run(args: argparse.Namespace) -> str:
         ) from None
     except OSError as error:
         raise UsageError(f"-o {args.output}: {describe_os_error(error)}") from None
-    return f"wrote {len(sources)} files to {args.output}\n"
+    count = len(examples) + len(clusters)
+    return f"wrote {count} files to {args.output}\n"

@@ -16,10 +16,11 @@ from schedir.commands.common.timeline_facts import (
     collect_cost_facts,
     collect_timeline_facts,
     describe_costs,
+    suggest_page,
 )
 from schedir.errors import SchedirError, format_bytes
 from schedir.io.command_line import option_words
-from schedir.io.terminal import format_json
+from schedir.io.terminal import format_json, format_table
 from schedir.predict.possible_saving import compute_saving, describe_saving
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 
     from schedir.io.program_request import Request
     from schedir.ir.cost.costs import Costs
+    from schedir.predict.bubble_causes import Floats, IdleCause
     from schedir.predict.timeline import Timeline
     from schedir.predict.what_if import Advice, SimulatedChange
     from schedir.schedule_search.search_results import LowerBound
 
 # Printed changes that save time.  Changes for which there is a command are always printed.
 MAX_CHANGES = 3
+MAX_RANKS = 16  # ranks in the table of idle shares
 MAX_MEMORY_CHANGES = 5  # printed changes of the memory of ranks
 TORCH_FORMAT = "torch-2.13"  # the version of torch's CSV format that contains transfers
 
@@ -84,8 +87,9 @@ def run(args: argparse.Namespace) -> str:
         )
     idle = idleness(timeline)
     lines = [_describe_bubble(timeline, idle), *_describe_longest_wait(timeline, idle)]
+    lines += _describe_ranks(timeline, idle, args.source)
     lines += (
-        _describe_advice(advice, recipes, timeline)
+        _describe_advice(advice, recipes, timeline, args.source)
         + _describe_possible_saving(advice, lower_bounds)
         + _describe_memory_changes(advice, limit)
     )
@@ -151,7 +155,7 @@ def _collect_facts(
         "bound": of_base["bound"],
         "gap": of_base["gap"],
         "bound_when_split": lower_bounds[-1].value if lower_bounds else None,
-        "idle": {cause.name.lower(): table[:, cause].tolist() for cause in IdleCause},
+        "idle": {cause.text: table[:, cause].tolist() for cause in IdleCause},
         "simulated_span": advice.baseline.span,
         "advice_given": advice.is_reliable,
         "fits": advice.fits_memory,
@@ -228,18 +232,49 @@ def _describe_recipe(
 
 def _describe_bubble(timeline: Timeline, idle: NDArray[Any]) -> str:
     """Return a line with the bubble by cause, the largest first."""
-    from schedir.predict.bubble_causes import IdleCause, sum_by_cause
+    from schedir.predict.bubble_causes import sum_by_cause
 
     total_time = timeline.span * timeline.ranks
     share = sum_by_cause(idle, timeline.ranks).sum(0) / (total_time or 1.0)
-    printed_causes = sorted((c for c in IdleCause if share[c] >= 0.0005), key=lambda c: -share[c])
-    causes = ", ".join(f"{c.name.lower()} {share[c]:.1%}" for c in printed_causes)
-    unit = timeline.unit and f" {timeline.unit}"
-    ranks = f"{timeline.ranks} rank{'s' * (timeline.ranks > 1)}"
+    printed_causes = _list_printed_causes(share)
+    causes = ", ".join(f"{c.text} {share[c]:.1%}" for c in printed_causes)
     return (
-        f"{timeline.program.name}, {timeline.caption}: {timeline.bubble:.1%} of {ranks} x "
-        f"{timeline.span:.6g}{unit} is idle{causes and f': {causes}'}"
+        f"{timeline.program.name}, {timeline.caption}, progress model "
+        f"{timeline.progress_model}: {timeline.bubble:.1%} of "
+        f"{_describe_total(timeline)} is idle{causes and f': {causes}'}"
     )
+
+
+def _describe_total(timeline: Timeline) -> str:
+    """Return the total time of all ranks as text, such as "4 ranks x 33"."""
+    unit = timeline.unit and f" {timeline.unit}"
+    return f"{timeline.ranks} rank{'s' * (timeline.ranks > 1)} x {timeline.span:.6g}{unit}"
+
+
+def _list_printed_causes(share: Floats) -> list[IdleCause]:
+    """Return the causes whose shares are not printed as 0.0 %, the largest first."""
+    from schedir.predict.bubble_causes import IdleCause
+
+    return sorted((c for c in IdleCause if share[c] >= 0.0005), key=lambda c: -share[c])
+
+
+def _describe_ranks(timeline: Timeline, idle: NDArray[Any], source: str) -> list[str]:
+    """Return the lines of a table with the idle shares of each rank, or one line for many ranks."""
+    from schedir.predict.bubble_causes import sum_by_cause
+
+    if timeline.ranks > MAX_RANKS:
+        picture = f"schedir draw {shlex.quote(source)} --idle-map -o idle.png"
+        return [f"causes of each rank: --json, or {picture}"]
+    share = sum_by_cause(idle, timeline.ranks) / (timeline.span or 1.0)
+    causes = _list_printed_causes(share.mean(0))
+    if not causes or timeline.ranks == 1:
+        return []
+    rows = [
+        [f"rank {rank}", f"{each.sum():.1%}", *(f"{each[cause]:.1%}" for cause in causes)]
+        for rank, each in enumerate(share)
+    ]
+    headings = ["share of the span", "idle", *(cause.text for cause in causes)]
+    return format_table(headings, rows).splitlines()
 
 
 def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
@@ -266,19 +301,20 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
         and abs(stage_times.mean() - durations[is_same_op].mean())
         > 0.01 * durations[is_same_op].mean()
     ):
-        comparison = f"; it takes {stage_times.mean() / durations[is_same_op].mean():.2f}x the mean"
-    idle_time = timeline.idle.sum()
-    if not idle_time > 0:  # the waits are so short that they round to 0
+        ratio = stage_times.mean() / durations[is_same_op].mean()
+        comparison = f"; it takes {ratio:.2f}x the mean of all {INSTRUCTIONS[op].text}"
+    if not timeline.idle.sum() > 0:  # the waits are so short that they round to 0
         return []
-    share = waited.max() / idle_time
+    share = waited.max() / (timeline.span * timeline.ranks)
     return [
-        f"longest awaited: {INSTRUCTIONS[op].text} of stage {stage} on rank {rank}, in "
-        f"{share:.0%} of the "
-        f"idle time{comparison}"
+        f"longest awaited: {INSTRUCTIONS[op].text} of stage {stage} on rank {rank}, for "
+        f"{share:.1%} of {_describe_total(timeline)}{comparison}"
     ]
 
 
-def _describe_advice(advice: Advice, recipes: list[list[str]], timeline: Timeline) -> list[str]:
+def _describe_advice(
+    advice: Advice, recipes: list[list[str]], timeline: Timeline, source: str
+) -> list[str]:
     """Return lines with the changes that save most time, and the error of the simulation."""
     from schedir.predict.calibrate import MIN_REPORTED_SHARE, compute_unexplained_share
     from schedir.predict.what_if import MAX_COMPILED_INSTRUCTIONS, MIN_SAVING
@@ -288,7 +324,7 @@ def _describe_advice(advice: Advice, recipes: list[list[str]], timeline: Timelin
         return [
             f"no advice: a simulation at the run's mean times takes {base.span:.6g}{unit}, but the "
             f"run took {timeline.span:.6g}{unit} ({advice.relative_error:+.1%}), so it cannot "
-            "predict what a change saves"
+            f"predict what a change saves; {suggest_page(source)}"
         ]
     off = (
         f"{abs(advice.relative_error):.1%} {'more' if advice.relative_error > 0 else 'less'} "

@@ -341,6 +341,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         ("sequence", "tokens per sequence"),
         ("ffn", "width of the feed-forward network (4 x hidden)"),
         ("kv-heads", "heads of keys and values (as heads)"),
+        ("head-dim", "numbers of a head (hidden / heads)"),
         ("experts", "experts per layer (1)"),
         ("active", "experts per token (1)"),
     ):
@@ -354,7 +355,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cluster", metavar="CLUSTER",
-        help="a name (a100, h100), or FILE.toml with your own cluster",
+        help="a name (a100, h100), or FILE.toml with your own cluster; `schedir examples` writes "
+        "files to edit, such as examples/clusters/a100.toml",
     )  # fmt: skip
     group.add_argument(
         "--stack", metavar="NAME",

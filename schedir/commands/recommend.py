@@ -16,9 +16,13 @@ from schedir.commands.common.schedule_options import (
     require_unsharded_stages,
 )
 from schedir.commands.common.schedule_ranking import (
+    Excess,
     ScheduleRanking,
+    describe_excesses,
+    label_requests,
     list_built_in_schedules,
     rank_schedules,
+    use_times_of_run,
 )
 from schedir.commands.common.timeline_facts import (
     collect_cost_facts,
@@ -50,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.description = (
         "Rank all built-in schedules, and your own, for one model and shape, the shortest first. "
-        "--costs are per rank and microbatch, as in `schedir compare`."
+        "--costs are per rank and microbatch, as in `schedir compare`. With a run, the default "
+        'shape and costs are its shape and its mean times. The column "to gain" is that of '
+        "`schedir compare`: the largest share of the span that another order of the same stages "
+        "within the same memory can save."
     )
     parser.add_argument(
         "source", metavar="SCHEDULE", nargs="*", help=f"also rank this: {SOURCE_HELP}"
@@ -80,12 +87,13 @@ def run(args: argparse.Namespace) -> str:
     Raises:
         SchedirError: No schedule supports the shape or the costs.
     """
-    ranking = _rank_candidates(args)
+    ranking, warning = _rank_candidates(args)
     if args.json:
         return format_json([_collect_row(request) for request in ranking.fitting])
     text = _format_ranking(ranking.fitting) if ranking.fitting else "no schedule fits\n"
-    if ranking.over_limit:
-        text += f"over the limit: {', '.join(ranking.over_limit)}\n"
+    text += "".join(
+        f"{line}\n" for line in describe_excesses(ranking.over_limit, _describe_limit(args))
+    )
     if ranking.with_split_backward:
         text += f"with split backwards: {', '.join(ranking.with_split_backward)}\n"
     for name, other in ranking.duplicates.items():
@@ -94,27 +102,38 @@ def run(args: argparse.Namespace) -> str:
         names = [name for name, error in ranking.refusals.items() if error.fact == fact]
         text += f"refused {', '.join(names)}: {fact}\n"
     # Costs of other schedules differ, because they have other stages.
-    return text + describe_costs(ranking.fitting[:1])
+    return text + warning + describe_costs(ranking.fitting[:1])
 
 
-def _rank_candidates(args: argparse.Namespace) -> ScheduleRanking:
-    """Return the ranking of all candidates."""
+def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
+    """Return the ranking of all candidates, and the warning of `use_times_of_run`."""
 
-    def over(request: Request) -> str:
+    def find_excess(request: Request) -> Excess | None:
         peak = request.timeline.peak_activations
-        few = args.activations is None or peak <= args.activations
-        return "" if few else f"{peak:.6g} activations"
+        if args.activations is None or peak <= args.activations:
+            return None
+        return Excess(request, peak, f"{peak:.6g} activations")
 
-    candidates = [*_list_candidates(args)]
-    require_unsharded_stages(request for _, request in candidates)
+    candidates = dict(_list_candidates(args))
+    requests, warning = use_times_of_run([*candidates.values()])
+    require_unsharded_stages(requests)
     ranking = rank_schedules(
-        candidates, describe_excess=over, full_backward_only=args.whole, named_sources=args.source
+        zip(candidates, requests, strict=True),
+        find_excess=find_excess,
+        full_backward_only=args.whole,
+        named_sources=args.source,
     )
     if ranking.refusals and not (
         ranking.fitting or ranking.over_limit or ranking.with_split_backward
     ):
         raise next(iter(ranking.refusals.values()))
-    return ranking
+    return ranking, warning
+
+
+def _describe_limit(args: argparse.Namespace) -> str:
+    bytes_ = [] if args.memory_limit is None else [format_bytes(args.memory_limit)]
+    activations = [] if args.activations is None else [f"{args.activations:g} activations"]
+    return " and ".join(bytes_ + activations)
 
 
 def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
@@ -175,7 +194,7 @@ def _format_ranking(requests: list[Request]) -> str:
          "needs"],
         [
             [
-                row["program"], str(row["stages_per_rank"]),
+                label, str(row["stages_per_rank"]),
                 f"{row['span']:.6g} {row['unit']}".strip(),
                 f"{row['bubble']:.1%}", format_possible_gain(row), f"{row['peak_activations']:.6g}",
                 *(format_bytes(row["peak_memory"]) for _ in sized),
@@ -185,6 +204,6 @@ def _format_ranking(requests: list[Request]) -> str:
                     * (row["parameters_held"] > 1)
                 ) or "-",
             ]
-            for row in rows
+            for label, row in zip(label_requests(requests), rows, strict=True)
         ],
     )  # fmt: skip

@@ -21,6 +21,7 @@ from schedir.commands.common.schedule_options import (
     parse_number,
 )
 from schedir.commands.common.schedule_ranking import (
+    Excess,
     ScheduleRanking,
     list_built_in_requests,
     rank_schedules,
@@ -152,12 +153,12 @@ class _SearchRequest:
     costs_timeline: Timeline | None = None
     notes: list[str] = field(default_factory=list)
 
-    def describe_excess(self, request: Request) -> str:
-        """Return the number in flight of a run as text, or "" if it is within the limit."""
-        if self.max_in_flight is None:
-            return ""
+    def find_excess(self, request: Request) -> Excess | None:
+        """Return the number in flight of a run, or None if it is within the limit."""
         peak = request.timeline.peak_in_flight
-        return f"{int(peak.max())} in flight" if (peak > self.max_in_flight).any() else ""
+        if self.max_in_flight is None or not (peak > self.max_in_flight).any():
+            return None
+        return Excess(request, most := int(peak.max()), f"{most} in flight")
 
     @property
     def objective_text(self) -> str:
@@ -393,7 +394,7 @@ def _rank_built_in_schedules(search_request: _SearchRequest) -> ScheduleRanking:
         )
     return rank_schedules(
         candidates,
-        describe_excess=search_request.describe_excess,
+        find_excess=search_request.find_excess,
         compute_objective=search_request.compute_objective,
         full_backward_only=search_request.full_backward_only,
     )
@@ -468,7 +469,7 @@ def _describe_comparison(
         model_text = f" under {ran.progress_model}, as in the run"
         compared.insert(0, f"search {search_request.compute_objective(prediction):.6g}{unit}")
     lines = [f"compared{model_text}: {', '.join(compared) or 'no built-in schedule fits'}"]
-    over = ", ".join(f"{name} ({held})" for name, held in ranking.over_limit.items())
+    over = ", ".join(f"{name} ({excess.text})" for name, excess in ranking.over_limit.items())
     return [*lines, f"over the limit: {over}"] if over else lines
 
 
@@ -493,7 +494,7 @@ def _format_json(
                 {"program": t.program.name, "length": search_request.compute_objective(t)}
                 for t in (request.timeline for request in ranking.fitting)
             ],
-            "over": ranking.over_limit,
+            "over": {name: excess.text for name, excess in ranking.over_limit.items()},
         }
     )
 

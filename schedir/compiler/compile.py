@@ -329,9 +329,15 @@ def check_memory(
     except MemoryLimitError as error:
         if tier == "host":
             if program.used_opcodes.isdisjoint(HOST_TRIP):
-                error.hint = "optimizer_placement='device' keeps the optimizer state on the device"
+                error.hint = (
+                    'optimizer_placement="device" (-O optimizer_placement=device) keeps the '
+                    "optimizer state on the device"
+                )
             elif program.used_opcodes.isdisjoint(DISK_TRIP):
-                error.hint = 'offload_to_disk="fit" moves activations that do not fit to the disk'
+                error.hint = (
+                    'offload_to_disk="fit" (-O offload_to_disk=fit) moves activations that do not '
+                    "fit to the disk"
+                )
             raise
         with_minimal_slots = share_slots(program, "minimal")
         peak = max(
@@ -340,7 +346,8 @@ def check_memory(
         )
         if peak <= add_tolerance(bytes_):
             error.hint = (
-                f'with buffer_sharing="minimal" no rank needs more than {format_bytes(peak)}'
+                f'with buffer_sharing="minimal" (-O buffer_sharing=minimal) ranks need at most '
+                f"{format_bytes(peak)}"
             )
         elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
             # One saved value of the list must stay on the device: an instruction uses it then.
@@ -351,8 +358,8 @@ def check_memory(
             rest = size * (number - 1) / max(number, 1)
             if rest and error.required_bytes - rest <= add_tolerance(bytes_):
                 error.hint = (
-                    f"{format_bytes(size)} are saved activations: offload='fit' moves them to "
-                    "the host, recompute='fit' computes them again"
+                    f'{format_bytes(size)} are saved activations: offload="fit" (-O offload=fit) '
+                    'moves them to the host, recompute="fit" (-O recompute=fit) computes them again'
                 )
         raise
 

@@ -54,6 +54,7 @@ def evaluation_program(
         tuple(streams),
         tp=program.tp,
         dp=program.dp,
+        ep=program.ep,
         frozen_stages=program.frozen_stages,
         skips=program.skips,
         zero=program.zero,

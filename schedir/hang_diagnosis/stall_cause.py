@@ -22,7 +22,7 @@ import numpy as np
 from schedir.analysis.dependency_graph import Graph
 from schedir.io.black_box import BlackBoxField, BlackBoxSnapshot, ProcessPhase
 from schedir.ir.instruction_index import NO_POSITION
-from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS, Instr, Lane
+from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS, Instr, Lane, Opcode
 from schedir.ir.pipeline.process_mesh import describe_process, make_process_mesh
 from schedir.ir.program import Program
 
@@ -190,6 +190,11 @@ class StalledRun:
         at = lo + max(own.position, 0)
         if at < hi:
             needs = {int(n) for n in graph.local_waits[:, at] if n != NO_POSITION}
+            # The host waits for the numbers of tokens of the group, and then starts the all-to-all.
+            if graph.index.op[at] == Opcode.Dispatch:
+                for member, there in self._find_participants(process, at):
+                    if not self._has_passed(member, there - 1, own[BlackBoxField.PHASE_COUNT]):
+                        yield WaitingProcess(process, member, self._name_instruction(there))
             # A receive buffer is free only after its rank has ended the previous step.
             if graph.index.op[at] in SEND_OPS:
                 for member, there in self._find_participants(process, at):
@@ -224,6 +229,11 @@ class StalledRun:
                     yield int(self.mesh[replica, graph.index.rank[there], other]), there
         elif row.lane is Lane.TP:
             yield from ((int(other), position) for other in self.mesh[replica, rank])
+        elif row.lane is Lane.EP and self.program is not None:
+            first, ep = replica - replica % self.program.ep, self.program.ep
+            yield from (
+                (int(other), position) for other in self.mesh[first : first + ep, rank, slice_]
+            )
         elif row.lane in (Lane.DP, Lane.PARAMS):
             yield from ((int(other), position) for other in self.mesh[:, rank, slice_])
 

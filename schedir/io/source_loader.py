@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import shlex
 import sys
 from functools import cached_property, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
-from os.path import isfile  # unlike Path.is_file, it allows names of any length
+from os import listdir
+from os.path import isdir, isfile  # unlike Path.is_file, it allows names of any length
 from pathlib import Path
 from traceback import extract_tb
 from types import FunctionType, ModuleType
@@ -102,21 +104,37 @@ def load_source(source: str) -> Schedule | Program:
         raise UsageError(
             f"{source!r} is not a built-in schedule, a file.py:function, a file.sched or a "
             "file.timeline",
-            hint=_suggest_source(source) or suggest_schedules(source, [*known]),
+            hint=suggest_source(source) or suggest_schedules(source, [*known]),
         )
     return known[source]
 
 
-def _suggest_source(source: str) -> str:
-    """Return a hint for a source with a wrong form, or an empty string."""
+def suggest_source(source: str) -> str:
+    """Return a hint for a source with a wrong form, or an empty string.
+
+    Args:
+        source: The name of the source.
+    """
     if source.endswith(".csv"):
         return f"schedir import {source} converts torch's CSV to a program"
+    if _is_trace(source):
+        folder = source if isdir(source) else str(Path(source).parent)
+        words = shlex.join(["schedir", "import", folder, "-o", "run.timeline"])
+        return f"{words} reads torch.profiler traces of all ranks"
     path, _, name = source.replace("::", ":").replace(".py:", ":").rpartition(":")
     path, name = (path, name) if path else source.rpartition(".")[::2]
     if path and isfile(f"{path}.py"):
         return f"did you mean {path}.py:{name}?"
     suffixes = [suffix for suffix in (".sched", TIMELINE_SUFFIX) if isfile(source + suffix)]
     return f"did you mean {source}{suffixes[0]}?" if suffixes else ""
+
+
+def _is_trace(source: str) -> bool:
+    """Return whether a source is a JSON file, perhaps compressed, or a folder with JSON files."""
+    suffixes = (".json", ".json.gz")
+    if source.endswith(suffixes):
+        return True
+    return isdir(source) and any(name.endswith(suffixes) for name in listdir(source))
 
 
 def _bind_options(source: str) -> Schedule:

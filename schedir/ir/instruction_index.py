@@ -56,14 +56,15 @@ class InstructionIndex:
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, shape = program, program.shape
+        self.program: Program = program
+        shape = program.shape
         self._rank: Positions | None = None
         fields = program.words.view(WORD_DTYPE)  # no copy
         self.op: NDArray[np.uint8] = fields["op"].copy()
         self.stage: NDArray[np.uint16] = fields["stage"]
         self.mb: NDArray[np.uint32] = fields["mb"]
-        self.joined = fields["joined"].astype(bool)
-        self.valid = (self.stage < shape.stages) & (self.mb < shape.microbatches)
+        self.joined: NDArray[np.bool_] = fields["joined"].astype(bool)
+        self.valid: NDArray[np.bool_] = (self.stage < shape.stages) & (self.mb < shape.microbatches)
         self.key: Positions = np.multiply(self.stage, shape.microbatches, dtype=np.int32)
         np.add(self.key, self.mb, out=self.key, casting="unsafe")
         self.key[~self.valid] = 0
@@ -78,8 +79,8 @@ class InstructionIndex:
         # An invalid program may have a very large number.  The count of instructions limits the
         # size of the tables.
         most = max((int(mb.max()) + 1 for mb in numbers), default=0)
-        self.occurrences = max(1, min(sum(map(len, numbers)), most))
-        self.key_count = {
+        self.occurrences: int = max(1, min(sum(map(len, numbers)), most))
+        self.key_count: dict[Scope, int] = {
             Scope.MICROBATCH: shape.stages * shape.microbatches,
             Scope.STAGE: shape.replica_ranks.size * shape.optimizer_steps,
             Scope.RANK: shape.ranks * shape.optimizer_steps,
@@ -91,7 +92,7 @@ class InstructionIndex:
                 self.valid[here] = (self.stage[here] < shape.stages) & (self.mb[here] < times)
                 here = here[self.valid[here]]
                 self.key[here] = self.compute_keys(row.scope, here, self.mb[here])
-        self.is_all_valid = bool(self.valid.all())
+        self.is_all_valid: bool = bool(self.valid.all())
         if not self.is_all_valid:
             found = [(row, at[self.valid[at]]) for row, at in found]
         self.positions: dict[Opcode, Positions] = {row.op: at for row, at in found if len(at)}
@@ -108,12 +109,14 @@ class InstructionIndex:
         if not self.is_all_valid:
             cell, place = cell[self.valid], place[self.valid]
         table[cell] = place
-        self.has_no_duplicates = bool((table[cell] == place).all())
+        self.has_no_duplicates: bool = bool((table[cell] == place).all())
         self._tables = {
             op: table[begins[op] - 1 : begins[op] + self.key_count[INSTRUCTIONS[op].scope] + 1]
             for op in self.positions
         }
-        self.position_by_key = {op: table[1:-1] for op, table in self._tables.items()}
+        self.position_by_key: dict[Opcode, Positions] = {
+            op: table[1:-1] for op, table in self._tables.items()
+        }
 
     def __len__(self) -> int:
         return len(self.op)

@@ -110,7 +110,7 @@ class Stream(Sequence[Instr]):
     def __init__(self, words: Words) -> None:
         words = np.ascontiguousarray(words, np.int64).view()
         words.flags.writeable = False
-        self.words = words
+        self.words: Words = words
 
     @classmethod
     def from_instructions(cls, instrs: Iterable[Instr]) -> Self:

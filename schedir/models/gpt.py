@@ -12,7 +12,7 @@ section 4.2.2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -114,6 +114,7 @@ class Stage(nn.Module):
         tp: The tensor-parallel group. None is a group of one rank.
         placement: The device and the type of the parameters.
         sequence_parallel: True if tensor-parallel ranks also share the tokens.
+        make_layer: Returns a layer, from the arguments of `Layer`. By default it is a `Layer`.
     """
 
     def __init__(
@@ -126,8 +127,10 @@ class Stage(nn.Module):
         placement: ParameterPlacement,
         *,
         sequence_parallel: bool = False,
+        make_layer: Callable[..., nn.Module] | None = None,
     ) -> None:
         super().__init__()
+        make_layer = make_layer or Layer
         self.config, self.tp, self.sequence_parallel = config, tp, sequence_parallel
         self.embedding, head = EmbeddingAndHead.for_stage(
             config, is_first, is_last, tp, placement, sequence_parallel=sequence_parallel
@@ -143,7 +146,7 @@ class Stage(nn.Module):
             )
         self.layers = nn.ModuleDict(
             {
-                str(i): Layer(config, i, tp, placement, sequence_parallel=sequence_parallel)
+                str(i): make_layer(config, i, tp, placement, sequence_parallel=sequence_parallel)
                 for i in layers
             }
         )
@@ -201,60 +204,41 @@ class Stage(nn.Module):
         return x
 
 
-class Layer(nn.Module):
-    """A transformer layer. Tensor-parallel ranks share its heads and its feed-forward width.
+class AttentionLayer(nn.Module):
+    """The attention of a transformer layer, and the norm after it.
 
     Args:
         config: The configuration of the model.
         index: The number of the layer in the model.
-        tp: The tensor-parallel group. None is a group of one rank.
-        placement: The device and the type of the parameters.
-        sequence_parallel: True if tensor-parallel ranks also share the tokens.
+        weights: The factory of the layer's parameters.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        index: int,
-        tp: ProcessGroup | None,
-        placement: ParameterPlacement,
-        *,
-        sequence_parallel: bool = False,
-    ) -> None:
+    def __init__(self, config: GPTConfig, index: int, weights: LayerParameters) -> None:
         super().__init__()
         hidden, self.head_width = config.hidden, config.hidden // config.heads
+        tp, sequence_parallel = weights.tp, weights.sequence_parallel
         self.layer_number, self.dropout, self.tp_rank = 1 + index, config.dropout, tp_rank(tp)
         # The random stream of this rank's heads. With sequence parallelism the stream `tp_rank` is
         # for its tokens, so its heads use another one.
         self.head_stream = self.tp_rank + tp_size(tp) * sequence_parallel
         self.window, self.sequence_parallel = get_windows(config)[index], sequence_parallel
-        weights = LayerParameters(
-            config.seed,
-            f"layers.{index}",
-            hidden,
-            2 * config.layers,
-            tp,
-            placement,
-            sequence_parallel,
-        )
         self.attention_norm = weights.make_norm()
         # Rows have the order (head, q k v, width), so a slice of them has complete heads.
         self.qkv = weights.make_column_linear("qkv", 3 * hidden)
         self.proj = weights.make_row_linear("proj", hidden)
         self.mlp_norm = weights.make_norm()
-        self.up = weights.make_column_linear("up", 4 * hidden)
-        self.down = weights.make_row_linear("down", 4 * hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after the layer.
+    def run_attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the attention and add its output to the residual stream.
 
         Args:
             x: The residual stream before the layer.
+
+        Returns:
+            The new residual stream, and its LayerNorm.
         """
-        with self.use_dropout_stream():
-            attended = self.proj(self.attend(self.qkv(self.attention_norm(x))))
-            x, normed = self.add_attention(attended, x)
-            return self.add_feed_forward(self.down(self.activate(self.up.project(normed))), x)
+        attended = self.proj(self.attend(self.qkv(self.attention_norm(x))))
+        return self.add_attention(attended, x)
 
     def use_dropout_stream(self) -> AbstractContextManager[None]:
         """Return a context in which dropout outside of the attention heads uses the layer's stream.
@@ -301,15 +285,6 @@ class Layer(nn.Module):
         norm = self.mlp_norm
         return add_layer_norm(self.apply_dropout(attended), x, norm.weight, norm.bias, norm.eps)
 
-    def activate(self, product: Tensor) -> Tensor:
-        """Return the GELU of the first feed-forward product, with its bias.
-
-        Args:
-            product: The product without the bias.
-        """
-        assert self.up.bias is not None
-        return bias_gelu(product, self.up.bias)
-
     def add_feed_forward(self, down: Tensor, x: Tensor) -> Tensor:
         """Add the feed-forward output to the residual stream.
 
@@ -326,3 +301,78 @@ class Layer(nn.Module):
             x: The tensor.
         """
         return F.dropout(x, self.dropout_rate) if self.dropout_rate else x
+
+
+class Layer(AttentionLayer):
+    """A transformer layer. Tensor-parallel ranks share its heads and its feed-forward width.
+
+    Args:
+        config: The configuration of the model.
+        index: The number of the layer in the model.
+        tp: The tensor-parallel group. None is a group of one rank.
+        placement: The device and the type of the parameters.
+        sequence_parallel: True if tensor-parallel ranks also share the tokens.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        index: int,
+        tp: ProcessGroup | None,
+        placement: ParameterPlacement,
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
+        weights = make_layer_parameters(
+            config, index, tp, placement, sequence_parallel=sequence_parallel
+        )
+        super().__init__(config, index, weights)
+        self.up = weights.make_column_linear("up", 4 * config.hidden)
+        self.down = weights.make_row_linear("down", 4 * config.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the residual stream after the layer.
+
+        Args:
+            x: The residual stream before the layer.
+        """
+        with self.use_dropout_stream():
+            x, normed = self.run_attention(x)
+            return self.add_feed_forward(self.down(self.activate(self.up.project(normed))), x)
+
+    def activate(self, product: Tensor) -> Tensor:
+        """Return the GELU of the first feed-forward product, with its bias.
+
+        Args:
+            product: The product without the bias.
+        """
+        assert self.up.bias is not None
+        return bias_gelu(product, self.up.bias)
+
+
+def make_layer_parameters(
+    config: GPTConfig,
+    index: int,
+    tp: ProcessGroup | None,
+    placement: ParameterPlacement,
+    *,
+    sequence_parallel: bool = False,
+) -> LayerParameters:
+    """Return the factory of the parameters of a layer.
+
+    Args:
+        config: See `Layer`.
+        index: See `Layer`.
+        tp: See `Layer`.
+        placement: See `Layer`.
+        sequence_parallel: See `Layer`.
+    """
+    return LayerParameters(
+        config.seed,
+        f"layers.{index}",
+        config.hidden,
+        2 * config.layers,
+        tp,
+        placement,
+        sequence_parallel,
+    )

@@ -33,8 +33,13 @@ from schedir.runtime.boundaries.boundary import Boundary
 Tensors = tuple[Tensor, ...]
 
 
-class _SegmentStep(NamedTuple):
-    """A function that a segment runs, and the names of the parameters that it uses."""
+class SegmentStep(NamedTuple):
+    """A function that a segment runs, and the names of the parameters that it uses.
+
+    Attributes:
+        parameter_names: The dotted names of parameters and submodules of the stage.
+        run: The function of the stage and the tensors. It returns a tuple of tensors.
+    """
 
     parameter_names: list[str]
     run: Callable[..., Tensors]
@@ -48,7 +53,7 @@ class StageSegment(Stage):
         steps: The functions to run, in order.
     """
 
-    def __init__(self, stage: Stage, steps: list[_SegmentStep]) -> None:
+    def __init__(self, stage: Stage, steps: list[SegmentStep]) -> None:
         vars(self).update(
             vars(
                 select_submodules(stage, [name for step in steps for name in step.parameter_names])
@@ -86,18 +91,8 @@ def split_stage(stage: Stage) -> list[nn.Module]:
         >>> program.shape.stages, sum(len(split_stage(stage)) for stage in stages)
         (18, 18)
     """
-    if (
-        stage.embedding is not None
-        and stage.head is not None
-        and stage.config.tied
-        and stage.layers
-    ):
-        raise ModelError(
-            "the embedding and the head are one weight (tied), but they are in different segments "
-            "of one stage",
-            hint="use two or more stages, or tied=False",
-        )
-    segments = [[_SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
+    require_splittable(stage)
+    segments = [[SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
     for number in stage.layers:
         layer_segments = _LayerSegments(number)
         segments[-1].append(layer_segments.make_step(layer_segments.normalize, "attention_norm"))
@@ -109,8 +104,30 @@ def split_stage(stage: Stage) -> list[nn.Module]:
             [layer_segments.make_step(layer_segments.feed_forward, "up", "down.weight")]
         )
         segments.append([layer_segments.make_step(layer_segments.add_feed_forward, "down.bias")])
-    segments[-1].append(_SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))
+    segments[-1].append(SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))
     return [StageSegment(stage, steps) for steps in segments]
+
+
+def require_splittable(stage: Stage) -> None:
+    """Refuse a stage with an embedding and a head that are one weight.
+
+    Args:
+        stage: The stage.
+
+    Raises:
+        ModelError: Two segments of the stage would use the weight.
+    """
+    if (
+        stage.embedding is not None
+        and stage.head is not None
+        and stage.config.tied
+        and stage.layers
+    ):
+        raise ModelError(
+            "the embedding and the head are one weight (tied), but they are in different segments "
+            "of one stage",
+            hint="use two or more stages, or tied=False",
+        )
 
 
 def count_segments(layers: Iterable[int]) -> tuple[int, ...]:
@@ -192,8 +209,8 @@ class _LayerSegments:
     def __init__(self, layer_key: str) -> None:
         self.layer_key = layer_key
 
-    def make_step(self, run: Callable[..., Tensors], *names: str) -> _SegmentStep:
-        return _SegmentStep([f"layers.{self.layer_key}.{name}" for name in names], run)
+    def make_step(self, run: Callable[..., Tensors], *names: str) -> SegmentStep:
+        return SegmentStep([f"layers.{self.layer_key}.{name}" for name in names], run)
 
     def get_layer(self, stage: Stage) -> Layer:
         found = stage.layers[self.layer_key]

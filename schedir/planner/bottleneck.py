@@ -156,7 +156,9 @@ def attach_relative_bottleneck(
                 model, cluster, estimate, own, plan_table, _find_fastest(plan_table, less), part
             )
     return replace(
-        estimate, bottleneck="compute", explanation="compute: no plan has a smaller other part"
+        estimate,
+        bottleneck="compute",
+        explanation="compute: no plan that fits saves 1 % of the step in another part",
     )
 
 
@@ -178,10 +180,10 @@ def _attach_difference(
     differences = breakdown - np.array(other.breakdown)
     part_index = int(differences.argmax()) if part_index is None else part_index
     name = StepBreakdown._fields[part_index]
-    text = f"{name}: another plan has {differences[part_index]:.4g} s less {name}"
+    text = f"{name}: another plan spends {differences[part_index]:.4g} s less on it"
     if other.step_time >= breakdown.sum():
         worst = int(differences.argmin())
-        text += f", but {-differences[worst]:.4g} s more {StepBreakdown._fields[worst]}"
+        text += f", but {-differences[worst]:.4g} s more on {StepBreakdown._fields[worst]}"
     return replace(
         estimate,
         bottleneck=name,

@@ -191,6 +191,7 @@ def _reduces_each_backward(plan: ParallelPlan) -> bool:
 # and the reason. "heads" means the same value as the field `heads`.
 _UNSUPPORTED_FIELDS: Final = (
     ("kv_heads", "heads", "each head of its GPT has its own keys and values"),
+    ("head_dim", "hidden / heads", "the heads of its GPT share the hidden size"),
     ("gated", False, "the feed-forward network of its GPT has two matrices"),
     ("experts", 1, "a layer of its GPT has one feed-forward network"),
     ("cp", 1, "its ranks do not divide a sequence"),
@@ -321,7 +322,8 @@ def _require_trainable(
         )
     for name, usual, why in _UNSUPPORTED_FIELDS:
         value = getattr(model if hasattr(model, name) else plan, name)
-        if value != (model.heads if usual == "heads" else usual):
+        derived = {"heads": model.heads, "hidden / heads": model.hidden // model.heads}
+        if value != derived.get(str(usual), usual):
             raise _unsupported_error(name, value, why)
     if plan.rank_order != "tp-pp-dp" and min(plan.pp, plan.dp) > 1:
         raise _unsupported_error(

@@ -183,16 +183,17 @@ class StageTimes(NamedTuple):
 
     Attributes:
         compute: Compute.
-        tensor_parallel: Tensor-parallel collectives that do not overlap with compute.
+        layer_collectives: Tensor-, context- and expert-parallel collectives that compute does not
+            hide.
     """
 
     compute: PhaseTimes = PhaseTimes()
-    tensor_parallel: PhaseTimes = PhaseTimes()
+    layer_collectives: PhaseTimes = PhaseTimes()
 
     @property
     def total(self) -> PhaseTimes:
         """Sum of compute and collectives, by phase."""
-        return self.compute.plus(self.tensor_parallel)
+        return self.compute.plus(self.layer_collectives)
 
     def plus(self, other: StageTimes, count: float = 1.0) -> StageTimes:
         """See `PhaseTimes.plus`.
@@ -210,7 +211,8 @@ class StepBreakdown(NamedTuple):
     Attributes:
         compute: Compute of the model, without recomputation.
         recompute: Recomputation.
-        tensor_parallel: Collectives inside of layers that are not hidden by compute.
+        layer_collectives: Tensor-, context- and expert-parallel collectives that compute does not
+            hide.
         transfers: Messages between stages that are not hidden by compute.
         bubble: Time that the rank waits for other stages.
         data_parallel: Reductions over replicas and gathers of ZeRO that are not hidden by compute.
@@ -225,7 +227,7 @@ class StepBreakdown(NamedTuple):
 
     compute: float
     recompute: float
-    tensor_parallel: float
+    layer_collectives: float
     transfers: float
     bubble: float
     data_parallel: float

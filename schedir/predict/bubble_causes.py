@@ -42,6 +42,11 @@ class IdleCause(IntEnum):
     STEP = 12
     ALL_TO_ALL = 13
 
+    @property
+    def text(self) -> str:
+        """The name of the cause in text and in pictures, as in the glossary."""
+        return self.name.lower()
+
 
 # By opcode: the cause for a rank that waits while the instruction runs.
 _CAUSE_OF_OP: Final = [

@@ -27,6 +27,7 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import Program
 from schedir.predict.bubble_causes import IdleCause, find_ready_gaps, idleness
+from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, require_timelines
 
 Floats = NDArray[np.float64]
@@ -134,6 +135,26 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     if RECOMPUTE not in measured.program.used_opcodes:
         del costs[COST_BY_OPCODE[RECOMPUTE]]  # R takes the time of F by default.
     return Costs(**costs)
+
+
+def simulate_at_mean_times(run: Timeline, costs: Costs | None = None) -> Timeline:
+    """Simulate the program of a run at the mean times of the run.
+
+    Args:
+        run: The measured run.
+        costs: The costs of `calibrate(run)`, if they are known already.
+
+    Returns:
+        The prediction, in the unit of the run and with its sizes.
+    """
+    predicted = simulate(
+        run.program,
+        costs or calibrate(run),
+        progress_model=run.progress_model,
+        blocking_hosts=run.blocking_hosts,
+        sizes=run.sizes,
+    )
+    return replace(predicted, unit=run.unit)
 
 
 def compute_prediction_error(predicted: Timeline, run: Timeline) -> float:

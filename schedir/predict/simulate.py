@@ -37,7 +37,9 @@ def simulate(
 
     Args:
         program: A program, a schedule function, or the name of a built-in schedule. A draft or a
-            schedule is compiled first, for this progress model and these costs.
+            schedule is compiled first, for this progress model and these costs. The messages of a
+            program keep the order that its own compilation chose, so pass the same costs to
+            `compile` for the best order.
         costs: The cost of each instruction. The default is `Costs()`.
         ranks: Number of pipeline ranks. A schedule needs this and `microbatches`.
         microbatches: Number of microbatches.

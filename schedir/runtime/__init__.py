@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
     from schedir.runtime.boundaries.size_measurement import infer_boundaries, measure_sizes
     from schedir.runtime.executor import Executor
+    from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
     from schedir.runtime.in_process import InProcessExecutor
     from schedir.runtime.sequential_reference import run_sequential
     from schedir.transports.gloo import GlooTransport
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 
 _HOME: Final = {
     "Boundary": "runtime.boundaries.boundary",
+    "ExecutionOptions": "runtime.executor_options",
     "Executor": "runtime.executor",
     "GlooTransport": "transports.gloo",
+    "GradientOptions": "runtime.executor_options",
     "InProcessExecutor": "runtime.in_process",
     "PerMicrobatchBoundary": "runtime.boundaries.boundary_table",
     "SharedMemoryTransport": "transports.shared_memory",
@@ -45,8 +48,10 @@ _HOME: Final = {
 }
 __all__ = [
     "Boundary",
+    "ExecutionOptions",
     "Executor",
     "GlooTransport",
+    "GradientOptions",
     "InProcessExecutor",
     "PerMicrobatchBoundary",
     "SharedMemoryTransport",

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from operator import index
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
 from schedir.errors import ExecutionError, ModelError, describe, require_type
+from schedir.ir.isa.instructions import INSTRUCTIONS, Lane
 from schedir.ir.program import Program
+from schedir.passes.memory.offload_placement import DISK_TRIP
 from schedir.runtime.parameters.mixed_precision import LossScale
 
 _T = TypeVar("_T")
+_DISK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.lane is Lane.DISK)
 _PROGRAM_EXAMPLE = "schedir.compile(schedule, PipelineShape(ranks=2, microbatches=4))"
 
 
@@ -52,16 +56,16 @@ def require_program(value: object) -> Program:
 
     Raises:
         UsageError: `value` is not a `Program`.
-        ModelError: The program has expert parallelism.
+        ModelError: The program has expert parallelism and ZeRO.
     """
     require_type(value, Program, _PROGRAM_EXAMPLE)
     assert isinstance(value, Program)
-    if value.ep > 1:
+    if value.ep > 1 and value.zero:
         raise ModelError(
-            f"the program has ep={value.ep}, but executors have no all-to-alls of experts",
+            f"the program has ep={value.ep} and zero={value.zero}, but ZeRO shards weights over "
+            "all replicas, and they have different experts",
             program=value.name,
-            hint="compile without ep, and let the modules of stages call the all-to-alls; check, "
-            "simulate and draw accept programs with ep",
+            hint="zero=0",
         )
     return value
 
@@ -265,7 +269,7 @@ def require_loss_scale(value: LossScale | None) -> LossScale | None:
         UsageError: `value` is neither a `LossScale` nor None.
     """
     if value is not None:
-        require_type(value, LossScale, "LossScale()")
+        require_type(value, LossScale, "GradientOptions(loss_scale=LossScale())")
     return value
 
 
@@ -326,6 +330,37 @@ def require_max_norm(value: float | None, program: Program) -> float:
             hint="compile(..., clip_grad_norm=True)",
         )
     return value
+
+
+def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None:
+    """Return the folder of the spill file, or None.
+
+    Args:
+        value: The path of the folder, or None.
+        programs: The programs that a rank runs.
+
+    Raises:
+        ModelError: `value` is not a path, or an empty string. Or it is None, and a program uses the
+            disk.
+    """
+    if isinstance(value, str | Path) and str(value):
+        return Path(value)
+    if value is not None:
+        raise ModelError(
+            f"spill_dir must be a path, not {describe(value)}",
+            hint="ExecutionOptions(spill_dir='/nvme')",
+        )
+    for program in programs:
+        if not program.used_opcodes.isdisjoint(_DISK_OPS):
+            moves_activations = not program.used_opcodes.isdisjoint(DISK_TRIP)
+            what = "activations" if moves_activations else "the optimizer state"
+            raise ModelError(
+                f"the program moves {what} to the disk, but spill_dir is not set",
+                program=program.name,
+                hint="execution=ExecutionOptions(spill_dir='/nvme'), or "
+                '[memory] spill_dir = "/nvme"',
+            )
+    return None
 
 
 def require_scalar_loss(loss: object) -> torch.Tensor:

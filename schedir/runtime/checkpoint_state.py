@@ -138,7 +138,17 @@ def build_checkpoint_state(
     Args:
         states: The state of each rank of this process.
         validate_last_update: A function that validates the last update of all these ranks.
+
+    Raises:
+        CheckpointError: Replicas have different experts. A checkpoint has the weights of one
+            replica.
     """
+    if states[0].program.ep > 1:
+        raise CheckpointError(
+            f"the program has ep={states[0].program.ep}, so replicas have different experts, but a "
+            "checkpoint has the weights of one replica",
+            hint="gather the experts, and save a state dictionary with torch.save",
+        )
     transport: Any = states[0].transport
     while isinstance(transport, TransportWrapper):
         transport = transport.inner
@@ -179,7 +189,7 @@ def _collect_rank_state(state: State) -> RankCheckpointState:
         state.random_streams,
         [program.shape.ranks, program.tp, program.dp, program.shape.stages],
         is_read,
-        state.options.loss_scale,
+        state.options.gradients.loss_scale,
         state.resources.ties.weights,
         held.ties.aliases,
         state.transport.tp,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from schedir.errors import ModelError, require_bool
+from schedir.errors import ModelError, require_type
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.retired_names import explain_wrong_calls, raise_attribute_error
@@ -19,10 +18,10 @@ from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
 from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
 from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.extra_programs import ExtraProgram, ProgramOrder, resolve_extra_programs
-from schedir.runtime.model_checks.rank_consistency import check_rank_agreement
-from schedir.runtime.offload.memory_tiers import require_spill_dir
-from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
+from schedir.runtime.model_checks.rank_model import RankModel
+from schedir.runtime.parameters.mixed_precision import OptimizerLike
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss, RankOptions, RankResources
 from schedir.runtime.rank_state import State
@@ -57,9 +56,9 @@ class Executor:
     and decide alike. If it does not, each rank decides by its own gradients, so some ranks may make
     an update that others skip. Copies of one weight then differ, whether the weight is tied or
     on several tensor-parallel ranks. With `compile(..., clip_grad_norm=True)` and
-    `max_norm=math.inf`, all ranks decide alike and nothing is clipped. A fused optimizer of torch
-    reads the decision on the device. For any other optimizer, or one with hooks on its step, the
-    host reads the decision, and on a GPU it waits for it.
+    `GradientOptions(max_norm=math.inf)`, all ranks decide alike and nothing is clipped. A fused
+    optimizer of torch reads the decision on the device. For any other optimizer, or one with hooks
+    on its step, the host reads the decision, and on a GPU it waits for it.
 
     Post-validation: if the program has `norm_check="after_step"`, an update does not wait for the
     global norm. If the norm is then too large or not finite, the executor makes the update again,
@@ -104,10 +103,8 @@ class Executor:
             does not use gets a gradient of zeros.
         optimizer: The optimizer of the local parameters. Its `step` runs at OptimizerStep, after
             clipping. By default nothing is stepped.
-        max_norm: The largest global norm of the gradients, if the program clips them; 1.0 by
-            default. It must be None if the program does not clip.
-        loss_scale: The loss scale of float16 training. Gradients are those of the scaled loss until
-            they are reduced. By default the loss is not scaled.
+        gradients: The options of gradients: their clipping, their scale, and their accumulation.
+            By default gradients are clipped to the norm 1.0, if the program clips them.
         seed: With the step, microbatch and stage, it determines the random numbers that modules
             draw from torch's default generators (see `schedir.runtime.autograd.random_streams`).
             After a step the generators have the same state as before it. With None, modules draw
@@ -116,25 +113,11 @@ class Executor:
             `schedir.find_tied_weights(stages)` returns them for all stages of the model, and the
             same in every process. Not needed if local stages share a Parameter, or if each module
             names its copy in an attribute `tied_weight`.
-        allow_identical_stages: Allow equal trained parameters in different stages, such as after
-            equal seeds. By default they are an error if they are neither constant nor tied,
-            because they may be an undeclared tie.
         extra_programs: Other programs for the same stages, such as one for evaluation or one with
             another number of microbatches. An entry is a program, or a pair of a program and its
             boundary if that differs. The transport must be created for these programs, too.
-        parameter_copies: For `InProcessExecutor`: the Parameter with which this rank computes, by
-            each Parameter that several ranks share.
-        other_rank_stages: For `InProcessExecutor`: the stages of other ranks in this process, which
-            may share buffers with the local stages.
-        accumulate_grads: Add to the existing gradients, as autograd does. The step then leaves
-            optimizer, norm, sum over replicas and finiteness checks to the caller.
-        record_timestamps: Record in `timestamps` when each instruction begins and ends. The
-            attribute of this name may be set to False and back to True between steps.
-        debug: Allow checks for which the host reads results from a GPU and waits for them.
-        spill_dir: The folder of the file for values that the program moves to the disk. A program
-            that uses the disk requires it. The file has no name, so nothing remains of it when the
-            process ends. The first step extends it to its full length, so a full disk is an error
-            then. A folder in memory (tmpfs) gives a warning.
+        execution: The options of the execution: recording, checks, and the folder of files. They
+            change no result.
 
     Raises:
         ModelError: Processes do not agree, or stages, transport, options and program do not fit
@@ -166,6 +149,9 @@ class Executor:
         post-validation.
     """
 
+    # The Parameter with which this rank computes, by each Parameter that virtual ranks share.
+    parameter_copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
+
     if not TYPE_CHECKING:  # A type checker would allow any attribute.
         __getattr__ = raise_attribute_error
 
@@ -179,57 +165,44 @@ class Executor:
         loss: Loss,
         boundary: BoundaryLike | BoundaryByEdge | PerMicrobatchBoundary | BoundaryTable,
         optimizer: OptimizerLike | None = None,
-        max_norm: float | None = None,
-        loss_scale: LossScale | None = None,
+        gradients: GradientOptions = GradientOptions(),
         seed: int | None = 0,
         tied_weights: TiedWeights | None = None,
-        allow_identical_stages: bool = False,
         extra_programs: Sequence[ExtraProgram] = (),
-        parameter_copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
-        other_rank_stages: Sequence[nn.Module] = (),
-        accumulate_grads: bool = False,
-        record_timestamps: bool = True,
-        debug: bool = False,
-        spill_dir: str | Path | None = None,
+        execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
         program = arguments.require_program(program)
         boundaries = BoundaryTable.from_boundary(boundary, program)
         extra_runs = resolve_extra_programs(extra_programs, program, boundaries)
         every = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
         stages = arguments.require_stages(stages, program, arguments.require_rank(rank, program))
-        other_rank_stages = [
-            *other_rank_stages,
-            *(m for s, m in every if s not in stages and isinstance(m, nn.Module)),
-        ]
         arguments.require_optimizer(optimizer)
-        allow_identical_stages = require_bool(allow_identical_stages, "allow_identical_stages")
-        record_timestamps = require_bool(record_timestamps, "record_timestamps")
         transport = arguments.require_transport(transport)
         programs = [program, *(other for other, _ in extra_runs)]
+        require_type(gradients, GradientOptions, "gradients=GradientOptions(max_norm=1.0)")
+        require_type(execution, ExecutionOptions, "execution=ExecutionOptions(debug=True)")
         options = RankOptions(
             loss=arguments.require_loss(loss),
-            max_norm=arguments.require_max_norm(max_norm, program),
-            loss_scale=arguments.require_loss_scale(loss_scale),
+            gradients=gradients.resolve(program),
+            execution=execution.resolve(programs),
             seed=None if seed is None else arguments.require_seed(seed),
-            accumulate_grads=require_bool(accumulate_grads, "accumulate_grads"),
-            debug=require_bool(debug, "debug"),
-            spill_dir=require_spill_dir(spill_dir, programs),
-            other_rank_stages=other_rank_stages,
+            other_rank_stages=[m for s, m in every if s not in stages and isinstance(m, nn.Module)],
+            parameter_copies=self.parameter_copies,
         )
-        weights = check_rank_agreement(
-            program, rank, stages, transport, boundaries, optimizer, options, tied_weights,
-            allow_identical_stages=allow_identical_stages, extra_programs=extra_runs,
-        )  # fmt: skip
+        weights = RankModel(
+            [(program, boundaries), *extra_runs], rank, stages, transport, optimizer, options,
+            tied_weights,
+        ).check()  # fmt: skip
         rank_transport = (
             SerializedTransport(transport) if transport.uses_static_buffers else transport
         )
         resources = RankResources(
-            program, rank, stages, rank_transport, optimizer, options, weights, parameter_copies
+            program, rank, stages, rank_transport, optimizer, options, weights
         )
         resources.service(MessageBuffers).allocate([(program, boundaries), *extra_runs])
         self.resources = resources
         self.runner = ProgramRunner(
-            program, resources, boundaries, 0, record_timestamps=record_timestamps
+            program, resources, boundaries, 0, record_timestamps=options.execution.record_timestamps
         )
         # The runner of each program by the program's digest. `runner` is that of the first program.
         self.runners = {program.digest: self.runner}

@@ -98,7 +98,7 @@ def _require_compatible(program: Program, other: Program) -> None:
             f"it places its stages on other ranks than program {program.name} does",
             "use the same ranks, stages_per_rank and placement",
         )
-    for what in ("tp", "dp", "zero"):
+    for what in ("tp", "dp", "ep", "zero"):
         if getattr(program, what) != getattr(other, what):
             refuse(
                 f"{what} is {getattr(other, what)}, but {getattr(program, what)} in {program.name}",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,16 +28,17 @@ from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
 from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_factory, require_program, require_stages
+from schedir.runtime.autograd.evaluation_mode import evaluation_mode
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
 from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
 from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
-from schedir.runtime.evaluation_run import evaluation_mode
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.extra_programs import ExtraProgram
 from schedir.runtime.in_process_copies import StageReplica, copy_shared_parameters, copy_stage
-from schedir.runtime.model_checks.memory_overlap import require_copyable, require_rank_local_memory
-from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
-from schedir.runtime.parameters.tied_parameters import fingerprint_parameters
+from schedir.runtime.model_checks.rank_model import check_virtual_ranks
+from schedir.runtime.model_checks.tied_weight_requirements import fingerprint_parameters
+from schedir.runtime.parameters.mixed_precision import OptimizerLike
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss
 from schedir.runtime.recording.recorder import read_step_times
@@ -73,16 +74,11 @@ class InProcessExecutor:
         progress_model: The progress model for which the program must be proven.
         optimizer: A function that creates the optimizer of a rank from its parameters. By default
             nothing is stepped.
-        max_norm: See `Executor`.
-        loss_scale: A function that creates the loss scale of a rank. By default the loss is not
-            scaled.
+        gradients: See `Executor`.
         seed: See `Executor`.
         tied_weights: See `Executor`.
-        allow_identical_stages: See `Executor`.
         extra_programs: See `Executor`.
-        record_timestamps: See `Executor`.
-        debug: See `Executor`.
-        spill_dir: See `Executor`.
+        execution: See `Executor`.
 
     Raises:
         ModelError: As in `Executor`. Also if tp or dp is not 1, or if messages between two ranks
@@ -112,19 +108,14 @@ class InProcessExecutor:
         boundary: BoundaryLike | BoundaryByEdge | PerMicrobatchBoundary,
         progress_model: ProgressModel = "per_edge",
         optimizer: Callable[[list[nn.Parameter]], OptimizerLike] | None = None,
-        max_norm: float | None = None,
-        loss_scale: Callable[[], LossScale] | None = None,
+        gradients: GradientOptions = GradientOptions(),
         seed: int | None = 0,
         tied_weights: TiedWeights | None = None,
-        allow_identical_stages: bool = False,
         extra_programs: Sequence[ExtraProgram] = (),
-        record_timestamps: bool = True,
-        debug: bool = False,
-        spill_dir: str | Path | None = None,
+        execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
         program = require_program(program)
         make_optimizer = require_factory(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
-        make_loss_scale = require_factory(loss_scale, "the loss scale", "loss_scale=LossScale")
         if (program.tp, program.dp) != (1, 1):
             raise ModelError("InProcessExecutor needs tp 1 and dp 1", program=program.name)
         stages = [module for _, module in sorted(require_stages(stages, program).items())]
@@ -136,14 +127,9 @@ class InProcessExecutor:
             [(0, fingerprint_parameters(dict(enumerate(stages))))] if program.has_backward else []
         )
         self.mailboxes = make_mailboxes(program, progress_model, cuda, payloads)
-        if program.has_backward:
-            require_rank_local_memory(
-                dict(enumerate(stages)), shape.first_rank_per_stage.tolist(), program.name
-            )
-            for s, module in enumerate(stages) if shape.placement_rows > 1 else ():
-                require_copyable(module, s, program.name)
+        check_virtual_ranks(program, stages)
         copies = copy_shared_parameters(program, stages)
-        self.executors = []
+        self.executors: list[Executor] = []
         self.stage_replicas: list[StageReplica] = []
         # Copy all stages first, because with ZeRO an executor shards the originals.
         rank_stages = [
@@ -172,25 +158,22 @@ class InProcessExecutor:
                     for p in stage.parameters()
                 )
             ]
-            executor = Executor(
+            executor = _VirtualRankExecutor(
                 program,
                 rank,
-                local_stages,
+                # With the stages of other ranks, which may share buffers with the local ones.
+                [local_stages.get(s, module) for s, module in enumerate(stages)],
                 self.mailboxes[rank],
                 loss=loss,
                 boundary=boundaries,
                 optimizer=_create_optimizer(make_optimizer, parameters),
-                max_norm=max_norm,
-                loss_scale=make_loss_scale and make_loss_scale(),
+                # A loss scale has a state, so each rank has its own.
+                gradients=deepcopy(gradients),
                 seed=seed,
                 tied_weights=tied_weights,
-                allow_identical_stages=allow_identical_stages,
                 extra_programs=extra_programs,
-                parameter_copies=copies[rank],
-                other_rank_stages=[module for s, module in enumerate(stages) if s not in own],
-                record_timestamps=record_timestamps,
-                debug=debug,
-                spill_dir=spill_dir,
+                execution=execution,
+                parameter_copies=rank_copies,
             )
             self.executors.append(executor)
         self.execution_orders = {
@@ -366,6 +349,16 @@ class InProcessExecutor:
         ranks, _ = read_step_times([rank.timestamps for rank in self.executors])
         start, end = (np.concatenate(times) for times in zip(*ranks, strict=True))
         return build_timeline(self.program, start, end, self.graph.progress_model)
+
+
+class _VirtualRankExecutor(Executor):
+    """The executor of a virtual rank, which computes with copies of shared Parameters."""
+
+    def __init__(
+        self, *args: Any, parameter_copies: Mapping[nn.Parameter, nn.Parameter], **options: Any
+    ) -> None:
+        self.parameter_copies = parameter_copies
+        super().__init__(*args, **options)
 
 
 class ExecutionOrders:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
+from schedir.ir.pipeline.tied_weights import ParameterLocation
 from schedir.ir.program import Program
 from schedir.runtime.parameters.parameter_copies import (
     make_parameter_like,
     require_no_node_hooks,
     share_hooks,
 )
-from schedir.runtime.parameters.tied_parameters import describe_places
 
 # `StageReplica.sync_state` copies attributes of these types, and these attributes of nn.Module.
 _SYNCED_TYPES: Final = (bool, int, float, str)
@@ -156,6 +156,28 @@ def copy_stage(module: nn.Module) -> nn.Module:
     return copy
 
 
+def find_shared_parameters(
+    program: Program, stages: Sequence[nn.Module]
+) -> dict[nn.Parameter, dict[int, ParameterLocation]]:
+    """Return the trained Parameters that stages on several ranks share.
+
+    Args:
+        program: The program.
+        stages: All stages of the model, in order.
+
+    Returns:
+        For each Parameter and rank, the first stage with the Parameter, and its name in the stage.
+    """
+    places: dict[nn.Parameter, dict[int, ParameterLocation]] = {}
+    for s, (rank, module) in enumerate(
+        zip(program.shape.first_rank_per_stage.tolist(), stages, strict=True)
+    ):
+        for name, p in module.named_parameters():
+            if p.requires_grad:
+                places.setdefault(p, {}).setdefault(rank, (s, name))
+    return {p: of for p, of in places.items() if len(of) > 1}
+
+
 def copy_shared_parameters(
     program: Program, stages: Sequence[nn.Module]
 ) -> list[dict[nn.Parameter, nn.Parameter]]:
@@ -168,33 +190,11 @@ def copy_shared_parameters(
     Returns:
         For each rank, a mapping whose keys are the Parameters that it shares with other ranks. On
         the first of these ranks the value is the Parameter itself. On the others it is a copy.
-
-    Raises:
-        ModelError: The program uses ZeRO, which would shard the Parameter on each of its ranks. Or
-            hooks are registered on the autograd node of such a Parameter.
     """
     copies: list[dict[nn.Parameter, nn.Parameter]] = [{} for _ in range(program.shape.ranks)]
-    # By Parameter and rank: the first stage with the Parameter, and the name in that stage.
-    places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
-    for s, (rank, module) in enumerate(
-        zip(program.shape.first_rank_per_stage.tolist(), stages, strict=True)
-    ):
-        for name, p in module.named_parameters():
-            if p.requires_grad:
-                places.setdefault(p, {}).setdefault(rank, (s, name))
-    for p, of in places.items():
-        home, *others = of
-        if others and program.zero:
-            raise ModelError(
-                f"{describe_places(of.values())} are one Parameter on {len(of)} ranks, but "
-                f"ZeRO level {program.zero} would shard it on each of them",
-                program=program.name,
-                hint="ties = schedir.find_tied_weights(stages), then "
-                "stages = [deepcopy(stage) for stage in stages] and tied_weights=ties; or zero=0",
-            )
-        if others and program.has_backward:
-            require_no_node_hooks(p, describe_places(of.values()))
-            copies[home][p] = p
-            for rank in others:
-                copies[rank][p] = make_parameter_like(p, p.detach().clone())
+    shared = find_shared_parameters(program, stages) if program.has_backward else {}
+    for p, (home, *others) in shared.items():
+        copies[home][p] = p
+        for rank in others:
+            copies[rank][p] = make_parameter_like(p, p.detach().clone())
     return copies

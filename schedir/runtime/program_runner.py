@@ -20,8 +20,9 @@ from schedir.errors import ModelError
 from schedir.io.black_box import POSITION_FIELD, POSITION_TIME_FIELD, BlackBox
 from schedir.io.profiler_range_names import format_range_names
 from schedir.ir.program import Program
+from schedir.runtime.autograd.evaluation_mode import evaluation_mode
+from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
-from schedir.runtime.evaluation_run import evaluation_mode
 from schedir.runtime.handlers.handler_registry import link_stream
 from schedir.runtime.model_checks.parameter_guard import ParameterGuard
 from schedir.runtime.rank_resources import RankResources
@@ -167,11 +168,10 @@ class ProgramRunner:
     def _warm_up(self, batch: StepInputs) -> None:
         """Run the warm-up steps, which are undone, without recording timestamps."""
         self.state.require_inputs(batch)
-        record, self.record_timestamps = self.record_timestamps, False
-        try:
+        with PreservedState() as preserved:
+            preserved.add_fields(self, "record_timestamps")
+            self.record_timestamps = False
             warm_up(self.state, self.step_serialized, batch)
-        finally:
-            self.record_timestamps = record
         self.is_warm = True
 
     def _run_until_valid(

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from schedir.errors import ModelError
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+from schedir.runtime.model_checks.stage_requirements import find_device
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.buckets import ShardSpec
-from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
+from schedir.runtime.parameters.mixed_precision import OptimizerLike
 from schedir.runtime.parameters.tied_parameters import RankTies, TiedWeight
 from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
@@ -35,23 +33,20 @@ class RankOptions:
 
     Args:
         loss: The loss function or module.
-        max_norm: The largest global norm of the gradients.
-        loss_scale: The loss scale, or None.
+        gradients: The options of gradients.
+        execution: The options of the execution.
         seed: The seed of the random streams, or None.
-        accumulate_grads: Add to the existing gradients, as autograd does.
-        debug: Allow checks for which the host reads results from a GPU.
-        spill_dir: The directory for values that programs move to the disk, or None.
         other_rank_stages: The stages of other ranks, if they are in this process.
+        parameter_copies: The Parameter with which the rank computes, by each Parameter that virtual
+            ranks of the process share.
     """
 
     loss: Loss
-    max_norm: float = 1.0
-    loss_scale: LossScale | None = None
+    gradients: GradientOptions = GradientOptions()
+    execution: ExecutionOptions = ExecutionOptions()
     seed: int | None = 0
-    accumulate_grads: bool = False
-    debug: bool = False
-    spill_dir: Path | None = None
     other_rank_stages: Sequence[nn.Module] = ()
+    parameter_copies: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
     @property
     def loss_modules(self) -> list[nn.Module]:
@@ -73,8 +68,6 @@ class RankResources:
         optimizer: The optimizer of the local parameters, or None.
         options: The loss and the options.
         tied_weights: The tied weights with copies on this rank.
-        parameter_copies: The Parameter with which this rank computes, by each Parameter that
-            virtual ranks of the process share.
 
     Attributes:
         is_in_step: True during a step, and after a step that failed.
@@ -92,7 +85,6 @@ class RankResources:
         optimizer: OptimizerLike | None,
         options: RankOptions,
         tied_weights: Sequence[TiedWeight] = (),
-        parameter_copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         self.program, self.rank, self.transport = program, rank, transport
         self.optimizer, self.options = optimizer, options
@@ -100,7 +92,10 @@ class RankResources:
         self.random_streams = RandomStreams(options.seed, self.device)
         self.shard_spec = ShardSpec(program.dp, transport.dp_rank, program.zero)
         self.ties = RankTies(
-            tied_weights, parameter_copies, program, keeps_gradients=options.accumulate_grads
+            tied_weights,
+            options.parameter_copies,
+            program,
+            keeps_gradients=options.gradients.accumulate_grads,
         )
         self.stages = {
             s: self._make_stage(s, stages[s]) for s in program.shape.stages_on_rank[rank]
@@ -116,7 +111,7 @@ class RankResources:
         return StageState(
             module,
             self.ties.substitutes.get(stage, {}),
-            max_bucket_bytes=None if self.options.accumulate_grads else bucket_bytes,
+            max_bucket_bytes=None if self.options.gradients.accumulate_grads else bucket_bytes,
             shard_spec=unsharded if is_frozen else self.shard_spec,
             tied_parameters=self.ties.list_local_copies(stage),
             aliases=self.ties.aliases,
@@ -140,21 +135,3 @@ class RankService(Service):
 
     def __init__(self, resources: RankResources) -> None:
         self.resources = resources
-
-
-def find_device(stages: Mapping[int, nn.Module]) -> torch.device:
-    """Return the device of the parameters of a rank's stages, or the CPU if there are none.
-
-    Args:
-        stages: The local stages by number.
-
-    Raises:
-        ModelError: The parameters are on several devices.
-    """
-    devices = {p.device for stage in stages.values() for p in stage.parameters()}
-    if len(devices) > 1:
-        raise ModelError(
-            "the parameters of a rank must be on one device, not on "
-            f"{' and '.join(sorted(map(str, devices)))}"
-        )
-    return next(iter(devices), torch.device("cpu"))

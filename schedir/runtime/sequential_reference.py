@@ -46,8 +46,11 @@ from schedir.runtime.boundaries.boundary import (
     require_output_tensors,
     split_skip_output,
 )
+from schedir.runtime.model_checks.tied_weight_requirements import (
+    ParameterTable,
+    fingerprint_parameters,
+)
 from schedir.runtime.parameters.gradient_buffers import GradientBuffers
-from schedir.runtime.parameters.tied_parameters import ParameterTable, fingerprint_parameters
 from schedir.runtime.rank_resources import Loss
 from schedir.runtime.step_inputs import (
     Keywords,

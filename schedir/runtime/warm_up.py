@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -11,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ModelError
-from schedir.runtime.autograd.module_buffers import make_buffer_restorer, preserve_buffers
+from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.model_checks.tensor_fingerprint import get_write_traces, has_same_bits
 from schedir.runtime.parameters.mixed_precision import (
     has_gated_step,
     has_known_effects,
     unwrap_optimizer,
 )
-from schedir.runtime.parameters.unvalidated_update_guard import copy_tables, restore_tables
+from schedir.runtime.parameters.unvalidated_update_guard import list_optimizer_tables
 from schedir.runtime.rank_state import State
 from schedir.runtime.step_inputs import Microbatches, MicrobatchView, StepInputs
 
@@ -63,38 +64,35 @@ def undo_steps(state: State) -> Iterator[None]:
     Args:
         state: The state of the program that runs the steps.
     """
-    optimizer, loss_scale = state.resources.optimizer, state.options.loss_scale
+    optimizer, loss_scale = state.resources.optimizer, state.options.gradients.loss_scale
     makes_update = has_known_effects(optimizer) and not has_gated_step(optimizer)
     stages = [stage.module for stage in state.stages.values()]
-    own = {p for module in stages for p in module.parameters() if p.requires_grad}
-    gradients = [(p, p.grad) for p in find_unmanaged_parameters(state)]
-    restored: list[object] = [*own, *(gradient for _, gradient in gradients)]
+    unmanaged = find_unmanaged_parameters(state)
+    tables = list_optimizer_tables(optimizer) if makes_update else []
+    written: list[object] = [p for module in stages for p in module.parameters() if p.requires_grad]
+    written += [*tables, *(p.grad for p in unmanaged)]
     if loss_scale is not None:
-        restored += [loss_scale.value, loss_scale.good_steps]
-    tables = copy_tables(optimizer) if makes_update else []
-    restored += [table for table, _ in tables]
-    tensors = dict.fromkeys(t for t in tree_leaves(restored) if isinstance(t, Tensor))
-    copies = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
-    step = state.random_streams.step
-    try:
-        with ExitStack() as stack:
-            for service in state.list_services():
-                stack.enter_context(service.undo_steps(makes_update=makes_update))
-            for module in state.list_modules():
-                stack.enter_context(preserve_buffers(module, state.device))
-            yield
-    finally:
-        state.random_streams.step = step
-        restore_tables(tables)
-        for p, gradient in gradients:
-            p.grad = gradient
-        with torch.no_grad():
-            for t, before in copies:
-                t.copy_(before)
+        written += [loss_scale.value, loss_scale.good_steps]
+    with PreservedState() as preserved:
+        preserved.add_values(
+            (t for t in tree_leaves(written) if isinstance(t, Tensor)), on_host=True
+        )
+        preserved.add_gradients(unmanaged)
+        preserved.add_tables(tables)
+        preserved.add_fields(state.random_streams, "step")
+        for service in state.list_services():
+            service.undo_steps(preserved, makes_update=makes_update)
+        for module in state.list_modules():
+            preserved.add_frozen_parameters(module)
+            preserved.add_buffers(module)
+        preserved.add_generators(state.random_streams.generators)
+        yield
 
 
-class RecordedState:
-    """The state before a step that may have to run again.
+def preserve_step(
+    state: State, batch: StepInputs, unstepped: UnsteppedParameters
+) -> tuple[PreservedState, StepInputs]:
+    """Preserve the state before a step that may have to run again.
 
     It excludes weights and optimizer state, which `OptimisticStep` restores. It includes:
 
@@ -109,35 +107,26 @@ class RecordedState:
         batch: The inputs of the step.
         unstepped: The Parameters of the rank that no optimizer steps.
 
-    Attributes:
-        batch: The same inputs. The step must read them from here, so that they are recorded.
+    Returns:
+        The state, whose `close` restores it, and the same inputs. The step must read them from
+        here, so that they are recorded.
     """
+    preserved = PreservedState()
+    for module in state.list_modules():
+        preserved.add_buffers(module)
+    preserved.callback(unstepped.capture())
+    _add_gradients_and_values(preserved, find_unmanaged_parameters(state))
+    if state.random_streams.seed is None:
+        preserved.add_generators(state.random_streams.generators)
+    return preserved, batch.view(partial(ProbedMicrobatches, preserved))
 
-    def __init__(self, state: State, batch: StepInputs, unstepped: UnsteppedParameters) -> None:
-        self.restore_functions = [make_buffer_restorer(module) for module in state.list_modules()]
-        self.restore_functions.append(unstepped.capture())
-        self.gradients = [(p, p.grad, _clone(p.grad)) for p in find_unmanaged_parameters(state)]
-        generators = state.random_streams.generators if state.random_streams.seed is None else ()
-        self.generators = [(generator, generator.get_state()) for generator in generators]
-        self.batch = batch.view(ProbedMicrobatches)
-        self.probes: list[Any] = [self.batch.inputs, self.batch.targets, self.batch.keywords]
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the recorded state."""
-        for restore in self.restore_functions:
-            restore()
-        for generator, generator_state in self.generators:
-            generator.set_state(generator_state)
-        input_gradients = [one for probe in self.probes for one in reversed(probe.gradients)]
-        for p, gradient, before in (*self.gradients, *input_gradients):
-            p.grad = gradient
-            if gradient is not None and before is not None:
-                gradient.copy_(before)
-        for probe in self.probes:
-            for t, version, before in reversed(probe.values):
-                if t._version != version:
-                    t.copy_(before)
+def _add_gradients_and_values(preserved: PreservedState, tensors: Iterable[Tensor]) -> None:
+    """Preserve which gradients tensors have, and the values of these gradients."""
+    for t in tensors:
+        if t.grad is not None:
+            preserved.add_values([t.grad])
+        preserved.add_gradients([t])
 
 
 class UnsteppedParameters:
@@ -189,6 +178,7 @@ class UnsteppedParameters:
             for p, trace in zip(self.names, get_write_traces([*self.names]), strict=True)
         ]
 
+        @torch.no_grad()
         def put_back() -> None:
             for p, data, trace in was:
                 if p in copies:
@@ -211,17 +201,13 @@ class ProbedMicrobatches(MicrobatchView):
     leaf. The caller's graph computed such a tensor, and a second backward cannot use that graph.
 
     Args:
+        preserved: The state to which the tensors and their gradients are added.
         source: The inputs, targets or keywords of a step.
-
-    Attributes:
-        values: For each tensor that was read: the tensor, its version and a copy.
-        gradients: For each tensor that requires a gradient: the leaf, its `grad` and a copy.
     """
 
-    def __init__(self, source: Microbatches) -> None:
+    def __init__(self, preserved: PreservedState, source: Microbatches) -> None:
         super().__init__(source)
-        self.values: list[tuple[Tensor, int, Tensor]] = []
-        self.gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+        self.preserved = preserved
 
     def __getitem__(self, mb: Any) -> Any:
         microbatch = self.source[mb]
@@ -239,13 +225,9 @@ class ProbedMicrobatches(MicrobatchView):
                 hint="pass x.detach(), or compile(..., norm_check='before_step')",
             )
         if t.requires_grad:
-            self.gradients.append((leaf, leaf.grad, _clone(leaf.grad)))
+            _add_gradients_and_values(self.preserved, [leaf])
         if not t.is_inference():  # Nothing writes to a tensor of inference mode.
-            self.values.append((t, t._version, t.detach().clone()))
-
-
-def _clone(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.detach().clone()
+            self.preserved.add_written_values(t)
 
 
 def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:

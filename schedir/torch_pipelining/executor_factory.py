@@ -17,8 +17,7 @@ from schedir.errors import ModelError, SchedirError, UsageError, describe_except
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
-from schedir.runtime.autograd.module_buffers import preserve_buffers
-from schedir.runtime.autograd.module_state import preserve_module_state
+from schedir.runtime.autograd.preserved_state import preserve_module
 from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import (
     Boundary,
@@ -26,7 +25,8 @@ from schedir.runtime.boundaries.boundary import (
     require_output_tensors,
 )
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank_resources import find_device
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+from schedir.runtime.model_checks.stage_requirements import find_device
 from schedir.runtime.services.message_buffers import MessageBuffers
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.pending_sends import PendingSends
@@ -100,11 +100,7 @@ def _infer_outputs(
     xs = tuple(_make_zeros(x, device) if isinstance(x, Boundary) else x for x in inputs)
     # A module may write to its inputs, and autograd allows that only for copies that are not
     # leaves.
-    with (
-        preserve_buffers(module, device),
-        preserve_module_state(module),
-        torch.set_grad_enabled(has_backward),
-    ):
+    with preserve_module(module, device), torch.set_grad_enabled(has_backward):
         args, named = tree_map_only(Tensor, torch.clone, (xs, dict(kwargs)))
         y = module(*args, **named)
     ys = require_output_tensors(y, stage)
@@ -304,10 +300,9 @@ def make_executor(
             boundary=boundaries,
             seed=None,
             tied_weights=_prefix_tied_names(tied_weights, requirements, program),
+            gradients=GradientOptions(accumulate_grads=True),
             # `SharedWeights` has checked for equal weights that are not tied.
-            allow_identical_stages=True,
-            accumulate_grads=True,
-            record_timestamps=False,
+            execution=ExecutionOptions(record_timestamps=False, allow_identical_stages=True),
         )
     received = tree_leaves(executor.state.service(MessageBuffers).received)
     return CachedExecutor(

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.runtime.autograd.module_buffers import make_buffer_restorer
-from schedir.runtime.autograd.module_state import preserve_module_state
+from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.torch_pipelining import backward_split
 from schedir.torch_pipelining.fsdp_stages import accumulate_gradients
 from schedir.torch_pipelining.hook_detection import (
@@ -130,14 +129,16 @@ class CheckedRuntime(MicrobatchLossRuntime):
         """
         given, named = tree_map_only(Tensor, torch.clone, (given, named))
         checkpoints_before = checkpoint_count()
-        with ExitStack() as stack:
+        with PreservedState() as preserved:
             if not self._stages_forward_initialized or (
                 self._has_backward != self._stages_backward_initialized
             ):
                 for stage in self._stages:
-                    stack.enter_context(_restore_state(stage.submod))
+                    preserved.add_buffers(stage.submod)
+                    preserved.add_attributes(stage.submod)
+                    preserved.add_gradients(stage.submod.parameters(), clear=True)
                     run = backward_split.compute_input_gradients
-                    stack.enter_context(_replace_method(stage, "_compute_input_grads", run))
+                    preserved.enter_context(_replace_method(stage, "_compute_input_grads", run))
             super()._initialize_stages(*given, **named)
         self._warn_of_checkpoints(checkpoints_before)
         for stage in self._stages:
@@ -254,17 +255,6 @@ def _replace_method(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[
         delattr(stage, name)
         if own is not None:
             setattr(stage, name, own)
-
-
-@contextmanager
-def _restore_state(module: Any) -> Iterator[None]:
-    """Restore a module's buffers, public attributes and gradients when this context ends."""
-    put_back = make_buffer_restorer(module)
-    try:
-        with preserve_module_state(module):
-            yield
-    finally:
-        put_back()
 
 
 def _make_contiguous(value: Any) -> Any:

@@ -19,6 +19,7 @@ from schedir.io.files import read_text
 from schedir.io.source_loader import load_source
 from schedir.ir.isa.instructions import OPTIMIZER_STEP_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.stage_segments import has_collectives
 from schedir.ir.pipeline.tied_weights import TiedStages
 from schedir.ir.program import WORD_DTYPE, Program, is_op
 from schedir.schedules.schedule_algebra import Schedule
@@ -84,7 +85,8 @@ def compile_for_stages(
         tied_weights: The stages of each tied weight. Ties of a Program take precedence.
 
     Raises:
-        UsageError: The Program is for other stages, or has a ZeRO level.
+        UsageError: The Program is for other stages, has a ZeRO level, or has collectives between
+            segments.
         SchedirError: The schedule does not compile.
     """
     if not isinstance(source, Program):
@@ -105,6 +107,14 @@ def compile_for_stages(
             f"the program has zero {source.zero}, and Schedule shards stages by fully_shard only",
             program=source.name,
             hint="compile it with zero=0, and apply fully_shard to the modules of the stages",
+            fields=["program"],
+        )
+    if has_collectives(source.segment_boundaries):
+        raise UsageError(
+            "the program has collectives between the segments of a stage, which Schedule does not "
+            "run",
+            program=source.name,
+            hint="run it with schedir.runtime.Executor",
             fields=["program"],
         )
     if source.is_draft:

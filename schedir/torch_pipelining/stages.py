@@ -15,14 +15,14 @@ from schedir.errors import ModelError, UsageError, describe
 from schedir.ir.pipeline.tied_weights import TiedStages, TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime.arguments import require_loss
-from schedir.runtime.parameters.tied_parameters import (
+from schedir.runtime.model_checks.tied_weight_requirements import (
     ParameterFingerprint,
     ParameterTable,
     StageFingerprints,
-    TiedWeight,
     fingerprint_parameters,
     list_local_tied_weights,
 )
+from schedir.runtime.parameters.tied_parameters import TiedWeight
 from schedir.transports.rank_agreement import gather_or_raise
 
 EXAMPLE = "[PipelineStage(module, stage_index, num_stages, device)]"

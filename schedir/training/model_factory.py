@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from schedir.models import gpt, gpt_segments, llama
+from schedir.models import gpt, gpt_segments, llama, moe_gpt
 from schedir.training.config.model_kinds import ModelConfig, get_model_kind
 
 
@@ -59,6 +59,7 @@ class TrainedModel(NamedTuple):
 MODELS: Final = {
     "gpt": TrainedModel(gpt, gpt_segments.split_stage, gpt_segments.build_boundaries),
     "llama": TrainedModel(llama),
+    "moe": TrainedModel(moe_gpt, moe_gpt.split_stage),
 }
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from schedir.ir.program import Program
+from schedir.models import moe_gpt
+from schedir.models.moe_config import MoEConfig
 from schedir.runtime.boundaries.boundary import Boundary, BoundaryTensors
 from schedir.runtime.parameters.mixed_precision import use_float32_gradients
 from schedir.training.config.run_config import Config
@@ -45,7 +49,11 @@ class ProgramStages:
         self.message_bytes = (
             BoundaryTensors.from_boundary(self.boundary).nbytes * shared // program.tp
         )
-        if self.is_segmented:
+        if isinstance(config.model, MoEConfig):
+            self.boundary = moe_gpt.build_boundaries(
+                config.model, self.segmentation.segments_per_stage, self.boundary, program.ep
+            )
+        elif self.is_segmented:
             assert self.model.make_boundaries is not None
             frozen = self.segmentation.first_segments.index(program.frozen_stages)
             self.boundary = self.model.make_boundaries(
@@ -58,7 +66,7 @@ class ProgramStages:
         return max(self.segmentation.segments_per_stage) > 1
 
     def build_stages(
-        self, rank: int, tp: ProcessGroup | None, device: torch.device
+        self, rank: int, tp: ProcessGroup | None, device: torch.device, replica: int
     ) -> dict[int, nn.Module]:
         """Return this rank's shard of each of its stages, by program stage.
 
@@ -68,18 +76,23 @@ class ProgramStages:
             rank: The pipeline rank.
             tp: The tensor-parallel group. None without tensor parallelism.
             device: The device of the parameters.
+            replica: The replica of this rank.
         """
         modules: dict[int, nn.Module] = {}
         division, local_stages = (
             self.segmentation.layers_per_stage,
             {*self.program.shape.stages_on_rank[rank]},
         )
-        options = {"sequence_parallel": True} if self.program.sequence_parallel else {}
+        options: dict[str, Any] = {"tp": tp}
+        if self.program.sequence_parallel:
+            options["sequence_parallel"] = True
+        if isinstance(self.config.model, MoEConfig):
+            options = {"ep": self.program.ep, "ep_rank": replica % self.program.ep}
         for stage, first in enumerate(self.segmentation.first_segments[:-1]):
             if first not in local_stages:
                 continue
             complete_stage = self.model.module.build_stage(
-                self.config.model, stage, len(division), tp=tp, layers_per_stage=division,
+                self.config.model, stage, len(division), layers_per_stage=division,
                 device=device,
                 dtype=self.dtype, **options,
             )  # fmt: skip

@@ -27,6 +27,7 @@ from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer
 from schedir.runtime.recording.allocator_growth import count_allocations, describe_growth
 from schedir.runtime.recording.live_memory import LiveMemory
@@ -123,7 +124,9 @@ class _Trainer:
         self.transport = connect(program, extra_programs=make_extra_programs(program))
         self.transport.check_agreement(collect_config_facts(config))
         tp = self.transport.tp_group
-        stages = program_stages.build_stages(self.transport.rank, tp, self.device)
+        stages = program_stages.build_stages(
+            self.transport.rank, tp, self.device, self.transport.dp_rank
+        )
         parameters = [p for stage in stages.values() for p in stage.parameters()]
         self.optimizer = build_optimizer(parameters, config.train)
         self.loss_scale = (
@@ -144,12 +147,15 @@ class _Trainer:
             loss=loss,
             boundary=boundary,
             optimizer=self.optimizer,
-            max_norm=config.train.clip_grad_norm if program.clip_grad_norm else None,
-            loss_scale=self.loss_scale,
+            gradients=GradientOptions(
+                max_norm=config.train.clip_grad_norm if program.clip_grad_norm else None,
+                loss_scale=self.loss_scale,
+            ),
             seed=config.data.seed,
             extra_programs=make_extra_programs(program),
-            record_timestamps=config.output.record,
-            spill_dir=config.memory.spill_dir,
+            execution=ExecutionOptions(
+                record_timestamps=config.output.record, spill_dir=config.memory.spill_dir
+            ),
         )
         self.evaluation: Evaluation | None = None
         if config.train.evaluate_every and corpus.held_out_batches is not None:

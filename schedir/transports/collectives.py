@@ -18,8 +18,26 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter"]
 # The members of a collective. "dp" and "params" are the replicas of a stage, for gradients and for
 # weights. "model" has all processes of one replica of the model. "tp" has the tensor-parallel
-# ranks. A tuple has the pipeline ranks that share a stage or a tied weight.
-GroupKey = Literal["dp", "params", "model", "tp"] | tuple[int, ...]
+# ranks. "ep" and "ep_counts" are the expert-parallel group, for tokens and for their numbers.
+# "expert_dp" has the replicas with the same experts. A tuple has the pipeline ranks that share a
+# stage or a tied weight.
+GroupKey = Literal["dp", "params", "model", "tp", "ep", "ep_counts", "expert_dp"] | tuple[int, ...]
+
+
+class AllToAll(NamedTuple):
+    """The all-to-all of one rank: how many elements it exchanges with each member of the group.
+
+    Attributes:
+        sent: The elements of the input that each member receives, in the order of ranks.
+        received: The elements of the output that each member sends, in the order of ranks.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+# A collective, by the name of its kind, or with the sizes that an all-to-all needs.
+Collective = CollectiveName | AllToAll
 
 
 class CollectiveKind(NamedTuple):
@@ -83,6 +101,27 @@ COLLECTIVES: Final[dict[CollectiveName, CollectiveKind]] = {
 }
 
 
+def start_in_group(
+    kind: Collective, group: Any, output_tensor: Tensor, input_tensor: Tensor, *, is_async: bool
+) -> Any:
+    """Start a collective in a process group of torch.distributed.
+
+    Args:
+        kind: The collective.
+        group: The process group.
+        output_tensor: The output, see `Transport.start_collective`.
+        input_tensor: The input.
+        is_async: See `CollectiveKind.start`.
+
+    Returns:
+        A Work if it is asynchronous.
+    """
+    if not isinstance(kind, AllToAll):
+        return COLLECTIVES[kind].start(group, output_tensor, input_tensor, is_async)
+    sizes = [*kind.received], [*kind.sent]
+    return dist.all_to_all_single(output_tensor, input_tensor, *sizes, group, async_op=is_async)
+
+
 # ------------------------------------------------------------ between virtual ranks
 
 
@@ -91,12 +130,12 @@ class CollectiveMember:
     """The call of one rank to a collective.
 
     Args:
-        kind: The name of the collective.
+        kind: The collective.
         output_tensor: The tensor that receives this rank's output.
         input_tensor: This rank's input.
     """
 
-    kind: CollectiveName
+    kind: Collective
     output_tensor: Tensor
     input_tensor: Tensor
 
@@ -111,6 +150,7 @@ def run_collective(members: Sequence[CollectiveMember]) -> None:
         members: The calls of the members, in the order of ranks. All have the same kind.
     """
     kind = members[0].kind
+    assert not isinstance(kind, AllToAll), "virtual ranks have no expert parallelism"
     assert all(part.kind == kind for part in members), (
         "a group runs one kind of collective at a time"
     )

@@ -21,7 +21,7 @@ from schedir.ir.pipeline.process_mesh import make_process_mesh
 from schedir.ir.pipeline.tied_weights import find_reduction_groups
 from schedir.ir.program import Program
 from schedir.transports import process_groups
-from schedir.transports.collectives import COLLECTIVES, CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey, start_in_group
 from schedir.transports.in_process.cuda_streams import StreamPoint
 from schedir.transports.json_collectives import RecordTypes, find_difference, gather
 from schedir.transports.transport import BufferSizes, SlotKey, Work, allocate_buffers
@@ -50,7 +50,11 @@ def initialise(timeout: float, **init_args: Any) -> torch.device:
     return torch.device("cpu")
 
 
-_LANE_OF_GROUP: Final[dict[GroupKey, Lane]] = {"tp": Lane.TP, "params": Lane.PARAMS}
+_LANE_OF_GROUP: Final[dict[GroupKey, Lane]] = {
+    "tp": Lane.TP,
+    "params": Lane.PARAMS,
+    "ep": Lane.EP,
+}
 
 
 class ProcessTransport:
@@ -102,9 +106,11 @@ class ProcessTransport:
         extra_programs: Sequence[Program] = (),
     ) -> None:
         require_type(program, Program, "schedir.compile(schedule, shape)")
-        self.programs = (program, *extra_programs)
-        self.uses_static_buffers = torch.device(device).type != "cpu"
-        self.tp, self.dp, pp = program.tp, program.dp, program.shape.ranks
+        self.programs: tuple[Program, ...] = (program, *extra_programs)
+        self.uses_static_buffers: bool = torch.device(device).type != "cpu"
+        self.tp: int = program.tp
+        self.dp: int = program.dp
+        pp = program.shape.ranks
         self.parent_group = group
         world = dist.get_world_size(group)
         if world != pp * self.tp * self.dp:
@@ -114,15 +120,18 @@ class ProcessTransport:
                 program=program.name,
             )
         members = np.array(dist.get_process_group_ranks(group or dist.group.WORLD))
-        self.mesh = mesh = members.reshape(self.dp, pp, self.tp)
-        self.dp_rank, self.rank, self.tp_rank = (
-            int(k) for k in np.unravel_index(dist.get_rank(group), mesh.shape)
-        )
+        self.mesh: NDArray[np.int64] = members.reshape(self.dp, pp, self.tp)
+        dp_rank, rank, tp_rank = np.unravel_index(dist.get_rank(group), self.mesh.shape)
+        self.dp_rank: int = int(dp_rank)
+        self.rank: int = int(rank)
+        self.tp_rank: int = int(tp_rank)
         if timeout is None and not self.uses_static_buffers:
             timeout = process_groups.get_host_timeout(group)
         self.timeout = timeout
-        self.make_group = partial(process_groups.make_group, timeout=timeout, device=device)
-        self.name = program.name
+        self.make_group: Callable[..., Any] = partial(
+            process_groups.make_group, timeout=timeout, device=device
+        )
+        self.name: str = program.name
         facts = {"the program": program.digest[:12], "the transport": type(self).__name__}
         facts |= {f"program {k}": one.digest[:12] for k, one in enumerate(self.programs[1:], 2)}
         facts["the number of programs"] = str(len(self.programs))
@@ -132,9 +141,12 @@ class ProcessTransport:
         for one in extra_programs:
             self._require_mesh(one)
         if self.has_pipeline_group:
-            self.pipeline_group = self._make_own_group(mesh.swapaxes(1, 2).reshape(-1, pp))
+            rows_of_ranks = self.mesh.swapaxes(1, 2).reshape(-1, pp)
+            self.pipeline_group: Any = self._make_own_group(rows_of_ranks)
         # The layers use this group. Gathers use a separate one, which is made below.
-        self.tp_group = self._make_own_group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
+        self.tp_group: Any = None
+        if self.tp > 1:
+            self.tp_group = self._make_own_group(self.mesh.reshape(-1, self.tp))
         self.groups: dict[GroupKey, Any] = {}
         rows = collect_group_rows(*self.programs)
         for some in process_groups.partition_disjoint(rows, lambda name: {*rows[name].flat}):
@@ -155,6 +167,8 @@ class ProcessTransport:
         """
         self.uses_static_buffers = True
         lanes = dict.fromkeys((*_LANE_OF_GROUP.values(), Lane.DP))
+        if "ep" not in self.groups:
+            del lanes[Lane.EP]
         self.lane_streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in lanes}
         self.side_stream = partial(torch.cuda.stream, self.lane_streams[Lane.TP])
 
@@ -273,13 +287,14 @@ class ProcessTransport:
         """Do nothing. Transports with `is_grouped` override this."""
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         """See `Transport.start_collective`."""
         if not self.lane_streams:
-            return cast(
-                Work, COLLECTIVES[kind].start(self.groups[group], output_tensor, input_tensor, True)
+            work = start_in_group(
+                kind, self.groups[group], output_tensor, input_tensor, is_async=True
             )
+            return cast(Work, work)
         lane = self.lane_streams[_LANE_OF_GROUP.get(group, Lane.DP)]
         lane.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(lane):
@@ -287,17 +302,17 @@ class ProcessTransport:
         return LaneWork(lane, (output_tensor, input_tensor))
 
     def issue_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> None:
         """Issue a collective to the current CUDA stream.
 
         Args:
-            kind: The name of the collective.
+            kind: The collective.
             group: The group that runs it.
             output_tensor: The output, see `Transport.start_collective`.
             input_tensor: The input.
         """
-        COLLECTIVES[kind].start(self.groups[group], output_tensor, input_tensor, False)
+        start_in_group(kind, self.groups[group], output_tensor, input_tensor, is_async=False)
 
 
 class LaneWork(StreamPoint):
@@ -310,7 +325,7 @@ class LaneWork(StreamPoint):
 
     def __init__(self, lane_stream: torch.cuda.Stream, used_tensors: tuple[Tensor, ...]) -> None:
         super().__init__(lane_stream)
-        self.used_tensors = used_tensors
+        self.used_tensors: tuple[Tensor, ...] = used_tensors
 
     def wait(self) -> None:
         """Let the current stream wait for the work, and drop the references to its tensors."""
@@ -342,6 +357,11 @@ def _list_group_rows(program: Program) -> dict[GroupKey, NDArray[np.int64]]:
         rows["tp"] = mesh.reshape(-1, tp)
     if dp > 1:
         rows["dp"] = mesh.reshape(dp, -1).T
+    if (ep := program.ep) > 1:
+        groups = mesh.reshape(dp // ep, ep, -1)
+        rows["ep"] = rows["ep_counts"] = groups.swapaxes(1, 2).reshape(-1, ep)
+        if dp > ep:
+            rows["expert_dp"] = groups.reshape(dp // ep, -1).T
     if dp > 1 and program.zero:  # a separate group, so that gathers do not wait for reductions
         rows["params"] = rows["dp"]
     for ranks in find_reduction_groups(program.trained_ties, shape):
@@ -401,6 +421,7 @@ class GlooTransport(ProcessTransport):
 
         Gloo closes the connections of a group when its last reference is dropped.
         """
-        pipeline, self.pipeline_group = self.pipeline_group, None
+        pipeline: Any = self.pipeline_group
+        self.pipeline_group: Any = None
         if pipeline is not None:
             dist.destroy_process_group(pipeline)

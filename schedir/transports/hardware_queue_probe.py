@@ -208,7 +208,8 @@ def _find_queue_number(program: Program, rank: int, queue: Queue) -> int:
 def _describe_queue(queue: Queue) -> str:
     """Return a description of a queue for error messages."""
     if isinstance(queue, Lane):
-        return {Lane.COMPUTE: "computation", Lane.TP: "gathers"}.get(queue, "reductions")
+        names = {Lane.COMPUTE: "computation", Lane.TP: "gathers", Lane.EP: "all-to-alls"}
+        return names.get(queue, "reductions")
     kind = "activations" if queue.lane is Lane.ACT else "gradients"
     return f"{kind} from {queue.source} to {queue.target}"
 

@@ -50,7 +50,9 @@ def count_streams(
 
     Each communicator has a stream of its own, which follows the stream on which its kernels are
     launched. torch has a launch stream for each group with messages, and one for the layers' group.
-    Gathers share one launch stream of the transport, and reductions share another.
+    Gathers share one launch stream of the transport, and reductions share another. All-to-alls have
+    a launch stream and two communicators, one of them for the numbers of tokens. The group for the
+    numbers is launched on the stream of reductions.
 
     A step that is recorded uses one more stream for each queue of receives. These streams are
     always counted. Communicators that no step uses are not counted.
@@ -63,8 +65,8 @@ def count_streams(
         extra_programs: Other programs that run on the same transport. Their communicators count.
 
     Returns:
-        The numbers for "computation", "layers", "gathers", "reductions", "messages" and "records",
-        without those that are 0.
+        The numbers for "computation", "layers", "gathers", "all_to_alls", "reductions", "messages"
+        and "records", without those that are 0.
     """
     edges = [e for e in directed_edges(program, *extra_programs) if rank in (e.source, e.target)]
     queues = len(edges) if get_model_row(progress_model).has_direction_queues else bool(edges)
@@ -79,11 +81,12 @@ def count_streams(
         for group, rows in collect_group_rows(program, *extra_programs).items()
         if (rows == first).any()
     ]
-    reductions = len(groups) - ("tp" in groups)
+    reductions = len({*groups} - {"tp", "ep", "ep_counts"})
     counts = {
         "computation": 1,
         "layers": 2 * (program.tp > 1),
         "gathers": 2 * (program.tp > 1),
+        "all_to_alls": 3 * (program.ep > 1),
         "reductions": 1 + reductions,
         "messages": 2 * queues,
         "records": len(received),

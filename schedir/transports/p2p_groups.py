@@ -116,9 +116,10 @@ class EdgeGroups(ProcessTransport):
         extra_programs: Sequence[Program] = (),
     ) -> None:
         super().__init__(program, timeout, device=device, extra_programs=extra_programs)
-        self.edges, self.device = directed_edges(*self.programs), device
+        self.edges: list[DirectedEdge] = directed_edges(*self.programs)
+        self.device: torch.device | str = device
         # By pipeline rank, the processes of the same replica and tensor-parallel rank as this one.
-        self.peer_processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
+        self.peer_processes: list[int] = self.mesh[self.dp_rank, :, self.tp_rank].tolist()
         self.edge_groups: dict[DirectedEdge, Any] = {}
         for some in partition_disjoint_edges(self.edges):
             rows = [row for edge in some for row in self._list_edge_ends(edge)]
@@ -212,7 +213,7 @@ class GroupedMessages(ProcessTransport):
     ) -> None:
         super().__init__(program, timeout, device=device, extra_programs=extra_programs)
         self.deferred_transfers: list[tuple[dist.P2POp, _GroupedTransfer]] | None = None
-        self.edges = directed_edges(*self.programs)
+        self.edges: list[DirectedEdge] = directed_edges(*self.programs)
         _warm_up_edges(self, self.edges, device)
 
     def describe_missing_channels(self, program: Program) -> str:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor
 
 from schedir.ir.isa.instructions import Lane
-from schedir.transports.collectives import CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.transport import CompletedWork, Transport, TransportWrapper, Work
 
 
@@ -44,7 +44,7 @@ class SerializedTransport(TransportWrapper):
         return self._wait_if_serialized(self.inner.recv(tensor, peer, lane))
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         """See `Transport.start_collective`."""
         return self._wait_if_serialized(

@@ -78,7 +78,7 @@ class SharedSegment:
 
     def __init__(self, file_descriptor: int, ranks: int, buffer_sizes: BufferSizes) -> None:
         memory = mmap.mmap(file_descriptor, 0)
-        self.counters = memoryview(memory).cast("q")
+        self.counters: memoryview[int] = memoryview(memory).cast("q")
         self.slots: dict[SlotKey, Tensor] = {}
         at = _round_up_to_line(self.get_counter_index(ranks, 0) * 8)
         for kind, sizes in buffer_sizes.items():
@@ -143,14 +143,14 @@ class OutgoingMessages:
         slots_per_program: Sequence[Sequence[tuple[Tensor, bool]]],
         place_in_slot: Callable[[Tensor, bool, Tensor], Tensor],
     ) -> None:
-        self.rank, self.counters, self.counter_index = rank, segment.counters, counter_index
-        self.connection, self.slots_per_program, self.place_in_slot = (
-            connection,
-            slots_per_program,
-            place_in_slot,
-        )
+        self.rank: int = rank
+        self.counters: memoryview[int] = segment.counters
+        self.counter_index: int = counter_index
+        self.connection: socket.socket = connection
+        self.slots_per_program: Sequence[Sequence[tuple[Tensor, bool]]] = slots_per_program
+        self.place_in_slot: Callable[[Tensor, bool, Tensor], Tensor] = place_in_slot
         self.views_per_program: list[list[Tensor]] = [[] for _ in slots_per_program]
-        self.sent_count = 0
+        self.sent_count: int = 0
         self.begin_step(0)
 
     def begin_step(self, program: int) -> None:
@@ -159,11 +159,9 @@ class OutgoingMessages:
         Args:
             program: The number of the step's program.
         """
-        self.slots, self.views, self.sent_before_step = (
-            self.slots_per_program[program],
-            self.views_per_program[program],
-            self.sent_count,
-        )
+        self.slots: Sequence[tuple[Tensor, bool]] = self.slots_per_program[program]
+        self.views: list[Tensor] = self.views_per_program[program]
+        self.sent_before_step: int = self.sent_count
 
     def send(self, tensor: Tensor, ended_steps: int) -> None:
         """Write a message into the receiver's slot, count it, and wake the receiver.
@@ -225,13 +223,11 @@ class IncomingMessages:
     def __init__(
         self, rank: int, segment: SharedSegment, counter_index: int, connection: socket.socket
     ) -> None:
-        self.rank, self.counters, self.counter_index, self.connection = (
-            rank,
-            segment.counters,
-            counter_index,
-            connection,
-        )
-        self.requested_count = 0
+        self.rank: int = rank
+        self.counters: memoryview[int] = segment.counters
+        self.counter_index: int = counter_index
+        self.connection: socket.socket = connection
+        self.requested_count: int = 0
 
     def wait_for_count(self, target_count: int) -> None:
         """Wait until a number of messages have arrived.
@@ -520,9 +516,10 @@ class SharedMemoryTransport(ProcessTransport):
                 program=program.name,
                 hint='transport = "gloo"',
             )
-        timeout = self.timeout
-        self.wait_timeout = default_pg_timeout.total_seconds() if timeout is None else timeout
-        self.ended_steps = 0  # the number of steps that this rank has ended
+        self.wait_timeout: float = (
+            default_pg_timeout.total_seconds() if self.timeout is None else self.timeout
+        )
+        self.ended_steps: int = 0  # the number of steps that this rank has ended
         self.segment: SharedSegment | None = None  # the memory in which this rank receives
         self.close_connections: Callable[[], object] = lambda: None
         self.outgoing: dict[tuple[Lane, int], OutgoingMessages] = {}

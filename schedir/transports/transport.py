@@ -13,7 +13,7 @@ from torch import Tensor
 from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.isa.instructions import Lane, Value
 from schedir.ir.program import Program
-from schedir.transports.collectives import CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey
 
 SlotKey = tuple[Value, int]  # the kind and the number of a slot
 BufferSizes = Mapping[Value, Sequence[int]]  # by kind, the bytes of each slot
@@ -139,7 +139,7 @@ class Transport(Protocol):
         """Issue the deferred transfers together."""
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         """Start a collective of the n members of a group.
 
@@ -150,7 +150,8 @@ class Transport(Protocol):
             kind: "all_reduce" outputs the sum of all inputs, which have the same shape.
                 "all_gather" outputs all inputs, concatenated in the order of ranks.
                 "reduce_scatter" splits the sum of all inputs into n equal parts, and outputs the
-                part of this rank.
+                part of this rank. An `AllToAll` outputs the parts for this rank of all inputs,
+                concatenated in the order of ranks.
             group: The group of ranks.
             output_tensor: The output. For "all_reduce" it may be `input_tensor`. For
                 "reduce_scatter" it may be the view of this rank's part in `input_tensor`.

@@ -265,7 +265,7 @@ def _require_compute(inspector: Inspector) -> None:
         stage, microbatches = inspector.stage[at], inspector.shape.microbatches
         found = int(f.reshape(-1, microbatches)[stage].sum())
         fact = f": stage {stage} has {found} F for {microbatches} microbatches"
-        inspector.refuse_missing(FORWARD, at, fact if found < microbatches - 1 else "")
+        inspector.refuse_missing(FORWARD, at, fact)
     if not inspector.program.has_backward:
         return
     ix, frozen = inspector.index, inspector.stage < inspector.program.frozen_stages

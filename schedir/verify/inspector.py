@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from schedir.errors import CompletenessError, InstructionSite, SchedirError
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Opcode, PeerRule
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 
 
@@ -30,7 +31,9 @@ class Inspector:
     """
 
     def __init__(self, program: Program, index: InstructionIndex) -> None:
-        self.program, self.index, self.shape = program, index, program.shape
+        self.program: Program = program
+        self.index: InstructionIndex = index
+        self.shape: PipelineShape = program.shape
         shape = self.shape.stages, self.shape.microbatches
         self.stage, self.mb = np.indices(shape, np.int32).reshape(2, -1)
 

@@ -85,7 +85,7 @@ def test_hovering_tells_of_an_instruction_and_what_it_waited_for(page: Page) -> 
     assert "B 0.0" in said and "length\n2\n" in said
     assert f"start\n{first['start']:g}\n" in said
     assert f"waited\n{first['start'] - 4:g}, last for recv_grad 0.0" in said
-    assert "warmup: B 1.0 on rank 1" in said and "message in flight: recv_grad 0.0" in said
+    assert "warmup: B 1.0 on rank 1" in said and "message: recv_grad 0.0" in said
     browser.mouse("mouseMoved", *place(browser, 6, PREDICTED.span))
     said = text(browser, "tip")
     assert "rank 0 is idle" in said and "until\nB 0.0" in said

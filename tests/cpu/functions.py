@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe, interleaved
 
@@ -61,4 +62,6 @@ def ranks(*runs: Callable[..., Any], ranks: int = 2, **how: Any) -> InProcessExe
     stages = [Made(run) for run in runs]
     how = {"loss": squares, "boundary": TWO, **how}
     schedule = how.pop("schedule", gpipe if len(runs) == ranks else interleaved)
-    return InProcessExecutor(compile(schedule, shape), stages, record_timestamps=False, **how)
+    return InProcessExecutor(
+        compile(schedule, shape), stages, execution=ExecutionOptions(record_timestamps=False), **how
+    )

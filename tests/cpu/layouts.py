@@ -18,6 +18,7 @@ from schedir.checkpoints.local_state import TensorPiece
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.transports.gloo import GlooTransport
@@ -100,7 +101,7 @@ def executor_of(layout: Layout, model: Model) -> Executor:
         loss=partial(gpt.loss, tp=tp),
         boundary=model.boundary(layout.tp if program.sequence_parallel else 1),
         optimizer=model.make(parameters),
-        max_norm=0.05 if model.clip else None,
+        gradients=GradientOptions(max_norm=0.05 if model.clip else None),
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def in_process(layout: Layout, model: Model, **how: Any) -> InProcessExecutor:
         loss=gpt.loss,
         boundary=model.boundary(),
         optimizer=model.make,
-        max_norm=0.05 if model.clip else None,
+        gradients=GradientOptions(max_norm=0.05 if model.clip else None),
         **how,
     )  # fmt: skip
 

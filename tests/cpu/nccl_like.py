@@ -24,13 +24,17 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.recording.recorder import EventTimestamps
 from schedir.tensor_parallel.mappings import _start_all_reduce as start_sum
 from schedir.transports import collectives
-from schedir.transports.collectives import COLLECTIVES, GroupKey
+from schedir.transports.collectives import GroupKey, start_in_group
 from schedir.transports.p2p_groups import DirectedEdge, EdgeGroups
 from schedir.transports.transport import Work
 from tests.cpu.happens_before import Races
 from tests.cpu.virtual_gpu import Event, Stream, VirtualGPU
 
-Kind = Literal["send", "recv", "dX"] | collectives.CollectiveName
+Kind = Literal["send", "recv", "dX", "all_to_all"] | collectives.CollectiveName
+
+
+def _name(kind: collectives.Collective) -> Kind:
+    return "all_to_all" if isinstance(kind, collectives.AllToAll) else kind
 
 
 class _StreamWork:
@@ -121,26 +125,26 @@ class NcclLike(EdgeGroups):
 
     def issue_collective(
         self,
-        kind: collectives.CollectiveName,
+        kind: collectives.Collective,
         group: GroupKey,
         output_tensor: Tensor,
         input_tensor: Tensor,
     ) -> None:
-        self._note(kind, self.gpu.stream, [input_tensor], [output_tensor])
+        self._note(_name(kind), self.gpu.stream, [input_tensor], [output_tensor])
         with _disable_current_modes():
-            self.data = COLLECTIVES[kind].start(
-                self.groups[group], output_tensor, input_tensor, True
+            self.data = start_in_group(
+                kind, self.groups[group], output_tensor, input_tensor, is_async=True
             )
 
     def start_collective(
         self,
-        kind: collectives.CollectiveName,
+        kind: collectives.Collective,
         group: GroupKey,
         output_tensor: Tensor,
         input_tensor: Tensor,
     ) -> Work:
         issued = super().start_collective(kind, group, output_tensor, input_tensor)
-        return _Issued(self, kind, issued, self.data)
+        return _Issued(self, _name(kind), issued, self.data)
 
     def start_sum(self, group: Any, x: Tensor) -> PendingTensor:
         """As layers start the sum of an input's gradient over their group."""

@@ -18,9 +18,10 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.mixed_precision import LossScale, use_float32_gradients
-from schedir.transports.collectives import CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.transport import Work
 from tests.cpu.tiny_stages import zb
@@ -140,7 +141,7 @@ class Spied(GlooTransport):
     executor: Executor
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         if group == "dp":
             i = self.executor.state.stream[self.executor.runner.position]
@@ -192,7 +193,7 @@ def executor_of(case: Case, transport: type[GlooTransport] = Spied) -> Executor:
         loss=loss,
         boundary=Boundary((ROWS, WIDTH), dtype),
         optimizer=torch.optim.SGD(parameters, 0.1) if dtype == torch.float32 else None,
-        loss_scale=LossScale(8.0) if case.scaled else None,
+        gradients=GradientOptions(loss_scale=LossScale(8.0) if case.scaled else None),
     )
     if isinstance(gloo, Spied):
         gloo.executor = executor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from schedir import PipelineShape, Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
@@ -68,7 +70,7 @@ def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InP
         stage.requires_grad_(False)
     boundary = Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16) if half else BOUNDARY
     if program.clip_grad_norm:
-        how.setdefault("max_norm", 0.5)
+        how["gradients"] = replace(how.get("gradients", GradientOptions()), max_norm=0.5)
     return InProcessExecutor(
         program, stages, loss=gpt.loss, boundary=boundary, optimizer=make, **how
     )
@@ -94,7 +96,9 @@ def left(world: InProcessExecutor) -> list[Tensor]:
                 found += [p, *inner.state[p].values()]
         found += [p for stage in rank.stages.values() for p in stage.module.parameters()]
         found += (
-            [] if rank.state.options.loss_scale is None else [rank.state.options.loss_scale.value]
+            []
+            if rank.state.options.gradients.loss_scale is None
+            else [rank.state.options.gradients.loss_scale.value]
         )
     return [t.detach().clone() for t in found if isinstance(t, Tensor)]
 

@@ -14,6 +14,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.parameters.mixed_precision import LossScale, use_float32_gradients
 from schedir.schedules import one_f_one_b
 from schedir.training.batches.text_batches import Corpus
@@ -55,8 +56,10 @@ def _executor(process: int, differs: str) -> None:
         transport,
         loss=gpt.loss,
         boundary=Boundary(boundary),
-        max_norm=2.0 if other and differs == "max_norm" else 1.0,
-        loss_scale=LossScale(8.0) if other and differs == "scale" else None,
+        gradients=GradientOptions(
+            max_norm=2.0 if other and differs == "max_norm" else 1.0,
+            loss_scale=LossScale(8.0) if other and differs == "scale" else None,
+        ),
         seed=int(other and differs == "seed"),
     )
 

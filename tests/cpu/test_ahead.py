@@ -24,6 +24,7 @@ from schedir.models import gpt
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import (
     LossScale,
@@ -110,7 +111,7 @@ def other_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, math.inf])
 @pytest.mark.parametrize(("schedule", "shape"), PLANS)
 def test_the_same_bits(schedule: Any, shape: PipelineShape, max_norm: float) -> None:
-    right, ahead = gpts(schedule, shape, max_norm=max_norm)
+    right, ahead = gpts(schedule, shape, gradients=GradientOptions(max_norm=max_norm))
     for k in range(6):
         for ranks in (right, ahead):
             set_stage(ranks, 1, gradient=math.nan if k == 3 else 1.0)
@@ -147,7 +148,9 @@ def test_random_schedules_orders_and_verdicts(
     draft = random_compute_program(shape, random.Random(seed))
     if draft.shape.optimizer_steps > 1:
         return
-    right, ahead = gpts(draft, shape, tied and shape.stages > 1, max_norm=max_norm)
+    right, ahead = gpts(
+        draft, shape, tied and shape.stages > 1, gradients=GradientOptions(max_norm=max_norm)
+    )
     for k, (order, gradient, settles) in enumerate(steps):
         for ranks in (right, ahead):
             set_stage(ranks, shape.stages - 1, gradient=gradient)
@@ -223,7 +226,7 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
             schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True, norm_check=validate
         )
         return InProcessExecutor(
-            program, stages, loss=squares, max_norm=260.0, seed=seed,
+            program, stages, loss=squares, gradients=GradientOptions(max_norm=260.0), seed=seed,
             optimizer=lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]),
             boundary=Boundary((4, 8), torch.bfloat16 if wide else torch.float32),
         )  # fmt: skip
@@ -255,7 +258,7 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
 
 def test_a_loss_scale_is_led_by_the_right_updates() -> None:
     """float16: the scale begins too large, and halves until updates are finite."""
-    scale = partial(LossScale, 2.0**24, growth_interval=2)
+    scale = LossScale(2.0**24, growth_interval=2)
 
     def make(validate: str) -> InProcessExecutor:
         stages = [spoilt(stage.to(torch.float16)) for stage in gpt_stages(3, tied=False)]
@@ -265,8 +268,9 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
             compile(schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True,
                     norm_check=validate),
             stages,
-            loss=gpt.loss, boundary=Boundary(BOUNDARY.shape, torch.float16), loss_scale=scale,
-            optimizer=lambda ps: MainOptimizer(ps, ADAMW), max_norm=math.inf,
+            loss=gpt.loss, boundary=Boundary(BOUNDARY.shape, torch.float16),
+            gradients=GradientOptions(loss_scale=scale, max_norm=math.inf),
+            optimizer=lambda ps: MainOptimizer(ps, ADAMW),
         )  # fmt: skip
 
     right, ahead = both(make)
@@ -276,7 +280,7 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
     ahead.validate_last_update()
     assert same(right, ahead)
     values = [
-        [float(rank.state.options.loss_scale.value) for rank in w.executors]  # type: ignore[union-attr]
+        [float(rank.state.options.gradients.loss_scale.value) for rank in w.executors]  # type: ignore[union-attr]
         for w in (right, ahead)
     ]
     assert values[0] == values[1] != [2.0**24] * 3
@@ -297,7 +301,9 @@ def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
         ps = [p for stage in own.values() for p in stage.parameters()]
         executor = Executor(
             program, transport.rank, own, transport, loss=gpt.loss, boundary=BOUNDARY,
-            optimizer=ADAMW(ps), max_norm=max_norm, record_timestamps=validate == "before_step",
+            optimizer=ADAMW(ps),
+            gradients=GradientOptions(max_norm=max_norm),
+            execution=ExecutionOptions(record_timestamps=validate == "before_step"),
         )  # fmt: skip
         losses = []
         for k in range(6):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from schedir import compile, schedules
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from tests.cpu.test_ahead import ADAMW, same, squares
@@ -47,7 +48,7 @@ class Broken(nn.Linear):
 
 def test_after_an_error_no_weights_are_left_that_were_not_validated() -> None:
     broken = Broken(3, 3)
-    ranks = one(stages=[nn.Linear(3, 3), broken], max_norm=1e-3)
+    ranks = one(stages=[nn.Linear(3, 3), broken], gradients=GradientOptions(max_norm=1e-3))
     before = learned(ranks)
     ranks.step(X, X)
     broken.fails = True
@@ -57,21 +58,24 @@ def test_after_an_error_no_weights_are_left_that_were_not_validated() -> None:
 
 
 def test_after_a_wrong_batch_the_last_update_is_as_it_was() -> None:
-    ranks = one(max_norm=1e-3)
+    ranks = one(gradients=GradientOptions(max_norm=1e-3))
     ranks.step(X, X)
     with pytest.raises(ExecutionError):
         ranks.step(X[:1], X)
     with pytest.raises(ModelError):
         ranks.executors[0].stages[0].module(X[0])
     ranks.validate_last_update()
-    right = one(max_norm=1e-3)
+    right = one(gradients=GradientOptions(max_norm=1e-3))
     right.step(X, X)
     right.validate_last_update()
     assert same(right, ranks)
 
 
 def test_an_update_is_made_again_whatever_has_become_of_the_gradients() -> None:
-    right, ranks = one(max_norm=1e-3), one(max_norm=1e-3)
+    right, ranks = (
+        one(gradients=GradientOptions(max_norm=1e-3)),
+        one(gradients=GradientOptions(max_norm=1e-3)),
+    )
     for each in (right, ranks):
         each.step(X, X)
         for rank in each.executors if each is ranks else ():
@@ -103,7 +107,12 @@ def test_what_is_given_is_as_one_step_leaves_it(max_norm: float) -> None:
             schedules.one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True, norm_check=validate
         )
         ranks = InProcessExecutor(
-            program, stages, loss=loss, boundary=(2, 3), optimizer=ADAMW, max_norm=max_norm
+            program,
+            stages,
+            loss=loss,
+            boundary=(2, 3),
+            optimizer=ADAMW,
+            gradients=GradientOptions(max_norm=max_norm),
         )
         x, y = X.clone().requires_grad_(), X.clone()
         rows = [row.clone().requires_grad_() for row in X]
@@ -149,7 +158,7 @@ def _write(what: str) -> Callable[[InProcessExecutor, nn.Module, Any], object]:
         elif what == "cleared":
             optimizer.state.clear()
         elif what == "scale":
-            ranks.executors[0].state.options.loss_scale.value.fill_(4.0)  # type: ignore[union-attr]
+            ranks.executors[0].state.options.gradients.loss_scale.value.fill_(4.0)  # type: ignore[union-attr]
         else:
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         return ranks.step(X, X)
@@ -219,12 +228,14 @@ WRONG: dict[str, Callable[[], object]] = {
     ),
     "another's state": _looks(lambda ranks, stage, optimizer: optimizer.load_state_dict({})),
     "written weights": _looks(_written),
-    "written data": _looks(_write("data"), max_norm=math.inf),
-    "data elsewhere": _looks(_write("place"), max_norm=math.inf),
-    "written state": _looks(_write("state"), max_norm=math.inf),
-    "cleared state": _looks(_write("cleared"), max_norm=math.inf),
-    "a written scale": _looks(_write("scale"), max_norm=math.inf, loss_scale=LossScale),
-    "another group": _looks(_write("group"), max_norm=math.inf),
+    "written data": _looks(_write("data"), gradients=GradientOptions(max_norm=math.inf)),
+    "data elsewhere": _looks(_write("place"), gradients=GradientOptions(max_norm=math.inf)),
+    "written state": _looks(_write("state"), gradients=GradientOptions(max_norm=math.inf)),
+    "cleared state": _looks(_write("cleared"), gradients=GradientOptions(max_norm=math.inf)),
+    "a written scale": _looks(
+        _write("scale"), gradients=GradientOptions(max_norm=math.inf, loss_scale=LossScale())
+    ),
+    "another group": _looks(_write("group"), gradients=GradientOptions(max_norm=math.inf)),
     "a hook": _looks(_hooked),
     "another executor": _looks(_other),
     "no optimizer": lambda: one(optimizer=None),
@@ -232,12 +243,15 @@ WRONG: dict[str, Callable[[], object]] = {
     "a hooked one": lambda: one(optimizer=hooked),
     "an embedding": _embedding,
     "a late writer": lambda: _looks(
-        _late, stages=[Late(), nn.Linear(3, 3)], max_norm=1e7, optimizer=_slow
+        _late,
+        stages=[Late(), nn.Linear(3, 3)],
+        gradients=GradientOptions(max_norm=1e7),
+        optimizer=_slow,
     )(),
     "no step without a closure": lambda: _looks(
         lambda ranks, stage, optimizer: ranks.step(X, X),
         optimizer=torch.optim.LBFGS,
-        max_norm=1e-3,
+        gradients=GradientOptions(max_norm=1e-3),
     )(),
 }
 
@@ -253,7 +267,10 @@ def test_what_is_refused() -> None:
 
 def test_settled_weights_may_be_looked_at_and_written_to() -> None:
     """A run that goes on from what was saved and loaded, as one that never stopped."""
-    whole, parts = one(max_norm=1e-3), one(max_norm=1e-3)
+    whole, parts = (
+        one(gradients=GradientOptions(max_norm=1e-3)),
+        one(gradients=GradientOptions(max_norm=1e-3)),
+    )
     for k in range(3):
         assert torch.equal(whole.step(X, X + k), parts.step(X, X + k))
         parts.validate_last_update()

@@ -21,6 +21,7 @@ from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import infer_boundaries, measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.runtime.services.message_buffers import MessageBuffers
@@ -56,7 +57,12 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
     assert found == boundary
     norm = math.inf if program.clip_grad_norm else None  # of which nothing is clipped
     ranks = InProcessExecutor(
-        program, stages, loss=loss, boundary=found, max_norm=norm, record_timestamps=False
+        program,
+        stages,
+        loss=loss,
+        boundary=found,
+        gradients=GradientOptions(max_norm=norm),
+        execution=ExecutionOptions(record_timestamps=False),
     )
     for _ in range(2):  # the second has what the first left in every slot
         total = ranks.step(inputs, targets, order_seed=order, keywords=keywords)
@@ -131,7 +137,7 @@ def test_a_stage_that_says_so_writes_to_copies() -> None:
         stages,
         loss=squares,
         boundary=TWO,
-        record_timestamps=False,
+        execution=ExecutionOptions(record_timestamps=False),
     )
     assert torch.equal(world.step(X, X), 2 * COUNT.float().square().sum())
     assert all(torch.equal(one, COUNT) for one in mine)
@@ -307,7 +313,7 @@ def own_steps(process: int, cases: list[Case], seed: int) -> list[Any]:
             transport,
             loss=loss,
             boundary=boundary,
-            record_timestamps=False,
+            execution=ExecutionOptions(record_timestamps=False),
         )
         each, m = batch(shape.microbatches * program.dp), shape.microbatches
         mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)

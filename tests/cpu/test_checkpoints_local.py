@@ -18,6 +18,7 @@ from schedir import PipelineShape
 from schedir.checkpoints import load, save
 from schedir.errors import CheckpointError, ExecutionError
 from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
@@ -214,15 +215,23 @@ def test_draws_go_on(tmp_path: Path) -> None:
 
 def test_a_scale_and_what_is_extra_go_on(tmp_path: Path) -> None:
     def made() -> InProcessExecutor:
-        scale = partial(LossScale, 8.0, growth_interval=2)
-        return plain(one_f_one_b, PipelineShape(2, 3), mixed(2, 0), loss_scale=scale)
+        scale = LossScale(8.0, growth_interval=2)
+        return plain(
+            one_f_one_b,
+            PipelineShape(2, 3),
+            mixed(2, 0),
+            gradients=GradientOptions(loss_scale=scale),
+        )
 
     one, two = made(), made()
     go(one, 0, 3)
     save(one, tmp_path, step=3, extra_state={"cursor": [1, 2], "text": "a"})
     assert load(two, tmp_path) == {"step": 3, "extra": {"cursor": [1, 2], "text": "a"}}
     for rank, other in zip(one.executors, two.executors, strict=True):
-        scale, found = rank.state.options.loss_scale, other.state.options.loss_scale
+        scale, found = (
+            rank.state.options.gradients.loss_scale,
+            other.state.options.gradients.loss_scale,
+        )
         assert scale is not None and found is not None
         assert float(scale.value) == float(found.value) == 16 and int(found.good_steps) == 1
         assert rank.random_streams.step == other.random_streams.step == 3
@@ -255,7 +264,7 @@ def test_a_loss_with_numbers_of_its_own(tmp_path: Path) -> None:
 def test_an_update_that_is_not_validated_is_settled(tmp_path: Path) -> None:
     options = {
         "of": {"norm_check": "after_step"},
-        "max_norm": 0.01,
+        "gradients": GradientOptions(max_norm=0.01),
         "loss": nn.MSELoss(reduction="sum"),
     }
     found = []

@@ -14,7 +14,7 @@ from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules import chimera, gpipe
-from schedir.transports.collectives import COLLECTIVES, CollectiveName, GroupKey
+from schedir.transports.collectives import COLLECTIVES, AllToAll, CollectiveName, GroupKey
 from schedir.transports.gloo import GlooTransport, ProcessTransport
 from schedir.transports.in_process import mailbox
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
@@ -91,6 +91,10 @@ def groups_of(program: Program, process: int) -> dict[GroupKey, list[int]]:
     found: dict[GroupKey, list[int]] = {"model": at(range(pp), slices=range(tp))}
     if dp > 1:
         found["dp"] = at([p], range(dp))
+    if (ep := program.ep) > 1:
+        found["ep"] = found["ep_counts"] = at([p], range(r // ep * ep, r // ep * ep + ep))
+        if dp > ep:
+            found["expert_dp"] = at([p], range(r % ep, dp, ep))
     if tp > 1:
         found["tp"] = at([p], slices=range(tp))
     if program.shape.placement_rows > 1:
@@ -100,11 +104,27 @@ def groups_of(program: Program, process: int) -> dict[GroupKey, list[int]]:
     return found
 
 
+def exchange(
+    transport: Any, group: GroupKey, members: list[int], own: int, dtype: torch.dtype
+) -> bool:
+    """Send (a + 2b) % 3 numbers from member a to member b; whether they come in order."""
+    n, me = range(len(members)), members.index(own)
+    sent, received = (tuple((a + 2 * b) % 3 for a, b in pairs) for pairs in (
+        [(me, other) for other in n], [(other, me) for other in n]
+    ))  # fmt: skip
+    out = torch.empty(sum(received), dtype=dtype)
+    given = torch.tensor([10 * me + b for b in n for _ in range(sent[b])], dtype=dtype)
+    transport.start_collective(AllToAll(sent, received), group, out, given).wait()
+    expected = [10 * a + me for a in n for _ in range(received[a])]
+    return torch.equal(out, torch.tensor(expected, dtype=dtype))
+
+
 def in_processes(rank: int) -> list[Any]:
     found = []
     for program in (
         compile(gpipe, PipelineShape(2, 2), tp=2, tied_weights=True),
-        compile(gpipe, PipelineShape(2, 2), dp=2),
+        compile(gpipe, PipelineShape(2, 2), dp=2, ep=2, stage_segments="dc"),
+        compile(gpipe, PipelineShape(1, 2), dp=4, ep=2, stage_segments="dc"),
         compile(chimera, PipelineShape(2, 2, placement="mirror"), tp=2),
     ):
         for make in TRANSPORTS:
@@ -116,6 +136,8 @@ def in_processes(rank: int) -> list[Any]:
                     started = collect(transport, group, members, rank, dtype)
                     said = wrong(started, members, rank, dtype)
                     found += [(make, group, *one) for one in said]
+                    if not exchange(transport, group, members, rank, dtype):
+                        found.append((make, group, "all_to_all", dtype))
     return found
 
 

@@ -24,6 +24,7 @@ from schedir.ir.isa.instructions import FORWARD_OPS, SEND_OPS, Lane
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
 from schedir.runtime.offload.copy_lanes import CopyLanes
 from schedir.runtime.parameters.mixed_precision import LossScale
@@ -35,8 +36,8 @@ from schedir.transports.gloo import GlooTransport
 from tests.cpu import tiny_stages as of_gpt
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.spawn import run
-from tests.cpu.stated import ADAMW, MAKES, equal, left, made, stepped
-from tests.cpu.test_host_steps import poison_weights, steps_of
+from tests.cpu.stated import ADAMW, MAKES, equal, left, made, poison_weights, stepped
+from tests.cpu.test_host_steps import steps_of
 from tests.cpu.test_updates import BOUNDARY, adam, split, stage_by_stage, weights
 
 torch.set_num_threads(1)
@@ -83,8 +84,7 @@ def world_of(
 
 def poisoned(world: InProcessExecutor) -> InProcessExecutor:
     """While the host steps a stage, who reads its module's own weights finds NaN."""
-    for rank in range(world.program.shape.ranks):
-        poison_weights(steps_of(world, rank))
+    poison_weights(world)
     return world
 
 
@@ -162,8 +162,7 @@ def test_only_the_update_that_is_not_finite_is_left_out(clip: bool) -> None:
         last, calls = world.executors[-1].stages[shape.stages - 1].module, count()
         hook = partial(_spoil, calls)
         last.register_forward_hook(hook)
-        for rank in range(2) if states == "cpu_step" else ():
-            poison_weights(steps_of(world, rank))
+        poison_weights(world)
         world.step(*of_gpt.batch(shape.microbatches, 0), order_seed=3)
         finite = [rank.finite_updates.tolist() for rank in world.executors]
         assert finite[1] == [True, False, True]
@@ -226,7 +225,7 @@ def _processes(rank: int) -> Any:
         }
         executor = Executor(
             program, rank, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
-            max_norm=0.5,
+            gradients=GradientOptions(max_norm=0.5),
             optimizer=adam([p for m in stages.values() for p in m.parameters()]),
         )  # fmt: skip
         if states == "cpu_step":
@@ -322,4 +321,4 @@ def test_the_host_steps_while_the_next_update_is_computed() -> None:
 def test_what_is_refused() -> None:
     program = schedir.compile(*CASES[0], clip_grad_norm=True, optimizer_placement="cpu_step")
     with pytest.raises(ModelError, match="a loss scale needs a program with one update per step"):
-        made(program, ADAMW, loss_scale=partial(LossScale, 8.0))
+        made(program, ADAMW, gradients=GradientOptions(loss_scale=LossScale(8.0)))

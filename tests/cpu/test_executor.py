@@ -30,6 +30,7 @@ from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.runtime.services.pending_sends import PendingSends
@@ -226,7 +227,9 @@ def test_stages_that_have_little_to_train(schedule: Any, frozen: Any) -> None:
     one, other = stages(), stages()
     total = run_sequential(one, x, x + 1, loss=_squares, grad_scale=0.5)
     program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
-    ranks = InProcessExecutor(program, other, loss=_squares, boundary=BOUNDARY, max_norm=1e9)
+    ranks = InProcessExecutor(
+        program, other, loss=_squares, boundary=BOUNDARY, gradients=GradientOptions(max_norm=1e9)
+    )
     for _ in range(2):
         assert torch.equal(ranks.step(x, x + 1, 0.5), total)
         assert same_bits(gradients(one), gradients(other))

@@ -17,6 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.schedules import one_f_one_b, zb_h1
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.in_process.mailbox import make_mailboxes
@@ -73,7 +74,7 @@ def side_by_side(rank: int, programs: list[Program]) -> list[bool]:
             transport = kind(program, group=group)
             executor = Executor(
                 program, place, stages, transport, loss=loss, boundary=(3, WIDTH),
-                accumulate_grads=True,
+                gradients=GradientOptions(accumulate_grads=True),
                 seed=None,
             )  # fmt: skip
             for step in range(2):  # which add up
@@ -110,8 +111,8 @@ def left(
         transport,
         loss=loss,
         boundary=(3, WIDTH),
-        accumulate_grads=True,
-        record_timestamps=False,
+        gradients=GradientOptions(accumulate_grads=True),
+        execution=ExecutionOptions(record_timestamps=False),
     )
     x, y = batch(0)
     executor.step(x, y)
@@ -167,7 +168,10 @@ def test_a_loss_that_is_infinite_does_not_hide_gradients() -> None:
     module, (x, y) = nn.Linear(WIDTH, 1, bias=False), batch(0)
     program = compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4))
     executor = alone(
-        program, [module], accumulate_grads=True, loss=lambda y, _: y.sum() + torch.inf
+        program,
+        [module],
+        gradients=GradientOptions(accumulate_grads=True),
+        loss=lambda y, _: y.sum() + torch.inf,
     )
     executor.step(x, y, grad_scale=0.5)
     assert module.weight.grad is not None
@@ -183,5 +187,7 @@ def test_what_others_are_to_do_is_refused(how: dict[str, bool]) -> None:
     )
     optimizer = torch.optim.SGD(module.parameters()) if "optimizer" in how else None
     with pytest.raises(ModelError) as caught:
-        alone(program, [module], accumulate_grads=True, optimizer=optimizer)
+        alone(
+            program, [module], gradients=GradientOptions(accumulate_grads=True), optimizer=optimizer
+        )
     assert caught.value.hint.startswith("set accumulate_grads=False")

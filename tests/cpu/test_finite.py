@@ -17,6 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.schedules import one_f_one_b, pipedream_2bw
@@ -235,7 +236,8 @@ def test_the_norm_of_complex_gradients_is_that_of_both_parts() -> None:
     stages, x = [Rotates(), Rotates()], torch.randn(4, 3, 5)
     world = InProcessExecutor(
         compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True), stages,
-        loss=lambda y, t: y.square().sum(), boundary=(3, 5), max_norm=math.inf,
+        loss=lambda y, t: y.square().sum(), boundary=(3, 5),
+        gradients=GradientOptions(max_norm=math.inf),
     )  # fmt: skip
     world.step(x, x)
     grads = [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]

@@ -21,6 +21,7 @@ from schedir.ir.program import Program
 from schedir.runtime import measure_sizes
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, forward_only, gpipe, one_f_one_b, pipedream_2bw, zb_h1
@@ -185,7 +186,12 @@ def test_the_norm_is_of_what_is_trained(schedule: Any) -> None:
     program = compile(schedule, PipelineShape(4, 4), frozen_stages=2, clip_grad_norm=True)
     stages = stages_of(4, 2)
     ranks = InProcessExecutor(
-        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=sgd, max_norm=0.1
+        program,
+        stages,
+        loss=squared_error,
+        boundary=BOUNDARY,
+        optimizer=sgd,
+        gradients=GradientOptions(max_norm=0.1),
     )
     ranks.step(*make_batch(4))
     _, plain = of_plain(program, whole=True)
@@ -201,7 +207,7 @@ def on_gloo(rank: int, program: Program) -> list[dict[str, Tensor]]:
     stages = stages_of(program.shape.stages, program.frozen_stages)
     executor = Executor(
         program, transport.rank, stages, transport, loss=squared_error, boundary=BOUNDARY,
-        max_norm=inf if program.clip_grad_norm else None,
+        gradients=GradientOptions(max_norm=inf if program.clip_grad_norm else None),
     )  # fmt: skip
     m, (inputs, targets) = (
         program.shape.microbatches,

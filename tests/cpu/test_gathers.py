@@ -26,7 +26,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
-from schedir.transports.collectives import CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox, StreamPoint
 from schedir.transports.transport import Work
@@ -57,7 +57,7 @@ class Late(GlooTransport):
         self.beside = 0  # collectives of layers that were called while a gather was in flight
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         if kind == "all_gather":
             return _LateGather(self, output_tensor, input_tensor)
@@ -168,7 +168,7 @@ class Sliced(StreamMailbox):
         return torch.cuda.stream(self.messages)
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         if kind != "all_gather":
             return super().start_collective(kind, group, output_tensor, input_tensor)

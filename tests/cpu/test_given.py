@@ -19,6 +19,7 @@ from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary, ModelBoundaries
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.sequential_reference import run_sequential
@@ -120,15 +121,20 @@ WRONG: dict[str, Callable[[], object]] = {
     ),
     "a maker of optimizers": lambda: rank(optimizer=torch.optim.SGD),
     "a function": lambda: rank(optimizer=lambda p: torch.optim.SGD(p, 0.1)),
-    "a loss scale": lambda: world(loss_scale=LossScale()),
-    "a maker of loss scales": lambda: rank(loss_scale=LossScale),
+    "a maker of loss scales": lambda: rank(
+        gradients=GradientOptions(loss_scale=LossScale)  # type: ignore[arg-type]
+    ),
+    "options of gradients in a dict": lambda: world(gradients={"max_norm": 1.0}),
+    "options of the execution as a flag": lambda: world(execution=False),
     "a loss's name": lambda: world(loss="mse"),
     "a loss's class": lambda: world(loss=nn.MSELoss),
-    "no norm": lambda: world(max_norm=math.nan),
-    "a norm below": lambda: world(max_norm=-1),
-    "a norm of what clips nothing": lambda: world(program=FREE, max_norm=0.5),
+    "no norm": lambda: world(gradients=GradientOptions(max_norm=math.nan)),
+    "a norm below": lambda: world(gradients=GradientOptions(max_norm=-1)),
+    "a norm of what clips nothing": lambda: world(
+        program=FREE, gradients=GradientOptions(max_norm=0.5)
+    ),
     "a seed of text": lambda: world(seed="7"),
-    "a flag of text": lambda: world(record_timestamps="no"),
+    "a flag of text": lambda: world(execution=ExecutionOptions(record_timestamps="no")),  # type: ignore[arg-type]
     "a shape without order": lambda: world(boundary={2, 3}),
     "a schedule": lambda: world(program=one_f_one_b),
     "a shape": lambda: rank(program=PipelineShape(2, 4)),
@@ -147,6 +153,9 @@ WRONG: dict[str, Callable[[], object]] = {
     "a loss without gradient": lambda: world(loss=lambda y, t: squares(y, t).detach()).step(X, X),
     "no arguments": lambda: Executor(PROGRAM),  # type: ignore[call-arg]
     "an old argument": lambda: rank(alike=True),
+    "an old argument of gradients": lambda: world(max_norm=1.0),
+    "an old argument of options": lambda: GradientOptions(adds=True),  # type: ignore[call-arg]
+    "stages of other ranks": lambda: rank(other_rank_stages=modules()[1:]),
     "no targets": lambda: world().step(X, None),  # type: ignore[arg-type]
     "inputs one by one": lambda: world().step(iter(X), X),
     "one number": lambda: world().step(X, torch.tensor(1.0)),

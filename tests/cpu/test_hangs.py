@@ -30,6 +30,7 @@ from schedir.io.black_box import ProcessPhase, read_process_state
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.schedules import one_f_one_b
 from schedir.training.checkpointing import TrainingCheckpoints
 from schedir.training.config.train_config import TrainConfig
@@ -90,7 +91,13 @@ def process(number: int, case: Case, folder: Path, together: Any) -> None:
         stream = program.streams[0]
         at_instruction([i.op for i in stream].index(case.op), 2, case.when, fails)
     clip = 1.0 if program.clip_grad_norm else None
-    executor = gpt_executor(program, transport, lr=0.1, spill_dir=folder, max_norm=clip)
+    executor = gpt_executor(
+        program,
+        transport,
+        lr=0.1,
+        execution=ExecutionOptions(spill_dir=folder),
+        gradients=GradientOptions(max_norm=clip),
+    )
     together.wait()
     said = "nobody failed"
     try:

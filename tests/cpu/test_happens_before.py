@@ -12,6 +12,7 @@ from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.passes.pass_types import BufferSharing
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import chimera, interleaved, one_f_one_b
 from schedir.transports.in_process import cuda_streams
@@ -50,9 +51,10 @@ def run(
     )
     stages = gpt_stages(shape.stages)
     world = InProcessExecutor(
-        program, stages, loss=gpt.loss, boundary=BOUNDARY, record_timestamps=record,
+        program, stages, loss=gpt.loss, boundary=BOUNDARY,
+        execution=ExecutionOptions(record_timestamps=record),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        max_norm=1e9,
+        gradients=GradientOptions(max_norm=1e9),
     )  # fmt: skip
     for seed in (None, 0, 1):
         world.step(*batch(shape.microbatches), order_seed=seed)

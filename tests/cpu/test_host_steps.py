@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from benchmarks.zero import Case, differing, train
 from schedir import PipelineShape
 from schedir.analysis.memory.footprint import compute_footprints
 from schedir.checkpoints import load, save
@@ -23,15 +22,11 @@ from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
-from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
-from schedir.schedules import forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
+from schedir.schedules import interleaved, looped_bfs, one_f_one_b
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
-from tests.cpu.spawn import run
 from tests.cpu.stated import (
     ADAMW,
-    MAKES,
-    SHAPES,
     equal,
     left,
     made,
@@ -48,118 +43,6 @@ def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
     found = world.executors[rank].state.service(OptimizerPlacement).optimizer_state
     assert isinstance(found, CpuOptimizer)
     return found
-
-
-# ---------------------------------------------------------------- bits
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "how"),
-    [
-        ("interleaved", "AdamW", {"clip_grad_norm": True, "tied_weights": True}),
-        ("interleaved", "bfloat16", {"recompute": "all", "frozen_stages": 2}),
-        ("interleaved", "AdamW, fused", {"offload": "all"}),
-        ("1F1B", "momentum", {"tied_weights": True}),
-        ("1F1B", "NAdam", {"clip_grad_norm": True}),
-        (
-            "in a vee",
-            "Adam, groups",
-            {"clip_grad_norm": True, "tied_weights": True, "buffer_sharing": "minimal"},
-        ),
-        ("mirrored", "bfloat16", {"clip_grad_norm": True}),
-    ],
-)
-def test_the_bits_are_those_of_steps_on_the_device(name: str, make: str, how: Any) -> None:
-    """In random legal orders; whoever reads weights while the host steps them, finds NaN."""
-    schedule: Any
-    schedule, shape = SHAPES[name]
-    half, found = make == "bfloat16", []
-    for states in WHERE:
-        program = schedir.compile(
-            schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
-        )
-        world = made(program, MAKES[make], half=half)
-        for k in range(shape.ranks) if states == "cpu_step" else ():
-            poison_weights(steps_of(world, k))
-        found.append((stepped(world, 0, 1, 2), left(world)))
-    assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
-
-
-def poison_weights(own: CpuOptimizer) -> None:
-    """Let a device have no weights of a stage from when its step begins until they are back."""
-    begin: Any = own.begin_step
-
-    def poisoned(stage: int, *more: Any) -> None:
-        for weight in own.host_parameters[stage].device_weights.values():
-            weight.fill_(torch.nan)
-        begin(stage, *more)
-
-    vars(own)["begin_step"] = poisoned
-
-
-LEVELS = ((0, True, False), (2, False, True), (3, True, False))
-
-
-def _processes(rank: int) -> Any:
-    torch.set_num_threads(1)
-    return [
-        train(rank, Case(looped_bfs, PipelineShape(1, 3, 3), half=half, options=how), zero)
-        for zero, half, clip in LEVELS
-        for how in ({"optimizer_placement": states, "clip_grad_norm": clip} for states in WHERE)
-    ]
-
-
-def test_a_replica_steps_its_part() -> None:
-    told = run(_processes, 2)
-    runs = [[own[k] for own in told] for k in range(2 * len(LEVELS))]
-    for device, host in zip(runs[::2], runs[1::2], strict=True):
-        assert not differing(device, host)
-
-
-@pytest.mark.parametrize(
-    ("make", "clip"), [("AdamW", True), ("AdamW, fused", False), ("bfloat16", False)]
-)
-def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bool) -> None:
-    scales: dict[str, Any] = {"loss_scale": partial(LossScale, 8.0)} if clip else {}
-    for states in WHERE:
-        program = schedir.compile(
-            interleaved, PipelineShape(1, 4, 3), clip_grad_norm=clip, optimizer_placement=states
-        )
-        world = made(program, MAKES[make], half=make == "bfloat16", **scales)
-        stepped(world, 0)
-        (rank,) = world.executors
-        before = left(world)
-        first = next(rank.stages[0].module.parameters())
-        hook = first.register_hook(lambda gradient: gradient * torch.nan)
-        stepped(world, 1)
-        hook.remove()
-        after = left(world)
-        assert not bool(rank.finite_updates)
-        if clip:
-            assert float(after.pop()) == float(before.pop()) / 2
-        assert equal(before, after)
-        stepped(world, 2)
-        assert bool(rank.finite_updates) and not any(t.isnan().any() for t in left(world))
-
-
-def test_programs_beside_each_other() -> None:
-    """Two that train, with other microbatches, and one that evaluates."""
-    found = []
-    for states in WHERE:
-        how: dict[str, Any] = {"progress_model": "per_edge", "optimizer_placement": states}
-        large, small = (
-            schedir.compile(gpipe, PipelineShape(2, m), clip_grad_norm=True, **how) for m in (3, 2)
-        )
-        looks = schedir.compile(forward_only, PipelineShape(2, 2), **how)
-        world = made(small, ADAMW, extra_programs=[large, looks])
-        x, y, scale = batch(5)
-        losses = []
-        for _ in range(2):
-            losses.append(world.step(x[:3], y[:3], scale, program=large))
-            losses.append(world.step(x[3:], y[3:], scale, program=small))
-            losses.append(world.evaluate(x[:2], y[:2], program=looks))
-        found.append((losses, left(world)))
-    assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
 
 
 def test_what_others_change_between_steps_is_stepped() -> None:

@@ -18,6 +18,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import (
     LossScale,
@@ -102,15 +103,14 @@ def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fus
         loss=gpt.loss,
         boundary=HALF,
         optimizer=partial(sgd, fused=fused),
-        max_norm=CLIP,
-        loss_scale=large,
+        gradients=GradientOptions(max_norm=CLIP, loss_scale=large()),
     )
     for value in values:
         world.step(*batch(4))
         assert [
-            float(r.state.options.loss_scale.value)
+            float(r.state.options.gradients.loss_scale.value)
             for r in world.executors
-            if r.state.options.loss_scale
+            if r.state.options.gradients.loss_scale
         ] == [value] * 2
     got = [p.detach() for r in world.executors for p in r.resources.optimizer.main_parameters]  # type: ignore[union-attr]
     start = [p.detach().float() for stage in half_stages(2, tied=False) for p in stage.parameters()]
@@ -129,7 +129,8 @@ def _replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]]:
     optimizer = MainOptimizer(own[transport.rank].parameters(), adamw)
     executor = Executor(
         program, transport.rank, own, transport,
-        loss=gpt.loss, boundary=HALF, optimizer=optimizer, loss_scale=(scale := large()),
+        loss=gpt.loss, boundary=HALF, optimizer=optimizer,
+        gradients=GradientOptions(loss_scale=(scale := large())),
     )  # fmt: skip
     inputs, targets, mean = batch(4)
     if transport.dp_rank:
@@ -163,7 +164,11 @@ def test_programs_that_do_not_say_the_norm_are_refused() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4))
     with pytest.raises(ModelError, match="needs the norm of the gradients"):
         InProcessExecutor(
-            program, half_stages(2, False), loss=gpt.loss, boundary=HALF, loss_scale=large
+            program,
+            half_stages(2, False),
+            loss=gpt.loss,
+            boundary=HALF,
+            gradients=GradientOptions(loss_scale=large()),
         )
     with pytest.raises(
         UsageError, match="needs the gradient norm, which clip_grad_norm = 0 does not compute"

@@ -21,6 +21,7 @@ from schedir.models import gpt
 from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.recording import recorder as runtime_stamps
 from schedir.runtime.recording.measured_timeline import gather_timeline
@@ -129,7 +130,11 @@ def _ranks(record: bool = True) -> InProcessExecutor:
         clip_grad_norm=True,
     )
     return InProcessExecutor(
-        program, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY, record_timestamps=record
+        program,
+        gpt_stages(2, True),
+        loss=gpt.loss,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(record_timestamps=record),
     )
 
 

@@ -18,6 +18,7 @@ from schedir import PipelineShape
 from schedir.errors import ModelError
 from schedir.ir.pipeline.tied_weights import find_tied_weights
 from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.model_checks.memory_overlap import find_overlaps
 from schedir.runtime.parameters.mixed_precision import MainOptimizer
@@ -118,7 +119,7 @@ def ranks_of(
         boundary=BOUNDARY,
         optimizer=optimizer,
         tied_weights=tied,
-        spill_dir=folder,
+        execution=ExecutionOptions(spill_dir=folder),
     )
 
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from schedir.runtime.autograd.module_state import preserve_module_state
+from schedir.runtime.autograd.preserved_state import PreservedState, preserve_module
+
+CPU = torch.device("cpu")
 
 
 def _rewrite(numbers: torch.Tensor) -> None:
@@ -50,7 +52,7 @@ def test_what_is_changed_in_place_is_put_back(kind: str, name: str) -> None:
     change(value)
     changed = read(value)
     assert changed != before  # so that the rest can fail
-    with preserve_module_state(module):
+    with preserve_module(module, CPU):
         change(value)
         assert read(value) != changed
     assert getattr(module[0], name) is value and read(value) == changed
@@ -60,7 +62,7 @@ def test_what_is_changed_in_place_is_put_back(kind: str, name: str) -> None:
 def test_what_is_replaced_is_put_back(before: object) -> None:
     module: Any = nn.Linear(2, 2)
     module.kept = before
-    with preserve_module_state(module):
+    with preserve_module(module, CPU):
         module.kept = torch.ones(1)
         module.training = False
     assert module.kept is before
@@ -72,7 +74,7 @@ def test_gradients_are_put_back() -> None:
     gradient = module.weight.grad
     assert gradient is not None
     numbers = gradient.clone()
-    with preserve_module_state(module):
+    with preserve_module(module, CPU):
         assert module.weight.grad is None
         module(torch.ones(2)).sum().backward()
     assert module.weight.grad is gradient and torch.equal(gradient, numbers)
@@ -80,6 +82,26 @@ def test_gradients_are_put_back() -> None:
 
 def test_a_lazy_module_stays_set_up() -> None:
     module = nn.Sequential(nn.LazyLinear(3))
-    with preserve_module_state(module):
+    with preserve_module(module, CPU):
         module(torch.ones(1, 2))
     assert module[0].in_features == 2
+
+
+def test_the_first_state_is_restored() -> None:
+    """Of a field that is added twice, and after an error, too."""
+    module, table = nn.BatchNorm1d(1), {"a": 1}
+    running = module.running_mean
+    assert running is not None
+    with pytest.raises(KeyError), PreservedState() as preserved:
+        for mode in (False, True):
+            preserved.add_modes(module)
+            module.train(mode)
+            preserved.add_values([running])
+            running.add_(1)
+            preserved.add_tables([table])
+            table["b"] = 2
+        preserved.add_fields(module, "momentum")
+        module.momentum = 0.5
+        raise KeyError
+    assert module.training and module.momentum == 0.1 and table == {"a": 1}
+    assert running is module.running_mean and float(running) == 0

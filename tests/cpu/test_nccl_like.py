@@ -6,6 +6,7 @@ Tensor-parallel and data-parallel processes, which the virtual ranks of one proc
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
+from schedir.models.moe_config import MoEConfig
 from schedir.passes.pass_types import BufferSharing
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
@@ -25,10 +28,21 @@ from tests.cases import cases
 from tests.cpu.happens_before import Races
 from tests.cpu.nccl_like import Kind, NcclLike
 from tests.cpu.spawn import run
-from tests.cpu.tiny_stages import gpt_executor, gradients_by_stage, own_batch, zb
+from tests.cpu.tiny_stages import (
+    CONTEXT,
+    HIDDEN,
+    gpt_executor,
+    gradients_by_stage,
+    moe_executor,
+    own_batch,
+    zb,
+)
 from tests.cpu.virtual_gpu import install
 
-KINDS: tuple[Kind, ...] = ("send", "recv", "all_reduce", "all_gather", "dX")
+KINDS: tuple[Kind, ...] = ("send", "recv", "all_reduce", "all_gather", "dX", "all_to_all")
+EXPERTS = MoEConfig(
+    vocab=32, layers=2, hidden=HIDDEN, heads=2, context=CONTEXT, tied=False, experts=4
+)
 Ran = tuple[list[str], Counter[Kind], bool, int]
 BUCKET = 2048  # bytes: each stage has several, of one gradient and of more
 
@@ -40,6 +54,7 @@ class Case(NamedTuple):
     shape: PipelineShape
     tp: int = 1
     dp: int = 1
+    ep: int = 1
     buffer_sharing: BufferSharing | None = None
     record: bool = False
     clip: bool = True
@@ -48,7 +63,8 @@ class Case(NamedTuple):
         return compile(
             self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
             overlap=True,
-            tied_weights=True, clip_grad_norm=self.clip, buffer_sharing=self.buffer_sharing,
+            tied_weights=self.ep == 1, clip_grad_norm=self.clip, ep=self.ep,
+            stage_segments="dc" if self.ep > 1 else None, buffer_sharing=self.buffer_sharing,
         )  # fmt: skip
 
 
@@ -67,6 +83,7 @@ CASES = dict(cases(
                                  record=True)),
         ("two holders", Case(chimera, PipelineShape(2, 4, placement="mirror"), tp=2,
                              buffer_sharing="minimal")),
+        ("experts", Case(one_f_one_b, PipelineShape(2, 4), dp=2, ep=2, buffer_sharing="minimal")),
         ("updates", Case(pipedream_2bw, PipelineShape(2, 8, optimizer_steps=2, weight_delay=1),
                          dp=2, clip=False)),
     ],
@@ -80,17 +97,18 @@ CASES = dict(cases(
 ))  # fmt: skip
 
 
-REPLICAS = [name for name, case in CASES.items() if case.dp > 1]
+REPLICAS = [name for name, case in CASES.items() if case.dp > 1 and case.ep == 1]
 
 
 def _step(transport: ProcessTransport, case: Case, program: Program) -> Any:
     """The gradients of a second step; over NCCL, one was undone before the first."""
-    executor = gpt_executor(
+    make = partial(moe_executor, cfg=EXPERTS) if case.ep > 1 else gpt_executor
+    executor = make(
         program,
         transport,
         lr=1e-2,
-        record_timestamps=case.record,
-        max_norm=1.0 if case.clip else None,
+        execution=ExecutionOptions(record_timestamps=case.record),
+        gradients=GradientOptions(max_norm=1.0 if case.clip else None),
     )
     if isinstance(transport, NcclLike):
         transport.follow(executor)
@@ -129,7 +147,9 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
         for s in got
     )
     counted = count_streams(program, transport.rank, "per_edge")
-    theirs = counted["reductions"] - 1 + counted["messages"] // 2 + 2 * (case.tp > 1)
+    theirs = (
+        counted["reductions"] - 1 + counted["messages"] // 2 + 2 * ((case.tp > 1) + (case.ep > 1))
+    )
     made = sum(stream.seen[stream] > 0 for stream in gpu.streams) + theirs
     unseen = 0 if case.record else counted["records"]
     return sorted(set(found)), transport.uses, same, made + unseen - sum(counted.values())
@@ -138,11 +158,12 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
 def _all(rank: int) -> tuple[dict[str, Ran], dict[str, Ran]]:
     """Every case as it is, one with each of its waits left out, and those with buckets that start
     too early: in one world, for speed."""
-    mutant = CASES["1f1b, slots shared"]
+    mutants = {kind: CASES["1f1b, slots shared"] for kind in KINDS}
+    mutants["all_to_all"] = CASES["experts"]
     return (
         {name: _steps(case, None) for name, case in CASES.items()},
         {
-            **{kind: _steps(mutant, kind) for kind in KINDS},
+            **{kind: _steps(mutant, kind) for kind, mutant in mutants.items()},
             **{name: _steps(CASES[name], None, hasty=True) for name in REPLICAS},
         },
     )
@@ -160,7 +181,9 @@ def test_nothing_races(name: str, ranks: list[Any]) -> None:
         assert same
         assert uncounted == 0
         assert uses["send"] and uses["recv"] and uses["all_reduce"]
-        assert bool(uses["all_gather"]) == bool(uses["dX"]) == (CASES[name].tp > 1)
+        case = CASES[name]
+        assert bool(uses["dX"]) == (case.tp > 1) and bool(uses["all_to_all"]) == (case.ep > 1)
+        assert bool(uses["all_gather"]) == (case.tp > 1 or case.ep > 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,7 @@ from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.memory.buffer_sharing import share_slots
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.runtime.sequential_reference import run_sequential
@@ -229,8 +230,9 @@ def assert_law(program: Program, traits: Traits, optimizer: str, orders: Sequenc
     with TemporaryDirectory() as folder:
         ranks = InProcessExecutor(
             program, stages, loss=squared_error, boundary=make_boundary(program, traits),
-            optimizer=make, max_norm=max_norm if program.clip_grad_norm else None,
-            tied_weights=reference.ties, spill_dir=folder,
+            optimizer=make,
+            gradients=GradientOptions(max_norm=max_norm if program.clip_grad_norm else None),
+            tied_weights=reference.ties, execution=ExecutionOptions(spill_dir=folder),
         )  # fmt: skip
         poison_weights(ranks)
         for step, order in enumerate(orders):

@@ -23,6 +23,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import SlotCounts
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
@@ -109,7 +110,13 @@ def test_what_is_on_each_tier_is_what_was_predicted(
     )
     program = compile(schedule, shape, progress_model="per_edge", recompute=recompute)
     program = checked(moved(program, shape.ranks, spilled=0.5), "minimal")
-    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, spill_dir=tmp_path)
+    world = InProcessExecutor(
+        program,
+        stages,
+        loss=loss,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(spill_dir=tmp_path),
+    )
     tiers = [
         dict(zip(("host", "disk"), each, strict=True)) for each in
         zip(compute_footprints(program, sizes, "host"),
@@ -131,7 +138,13 @@ def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) ->
         stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
     )
     program = checked(moved(compile(one_f_one_b, PipelineShape(2, 6)), 1, spilled=0.5), "minimal")
-    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, spill_dir=tmp_path)
+    world = InProcessExecutor(
+        program,
+        stages,
+        loss=loss,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(spill_dir=tmp_path),
+    )
     with ExitStack() as stack:
         livings = [stack.enter_context(LiveMemory(rank)) for rank in world.executors]
         world.step(inputs, targets, scale)
@@ -172,7 +185,9 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
     slots = least + more
     program = check(program.with_slots([SlotCounts.unspecified()._replace(host=slots)]), "per_edge")
     stages = noisy(shape.stages, partial(next, map(Wide, (400, 40, 4))))
-    world = InProcessExecutor(program, stages, loss=squares, boundary=FLAT, spill_dir=tmp_path)
+    world = InProcessExecutor(
+        program, stages, loss=squares, boundary=FLAT, execution=ExecutionOptions(spill_dir=tmp_path)
+    )
     (rank,) = world.executors
     rank.resources.service(CopyLanes).bandwidth = {Lane.H2D: 2e5, Lane.DISK: 2e5}
     for k in range(3):

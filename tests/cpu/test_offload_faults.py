@@ -22,6 +22,7 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import Lane, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload import spill_file
 from schedir.runtime.offload.activation_offloader import SavedActivations
@@ -117,16 +118,16 @@ def test_what_spills_wants_a_folder(tmp_path: Path) -> None:
         world_of(away(1.0))
     assert "spill_dir" in caught.value.hint
     with pytest.raises(ModelError, match="No such file or directory"):
-        world_of(away(1.0), spill_dir=tmp_path / "gone")
+        world_of(away(1.0), execution=ExecutionOptions(spill_dir=tmp_path / "gone"))
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="Not a directory"):
-        world_of(away(1.0), spill_dir=tmp_path / "file")
+        world_of(away(1.0), execution=ExecutionOptions(spill_dir=tmp_path / "file"))
     with pytest.raises(ModelError, match="embedded null byte"):
-        world_of(away(1.0), spill_dir="\0")
+        world_of(away(1.0), execution=ExecutionOptions(spill_dir="\0"))
     wrong: Any = 3
     with pytest.raises(ModelError, match="spill_dir must be a path, not 3"):
-        world_of(away(1.0), spill_dir=wrong)
-    world_of(away(), spill_dir=tmp_path / "gone")  # which nobody needs
+        world_of(away(1.0), execution=ExecutionOptions(spill_dir=wrong))
+    world_of(away(), execution=ExecutionOptions(spill_dir=tmp_path / "gone"))  # which nobody needs
 
 
 def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_without_a_name_that_folders_may_leave(tmp_path: Path) -> None:
     folder = tmp_path / "spills"
     folder.mkdir()
-    world = world_of(away(1.0), spill_dir=folder)
+    world = world_of(away(1.0), execution=ExecutionOptions(spill_dir=folder))
     assert not [*folder.iterdir()]
     folder.rmdir()  # it vanishes, and nobody minds
     for k in range(2):
@@ -181,7 +182,7 @@ def test_a_full_disk_is_so_before_anything_is_spilled(
 
     monkeypatch.setattr(SpillFile, "write", noted)
     with pytest.raises(ExecutionError) as caught:
-        world_of(away(1.0), spill_dir=tmp_path).step(*batch(4))
+        world_of(away(1.0), execution=ExecutionOptions(spill_dir=tmp_path)).step(*batch(4))
     (site,) = caught.value.sites
     assert "No space left on device" in str(caught.value) and str(site.instr).startswith(
         "offload_to_disk"
@@ -202,7 +203,7 @@ def test_an_error_of_the_disk_names_its_instruction(
         did(*args)
 
     monkeypatch.setattr(SpillFile, verb, broken)
-    world = world_of(away(1.0), spill_dir=tmp_path)
+    world = world_of(away(1.0), execution=ExecutionOptions(spill_dir=tmp_path))
     with pytest.raises(ExecutionError, match="Input/output error") as caught:
         world.step(*batch(4))
     (site,) = caught.value.sites

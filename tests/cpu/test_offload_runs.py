@@ -22,6 +22,7 @@ from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.schedules import (
@@ -90,7 +91,12 @@ def test_of_any_draft(draft: Program, seed: int) -> None:
     program = moved(program, seed, share=0.7, spilled=0.4)
     program = checked(program, rng.choice([None, "minimal"]))
     with TemporaryDirectory() as folder:
-        as_reference(program, noisy(program.shape.stages, _dropped), steps=1, spill_dir=folder)
+        as_reference(
+            program,
+            noisy(program.shape.stages, _dropped),
+            steps=1,
+            execution=ExecutionOptions(spill_dir=folder),
+        )
 
 
 def _dropped() -> nn.Module:
@@ -108,7 +114,9 @@ def compared(
         torch.manual_seed(0)
         stages = make()
         given = {"boundary": BOUNDARY, "loss": squares, **how}
-        more = {"spill_dir": folder} if each is program else {}
+        more: dict[str, Any] = (
+            {"execution": ExecutionOptions(spill_dir=folder)} if each is program else {}
+        )
         world = InProcessExecutor(
             each, stages, optimizer=lambda own: torch.optim.SGD(own, lr=0.1), **given, **more
         )
@@ -247,7 +255,8 @@ def _between_processes(rank: int, folder: str) -> list[Any]:
         stages = noisy(2, _dropped)
         executor = Executor(
             program, rank, stages, GlooTransport(program), loss=squares, boundary=BOUNDARY,
-            optimizer=torch.optim.SGD(stages[rank].parameters(), lr=0.1), spill_dir=folder,
+            optimizer=torch.optim.SGD(stages[rank].parameters(), lr=0.1),
+            execution=ExecutionOptions(spill_dir=folder),
         )  # fmt: skip
         losses = [executor.step(*batch(4, k)) for k in range(2)]
         with executor.full_parameters():

@@ -13,6 +13,7 @@ from schedir.compiler.compile import compile
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.activation_offloader import SavedActivations
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
@@ -95,7 +96,13 @@ def test_nothing_races(
 
 
 def test_with_a_disk_only_the_host_can_wait(races: Races, tmp_path: Path) -> None:
-    world = world_of(gpipe, PipelineShape(2, 4), "minimal", spilled=1.0, spill_dir=tmp_path)
+    world = world_of(
+        gpipe,
+        PipelineShape(2, 4),
+        "minimal",
+        spilled=1.0,
+        execution=ExecutionOptions(spill_dir=tmp_path),
+    )
     for seed in (None, 0):
         world.step(*batch(4), order_seed=seed)
     assert not races.found

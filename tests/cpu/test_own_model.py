@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from schedir.checkpoints import load
-from schedir.runtime import InProcessExecutor
+from schedir.runtime import GradientOptions, InProcessExecutor
 from tests.cpu.training import script
 from tests.tutorial import OWN_MODEL, ROOT, numbers_apart, steps
 
@@ -61,7 +61,9 @@ def test_own_model(
 
     model = own.build_model()
     arguments = {"loss": own.loss, "boundary": own.BOUNDARY, "tied_weights": own.TIES}
-    executor = InProcessExecutor(own.PROGRAM, own.split(model), max_norm=1.0, seed=7, **arguments)
+    executor = InProcessExecutor(
+        own.PROGRAM, own.split(model), gradients=GradientOptions(max_norm=1.0), seed=7, **arguments
+    )
     assert load(executor, "checkpoints") is not None
     inputs, targets = own.batch(1000)
     model.eval()

@@ -26,6 +26,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.runtime.services.message_buffers import MessageBuffers
@@ -86,7 +87,11 @@ def test_any_lengths_pass_in_any_order(drafted: Program, data: Any, seed: int) -
     plain = deepcopy(stages)
     right = run_sequential(plain, x, y, loss=loss, program=program)
     ranks = InProcessExecutor(
-        program, stages, loss=loss, boundary=boundary, record_timestamps=False
+        program,
+        stages,
+        loss=loss,
+        boundary=boundary,
+        execution=ExecutionOptions(record_timestamps=False),
     )
     for _ in range(2):  # the second finds what the first left in every slot
         assert torch.equal(ranks.step(x, y, order_seed=seed), right)

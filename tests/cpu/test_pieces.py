@@ -19,7 +19,14 @@ from schedir.errors import ModelError
 from schedir.models import gpt
 from schedir.models.gpt_segments import build_boundaries, count_segments, split_stage
 from schedir.models.partial_module import select_submodules
-from schedir.runtime import Boundary, Executor, GlooTransport, InProcessExecutor, measure_sizes
+from schedir.runtime import (
+    Boundary,
+    Executor,
+    GlooTransport,
+    GradientOptions,
+    InProcessExecutor,
+    measure_sizes,
+)
 from schedir.runtime.boundaries.boundary import ModelBoundaries
 from schedir.runtime.boundaries.boundary_table import require_fit
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -88,7 +95,7 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
     executor = Executor(
         program, transport.rank, modules(stages, cut), transport, loss=partial(gpt.loss, tp=tp),
         boundary=passes if cut is None else build_boundaries(cut, passes, tp_size=share),
-        max_norm=1.0,
+        gradients=GradientOptions(max_norm=1.0),
         optimizer=torch.optim.SGD(own.values(), lr=0.1), extra_programs=[evaluates],
     )  # fmt: skip
     tokens = torch.randint(CONFIG.vocab, (4, 2, 9))

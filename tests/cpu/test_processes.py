@@ -18,6 +18,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.transports.gloo import GlooTransport
@@ -47,7 +48,11 @@ def _one_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str,
     """One process of a training step: gradients by stage, loss, and where it stands."""
     program = compile(schedule, shape, progress_model="per_edge", tied_weights=True, **options)
     transport = GlooTransport(program)
-    executor = gpt_executor(program, transport, max_norm=0.05 if program.clip_grad_norm else None)
+    executor = gpt_executor(
+        program,
+        transport,
+        gradients=GradientOptions(max_norm=0.05 if program.clip_grad_norm else None),
+    )
     for _ in range(2):  # twice: a step leaves nothing behind
         loss = executor.step(*own_batch(program, transport))
     timeline = gather_timeline(executor, transport)
@@ -180,7 +185,7 @@ def _refusal(rank: int, program: Program) -> str:
             GlooTransport(program),
             loss=_squares,
             boundary=BOUNDARY,
-            allow_identical_stages=True,
+            execution=ExecutionOptions(allow_identical_stages=True),
         )
     except DeadlockError as error:
         return error.hint

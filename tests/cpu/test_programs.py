@@ -19,6 +19,7 @@ from schedir.io.terminal import format_error
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import forward_only, get_built_in_schedules, gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import get_placement_mark
@@ -290,7 +291,9 @@ def test_forwards_that_write_are_put_back_or_refused(data: bool) -> None:
     }
     for parameter in (False, True):
         stages = [Writes(parameter=parameter, data=data), Writes(parameter=False)]
-        ranks = InProcessExecutor(program, stages, allow_identical_stages=True, **how)
+        ranks = InProcessExecutor(
+            program, stages, execution=ExecutionOptions(allow_identical_stages=True), **how
+        )
         if parameter:
             with pytest.raises(ModelError, match="writes to Parameter weight in an evaluation"):
                 ranks.evaluate(x, x)

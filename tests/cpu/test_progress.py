@@ -19,6 +19,7 @@ from schedir.io.black_box import POSITION_FIELD, ProcessPhase
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.gpu_progress import GpuProgress, describe_wait
@@ -46,7 +47,11 @@ def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcessExecutor, list
     stages = tiny_model.make_tiny_stages(program.shape.stages)
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     ranks = InProcessExecutor(
-        program, stages, loss=tiny_model.squared_error, boundary=boundary, record_timestamps=False
+        program,
+        stages,
+        loss=tiny_model.squared_error,
+        boundary=boundary,
+        execution=ExecutionOptions(record_timestamps=False),
     )
     charge(ranks, gpu, COSTS)
     return ranks, [GpuProgress(rank) for rank in ranks.executors]
@@ -268,7 +273,9 @@ def _over_processes(
         progress_model=transport.progress_model,
         overlap=True,
     )
-    executor = gpt_executor(program, transport(program), record_timestamps=False)
+    executor = gpt_executor(
+        program, transport(program), execution=ExecutionOptions(record_timestamps=False)
+    )
     progress, standing = GpuProgress(executor), []
     for _ in range(3):
         executor.step(*batch(4))

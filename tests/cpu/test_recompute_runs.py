@@ -23,6 +23,7 @@ from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import (
@@ -352,7 +353,13 @@ def test_a_loss_that_writes_to_its_target() -> None:
 def test_debug_is_yes_or_no() -> None:
     program = compile(gpipe, PipelineShape(1, 1))
     with pytest.raises(UsageError, match="debug"):
-        InProcessExecutor(program, noisy(1), loss=squares, boundary=BOUNDARY, debug=2)  # type: ignore[arg-type]
+        InProcessExecutor(
+            program,
+            noisy(1),
+            loss=squares,
+            boundary=BOUNDARY,
+            execution=ExecutionOptions(debug=2),  # type: ignore[arg-type]
+        )
 
 
 class _HooksItsInput(nn.Module):

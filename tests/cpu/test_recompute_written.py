@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe, interleaved, zb_h1
 from tests.cpu.test_recompute_runs import BOUNDARY, WIDTH, as_reference, batch, noisy, squares
@@ -156,7 +157,11 @@ def test_a_forward_that_runs_a_backward() -> None:
     stages = [*noisy(1, Penalty), *noisy(1, Another)]
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(
-        program, stages, loss=squares, boundary=BOUNDARY, allow_identical_stages=True
+        program,
+        stages,
+        loss=squares,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(allow_identical_stages=True),
     )
     with pytest.raises(ExecutionError, match=r"stage 0 .*torch\.autograd\.grad") as error:
         world.step(*batch(4))
@@ -164,6 +169,10 @@ def test_a_forward_that_runs_a_backward() -> None:
     assert (site.rank, str(site.instr)) == (0, "F 0.0") and "stage != 0" in error.value.hint
     others = compile(gpipe, PipelineShape(2, 4), recompute=lambda stage, mb: stage != 0)
     fresh = InProcessExecutor(
-        others, stages, loss=squares, boundary=BOUNDARY, allow_identical_stages=True
+        others,
+        stages,
+        loss=squares,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(allow_identical_stages=True),
     )
     assert fresh.step(*batch(4)).isfinite()

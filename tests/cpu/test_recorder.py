@@ -32,7 +32,7 @@ from schedir.runtime.recording.recorder import (
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
-from schedir.transports.collectives import CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.in_process import mailbox
 from schedir.transports.in_process.mailbox import Mailbox, MailboxHub
 from schedir.transports.transport import Work
@@ -186,7 +186,7 @@ class _Slow(Mailbox):
 
     def start_collective(
         self,
-        kind: CollectiveName,
+        kind: Collective,
         group: GroupKey,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,

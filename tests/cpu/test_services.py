@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import schedir
 from schedir import PipelineShape
 from schedir.errors import ExecutionError
-from schedir.runtime import Boundary, InProcessExecutor
+from schedir.runtime import Boundary, Executor, InProcessExecutor
+from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.rank_resources import RankResources, RankService
 from schedir.runtime.rank_state import Call, ProgramService, State
 from schedir.runtime.recording.live_memory import LiveMemory
@@ -27,6 +28,7 @@ from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squa
 
 # The attributes that an object may have. A feature has its own state in a service instead.
 BUDGET = {State: 20, RankResources: 12}
+ARGUMENTS_OF_AN_EXECUTOR = 12  # Options that belong together are an object.
 # The files that run a step or surround it, with the services that they may name: `Executor` has
 # public members of these.
 CORE = {
@@ -36,7 +38,7 @@ CORE = {
     "executor": {"MessageBuffers", "ShardedStages", "UpdateChecks"},
     "in_process": set[str](),
     "warm_up": set[str](),
-    "evaluation_run": set[str](),
+    "autograd.evaluation_mode": set[str](),
     "checkpoint_state": set[str](),
     "recording.live_memory": set[str](),
 }
@@ -81,11 +83,9 @@ class _Notes(Service):
     def validate(self) -> None:
         self.calls.append("validate")
 
-    @contextmanager
-    def undo_steps(self, *, makes_update: bool) -> Iterator[None]:
+    def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
         self.calls.append(f"undo {makes_update}")
-        yield
-        self.calls.append("undone")
+        preserved.callback(lambda: self.calls.append("undone"))
 
     def require_savable(self) -> None:
         self.calls.append("require_savable")
@@ -195,6 +195,11 @@ def test_core_objects_stay_small(kind: type[State | RankResources]) -> None:
     one = rank.state if kind is State else rank.resources
     properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
     assert len(vars(one).keys() | properties) <= BUDGET[kind]
+
+
+@pytest.mark.parametrize("kind", [Executor, InProcessExecutor])
+def test_executors_take_few_arguments(kind: type) -> None:
+    assert len(signature(kind).parameters) <= ARGUMENTS_OF_AN_EXECUTOR
 
 
 @pytest.mark.parametrize("name", CORE)

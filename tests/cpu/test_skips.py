@@ -28,6 +28,7 @@ from schedir.runtime.autograd.split_backward import linear
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules.schedule_algebra import Schedule
@@ -120,7 +121,9 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
     plain = deepcopy(stages)
     x, y = batch(shape.microbatches)
     how: Any = {"loss": F.mse_loss, "boundary": edges(shape.stages, program.skips)}
-    ranks = InProcessExecutor(program, stages, record_timestamps=False, **how)
+    ranks = InProcessExecutor(
+        program, stages, execution=ExecutionOptions(record_timestamps=False), **how
+    )
     for step in range(2):  # the second has what the first left in every slot
         total = ranks.step(x, y, order_seed=order)
         right = run_sequential(plain, x, y, loss=F.mse_loss, program=program, step=step)

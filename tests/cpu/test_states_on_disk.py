@@ -22,16 +22,14 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
 from schedir.runtime.offload.memory_tiers import MemoryTiers
-from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import interleaved, looped_bfs
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.stated import (
     ADAMW,
-    MAKES,
-    SHAPES,
     both,
     equal,
     left,
@@ -60,61 +58,12 @@ def on_disk(**how: Any) -> Program:
     )
 
 
-# ---------------------------------------------------------------- bits
-
-
-@pytest.mark.parametrize(
-    ("shape", "make", "how"),
-    [
-        (
-            "interleaved",
-            "AdamW",
-            {"clip_grad_norm": True, "tied_weights": True, "optimizer_host_buffers": 1},
-        ),
-        ("interleaved", "bfloat16", {"recompute": "all", "frozen_stages": 2}),
-        ("1F1B", "momentum", {"offload": "all", "offload_to_disk": [0]}),
-        (
-            "in a vee",
-            "Adam, groups",
-            {"clip_grad_norm": True, "buffer_sharing": "minimal", "optimizer_host_buffers": 3},
-        ),
-        ("mirrored", "bfloat16", {"clip_grad_norm": True, "optimizer_device_buffers": 1}),
-    ],
-)
-def test_the_bits_are_those_of_states_on_the_device(
-    shape: str, make: str, how: Any, tmp_path: Path
-) -> None:
-    half = make == "bfloat16"
-    programs = both(*SHAPES[shape], states="disk", **how)
-    worlds = [made(p, MAKES[make], half=half, spill_dir=tmp_path) for p in programs]
-    losses = [stepped(world, 0, 1, 2) for world in worlds]
-    assert equal(*losses) and equal(*map(left, worlds))
-    assert not [*tmp_path.iterdir()]
-
-
-def test_nothing_is_stepped_where_one_gradient_is_not_finite(tmp_path: Path) -> None:
-    scale: Any = partial(LossScale, 8.0)
-    programs = both(interleaved, PipelineShape(1, 4, 3), states="disk", clip_grad_norm=True)
-    worlds = [made(p, ADAMW, loss_scale=scale, spill_dir=tmp_path) for p in programs]
-    for world in worlds:
-        stepped(world, 0)
-        before = left(world)
-        first = next(world.executors[0].stages[0].module.parameters())
-        hook = first.register_hook(lambda gradient: gradient * torch.nan)
-        stepped(world, 1)
-        hook.remove()
-        after = left(world)
-        assert float(after.pop()) == float(before.pop()) / 2
-        assert equal(before, after)
-    assert equal(*(stepped(world, 2) for world in worlds)) and equal(*map(left, worlds))
-
-
 # ---------------------------------------------------------------- where it lies
 
 
 def test_between_steps_all_of_it_is_in_the_file(tmp_path: Path) -> None:
     """Whoever reads a tensor reads the file, and whoever writes to one, there."""
-    world = made(on_disk(), ADAMW, spill_dir=tmp_path)
+    world = made(on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
     stepped(world, 0, 1)
     states = states_of(world.executors[0])
     kept = [t for own in optimizer_of(world.executors[0]).state.values() for t in own.values()]
@@ -138,7 +87,11 @@ def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
         sizes = measure_sizes(
             stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=ADAMW
         )
-        world = made(on_disk(optimizer_host_buffers=rooms), ADAMW, spill_dir=tmp_path)
+        world = made(
+            on_disk(optimizer_host_buffers=rooms),
+            ADAMW,
+            execution=ExecutionOptions(spill_dir=tmp_path),
+        )
         stepped(world, 0)
         (rank,) = world.executors
         seen: dict[str, list[int]] = {"device": [], "host": [], "disk": []}
@@ -179,7 +132,7 @@ def _look(rank: Executor, run: Any, seen: dict[str, list[int]]) -> None:
 
 
 def test_what_nobody_has_any_more_leaves_room_in_the_file(tmp_path: Path) -> None:
-    world = made(on_disk(), ADAMW, spill_dir=tmp_path)
+    world = made(on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
     stepped(world, 0)
     optimizer, states = optimizer_of(world.executors[0]), states_of(world.executors[0])
     lengths = []
@@ -203,7 +156,7 @@ def test_a_checkpoint_has_what_lies_on_the_disk(first: str, then: str, tmp_path:
         layout = Layout(
             interleaved, PipelineShape(2, 4, 2), options={"optimizer_placement": states}
         )
-        return in_process(layout, MODEL, spill_dir=tmp_path)
+        return in_process(layout, MODEL, execution=ExecutionOptions(spill_dir=tmp_path))
 
     one, other, whole = map(world, (first, then, "device"))
     steps(one, 0, 2)
@@ -220,7 +173,7 @@ def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
         PipelineShape(2, 4, 2),
         options={"optimizer_placement": "disk", "checkpoint_snapshots": True},
     )
-    world = in_process(layout, MODEL, spill_dir=tmp_path)
+    world = in_process(layout, MODEL, execution=ExecutionOptions(spill_dir=tmp_path))
     saver = Saver(world, tmp_path / "beside", name_map=same)
     steps(world, 0, 2)
     save(world, tmp_path / "at once", step=2, name_map=same)
@@ -231,7 +184,7 @@ def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
     saver.wait()
     found = []
     for saved in ("beside", "at once"):
-        other = in_process(layout, MODEL, spill_dir=tmp_path)
+        other = in_process(layout, MODEL, execution=ExecutionOptions(spill_dir=tmp_path))
         load(other, tmp_path / saved, name_map=same)
         found.append(left(other))
     assert equal(*found)
@@ -246,14 +199,14 @@ def test_what_is_on_the_disk_wants_a_folder(tmp_path: Path) -> None:
     ):
         made(on_disk(), ADAMW)
     with pytest.raises(ModelError, match=r"(?s)is not writable.*\[memory\] spill_dir"):
-        made(on_disk(), ADAMW, spill_dir=tmp_path / "gone")
+        made(on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path / "gone"))
 
 
 def test_a_folder_may_vanish(tmp_path: Path) -> None:
     folder = tmp_path / "nvme"
     folder.mkdir()
     worlds = [
-        made(p, ADAMW, spill_dir=folder)
+        made(p, ADAMW, execution=ExecutionOptions(spill_dir=folder))
         for p in both(looped_bfs, PipelineShape(1, 2, 3), states="disk")
     ]
     shutil.rmtree(folder)
@@ -286,7 +239,9 @@ def test_a_disk_that_fails_in_a_step(
     what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who failed is told, and what is to be done; and no state is lost."""
-    world, plain = (made(on_disk(), ADAMW, spill_dir=tmp_path) for _ in range(2))
+    world, plain = (
+        made(on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path)) for _ in range(2)
+    )
     if what != "posix_fallocate":  # which is at the first step alone
         stepped(world, 0)
         stepped(plain, 0)

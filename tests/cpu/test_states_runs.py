@@ -12,29 +12,20 @@ import torch
 from torch import Tensor
 
 import schedir
-from benchmarks.zero import Case, differing, train
 from schedir import PipelineShape
 from schedir.analysis.memory.footprint import compute_footprints
 from schedir.checkpoints import Saver, load, save
-from schedir.ir.isa.instructions import TIERS
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import (
-    forward_only,
-    gpipe,
     interleaved,
     looped_bfs,
 )
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
-from tests.cpu.spawn import run
 from tests.cpu.stated import (
     ADAMW,
-    MAKES,
-    SHAPES,
-    both,
     equal,
     left,
     made,
@@ -44,107 +35,6 @@ from tests.cpu.stated import (
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 
 torch.set_num_threads(1)
-
-# ---------------------------------------------------------------- bits
-
-
-@pytest.mark.parametrize(
-    ("shape", "make", "how"),
-    [
-        ("interleaved", "AdamW", {"clip_grad_norm": True, "tied_weights": True}),
-        ("interleaved", "bfloat16", {"recompute": "all", "frozen_stages": 2}),
-        ("interleaved", "AdamW, fused", {"optimizer_device_buffers": 1}),
-        ("1F1B", "momentum", {"tied_weights": True}),
-        ("1F1B", "NAdam", {"clip_grad_norm": True}),
-        (
-            "in a vee",
-            "Adam, groups",
-            {"clip_grad_norm": True, "tied_weights": True, "buffer_sharing": "minimal"},
-        ),
-        ("mirrored", "bfloat16", {"clip_grad_norm": True}),
-    ],
-)
-def test_the_bits_are_those_of_states_on_the_device(shape: str, make: str, how: Any) -> None:
-    half = make == "bfloat16"
-    worlds = [made(p, MAKES[make], half=half) for p in both(*SHAPES[shape], **how)]
-    losses = [stepped(world, 0, 1, 2) for world in worlds]
-    assert equal(*losses) and equal(*map(left, worlds))
-
-
-LEVELS = ((0, True, False), (1, False, True), (3, True, True), (3, False, False))
-
-
-def _processes(rank: int, folder: str) -> Any:
-    torch.set_num_threads(1)
-    return [
-        train(
-            rank,
-            Case(
-                looped_bfs, PipelineShape(1, 3, 3), half=half,
-                options={"optimizer_placement": states, "clip_grad_norm": clip},
-                folder=folder,
-            ),
-            zero,
-        )
-        for zero, half, clip in LEVELS
-        for states in TIERS
-    ]  # fmt: skip
-
-
-def test_parts_of_replicas_are_moved(tmp_path: Path) -> None:
-    """At each level of ZeRO: a replica has its own part on the host, or in a file of its own."""
-    told = run(partial(_processes, folder=str(tmp_path)), 2)
-    runs = [[own[k] for own in told] for k in range(len(TIERS) * len(LEVELS))]
-    for device, host, disk in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
-        assert not differing(device, host)
-        assert not differing(device, disk)
-
-
-@pytest.mark.parametrize("make", ["AdamW", "AdamW, fused", "momentum"])
-@pytest.mark.parametrize("clip", [True, False])
-def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bool) -> None:
-    """Of a stage that comes last: those before it would have been stepped by then."""
-    scales: dict[str, Any] = {"loss_scale": partial(LossScale, 8.0)} if clip else {}
-    worlds = [
-        made(p, MAKES[make], **scales)
-        for p in both(interleaved, PipelineShape(1, 4, 3), clip_grad_norm=clip)
-    ]
-    for world in worlds:
-        stepped(world, 0)
-        (rank,) = world.executors
-        before = left(world)
-        first = next(rank.stages[0].module.parameters())
-        hook = first.register_hook(lambda gradient: gradient * torch.nan)
-        stepped(world, 1)
-        hook.remove()
-        after = left(world)
-        assert not bool(rank.finite_updates)
-        if clip:
-            assert float(after.pop()) == float(before.pop()) / 2
-        assert equal(before, after)
-    losses = [stepped(world, 2, 3) for world in worlds]
-    assert equal(*losses) and equal(*map(left, worlds))
-
-
-def test_programs_beside_each_other() -> None:
-    """Two that train, with other microbatches, and one that evaluates."""
-    found = []
-    for states in ("device", "host"):
-        how: dict[str, Any] = {"progress_model": "per_edge", "optimizer_placement": states}
-        large, small = (
-            schedir.compile(gpipe, PipelineShape(2, m), clip_grad_norm=True, **how) for m in (3, 2)
-        )
-        looks = schedir.compile(forward_only, PipelineShape(2, 2), **how)
-        world = made(small, ADAMW, extra_programs=[large, looks])
-        x, y, scale = batch(5)
-        losses = []
-        for _ in range(2):
-            losses.append(world.step(x[:3], y[:3], scale, program=large))
-            losses.append(world.step(x[3:], y[3:], scale, program=small))
-            losses.append(world.evaluate(x[:2], y[:2], program=looks))
-        found.append((losses, left(world)))
-    assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
-
 
 # ---------------------------------------------------------------- where it lies
 

@@ -17,6 +17,7 @@ import schedir
 from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError
 from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
@@ -178,7 +179,12 @@ def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> l
     folder = "." if states == "disk" else None
     stages = make_tiny_stages(shape.stages)
     world = InProcessExecutor(
-        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=make, spill_dir=folder
+        program,
+        stages,
+        loss=squared_error,
+        boundary=BOUNDARY,
+        optimizer=make,
+        execution=ExecutionOptions(spill_dir=folder),
     )
     for k in range(3):
         world.step(*make_batch(shape.microbatches, k))

@@ -17,6 +17,7 @@ from schedir import PipelineShape
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.sequential_reference import run_sequential
@@ -152,7 +153,12 @@ def test_in_process(schedule: Any, shape: PipelineShape, shared: Any) -> None:
         schedule, shape, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
     )
     ranks = InProcessExecutor(
-        program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam, max_norm=0.5
+        program,
+        stages,
+        loss=loss,
+        boundary=BOUNDARY,
+        optimizer=adam,
+        gradients=GradientOptions(max_norm=0.5),
     )
     norms = plain(whole, shape.microbatches, clip=0.5)
     for step in range(3):
@@ -350,7 +356,7 @@ def _train(
     parameters = dict.fromkeys(p for module in own.values() for p in module.parameters())
     executor = Executor(
         program, transport.rank, own, transport, loss=loss, boundary=BOUNDARY,
-        optimizer=adam(parameters), tied_weights=ties, max_norm=0.5,
+        optimizer=adam(parameters), tied_weights=ties, gradients=GradientOptions(max_norm=0.5),
     )  # fmt: skip
     m = shape.microbatches
     for step in range(3):

@@ -20,6 +20,7 @@ from schedir.errors import ModelError
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import interleaved, looped_bfs, zb_v
 from schedir.transports.gloo import GlooTransport
@@ -158,7 +159,8 @@ def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
             parameters = [*nn.Sequential(*stages).parameters()]
             executor = Executor(
                 program, 0, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
-                optimizer=adam(parameters), tied_weights=ties, max_norm=float("inf"),
+                optimizer=adam(parameters), tied_weights=ties,
+                gradients=GradientOptions(max_norm=float("inf")),
             )  # fmt: skip
             for step in range(STEPS):
                 x, y = batch(2 * shape.microbatches, step)

@@ -99,6 +99,12 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "a program with ZeRO": lambda r: two(
         r, schedule=None, program=compile(schedules.one_f_one_b, PipelineShape(2, MB), dp=2, zero=1)
     ),
+    "a program with experts": lambda r: made(
+        {s: model(6)[s] for s in range(3 * r, 3 * r + 3)},
+        6,
+        schedule=None,
+        program=compile("one_f_one_b", PipelineShape(2, MB), dp=2, ep=2, stage_segments="dc"),
+    ),
     "messages that would be taken for each other": lambda r: four(r, program=crossed()),
     "a stage twice": lambda r: made({0: model(2)[0]}, 2, schedule="gpipe"),
     "a stage that nobody has": lambda r: made({2 * r: model(4)[r]}, 4, schedule="gpipe"),

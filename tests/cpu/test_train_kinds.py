@@ -51,9 +51,31 @@ def test_processes_train_what_one_does(
     assert "is not a GPT of schedir train: it is of kind llama\n" in capsys.readouterr().err
 
 
+MOE = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false", "pipeline.tp=1",
+       "train.evaluate_every=6", "data.validation=0.1", "train.evaluate_batches=2"]  # fmt: skip
+
+
+def test_replicas_with_some_experts_train_what_one_process_does(
+    config: str, tmp_path: Path
+) -> None:
+    ep = ["pipeline.dp=2", "pipeline.ep=2", "pipeline.stage_segments=layers",
+          "pipeline.schedule=zb_h1", "pipeline.stages_per_rank=1"]  # fmt: skip
+    found = train(config, tmp_path / "four", *MOE, *ep)
+    expected = alone(config, tmp_path / "one", *MOE, "pipeline.microbatches=6")
+    assert found == pytest.approx(expected, rel=1e-5) and found[-1] < found[0]
+    (_, (_, loss, *_)), (_, (_, expected_loss, *_)) = (
+        evaluated(tmp_path / run) for run in ("four", "one")
+    )
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+
+
 def test_kinds_are_the_same_in_both_tables() -> None:
     assert MODEL_KINDS.keys() == MODELS.keys()
     assert {get_model_kind(kind.config_class()) for kind in MODEL_KINDS.values()} == {*MODEL_KINDS}
+
+
+EP = ["model.kind=moe", "pipeline.tp=1", "pipeline.dp=2", "pipeline.ep=2",
+      "pipeline.stage_segments=layers"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -64,6 +86,16 @@ def test_kinds_are_the_same_in_both_tables() -> None:
         (["model.kind=llama", "model.dropout=0.1"], "dropout"),
         (["model.kv_heads=2"], "it is a setting of kind = llama"),
         (["model.kind=llama", "model.heads=4", "model.kv_heads=1"], "keys and values"),
+        (["pipeline.dp=2", "pipeline.ep=2"], "the model has no experts"),
+        (["model.kind=moe"], "has no tensor parallelism"),
+        ([*EP, "pipeline.stage_segments=1"], "need segments"),
+        ([*EP, "model.experts=3"], "does not divide 3 experts"),
+        ([*EP, "pipeline.zero=1"], "zero does not support ep = 2"),
+        ([*EP, "train.checkpoint_dir=saved"], "checkpoint_dir does not support ep = 2"),
+        ([*EP, "pipeline.frozen_stages=1"], "no frozen stages"),
+        ([*EP, "model.active=9"], "active is 9, but a layer has 8 experts"),
+        ([*EP, "model.capacity_factor=0.5"], "capacity_factor is 0.5"),
+        ([*EP, "model.aux_loss=-1"], "aux_loss is -1"),
         (["model.context=17", "pipeline.sequence_parallel=true"], "context of 17 tokens"),
     ],
 )

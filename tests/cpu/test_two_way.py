@@ -17,6 +17,7 @@ from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import gpt
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import bitpipe, chimera, dualpipe
@@ -156,7 +157,7 @@ def _train(rank: int, schedule: Any, shape: PipelineShape, steps: int, tp: int, 
         clip_grad_norm=True,
     )
     transport = GlooTransport(program)
-    executor = gpt_executor(program, transport, lr=0.01, max_norm=0.05)
+    executor = gpt_executor(program, transport, lr=0.01, gradients=GradientOptions(max_norm=0.05))
     norms = []
     for step in range(steps):
         executor.step(*own_batch(program, transport, step))

@@ -12,6 +12,7 @@ from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import (
     LossScale,
@@ -46,7 +47,7 @@ def test_a_scale_that_the_host_does_not_read(dtype: torch.dtype, wide: bool, sca
             modules,
             loss=gpt.loss,
             boundary=Boundary(BOUNDARY.shape, dtype),
-            loss_scale=LossScale if scaled else None,
+            gradients=GradientOptions(loss_scale=LossScale() if scaled else None),
         )
         world.step(inputs, targets, scale)
         found.append(gradients(modules))
@@ -68,7 +69,7 @@ def trained(adamw: bool, main: bool) -> Any:
         loss=lambda y, _: (y.float() - 1).square().sum(),
         boundary=BOUNDARY,
         optimizer=(lambda ps: MainOptimizer(ps, make)) if main else make,
-        loss_scale=lambda: LossScale(8.0, growth_interval=1),
+        gradients=GradientOptions(loss_scale=LossScale(8.0, growth_interval=1)),
     )
     if adamw:
         world.step(*batch(2)[:2])
@@ -97,8 +98,8 @@ def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
             [
                 *parameters,
                 *states,
-                own.state.options.loss_scale.value,
-                own.state.options.loss_scale.good_steps,
+                own.state.options.gradients.loss_scale.value,
+                own.state.options.gradients.loss_scale.good_steps,
             ]
         )
     assert [p.data_ptr() for p in found[1][: len(places)]] == places

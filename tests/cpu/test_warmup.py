@@ -17,9 +17,10 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.step_inputs import StepInputs
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw
-from schedir.transports.collectives import CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.transport import CompletedWork, Work
@@ -85,7 +86,7 @@ class Streamed(EdgeGroups):
         return self._hold(super().recv(tensor, peer, lane))
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         self.met[group] += 1
         return self._hold(super().start_collective(kind, group, output_tensor, input_tensor))
@@ -140,7 +141,11 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]
         for fused in (False, True):
             for warm in (False, True):
                 transport = Streamed(program)
-                executor = gpt_executor(program, transport, max_norm=1.0 if case.clip else None)
+                executor = gpt_executor(
+                    program,
+                    transport,
+                    gradients=GradientOptions(max_norm=1.0 if case.clip else None),
+                )
                 parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
                 executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=fused)
                 assert not executor.runner.is_warm
@@ -207,7 +212,7 @@ def growing(rank: int, cold: bool) -> int:
     layer = Growing(transport)
     executor = Executor(
         program, rank, {rank: layer}, transport, loss=lambda y, _: y.sum(), boundary=Boundary((4,)),
-        allow_identical_stages=True,
+        execution=ExecutionOptions(allow_identical_stages=True),
     )  # fmt: skip
     executor.runner.is_warm = cold
     x = torch.ones(8, 4)
@@ -242,7 +247,12 @@ def asked(rank: int, warm: bool) -> dict[str, list[int]]:
             patch.setattr(dist, "all_reduce", _summed)
             transport = NcclLike(program, gpu, Races(gpu))
             norm = 1.0 if case.clip else None
-            executor = gpt_executor(program, transport, max_norm=norm, record_timestamps=False)
+            executor = gpt_executor(
+                program,
+                transport,
+                gradients=GradientOptions(max_norm=norm),
+                execution=ExecutionOptions(record_timestamps=False),
+            )
             parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
             executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
             given = own_batch(program, transport)
@@ -278,7 +288,9 @@ def turned(rank: int, kind: str) -> bool:
             GroupedMessages(program) if kind == "grouped" else EdgeGroups(program)
         )
         transport.uses_static_buffers = True
-        executor = gpt_executor(program, transport, lr=1e-2, max_norm=1.0)
+        executor = gpt_executor(
+            program, transport, lr=1e-2, gradients=GradientOptions(max_norm=1.0)
+        )
         executor.runner.is_warm = True
         step = executor.runner.step_serialized if in_turn else executor.step
         for seed in range(2):

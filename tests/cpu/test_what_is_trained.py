@@ -18,6 +18,7 @@ from schedir.errors import ModelError, SchedirError
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.model_checks.parameter_guard import ParameterGuard
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_v
@@ -223,7 +224,7 @@ def test_places_of_ties_are_sorted_and_said_once() -> None:
 
 
 def test_equal_by_chance_is_said() -> None:
-    ranks: Any = _copied(allow_identical_stages=True)
+    ranks: Any = _copied(execution=ExecutionOptions(allow_identical_stages=True))
     ranks.step(*batch(2, 0), SCALE)
     one, other = (rank.stages[s].module for s, rank in enumerate(ranks.executors))
     assert not torch.equal(one.words.weight.grad, other.head.weight.grad)
@@ -333,7 +334,7 @@ def _process(process: int, how: str) -> None:
     Executor(
         program, transport.rank, {transport.rank: stage}, transport, loss=loss, tied_weights=ties,
         boundary=BOUNDARY, optimizer=adam(weights, weight_decay=decay),
-        allow_identical_stages=how == "alike",
+        execution=ExecutionOptions(allow_identical_stages=how == "alike"),
     )  # fmt: skip
 
 

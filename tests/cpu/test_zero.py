@@ -14,6 +14,7 @@ from benchmarks.zero import Case, differing, train
 from schedir import PipelineShape
 from schedir.errors import ModelError
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from schedir.transports.gloo import GlooTransport
@@ -111,7 +112,7 @@ def _some(rank: int) -> dict[str, Any]:
     for zero in range(4):
         for name, how in (
             ("shared memory", {"transport": SharedMemoryTransport}),
-            ("loss scale", {"loss_scale": LossScale(8.0)}),
+            ("loss scale", {"gradients": GradientOptions(loss_scale=LossScale(8.0))}),
         ):
             executor, stages = _executor(zero, **how)
             for _ in range(3):

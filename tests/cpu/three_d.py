@@ -22,6 +22,7 @@ from schedir import PipelineShape, Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
 from schedir.transports.gloo import GlooTransport
 
 NEAR, MAX_NORM = 1e-6, 0.05  # of gradients whose norm is about 1
@@ -133,7 +134,7 @@ def _trained(case: Case, program: Program, transport: Any) -> Told:
         loss=partial(gpt.loss, tp=tp),
         boundary=Boundary((BATCH, tokens, config.hidden)),
         optimizer=sgd([p for stage in stages.values() for p in stage.parameters()]),
-        max_norm=MAX_NORM if case.clip else None,
+        gradients=GradientOptions(max_norm=MAX_NORM if case.clip else None),
     )
     told: Told = {}
     own = slice(replica * MICROBATCHES, (replica + 1) * MICROBATCHES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.models import gpt
+from schedir.models import gpt, moe_gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.sequential_reference import run_sequential
@@ -90,6 +91,41 @@ def gpt_executor(
     return Executor(
         program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY, **options
     )
+
+
+def moe_executor(
+    program: Program,
+    transport: ProcessTransport,
+    cfg: moe_gpt.MoEConfig,
+    samples: int = BATCH,
+    *,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[moe_gpt.MoEStage], object] = lambda stage: None,
+    lr: float | None = None,
+    **options: Any,
+) -> Executor:
+    """The executor of a process, with its share of the experts, and stages in segments.
+
+    `prepare` changes each stage; `options` are Executor's.
+    """
+    segments = program.segment_boundaries.split("-")
+    first = [0, *accumulate(len(letters) + 1 for letters in segments)]
+    ep, own = program.ep, {*program.shape.stages_on_rank[transport.rank]}
+    how: Any = {"ep": ep, "ep_rank": transport.dp_rank % ep, "dtype": dtype}
+    modules: dict[int, nn.Module] = {}
+    for s in range(len(segments)):
+        if first[s] in own:
+            stage = moe_gpt.build_stage(cfg, s, len(segments), **how)
+            prepare(stage)
+            modules.update(enumerate(moe_gpt.split_stage(stage), first[s]))
+    if lr is not None:
+        parameters = [p for module in modules.values() for p in module.parameters()]
+        options["optimizer"] = torch.optim.AdamW(parameters, lr)
+    stream = Boundary((samples, cfg.context, cfg.hidden), dtype)
+    numbers = [len(letters) + 1 for letters in segments]
+    boundary = moe_gpt.build_boundaries(cfg, numbers, stream, ep)
+    options = {**{"loss": moe_gpt.loss, "boundary": boundary}, **options}
+    return Executor(program, transport.rank, modules, transport, **options)
 
 
 def own_batch(

@@ -15,6 +15,7 @@ from schedir import compile
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer
@@ -68,7 +69,11 @@ def test_the_instruction_that_hangs_is_named() -> None:
     )
     stages = [stage.cuda() for stage in gpt_stages(2)]
     world = InProcessExecutor(
-        program, stages, loss=gpt.loss, boundary=BOUNDARY, record_timestamps=False
+        program,
+        stages,
+        loss=gpt.loss,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(record_timestamps=False),
     )
     progress = [GpuProgress(rank) for rank in world.executors]
     inputs, targets, scale = batch(4)

@@ -17,6 +17,7 @@ from schedir.ir.program import Program
 from schedir.passes.pass_types import BufferSharing
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.transports.gloo import GlooTransport
@@ -124,7 +125,9 @@ def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
         tied_weights=True, clip_grad_norm=True, overlap=overlap,
     )  # fmt: skip
     transport = over(program, device, kind)
-    executor = gpt_executor(program, transport, device, record_timestamps=True)
+    executor = gpt_executor(
+        program, transport, device, execution=ExecutionOptions(record_timestamps=True)
+    )
     inputs, targets, scale = batch(shape.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
     executor.step(inputs, targets, scale)

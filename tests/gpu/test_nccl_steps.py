@@ -22,6 +22,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.allocator_growth import count_allocations
 from schedir.schedules import one_f_one_b, pipedream_2bw
@@ -73,7 +74,11 @@ def made(case: Case, program: Program, transport: Any, device: torch.device) -> 
     """With AdamW, whose large epsilon makes no large steps of small differences."""
     norm = 0.5 if case.clip else None
     executor = gpt_executor(
-        program, transport, device, max_norm=norm, record_timestamps=case.record
+        program,
+        transport,
+        device,
+        gradients=GradientOptions(max_norm=norm),
+        execution=ExecutionOptions(record_timestamps=case.record),
     )
     parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
     executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, eps=1e-3, fused=True)
@@ -162,7 +167,7 @@ def waits(rank: int, folder: str) -> int:
     executor = Executor(
         program, rank, {rank: Waits(rank).to(device)}, over(program, device),
         loss=lambda y, target: (y - target).square().sum(), boundary=Boundary((2, 4)),
-        allow_identical_stages=True,
+        execution=ExecutionOptions(allow_identical_stages=True),
     )  # fmt: skip
     x = torch.ones(4, 2, 4, device=device)
     for _ in range(3):

@@ -17,6 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.predict.timeline import Timeline
 from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import use_float32_gradients
 from schedir.runtime.recording.recorder import EVENT_RESOLUTION
@@ -81,7 +82,11 @@ def test_the_host_never_waits_inside_a_step(record: bool) -> None:
         one_f_one_b, shape, progress_model="per_edge", tied_weights=True, clip_grad_norm=True
     )
     world = InProcessExecutor(
-        program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY, record_timestamps=record
+        program,
+        on_gpu(4),
+        loss=gpt.loss,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(record_timestamps=record),
     )
     world.step(inputs, targets, scale)
     with host_waits() as waits:

@@ -182,6 +182,23 @@ def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> No
     )
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_of_an_expert_parallel_group_the_one_that_has_not_come_is_blamed(ahead: int) -> None:
+    """The others wait in their dispatch, or for an all-to-all that one has not started."""
+    program = compile(
+        schedules.one_f_one_b, PipelineShape(1, 4), progress_model="per_edge", dp=4, ep=2,
+        stage_segments="dc",
+    )  # fmt: skip
+    at = [*map(str, program.streams[0])].index("dispatch 1.0")
+    all_of = {process: seen(process, at + ahead) for process in range(4)}
+    all_of[3] = seen(3, at - 1)
+    found = StalledRun(all_of, ProcessLayout(1, 1, 4), program)
+    assert {wait.awaited_process for wait in found.waits_of[2]} == {3}
+    assert found.waits_of[0] == found.waits_of[1] == found.waits_of[3] == []
+    cause = found.find_cause()
+    assert cause is not None and cause.process == 3
+
+
 def test_outside_of_steps_who_is_behind_is_blamed() -> None:
     all_of = {p: seen(p, 0, turn=2, phase=ProcessPhase.SET_UP, waits=True) for p in range(4)}
     all_of[2] = seen(2, 0, turn=2, phase=ProcessPhase.SET_UP)

@@ -28,6 +28,7 @@ from tests.commands import run_command
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
 UNEVEN = Costs(F=(1, 1.2, 0.9, 1.4), I=(1.1, 1, 1.3, 1), W=(0.5, 0.7, 0.6, 0.9), send=0.1)
+LEGEND = "lower bound with these backwards and this peak"
 SAID = "--costs=F=1:1.2:0.9:1.4,I=1.1:1:1.3:1,W=0.5:0.7:0.6:0.9,send=0.1"
 
 
@@ -208,16 +209,20 @@ def test_a_chart_has_a_mark_at_the_bound() -> None:
     (axes,) = gantt(run, bound=bound.value).axes
     assert marks(axes) == [bound.value]
     gain = 1 - bound.value / run.span
-    assert f", another order gains at most {gain:.1%}" in axes.get_title("right")
+    within = " with full B in 4 activations, span "
+    assert f", at most {gain:.1%} to gain{within}" in axes.get_title("right")
     (axes,) = gantt(run).axes
-    assert not marks(axes) and "order" not in axes.get_title("right")
+    assert not marks(axes) and "peak 4 activations" in axes.get_title("right")
     (axes,) = gantt(run, bound=run.span).axes
-    assert ", no order is shorter" in axes.get_title("right") and marks(axes) == [run.span]
+    assert f", shortest{within}" in axes.get_title("right") and marks(axes) == [run.span]
+    split = run_of("zb_h1")
+    (axes,) = gantt(split, bound=split.span).axes
+    assert ", shortest in 4 activations, span " in axes.get_title("right")
     (axes,) = gantt(run, bound=bound.value, time=(0, bound.value / 2)).axes
     assert not marks(axes)
     figure = compare([run, run], bounds=[None, bound.value])
     assert [len(marks(axes)) for axes in figure.axes] == [0, 1]
-    assert "no order is shorter" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert LEGEND in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 @pytest.mark.parametrize("bound", [0, -1, float("nan"), float("inf"), "24", [1.0, 2.0]])
@@ -237,6 +242,6 @@ def test_draw_marks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert bound is not None and f"is shorter than {bound.value:.6g}: " in told.splitlines()[-1]
     for argv in (("draw", "zb_h1", SAID), ("compare", "zb_h1", "--ranks=4", SAID)):
         run_command(capsys, *argv, "-o", str(tmp_path / "x.svg"))
-        assert "no order is shorter" in (tmp_path / "x.svg").read_text()
+        assert LEGEND in (tmp_path / "x.svg").read_text()
     run_command(capsys, "draw", str(RUN), "-o", str(tmp_path / "x.svg"))
-    assert "no order is shorter" not in (tmp_path / "x.svg").read_text()
+    assert LEGEND not in (tmp_path / "x.svg").read_text()

@@ -74,6 +74,18 @@ def test_the_command_itself() -> None:
     assert (drawn.returncode, drawn.stdout, drawn.stderr) == (0, "wrote x.png\n", "")
 
 
+def test_traces_are_for_import(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("traces").mkdir()
+    assert "schedir import" not in run_refused_command(capsys, "explain", "traces")  # it is empty
+    files = ["traces/rank0.json", "traces/rank1.json"]
+    for file in files:
+        Path(file).write_text("{}")
+    hint = "hint: schedir import traces -o run.timeline reads torch.profiler traces of all ranks"
+    for argv in (["explain", "traces"], ["explain", *files], ["draw", *files],
+                 ["calibrate", files[0]], ["compare", "gpipe", "traces"]):  # fmt: skip
+        assert hint in run_refused_command(capsys, *argv)
+
+
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     out = run_command(capsys, "--help")
     assert all(word in out for word in ["print", "check", "simulate", "draw", "train", "compare"])

@@ -99,7 +99,7 @@ def test_processors_do_one_thing_after_the_other() -> None:
     parts = [cpus.compute.F - one.compute.F for one in without]
     assert pytest.approx(sum(parts)) == cpus.compute.F
     assert min(parts) > 0
-    assert cpus.tensor_parallel.I > gpus.tensor_parallel.I
+    assert cpus.layer_collectives.I > gpus.layer_collectives.I
 
 
 def test_a_process_alone_is_faster_where_processors_are_shared() -> None:
@@ -113,7 +113,7 @@ def test_numbers_of_32_bits_take_twice_the_bytes() -> None:
         planner.layer_time(model, here(itemsize=n, kernel_us=0, flops=1e30), choice) for n in (2, 4)
     )
     for a, b in (
-        (short.tensor_parallel.F, long.tensor_parallel.F),
+        (short.layer_collectives.F, long.layer_collectives.F),
         (short.compute.F, long.compute.F),
     ):
         assert pytest.approx(2 * a) == b

@@ -13,6 +13,7 @@ import pytest
 
 from docs.command_line_page import command_parsers
 from schedir.commands.common.name_completion import _NAMES
+from schedir.planner import cluster_presets
 from schedir.schedules import get_built_in_schedules
 from tests.commands import ENV, run_command, run_refused_command
 
@@ -83,8 +84,16 @@ def test_examples_are_written_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = run_command(capsys, "examples")
-    files = [*Path("examples").iterdir()]
-    assert text == f"wrote {len(files)} files to examples\n"
+    files = [path for path in Path("examples").iterdir() if path.is_file()]
+    clusters = [*Path("examples", "clusters").iterdir()]
+    assert {path.stem for path in clusters} == {*cluster_presets()}
+    assert text == f"wrote {len(files) + len(clusters)} files to examples\n"
+    plan = ["plan", "--model=gpt-175b", "--batch=64", "--nodes=8", "--closed-form-only", "--json"]
+    by_name, by_file = (
+        json.loads(run_command(capsys, *plan, f"--cluster={cluster}"))
+        for cluster in ("a100", "examples/clusters/a100.toml")
+    )
+    assert by_name == by_file
     originals = Path(__file__).parents[2] / "examples"
     assert {file.name for file in files} == {
         path.name for path in originals.iterdir() if path.is_file()

@@ -30,6 +30,24 @@ def test_llama_is_its_preset(tmp_path: Path) -> None:
     assert load_model(write(tmp_path), sequence=4096).sequence == 4096
 
 
+def test_qwen3_is_its_preset(tmp_path: Path) -> None:
+    """Its heads are wider than hidden / heads, and the sizes are those of arXiv 2505.09388."""
+    path = write(
+        tmp_path, model_type="qwen3_moe", num_hidden_layers=94, num_attention_heads=64,
+        num_key_value_heads=4, head_dim=128, intermediate_size=12288, moe_intermediate_size=1536,
+        num_experts=128, num_experts_per_tok=8, vocab_size=151936, max_position_embeddings=4096,
+        decoder_sparse_step=1, mlp_only_layers=[],
+    )  # fmt: skip
+    model = load_model(path)
+    assert model == load_model("Qwen3-235B-A22B")
+    assert round(model.params / 1e9) == 235
+    idle = model.layers * (model.experts - model.active) * model.expert_params
+    assert round((model.params - idle) / 1e9) == 22
+    sizes = {"qwen3-8b": 8.2, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5}
+    for name, billions in sizes.items():
+        assert abs(load_model(name).params / 1e9 - billions) < 0.1
+
+
 def test_gpt2_has_other_keys(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({
@@ -45,7 +63,9 @@ def test_gpt2_has_other_keys(tmp_path: Path) -> None:
     ("changes", "text"),
     [
         ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3'"),
-        ({"head_dim": 256}, "head_dim 256 x 32 heads"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers [0]"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ({"num_attention_heads": 48, "num_key_value_heads": 8}, "hidden 4096 is not a multiple of"),
         ({"sliding_window": 4096}, "sliding_window 4096"),
         ({"num_hidden_layers": None}, "no value for its required fields: layers"),
         ({"hidden_size": "large"}, "hidden must be an integer"),

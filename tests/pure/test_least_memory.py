@@ -9,18 +9,20 @@ from schedir import Costs
 from schedir.commands.common.least_memory import describe_least_memory
 from tests.commands import run_command
 
+LEAST = "in flight, the least for this span"
+
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("gpipe", "one_f_one_b is as short with 4 instead of 8 in flight, the least for this span"),
-        ("zb_h2", "zb_h1 is as short with 4 instead of 7 in flight, the least for this span"),
+        ("gpipe", f"the built-in one_f_one_b is as short with 4 instead of 8 {LEAST}"),
+        ("zb_h2", f"the built-in zb_h1 is as short with 4 instead of 7 {LEAST}"),
         ("zb_h1", ""),
         ("one_f_one_b", ""),
-        ("looped_bfs", "interleaved is as short with 11 instead of 16 in flight"),
+        ("looped_bfs", "the built-in interleaved is as short with 11 instead of 16 in flight"),
         (
             "gpipe --sizes activation=1GB,saved=2GB",
-            "one_f_one_b is as short with 38 GB instead of 48 GB",
+            "the built-in one_f_one_b is as short with 38 GB instead of 48 GB",
         ),
     ],
 )
@@ -41,7 +43,7 @@ def test_less_memory_at_the_same_span(
 def test_a_search_names_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     limits = ("--no-split-backward", "--max-in-flight=8", "--time-limit=5")
     text = run_command(capsys, "search", "--ranks=4", "--microbatches=8", *limits)
-    assert "\none_f_one_b is as short with 4 instead of " in text
+    assert "\nthe built-in one_f_one_b is as short with 4 instead of " in text
 
 
 def test_only_what_is_proved_is_the_least() -> None:
@@ -54,5 +56,5 @@ def test_only_what_is_proved_is_the_least() -> None:
         for name in ("eager_1f1b", "forward_only", "zb_h1", "gpipe")
     ]
     text = describe_least_memory(timeline, costs, others)
-    assert text == "eager_1f1b is as short with 7 instead of 8 in flight"
+    assert text == "the built-in eager_1f1b is as short with 7 instead of 8 in flight"
     assert describe_least_memory(timeline, costs, others[1:]) == ""

@@ -192,14 +192,14 @@ gpipe: rank 0 needs 28.22 GB, but the limit is 27.5 GB
     model_states   1      8 GB
     act_out       16    512 MB
     grad_in       16    512 MB
-  hint: with buffer_sharing="minimal" no rank needs more than 27.33 GB"""
+  hint: with buffer_sharing="minimal" (-O buffer_sharing=minimal) ranks need at most 27.33 GB"""
     )
     compile(gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27.5e9)
     with pytest.raises(MemoryLimitError) as caught:
         compile(
             gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27e9
         )
-    assert caught.value.hint.startswith("19.2 GB are saved activations: offload='fit'")
+    assert caught.value.hint.startswith('19.2 GB are saved activations: offload="fit"')
 
 
 def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import tomllib
 from dataclasses import replace
@@ -158,8 +159,8 @@ def test_a_file_says_a_model(
 def test_shapes_are_as_large_as_their_names() -> None:
     for name, (model, _) in MODEL_PRESETS.items():
         # Its experts share attention, so Mixtral 8x7B has 47 billion (arXiv 2401.04088).
-        size = "47b" if name == "mixtral-8x7b" else name.rpartition("-")[2]
-        number, unit = size[:-1], size[-1]
+        size = "-47b" if name == "mixtral-8x7b" else name
+        number, unit = re.findall(r"-(\d+)([bt])", size)[0]
         params = model.params / {"b": 1e9, "t": 1e12}[unit]
         assert abs(params / float(number) - 1) < 0.04, (name, params)
 

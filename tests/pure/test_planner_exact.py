@@ -76,7 +76,7 @@ def test_parts_add_up_and_work_is_a_bound(
     own = plan_program(choice, tied_weights=model.tied).shape.stages_on_rank
     work = [sum(sum(times[s].total) for s in stages) * choice.microbatches for stages in own]
     assert found.step_time >= max(work) * (1 - 1e-9)
-    busy = found.breakdown.compute + found.breakdown.recompute + found.breakdown.tensor_parallel
+    busy = found.breakdown.compute + found.breakdown.recompute + found.breakdown.layer_collectives
     assert min(abs(busy - each) for each in work) <= 1e-9 * busy
 
 

@@ -177,7 +177,9 @@ def test_stages_of_another_paper_take_what_was_published() -> None:
 def test_sums_hide_under_whole_backwards_only() -> None:
     choice = ParallelPlan(tp=8, microbatch_size=4)
     whole, split, bare = (
-        planner.layer_time(GPT, NODE, replace(choice, schedule=schedule), constants).tensor_parallel
+        planner.layer_time(
+            GPT, NODE, replace(choice, schedule=schedule), constants
+        ).layer_collectives
         for schedule, constants in (
             ("one_f_one_b", SoftwareConstants()),
             ("zb_h1", SoftwareConstants()),
@@ -217,16 +219,17 @@ def test_experts_and_parts_of_a_sequence_talk() -> None:
         replace(NODE, nodes=8),
         ParallelPlan(microbatch_size=4, dp=8, pp=8, ep=8, rank_order="tp-dp-pp"),
     )
-    assert here.tensor_parallel.F == 0 < near.tensor_parallel.F < far.tensor_parallel.F
+    assert here.layer_collectives.F == 0 < near.layer_collectives.F < far.layer_collectives.F
     assert by_replicas == near
     size = 2.0 * 4 * 2048 * 6144 * 2
-    assert pytest.approx(2 * NODE.all_to_all_time(size, 8)) == near.tensor_parallel.F
+    assert pytest.approx(2 * NODE.all_to_all_time(size, 8)) == near.layer_collectives.F
     slow = replace(NODE, nodes=2, network_bandwidth=1e9)
-    parts = planner.layer_time(GPT, slow, ParallelPlan(cp=16, microbatch_size=4)).tensor_parallel
+    parts = planner.layer_time(GPT, slow, ParallelPlan(cp=16, microbatch_size=4)).layer_collectives
     keys = 2 * 2.0 * 4 * 2048 * 6144
     assert 0 < parts.F < slow.all_gather_time(keys, 16)  # some of it under attention
     assert (
-        planner.layer_time(GPT, NODE, ParallelPlan(cp=2, microbatch_size=4)).tensor_parallel.F == 0
+        planner.layer_time(GPT, NODE, ParallelPlan(cp=2, microbatch_size=4)).layer_collectives.F
+        == 0
     )  # all of it
 
 

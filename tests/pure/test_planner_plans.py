@@ -52,12 +52,12 @@ def machine(nodes: int = 1, **other: Any) -> Cluster:
 
 
 models = st.builds(
-    lambda heads, width, layers, kv, gated, experts, tied: TransformerSpec(
-        layers=layers, hidden=heads * width, heads=heads, vocab=50304, sequence=1024,
+    lambda heads, width, layers, kv, dim, gated, experts, tied: TransformerSpec(
+        layers=layers, hidden=heads * width, heads=heads, head_dim=dim, vocab=50304, sequence=1024,
         kv_heads=heads // kv, gated=gated, experts=experts, active=min(experts, 2), tied=tied,
     ),
-    st.sampled_from([8, 16]), st.sampled_from([64, 128]), st.integers(4, 14),
-    st.sampled_from([1, 2]), st.booleans(), st.sampled_from([1, 4]), st.booleans(),
+    st.sampled_from([8, 16]), st.sampled_from([64, 128]), st.integers(4, 14), st.integers(1, 2),
+    st.sampled_from([0, 128]), st.booleans(), st.sampled_from([1, 4]), st.booleans(),
 )  # fmt: skip
 EVERY = tuple(SCHEDULE_FORMULAS)
 
@@ -324,7 +324,7 @@ def test_numbers_of_a_model_are_those_of_its_parts() -> None:
         ({"ep": 2}, "ep 2 does not divide experts 1", ""),
         ({"cp": 3}, "cp 3 does not divide sequence 1024", ""),
         ({"pp": 16, "layers": 8}, "pp 16 exceeds the 8 layers of the model", ""),
-        ({"schedules": "1f1b"}, "the planner has no formulas for schedule '1f1b'", ""),
+        ({"schedules": "1f1b"}, "no formulas for schedule '1f1b'", "default is all but eager_1f1b"),
         ({"schedules": "zb_h_1"}, "no formulas for schedule 'zb_h_1'", "did you mean zb_h1?"),
         ({"schedules": ()}, "schedules must have at least one value, and it is empty", ""),
         ({"zero": 4}, "zero must be an integer from 0 to 3, not 4", ""),

@@ -73,7 +73,7 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
     ]
     text = run_command(capsys, "recommend", *shape, "--no-split-backward", "--max-activations=2.5")
     over = [r for r in found if r["peak_activations"] > 2.5 and not r["split_backwards"]]
-    assert ("over the limit: " in text) == bool(over)
+    assert ("over the limit of 2.5 activations: " in text) == bool(over)
     assert ("refused zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
 
 
@@ -99,8 +99,54 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
                 )
     assert names
     none = run_command(capsys, "recommend", "--ranks=4", "--sizes=saved=1GB", "--memory-limit=1MB")
-    assert none.startswith("no schedule fits\n")
-    assert "wave x 2, wave x 4" in none and "wave x 1" not in none  # a vee has two at least
+    assert none.startswith("no schedule fits\nover the limit of 1 MB: v_min (2 GB), ")
+    assert "wave x 4 (" in none and "wave x 1" not in none  # a vee has two at least
+    assert "forward_only" not in none and "fits with" not in none
+
+
+def test_options_that_make_a_schedule_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
+    shape = ["--ranks=4", "--microbatches=32"]
+    lines = run_command(capsys, "recommend", *shape, *sizes).splitlines()
+    named = dict[str, str]()
+    for line in lines:
+        if line.startswith("over the limit"):
+            head, _, names = line.partition(": ")
+            _, _, options = head.partition("but fits with ")
+            named |= {name.partition(" (")[0]: options for name in names.split(", ")}
+    assert named["zb_h2"] == "" and named["interleaved x 2"] == "-O buffer_sharing=minimal"
+    assert named["gpipe"] == "-O recompute=fit"
+    for options in {*named.values()} - {""}:
+        found = rows(capsys, *shape, *sizes, *options.split())
+        fitting = {(row["program"], row["stages_per_rank"]) for row in found}
+        for name in (name for name, needed in named.items() if needed == options and " x " in name):
+            program, v = name.split(" x ")
+            assert (program, int(v)) in fitting or program.startswith("looped")  # looped x 1: gpipe
+
+
+def test_compare_marks_what_is_over_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
+    given = ["compare", "gpipe", "one_f_one_b", "zb_h2", *sizes]
+    over, fits, _ = json.loads(run_command(capsys, *given, "--json"))
+    assert over["over_limit"] and over["peak_memory"] > 40e9
+    assert fits["peak_memory"] < 40e9 and not fits["over_limit"]
+    text = run_command(capsys, *given)
+    assert "over the limit: " in text and "peak memory" in text
+    assert "over the limit of 40 GB, but fits with -O recompute=fit: gpipe (" in text
+    # What no recomputation makes fit has no row, unless nothing else is left.
+    tight = ["--sizes=saved=1GB,model_states=8GB", "--memory-limit=9GB", "-O", "recompute=fit"]
+    text = run_command(capsys, "compare", "one_f_one_b", "dualpipe", *tight)
+    assert "\n dualpipe " not in text and "over the limit of 9 GB: dualpipe (" in text
+    run_refused_command(capsys, "compare", "dualpipe", *tight)
+
+
+def test_missing_model_states_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--sizes has no grads and no optimizer, which count as 0 bytes"
+    for command in (["recommend"], ["compare", "gpipe"], ["simulate", "gpipe"]):
+        assert line in run_command(capsys, *command, "--ranks=2", "--sizes=saved=1GB,params=2GB")
+        for sizes in ("params=1GB,grads=1GB,optimizer=6GB", "model_states=8GB", "saved=1GB"):
+            assert line not in run_command(capsys, *command, "--ranks=2", f"--sizes={sizes}")
+    assert line not in run_command(capsys, "simulate", "forward_only", "--sizes=params=2GB")
 
 
 def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +173,27 @@ def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert stages == {2, 4}  # of one it is gpipe
     told = run_command(capsys, "recommend", f"{file}:looped", "--ranks=2", "--microbatches=4")
     assert f"{file}:looped x 1 is the same program as gpipe\n" in told
+
+
+def test_a_run_gives_its_shape_and_mean_times(capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(DOCS.parent / "examples" / "traced.timeline")
+    found = {(row["program"], row["stages_per_rank"]): row for row in rows(capsys, run)}
+    assert {row["unit"] for row in found.values()} == {"s"}
+    compared = json.loads(run_command(capsys, "compare", run, "gpipe", "one_f_one_b", "--json"))
+    assert len(compared) == 3
+    for row in compared:
+        assert found[row["program"], row["stages_per_rank"]]["span"] == row["span"]
+
+
+def test_equal_names_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user's function may have the name of a built-in schedule."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def gpipe(rank, ranks, m):\n    return m * (F + B)\n\nfrom schedir import B, F\n"
+    )
+    for command in (["compare", f"{file}:gpipe", "gpipe"], ["recommend", f"{file}:gpipe"]):
+        names = [line.split()[0] for line in run_command(capsys, *command).splitlines()[2:]]
+        assert f"{file}:gpipe" in names and "gpipe" in names
 
 
 def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:

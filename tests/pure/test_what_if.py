@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 
 import schedir
 from schedir import Costs, PipelineShape, RankSchedule, Timeline
-from schedir.ir.isa.instructions import COMPUTE_OPS
+from schedir.__main__ import main
+from schedir.commands.common.schedule_options import parse_costs
+from schedir.ir.isa.instructions import COMPUTE_OPS, FORWARD
+from schedir.predict.calibrate import simulate_at_mean_times
 from schedir.predict.what_if import Advice, advise
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1, zb_v
 from tests.clock_noise import slow_at_the_end
@@ -184,17 +188,25 @@ def test_a_measured_run_is_judged_at_its_means() -> None:
 
 
 def test_a_run_that_its_means_miss_is_no_ground_for_advice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = slow_at_the_end(schedir.compile(one_f_one_b, PLAN, progress_model="per_edge"), 9)
     advice = advise(run)
     assert advice.relative_error < -0.1 and not advice.is_reliable and advice.changes == []
     schedir.save_timeline(run, tmp_path / "x.timeline")
     golden = Path(__file__).parents[1] / "golden" / "explain_no_advice.txt"
-    assert run_command(capsys, "explain", str(tmp_path / "x.timeline")) == golden.read_text()
-    found = json.loads(run_command(capsys, "explain", str(tmp_path / "x.timeline"), "--json"))
+    monkeypatch.chdir(tmp_path)
+    assert run_command(capsys, "explain", "x.timeline") == golden.read_text()
+    found = json.loads(run_command(capsys, "explain", "x.timeline", "--json"))
     assert found["advice_given"] is False and found["changes"] == []
     assert found["simulated_span"] == advice.baseline.span
+    for command in (["compare", "x.timeline", "gpipe"], ["recommend", "x.timeline"]):
+        line = run_command(capsys, *command).splitlines()[-1]
+        assert line.startswith(
+            "a simulation of x.timeline at its mean times takes 66 s, 48.8% less"
+        )
+        assert line.endswith("schedir draw x.timeline -o x.html shows where they differ")
+        assert "a simulation" not in run_command(capsys, *command, "--costs=F=1,B=2")
 
 
 def test_what_is_less_than_a_simulation_misses_is_not_told(
@@ -209,6 +221,44 @@ def test_what_is_less_than_a_simulation_misses_is_not_told(
         assert line.strip().startswith(told) and most.startswith("another order of these stages")
 
 
+def test_each_rank_has_its_idle_shares(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["explain", "one_f_one_b", "--costs=F=1:1:1:1.5,B=2,send=0.25"]
+    heading, _, *lines = run_command(capsys, *given).splitlines()[2:8]
+    found = json.loads(run_command(capsys, *given, "--json"))
+    causes = heading.split()[5:]
+    assert heading.split()[:5] == ["share", "of", "the", "span", "idle"] and "message" in causes
+    for rank, line in enumerate(lines):
+        word, number, idle, *shares = line.split()
+        each = [found["idle"][cause][rank] / found["span"] for cause in causes]
+        assert (word, number) == ("rank", str(rank))
+        assert shares == [f"{share:.1%}" for share in each]
+        assert float(idle.rstrip("%")) == pytest.approx(100 * sum(each), abs=0.1)
+    many = run_command(capsys, "explain", "gpipe", "--ranks=17", "--progress-model=per_edge")
+    assert "progress model per_edge: " in many.splitlines()[0]
+    assert "schedir draw gpipe --idle-map -o idle.png" in many and "rank 16 " not in many
+
+
+def test_calibrate_says_what_is_not_compute(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicted = run_of(gpipe, COSTS)
+    schedir.save_timeline(predicted, tmp_path / "x.timeline")
+    run_command(capsys, "calibrate", str(tmp_path / "x.timeline"))  # nothing on standard error
+    spans = predicted.spans.copy()  # a delay of the host before each compute
+    spans["end"] *= 2
+    spans["start"] *= 2
+    late = (spans["op"] == FORWARD) & (spans["rank"] == 1)
+    spans["start"][late] += 0.5 * (spans["end"] - spans["start"])[late]
+    run = replace(predicted, spans=spans, kind="measured", unit="s")
+    schedir.save_timeline(run, tmp_path / "x.timeline")
+    assert main(["calibrate", str(tmp_path / "x.timeline")]) == 0
+    out, err = capsys.readouterr()
+    share, rank = re.findall(r": ([0-9.]+)% of the busy time.* on rank (\d)", err)[0]
+    simulated = simulate_at_mean_times(run, parse_costs(out.strip()))
+    assert float(share) == pytest.approx(100 - 100 * run.busy.sum() / simulated.busy.sum(), abs=0.1)
+    assert rank == "1" and float(share) > 1
+
+
 def test_a_draft_and_a_single_rank() -> None:
     assert advise(schedir.simulate(schedir.expand_schedule(gpipe, PLAN))).changes
     alone = advise(run_of(gpipe, Costs(), PipelineShape(1, 4)), Costs())
@@ -221,8 +271,10 @@ def test_the_command(
     monkeypatch.chdir(tmp_path)
     costs = "--costs=F=1:1:1:1.5,B=2:2:2:3,send=0.25,reduce_grads=2"
     lines = run_command(capsys, "explain", "one_f_one_b", costs).splitlines()
-    assert len(lines) <= 7 and lines[-1].startswith("another order of these stages")
-    assert "imbalance" in lines[0] and "by simulation" in lines[2]
+    table = [line for line in lines if line.startswith((" share", " ──", " rank"))]
+    assert len(table) == 2 + 4 and len(lines) - len(table) <= 7
+    assert lines[-1].startswith("another order of these stages")
+    assert "imbalance" in lines[0] and "by simulation" in lines[8]
     assert "stage 3 on rank 3 takes 1.33x" in "".join(lines)
     *_, nothing, most = run_command(capsys, "explain", "gpipe", "--ranks=1").splitlines()
     assert nothing.endswith("by simulation") and most.endswith("saves nothing")
@@ -233,7 +285,7 @@ def test_the_command(
     measured = replace(run_of(one_f_one_b, COSTS), kind="measured", unit="s")
     schedir.save_timeline(measured, "x.timeline")
     lines = run_command(capsys, "explain", "x.timeline").splitlines()
-    assert "at the run's mean times" in lines[2] and "unexplained" not in lines[2]
+    assert "at the run's mean times" in lines[8] and "unexplained" not in lines[8]
     spans = measured.spans.copy()
     spans["start"] += 0.5 * np.isin(spans["op"], COMPUTE_OPS)  # the host's, more than a message
     schedir.save_timeline(replace(measured, spans=spans), "late.timeline")

@@ -171,7 +171,7 @@ def lay_out(
     ]
     extra = {"critical path": ACCENT_COLOR} if "path" in style.overlays else {}
     extra |= PHASE_COLORS if "phases" in style.overlays else {}
-    extra |= {"no order is shorter": BOUND_COLOR} if any(bounds) else {}
+    extra |= {"lower bound with these backwards and this peak": BOUND_COLOR} if any(bounds) else {}
     extra |= (
         {"memory limit": LIMIT_COLOR} if style.memory_limits and "memory" in style.overlays else {}
     )

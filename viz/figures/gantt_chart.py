@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError, describe, format_bytes
 from schedir.ir.isa.instructions import TIERS
+from schedir.predict.calibrate import SPLIT_BACKWARD
 from schedir.predict.possible_saving import compute_saving, describe_saving
 from schedir.predict.timeline import Timeline, require_timelines
 from schedir.viz.figures import overlays
@@ -56,8 +57,9 @@ def gantt(
     Args:
         timeline: The timeline.
         title: The title, instead of the name and the kind. "" removes the title line.
-        bound: A lower bound on the span (`schedir.lower_bound`), in the unit of the timeline. A
-            line marks it, and the title has the largest possible saving.
+        bound: A lower bound on the span (`schedir.lower_bound`), in the unit of the timeline. It
+            must hold for all orders with the same memory, and with full backwards if the timeline
+            has no others. A line marks it, and the title has the largest possible saving.
         **style: The options of `schedir.viz.Style`.
 
     Returns:
@@ -277,10 +279,8 @@ def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
     facts += [] if slim else [f"span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()]
     if chart.bound is not None:
         gain = compute_saving(timeline.span, chart.bound)
-        of_orders = (
-            f"another order gains {describe_saving(gain)}" if gain else "no order is shorter"
-        )
-        facts.insert(1, of_orders)
+        full = " with full B" * timeline.program.used_opcodes.isdisjoint(SPLIT_BACKWARD)
+        facts[1] = f"{f'{describe_saving(gain)} to gain' if gain else 'shortest'}{full} in {peak}"
     v, name = timeline.program.unsegmented_shape.stages_per_rank, timeline.program.name
     kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
     if title is not None:

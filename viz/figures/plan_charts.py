@@ -32,7 +32,7 @@ _FORWARD_COLOR: Final = TONES[FORWARD].hue
 STEP_PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
     "compute": ("compute", _FORWARD_COLOR, ""),
     "recompute": ("recompute", mix_to_lightness(_FORWARD_COLOR, 62), "////"),
-    "tensor_parallel": ("tensor parallel", LANE_COLORS[Lane.TP], ""),
+    "layer_collectives": ("collectives of layers", LANE_COLORS[Lane.TP], ""),
     "transfers": ("messages", LANE_COLORS[Lane.ACT], ""),
     "bubble": ("bubble", "white", "xxxx"),
     "data_parallel": ("collectives of replicas", LANE_COLORS[Lane.DP], ""),

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.timeline import Timeline, require_timelines
-from schedir.viz.palette import ACCENT_COLOR, IDLE_CAUSES, choose_text_color
+from schedir.viz.palette import ACCENT_COLOR, choose_text_color
 
 if TYPE_CHECKING:
     from schedir.schedule_search.memory_frontier import MemoryFrontier
@@ -246,7 +246,7 @@ def idle_map(timeline: Timeline) -> Figure:
                             high * len(cells) / size[1]))  # fmt: skip
     top = float(cells.max(initial=0)) or 1.0
     axes.imshow(cells, cmap="YlOrBr", vmin=0, vmax=top, aspect="auto")
-    names = [IDLE_CAUSES[IdleCause(k)][0] for k in present.tolist()]
+    names = [IdleCause(k).text for k in present.tolist()]
     axes.set_xticks(range(cells.shape[1]), [*names, "all"], fontsize=7.5)
     axes.xaxis.tick_top()
     every = -(-9 // max(int(high * 72), 1))

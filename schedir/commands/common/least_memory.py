@@ -69,7 +69,7 @@ def describe_least_memory(timeline: Timeline, costs: Costs, others: Iterable[Tim
         else f"{format_bytes(less)} instead of {format_bytes(more)}"
     )
     is_least = best.sizes is None and _is_least(best, costs, split_backward=splits)
-    text = f"{best.program.name} is as short with {memory}"
+    text = f"the built-in {best.program.name} is as short with {memory}"
     return text + ", the least for this span" * is_least
 
 

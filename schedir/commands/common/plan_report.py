@@ -8,8 +8,9 @@ from math import exp
 from typing import TYPE_CHECKING, Any, Final
 
 from schedir.errors import format_bytes
-from schedir.io.terminal import format_json, format_table
+from schedir.io.terminal import format_json, format_table, join_words
 from schedir.planner.calibration import INTERVAL_QUANTILE
+from schedir.planner.estimate.schedule_formulas import DEFAULT_SCHEDULES, SCHEDULE_FORMULAS
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
 from schedir.planner.plan_simplicity import PREFERENCE_TOLERANCE
 
@@ -27,7 +28,7 @@ _STEP_PART_NAMES: Final = dict(
         (
             "compute",
             "recompute",
-            "tensor parallel",
+            "layer collectives",  # `_name_step_parts` names their groups
             "messages",
             "bubble",
             "replicas",
@@ -80,7 +81,8 @@ def describe_plan(plan: PlanEstimate) -> str:
     parts = [f"{plan.pp} pipeline rank{'s' * (plan.pp > 1)}"]
     parts += [f"{plan.tp} tensor-parallel ranks"] * (plan.tp > 1)
     parts += [f"{plan.cp} parts of each sequence"] * (plan.cp > 1)
-    parts += [f"{plan.dp} replicas"] * (plan.dp > 1)
+    experts = f" (groups of {plan.ep} share the experts)" * (plan.ep > 1)
+    parts += [f"{plan.dp} replicas{experts}"] * (plan.dp > 1)
     v = f" with {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
     text = f"{' x '.join(parts)}, {plan.schedule}{v}, "
     text += (
@@ -89,7 +91,7 @@ def describe_plan(plan: PlanEstimate) -> str:
     text += ", sequence parallel" * plan.sequence_parallel
     if plan.recompute != "none":
         text += f", recompute {plan.recompute}"
-    text += f", ZeRO {plan.zero}" if plan.zero else ""
+    text += f", ZeRO {plan.zero}{' (as FSDP)' * (plan.zero == 3)}" if plan.zero else ""
     text += ", activations offloaded" * (plan.offload != "none")
     return text + ", optimizer state on the host" * (plan.optimizer_placement != "device")
 
@@ -121,6 +123,7 @@ def format_plans(
         f"GPU{'s' * (cluster.gpu_count > 1)} of {request.display_names[1]} ({nodes})\n",
         _format_table(plans, cluster.memory),
         *_describe_preference(plans[0], fastest),
+        _describe_schedules(request),
         f"plan {selected_number}: {describe_plan(plan)}\n",
         *_join_columns(
             _format_step_times(plan),
@@ -169,9 +172,19 @@ def _describe_preference(first: PlanEstimate, fastest: PlanEstimate | None) -> I
     """Yield a line about the fastest plan, if a simpler one was preferred."""
     if fastest is not None and first.step_time > fastest.step_time:
         yield (
-            f"plan 1 is the simplest within {100 * PREFERENCE_TOLERANCE:g} % of the fastest. The "
-            f"fastest takes {format_seconds(fastest.step_time)}: {describe_plan(fastest)}\n"
+            "plan 1 comes first because it is the simplest plan within "
+            f"{100 * PREFERENCE_TOLERANCE:g} % of the fastest; the others are in the order of "
+            f"their step times. The fastest takes {format_seconds(fastest.step_time)}: "
+            f"{describe_plan(fastest)}\n"
         )
+
+
+def _describe_schedules(request: PlanRequest) -> str:
+    """Return a line with the schedules that the planner tried, and those that it can try, too."""
+    tried = request.planner_options.get("schedules", DEFAULT_SCHEDULES)
+    others = [name for name in SCHEDULE_FORMULAS if name not in tried]
+    also = f"; --schedules also takes {', '.join(others)}" if others else ""
+    return f"schedules tried: {', '.join(tried)}{also}\n"
 
 
 def _format_cell(value: int | str) -> str:
@@ -180,10 +193,16 @@ def _format_cell(value: int | str) -> str:
 
 def _format_step_times(plan: PlanEstimate) -> list[str]:
     """Return a line for each part of the step time, the longest first."""
-    rows = _format_parts(
-        plan.breakdown._asdict(), _STEP_PART_NAMES, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-    )
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    rows = _format_parts(plan.breakdown._asdict(), _name_step_parts(plan), units)
     return [f"step {format_seconds(plan.step_time)}{', simulated' * plan.is_simulated}", *rows]
+
+
+def _name_step_parts(plan: PlanEstimate) -> dict[str, str]:
+    """Return the printed names of the parts of a step, with the groups whose collectives it has."""
+    degrees = {"tensor": plan.tp, "context": plan.cp, "expert": plan.ep}
+    groups = [name for name, degree in degrees.items() if degree > 1]
+    return _STEP_PART_NAMES | {"layer_collectives": f"{join_words(groups)} parallel"}
 
 
 def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:

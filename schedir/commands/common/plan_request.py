@@ -11,6 +11,7 @@ from warnings import catch_warnings
 
 from schedir.commands.common.progress_line import ProgressLine
 from schedir.errors import SchedirError, UsageError
+from schedir.planner.estimate.schedule_formulas import describe_schedule_names
 
 if TYPE_CHECKING:
     from schedir.ir.cost.cluster import Cluster
@@ -31,7 +32,7 @@ FIXED_OPTIONS: Final = (
     ("zero", "zero", "ZeRO level, 0 to 3"),
 )
 NAME_OPTIONS: Final = (
-    ("schedules", "schedules", "schedules, by name"),
+    ("schedules", "schedules", f"schedules: {describe_schedule_names()}"),
     ("recompute", "recompute", "recomputation of a layer: none, selective, full"),
 )
 

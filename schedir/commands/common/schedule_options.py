@@ -137,7 +137,8 @@ def _fill_lowering_group(group: argparse._ArgumentGroup, *, has_shape_options: b
     group.add_argument(
         "--cluster", metavar="FILE.toml",
         help="from --sizes and the speeds of this cluster, compute the costs that --costs does not "
-        "give: messages, reductions and optimizer steps. Give --costs in seconds",
+        "give: messages, reductions and optimizer steps. Give --costs in seconds. `schedir "
+        "examples` writes files to edit, such as examples/clusters/a100.toml",
     )  # fmt: skip
     _add_memory_options(group)
 
@@ -332,7 +333,8 @@ def _read_cluster(path: str) -> Cluster:
     if preset is not None:
         raise UsageError(
             f"--cluster {path}: {path} is a name of schedir plan, and this command reads a file",
-            hint=f"copy {preset}, set nodes and gpus_per_node, and give this FILE.toml",
+            hint="schedir examples writes files: set nodes and gpus_per_node in "
+            f"examples/clusters/{preset.name}, and give this FILE.toml",
             fields=["cluster"],
         )
     return load_cluster(path)

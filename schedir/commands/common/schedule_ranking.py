@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from schedir.commands.common.timeline_facts import suggest_page
 from schedir.errors import MemoryLimitError, SchedirError, UsageError, format_bytes
+from schedir.io.command_line import option_words
 from schedir.ir.isa.instructions import BACKWARD_INPUT
+from schedir.predict.calibrate import (
+    MAX_PREDICTION_ERROR,
+    calibrate,
+    compute_prediction_error,
+    fill_missing_backwards,
+    simulate_at_mean_times,
+)
 
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
@@ -15,6 +25,28 @@ if TYPE_CHECKING:
     from schedir.schedules.schedule_algebra import Schedule
 
 Candidate = tuple[str, "Request"]
+# Options that need less memory, in the order in which they are tried.  The first one takes no time.
+_REMEDIES: Final[tuple[dict[str, Any], ...]] = (
+    {"buffer_sharing": "minimal"},
+    {"recompute": "fit"},
+    {"buffer_sharing": "minimal", "recompute": "fit"},
+)
+
+_MAX_INSTRUCTIONS: Final = 20_000  # remedies of larger programs take too long to try
+
+
+class Excess(NamedTuple):
+    """The memory of a candidate that is over a limit.
+
+    Attributes:
+        request: The request of the candidate.
+        amount: The needed bytes, or the needed number of activations.
+        text: The amount with its unit.
+    """
+
+    request: Request
+    amount: float
+    text: str
 
 
 @dataclass
@@ -23,8 +55,7 @@ class ScheduleRanking:
 
     Args:
         fitting: The requests of the candidates that fit, the shortest first.
-        over_limit: The memory that a candidate needs, as text, by the name of each candidate that
-            is over the limit.
+        over_limit: The memory of each candidate that is over the limit, by its name.
         with_split_backward: The names of candidates that were left out because they split
             backwards.
         duplicates: By the name of a candidate, the name of an earlier one that is the same program.
@@ -32,14 +63,30 @@ class ScheduleRanking:
     """
 
     fitting: list[Request] = field(default_factory=list)
-    over_limit: dict[str, str] = field(default_factory=dict)
+    over_limit: dict[str, Excess] = field(default_factory=dict)
     with_split_backward: list[str] = field(default_factory=list)
     duplicates: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, SchedirError] = field(default_factory=dict)
 
 
+def label_requests(requests: Sequence[Request]) -> list[str]:
+    """Return the name of each request's program, or its source if another one has the same name.
+
+    Args:
+        requests: The requests.
+    """
+    sources = dict[str, set[str]]()
+    for request in requests:
+        sources.setdefault(request.timeline.program.name, set()).add(request.source)
+    names = [request.timeline.program.name for request in requests]
+    return [
+        name if len(sources[name]) == 1 else str(request.source)
+        for name, request in zip(names, requests, strict=True)
+    ]
+
+
 def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
-    """Return the built-in schedules by name, first those without a parameter `v`.
+    """Return the built-in schedules that train, by name, first those without a parameter `v`.
 
     Args:
         has_weight_delay: True selects the schedules that delay updates.  False selects the others.
@@ -53,7 +100,8 @@ def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
     return {
         n: schedules[n]
         for n in plain_first
-        if (get_weight_delay_mark(schedules[n]) is not None) == has_weight_delay
+        if n != "forward_only"
+        and (get_weight_delay_mark(schedules[n]) is not None) == has_weight_delay
     }
 
 
@@ -69,10 +117,54 @@ def list_built_in_requests(request: Request) -> Iterable[Candidate]:
         yield name, replace(request, source=Source(name))
 
 
+def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
+    """Give the schedules among the sources the shape, the mean times and the unit of a run.
+
+    Options have precedence over the shape and the times.  Without a run, nothing changes.
+
+    Args:
+        requests: The requests of all sources.
+
+    Returns:
+        The requests, and a line with a warning.  The line is "" unless a simulation of the run at
+        its mean times takes much more or less time than the run.
+    """
+    source, run = next(
+        ((r.source, r.source_timeline) for r in requests if r.source_timeline), ("", None)
+    )
+    if run is None:
+        return [*requests], ""
+    shape, costs, warning = run.program.unsegmented_shape, requests[0].costs, ""
+    if costs is None:
+        costs = fill_missing_backwards(calibrate(run), run.program)
+        warning = _describe_prediction_error(source, run, simulate_at_mean_times(run, costs))
+    defaults = {"ranks": shape.ranks, "microbatches": shape.microbatches}
+    used = [
+        request
+        if request.source_timeline or request.cluster
+        else replace(request, defaults=defaults, costs=costs, unit=run.unit)
+        for request in requests
+    ]
+    return used, warning
+
+
+def _describe_prediction_error(source: str, run: Timeline, simulated: Timeline) -> str:
+    """Return a line that warns if a simulation does not reproduce a run, or ""."""
+    error = compute_prediction_error(simulated, run)
+    if abs(error) <= MAX_PREDICTION_ERROR:
+        return ""
+    unit = run.unit and f" {run.unit}"
+    return (
+        f"a simulation of {source} at its mean times takes {simulated.span:.6g}{unit}, "
+        f"{abs(error):.1%} {'more' if error > 0 else 'less'} than the run: compare predictions "
+        f"with this time; {suggest_page(source)}\n"
+    )
+
+
 def rank_schedules(
     candidates: Iterable[Candidate],
     *,
-    describe_excess: Callable[[Request], str] = lambda _: "",
+    find_excess: Callable[[Request], Excess | None] = lambda _: None,
     compute_objective: Callable[[Timeline], float] = lambda timeline: timeline.span,
     full_backward_only: bool = False,
     named_sources: Collection[str] = (),
@@ -83,7 +175,7 @@ def rank_schedules(
 
     Args:
         candidates: Names and requests.
-        describe_excess: Returns the memory that a run needs as text, or "" if the run fits.
+        find_excess: Returns the memory that a run needs, or None if the run fits.
         compute_objective: Returns the time by which runs are ranked; the span by default.
         full_backward_only: True leaves out candidates that split backwards.
         named_sources: The sources that the user gave.  Only for these, duplicates are listed.
@@ -98,7 +190,8 @@ def rank_schedules(
         except UsageError:
             raise
         except MemoryLimitError as error:
-            ranking.over_limit[name] = format_bytes(error.required_bytes)
+            needed = error.required_bytes
+            ranking.over_limit[name] = Excess(request, needed, format_bytes(needed))
             continue
         except SchedirError as error:
             ranking.refusals[name] = error
@@ -113,7 +206,7 @@ def rank_schedules(
         digests[program.digest] = name
         if full_backward_only and BACKWARD_INPUT in program.used_opcodes:
             ranking.with_split_backward.append(name)
-        elif excess := describe_excess(request):
+        elif (excess := find_excess(request)) is not None:
             ranking.over_limit[name] = excess
         else:
             ranking.fitting.append(request)
@@ -122,3 +215,49 @@ def rank_schedules(
         key=lambda r: (float(f"{compute_objective(r.timeline):.9g}"), r.timeline.peak_activations)
     )
     return ranking
+
+
+def describe_excesses(over_limit: Mapping[str, Excess], limit: str) -> list[str]:
+    """Return lines with the candidates that are over a limit.
+
+    Candidates that fit with an option have a line for each option.
+
+    Args:
+        over_limit: The memory of the candidates by their names.
+        limit: The limit with its unit.
+
+    Returns:
+        The lines, with the smallest memory first in each.
+    """
+    lines = dict[str, list[str]]()
+    for name, excess in sorted(over_limit.items(), key=lambda item: item[1].amount):
+        lines.setdefault(_find_remedy(excess.request), []).append(f"{name} ({excess.text})")
+    return [
+        f"over the limit of {limit}{remedy and f', but fits with {remedy}'}: {', '.join(names)}"
+        for remedy, names in sorted(lines.items(), key=lambda item: len(item[0]))
+    ]
+
+
+def _find_remedy(request: Request) -> str:
+    """Return the options with which the program of a request fits into its memory limit, or ""."""
+    if request.memory_limit is None or request.schedule is None:
+        return ""
+
+    if len(replace(request, memory_limit=None, compile_options={}).program) > _MAX_INSTRUCTIONS:
+        return ""
+    given = {name for name in ("buffer_sharing",) if request.buffer_sharing is not None}
+    given |= request.compile_options.keys()
+    for remedy in _REMEDIES:
+        options = {name: value for name, value in remedy.items() if name not in given}
+        with suppress(SchedirError):
+            _ = _add_options(request, options).program
+            return " ".join(" ".join(option_words(*option)) for option in options.items())
+    return ""
+
+
+def _add_options(request: Request, options: Mapping[str, Any]) -> Request:
+    options = dict(options)
+    sharing = options.pop("buffer_sharing", request.buffer_sharing)
+    return replace(
+        request, buffer_sharing=sharing, compile_options={**request.compile_options, **options}
+    )

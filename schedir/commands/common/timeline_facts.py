@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -45,11 +46,22 @@ def collect_timeline_facts(timeline: Timeline, bound: LowerBound | None = None) 
     }
 
 
+def suggest_page(source: str) -> str:
+    """Return a clause with the command that draws a run and its simulation.
+
+    Args:
+        source: The file of the run.
+    """
+    page = shlex.quote(f"{source.rpartition('.')[0]}.html")
+    return f"schedir draw {shlex.quote(source)} -o {page} shows where they differ"
+
+
 def describe_costs(requests: Sequence[Request]) -> str:
     """Return lines about the costs of runs.
 
     The lines list the costs that a cluster filled, costs that no program uses, and moves without a
-    cost.  One line warns if segment boundaries have the size of stage boundaries.
+    cost.  One line warns if segment boundaries have the size of stage boundaries, and one if a
+    model is trained without the sizes of its gradients or its optimizer state.
 
     Args:
         requests: The requests of the runs.
@@ -58,6 +70,7 @@ def describe_costs(requests: Sequence[Request]) -> str:
         *_describe_unused_costs(requests),
         *_describe_free_moves(requests),
         *_describe_segment_sizes(requests),
+        *_describe_missing_sizes(requests),
     ]
     return _describe_cluster_costs(requests) + "".join(f"{line}\n" for line in lines)
 
@@ -108,6 +121,20 @@ def _describe_segment_sizes(requests: Sequence[Request]) -> Iterator[str]:
             "boundaries between segments count with the size of those between stages; a residual "
             "stream, or all tokens of a sequence that ranks share, need more memory: simulate "
             "--sizes accepts a size for each segment"
+        )
+
+
+def _describe_missing_sizes(requests: Sequence[Request]) -> Iterator[str]:
+    sizes = requests[0].sizes if requests else None
+    if sizes is None or not np.any(sizes.params):
+        return
+    if not any(request.timeline.program.has_backward for request in requests):
+        return
+    missing = [name for name in ("grads", "optimizer") if not np.any(getattr(sizes, name))]
+    if missing:
+        yield (
+            f"--sizes has no {' and no '.join(missing)}, which count as 0 bytes; give them, or "
+            "model_states, the sum of params, grads and optimizer"
         )
 
 

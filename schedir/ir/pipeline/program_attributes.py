@@ -306,7 +306,6 @@ SEQUENCE_PARALLEL: Final = make_field_metadata(
 EP: Final = make_field_metadata(
     make_integer_type(1, 65535),
     "size of the expert-parallel groups, which are parts of the data-parallel groups (1)",
-    in_config=False,  # `schedir train` has no mixture-of-experts model.
 )
 SKIPS: Final = make_field_metadata(
     SKIPS_KIND,

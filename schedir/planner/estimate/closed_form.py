@@ -139,7 +139,7 @@ def estimate_breakdowns(
     parts = dict(
         compute=plans.microbatches * there(compute.F + compute.I + compute.W),
         recompute=plans.microbatches * there(compute.R),
-        tensor_parallel=plans.microbatches * there(tensor.F + tensor.I + tensor.W + tensor.R),
+        layer_collectives=plans.microbatches * there(tensor.F + tensor.I + tensor.W + tensor.R),
         transfers=transfers,
         bubble=bubble * _compute_idle_share(cluster, plans),
         data_parallel=data,

@@ -145,6 +145,12 @@ SCHEDULE_FORMULAS: Final = {
 DEFAULT_SCHEDULES: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zb_v")
 
 
+def describe_schedule_names() -> str:
+    """Return the names of the schedules with formulas, and which are tried by default."""
+    extra = [name for name in SCHEDULE_FORMULAS if name not in DEFAULT_SCHEDULES]
+    return f"{', '.join(SCHEDULE_FORMULAS)}; the default is all but {', '.join(extra)}"
+
+
 def get_formulas(name: object) -> ScheduleFormulas:
     """Return the formulas of a schedule.
 
@@ -166,7 +172,7 @@ def get_formulas(name: object) -> ScheduleFormulas:
     if isinstance(name, str) and name in SCHEDULE_FORMULAS:
         return SCHEDULE_FORMULAS[name]
     near = get_close_matches(name, SCHEDULE_FORMULAS, 1) if isinstance(name, str) else []
-    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(SCHEDULE_FORMULAS)}"
+    hint = f"did you mean {near[0]}?" if near else f"it has {describe_schedule_names()}"
     raise UsageError(
         f"the planner has no formulas for schedule {describe(name)}", hint=hint, fields=["schedule"]
     )

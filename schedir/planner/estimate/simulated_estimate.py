@@ -326,7 +326,7 @@ def break_down_step(
     return StepBreakdown(
         compute=compute,
         recompute=recompute,
-        tensor_parallel=tensor,
+        layer_collectives=tensor,
         transfers=float(took[np.isin(op, _FORM_CHANGE_OPS)].sum() + idle[message].sum()),
         bubble=float(idle[~(data | message | norm | host)].sum()),
         data_parallel=float(idle[data].sum()),

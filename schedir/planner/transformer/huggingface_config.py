@@ -20,6 +20,7 @@ _GATED_BY_TYPE: Final = {
     "mixtral": True,
     "qwen2": True,
     "qwen3": True,
+    "qwen3_moe": True,
 }
 # The keys of each field of TransformerSpec.  The first key that the file has is used.
 _KEYS: Final[dict[str, tuple[str, ...]]] = {
@@ -28,9 +29,10 @@ _KEYS: Final[dict[str, tuple[str, ...]]] = {
     "heads": ("num_attention_heads", "n_head"),
     "vocab": ("vocab_size",),
     "sequence": ("max_position_embeddings", "n_positions"),
-    "ffn": ("intermediate_size", "n_inner"),
+    "ffn": ("moe_intermediate_size", "intermediate_size", "n_inner"),
     "kv_heads": ("num_key_value_heads",),
-    "experts": ("num_local_experts",),
+    "head_dim": ("head_dim",),
+    "experts": ("num_local_experts", "num_experts"),
     "active": ("num_experts_per_tok",),
 }
 
@@ -77,15 +79,15 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
 
 
 def _require_supported(config: dict[str, Any], fields: dict[str, Any], path: Path) -> None:
-    """Refuse head sizes and attention windows that the planner does not support."""
-    head_size, hidden, heads = config.get("head_dim"), fields.get("hidden"), fields.get("heads")
-    if isinstance(head_size, int) and isinstance(heads, int) and head_size * heads != hidden:
-        raise ConfigError(
-            f"head_dim {head_size} x {heads} heads is not hidden_size {hidden}, and the planner "
-            "supports only attention as wide as the model",
-            location=str(path),
-            fields=["head_dim"],
-        )
+    """Refuse attention windows, and layers without experts beside layers that have some."""
+    for key, usual in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if (value := config.get(key, usual)) != usual:
+            raise ConfigError(
+                f"the planner does not support {key} {describe(value)}",
+                hint="all layers must have experts, or none",
+                location=str(path),
+                fields=[key],
+            )
     window, sequence = config.get("sliding_window"), fields.get("sequence")
     if not config.get("use_sliding_window", True):
         window = None

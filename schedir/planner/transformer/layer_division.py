@@ -69,8 +69,9 @@ def divide_by_compute(model: TransformerSpec, stages: int) -> tuple[int, ...]:
         >>> divide_by_compute(model, 4)
         (5, 5, 5, 1)
     """
-    matrices = model.hidden * (model.qkv_columns + model.hidden)
-    layer = matrices + model.active * model.hidden * model.ffn * (3 if model.gated else 2)
+    layer = model.attention_weights + model.active * model.hidden * model.ffn * (
+        3 if model.gated else 2
+    )
     model_total = model.layers * layer + model.embedding_params
     counts, stage = [0] * stages, 0
     for number in range(1, model.layers + 1):

@@ -231,7 +231,7 @@ def _make_dropout_pass(name: str, model: TransformerSpec, plan: ParallelPlan) ->
 
 def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     t, s, flash = plan.tp, model.sequence, plan.attention == "flash"
-    rows, width = count_local_tokens(model, plan), model.hidden // model.heads
+    rows, width = count_local_tokens(model, plan), model.head_dim
     heads, kv = model.heads // t, max(model.kv_heads // t, 1)
     many, mine = plan.microbatch_size * heads, s // plan.cp
     core = {

@@ -23,12 +23,12 @@ class GpuWork(NamedTuple):
 
     Attributes:
         gpu: Compute of the GPU.
-        tensor_parallel: Collectives that compute does not hide.
+        layer_collectives: Collectives that compute does not hide.
         host: The time that the host takes to issue the kernels, ahead of the GPU.
     """
 
     gpu: PhaseTimes = PhaseTimes()
-    tensor_parallel: PhaseTimes = PhaseTimes()
+    layer_collectives: PhaseTimes = PhaseTimes()
     host: PhaseTimes = PhaseTimes()
 
     def plus(self, other: GpuWork, count: float = 1.0) -> GpuWork:
@@ -87,7 +87,7 @@ def layer_time(
         >>> node = planner.cluster_preset("a100")
         >>> for t in (1, 8):
         ...     times = planner.layer_time(gpt, node, planner.ParallelPlan(tp=t, microbatch_size=4))
-        ...     sums = times.tensor_parallel.F * 1e3
+        ...     sums = times.layer_collectives.F * 1e3
         ...     print(f"t {t}: {times.compute.F * 1e3:4.1f} ms, {sums:.1f} in sums")
         t 1: 41.8 ms, 0.0 in sums
         t 8:  6.0 ms, 1.7 in sums

@@ -69,9 +69,9 @@ def count_layer_params(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[
     Returns:
         The parameters that all replicas have, and those of the experts on one of `e` replicas.
     """
-    hidden, width = model.hidden, model.hidden // model.heads
-    columns = hidden / t + 2 * np.maximum(model.kv_heads / t, 1) * width
-    attention = (hidden + 1) * columns + hidden * hidden / t
+    hidden, width = model.hidden, model.attention_width
+    columns = width / t + 2 * np.maximum(model.kv_heads / t, 1) * model.head_dim
+    attention = (hidden + 1) * columns + hidden * width / t
     input_columns = model.ffn * (2 if model.gated else 1)
     network = ((hidden + 1) * input_columns + hidden * model.ffn) / t
     replicated, replicated_experts = count_replicated_params(model, e)
@@ -125,7 +125,7 @@ def compute_saved_bytes(
 
     The terms are those of `compute_layer_terms` with these changes:
 
-    - Keys and values have `kv_heads` heads.
+    - Keys and values have `kv_heads` heads, and a head has `head_dim` numbers.
     - Terms of the feed-forward network have its width, twice for the input of a gate, and count for
       each of the `active` experts of a token.
     - Flash attention saves no scores, but 4 bytes per token and head.
@@ -169,13 +169,15 @@ def _compute_saved_terms(
         tokens, plan.microbatch_size, model.hidden, model.heads, plan.tp,
         recompute=recompute, sequence_parallel=plan.sequence_parallel,
     )  # fmt: skip
+    width_scale = model.attention_width / model.hidden
     kv_scale, ffn_scale = (
         model.kv_heads / model.heads,
         model.ffn / (4 * model.hidden) * model.active,
     )
     scale = {
-        "Q and K": (1 + kv_scale) / 2,
-        "V": kv_scale,
+        "Q and K": width_scale * (1 + kv_scale) / 2,
+        "V": width_scale * kv_scale,
+        "input of the projection": width_scale,
         "input of the first linear layer": model.active,
         "input of GELU": ffn_scale * (2 if model.gated else 1),
         "input of the second linear layer": ffn_scale,

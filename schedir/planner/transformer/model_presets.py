@@ -33,6 +33,19 @@ def _make_llama3(layers: int, hidden: int, heads: int, ffn: int) -> TransformerS
     )  # fmt: skip
 
 
+def _make_qwen3(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, experts: int = 1
+) -> TransformerSpec:
+    return TransformerSpec(
+        layers, hidden, heads, vocab=151_936, sequence=4096, ffn=ffn, kv_heads=kv_heads,
+        head_dim=128, gated=True, experts=experts, active=8 if experts > 1 else 1, tied=False,
+    )  # fmt: skip
+
+
+_QWEN3_SOURCE: Final = (
+    "arXiv 2505.09388, Tables 1 and 2, and section 3.2 for the sequence of 4096; hidden, ffn and "
+    "head_dim: github.com/THUDM/slime, scripts/models"
+)
 _LLAMA3_SOURCE: Final = "arXiv 2407.21783, Table 3, and section 3.4.1 for the sequence of 8192"
 _LLAMA_SOURCE: Final = (
     "arXiv 2302.13971, Table 2; ffn: 8/3 hidden (section 2.2), rounded up to a multiple of 256"
@@ -55,6 +68,10 @@ MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
         ),
         "arXiv 2401.04088, Table 1",
     ),
+    "qwen3-8b": (_make_qwen3(36, 4096, 32, 8, 12288), _QWEN3_SOURCE),
+    "qwen3-32b": (_make_qwen3(64, 5120, 64, 8, 25600), _QWEN3_SOURCE),
+    "qwen3-30b-a3b": (_make_qwen3(48, 2048, 32, 4, 768, 128), _QWEN3_SOURCE),
+    "qwen3-235b-a22b": (_make_qwen3(94, 4096, 64, 4, 1536, 128), _QWEN3_SOURCE),
 }  # fmt: skip
 # Other names of presets.  Names are compared without case, spaces, "-", "_" and ".".
 MODEL_ALIASES: Final = {
@@ -72,6 +89,8 @@ MODEL_ALIASES: Final = {
     "llama3405b": "llama-3-405b",
     "llama31405b": "llama-3-405b",
     "mixtral": "mixtral-8x7b",
+    "qwen330b": "qwen3-30b-a3b",
+    "qwen3235b": "qwen3-235b-a22b",
 }
 SPEC_FIELDS: Final = {f.name: f for f in fields(TransformerSpec)}
 # Keys of a `schedir train` configuration that have another name here, and keys that the planner

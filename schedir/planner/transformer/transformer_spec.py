@@ -25,6 +25,8 @@ class TransformerSpec:
         ffn: Width of the feed-forward network. 0 is 4 * hidden.
         kv_heads: Heads of keys and values, which the attention heads share (arXiv 2305.13245). 0 is
             one for each attention head.
+        head_dim: Numbers of a head's query, key or value. 0 is hidden / heads, which must then be
+            an integer. Some models have wider heads, such as Qwen3 (arXiv 2505.09388).
         gated: True if the feed-forward network has a third matrix, for a gate (arXiv 2002.05202).
         experts: Feed-forward networks in a layer.
         active: Experts that process each token (arXiv 2101.03961).
@@ -49,6 +51,7 @@ class TransformerSpec:
     sequence: int
     ffn: int = 0
     kv_heads: int = 0
+    head_dim: int = 0
     gated: bool = False
     experts: int = 1
     active: int = 1
@@ -59,6 +62,11 @@ class TransformerSpec:
             value = getattr(self, usual)
             if getattr(self, name) == 0 and isinstance(value, int):
                 object.__setattr__(self, name, value * times)
+        divided = [("heads", "kv_heads")]
+        if self.head_dim == 0:
+            divided.append(("hidden", "heads"))
+            if all(isinstance(one, int) and one > 0 for one in (self.hidden, self.heads)):
+                object.__setattr__(self, "head_dim", max(self.hidden // self.heads, 1))
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(f.default, bool):
@@ -74,11 +82,13 @@ class TransformerSpec:
                     f"model: {f.name} must be an integer from 1 to {most}, not {describe(value)}",
                     fields=[f.name],
                 )
-        for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
+        for whole, part in divided:
             if getattr(self, whole) % getattr(self, part):
                 raise UsageError(
                     f"model: {whole} {getattr(self, whole)} is not a multiple of "
-                    f"{part} {getattr(self, part)}", fields=[whole, part],
+                    f"{part} {getattr(self, part)}",
+                    hint="head_dim sets the size of a head" * (whole == "hidden"),
+                    fields=[whole, part],
                 )  # fmt: skip
         if self.active > self.experts:
             raise UsageError(
@@ -87,14 +97,24 @@ class TransformerSpec:
             )
 
     @property
+    def attention_width(self) -> int:
+        """Numbers of the queries of a token, which is the input size of the output projection."""
+        return self.heads * self.head_dim
+
+    @property
     def qkv_columns(self) -> int:
         """Columns of the matrix of queries, keys and values."""
-        return self.hidden + 2 * self.kv_heads * (self.hidden // self.heads)
+        return self.attention_width + 2 * self.kv_heads * self.head_dim
+
+    @property
+    def attention_weights(self) -> int:
+        """Numbers in the two matrices of the attention of a layer."""
+        return self.hidden * (self.qkv_columns + self.attention_width)
 
     @property
     def attention_params(self) -> int:
         """Parameters of the attention of a layer: two matrices, their biases, and the norm."""
-        return self.hidden * (self.qkv_columns + self.hidden) + self.qkv_columns + 3 * self.hidden
+        return self.attention_weights + self.qkv_columns + 3 * self.hidden
 
     @property
     def expert_params(self) -> int:
@@ -139,8 +159,9 @@ class TransformerSpec:
             >>> abs(m.count_flops(b) / paper - 1) < 1e-12
             True
         """
-        matrices = self.hidden * (self.qkv_columns + self.hidden)
-        matrices += self.active * self.hidden * self.ffn * (3 if self.gated else 2)
-        scores = 2 * self.sequence * self.hidden  # The products with keys and with values.
+        matrices = self.attention_weights + self.active * self.hidden * self.ffn * (
+            3 if self.gated else 2
+        )
+        scores = 2 * self.sequence * self.attention_width  # The products with keys and with values.
         token = self.layers * (matrices + scores) + self.embedding_params
         return 6.0 * batch * self.sequence * token

@@ -266,7 +266,7 @@ class Checkpoints:
 
     def _checksum_outputs(self, outputs: Sequence[Tensor]) -> list[int]:
         """Return a checksum of the bits of each output, on a CPU or in debug mode."""
-        if self.state.device.type != "cpu" and not self.state.options.debug:
+        if self.state.device.type != "cpu" and not self.state.options.execution.debug:
             return []
         return [compute_checksum(y.detach()) for y in outputs]
 

@@ -1,4 +1,4 @@
-"""Check and restore buffers of modules that forwards change, such as running statistics.
+"""Check buffers of modules that forwards change, such as running statistics.
 
 If one rank has a stage and runs its forwards in the order of the microbatches, buffers get the same
 values as in a plain training loop. Stage replicas and data-parallel replicas each compute buffers
@@ -8,8 +8,7 @@ from their own microbatches only. A forward that a backward recomputes changes b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from operator import is_
 from typing import NamedTuple
 
@@ -21,64 +20,6 @@ from schedir.ir.isa.instructions import Instr
 from schedir.runtime.model_checks.memory_overlap import find_shared_buffers
 from schedir.runtime.model_checks.tensor_fingerprint import get_versions, has_same_bits
 from schedir.runtime.rank_state import State
-
-
-@contextmanager
-def preserve_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore a module's buffers and torch's random generators at the end of this context.
-
-    It also restores parameters that are not trained, since a forward may write to them. The host
-    keeps copies of these within the context.
-
-    Args:
-        module: A module; its submodules are included.
-        device: The device whose default generator is restored, next to that of the CPU.
-    """
-    put_back = make_buffer_restorer(module)
-    still = [
-        (p, p.data, p.detach().to("cpu", copy=True))
-        for p in module.parameters()
-        if not p.requires_grad
-    ]
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        put_back()
-        for p, data, was in still:
-            if not has_same_bits(p.detach().cpu(), was):
-                p.data = data
-                data.copy_(was)
-
-
-def make_buffer_restorer(module: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the current buffers of a module and their values.
-
-    Args:
-        module: A module; its submodules are included.
-    """
-    tables = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
-    buffers = {buffer for _, entries in tables for buffer in entries.values() if buffer is not None}
-    values = [(view, view.clone()) for view in map(_narrow_expanded_dims, buffers)]
-
-    def put_back() -> None:
-        for table, entries in tables:
-            table.clear()
-            table.update(entries)
-        with torch.no_grad():
-            for view, value in values:
-                view.copy_(value)
-
-    return put_back
-
-
-def _narrow_expanded_dims(buffer: torch.Tensor) -> torch.Tensor:
-    """Return a view of a buffer without repeated elements: an expanded dimension has stride 0."""
-    strides = buffer.stride() if buffer.layout is torch.strided else ()
-    for dim, stride in enumerate(strides):
-        if not stride:
-            buffer = buffer.narrow(dim, 0, min(1, buffer.shape[dim]))
-    return buffer
 
 
 def add_buffer_checks(

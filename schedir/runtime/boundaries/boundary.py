@@ -36,7 +36,8 @@ class Boundary:
             By default it is True for floating-point and complex dtypes. A tensor without a
             gradient, such as a mask, is detached before it is passed on.
         received_shape: The shape in the next stage, if it differs. It differs between segments of a
-            stage if tensor-parallel ranks share the sequence (sequence parallelism).
+            stage if tensor-parallel ranks share the sequence (sequence parallelism), and if an
+            all-to-all sends tokens to experts. It then has the most tokens that a rank can receive.
 
     Raises:
         ModelError: The shape or the dtype is invalid, or `requires_grad` is True for a dtype

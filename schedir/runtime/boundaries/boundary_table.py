@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schedir.errors import ModelError, describe
-from schedir.ir.pipeline.stage_segments import ENTRY_COLLECTIVE, EXIT_COLLECTIVE
+from schedir.ir.pipeline.stage_segments import ENTRY_COLLECTIVE, EP_LETTERS, EXIT_COLLECTIVE
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import (
     Boundary,
@@ -61,9 +61,12 @@ def _compute_received_shape(one: Boundary, stage: int, program: Program) -> tupl
     """Return the shape of the first tensor of a boundary in the next stage.
 
     With sequence parallelism, tensor-parallel ranks gather all tokens at the entry of a parallel
-    region. At its exit, each rank keeps its own tokens.
+    region. At its exit, each rank keeps its own tokens. An all-to-all of experts changes the number
+    of rows.
     """
     letter, t = program.segment_boundaries[stage : stage + 1], program.tp
+    if letter and letter in EP_LETTERS:
+        return one.received.shape[:1] + one.shape[1:]
     if not program.sequence_parallel or letter not in (ENTRY_COLLECTIVE, EXIT_COLLECTIVE):
         return one.shape
     if len(one.shape) < 2 or (letter == EXIT_COLLECTIVE and one.shape[-2] % t):

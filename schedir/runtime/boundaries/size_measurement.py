@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -19,7 +18,7 @@ from schedir.ir.cost.zero_states import ModelStates, zero_model_states
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_loss, require_model_stages, require_scalar_loss
-from schedir.runtime.autograd.module_buffers import preserve_buffers
+from schedir.runtime.autograd.preserved_state import preserve_module
 from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
 from schedir.runtime.autograd.stage_inputs import StageInputAdapter
 from schedir.runtime.boundaries.boundary import (
@@ -167,8 +166,9 @@ def measure_sizes(
     the other activation sizes exclude them. Memory that an instruction needs only while it runs is
     not measured.
 
-    The function restores gradients, buffers and random generators. Hooks of the modules run. All
-    ranks of a tensor-parallel group must call this, because their stages communicate.
+    The function restores gradients, buffers, plain attributes and random generators. Hooks of the
+    modules run. All ranks of a tensor-parallel group must call this, because their stages
+    communicate.
 
     Args:
         stages: All stages of the model, in order. The sizes of a stage that is None are 0.
@@ -265,8 +265,9 @@ def infer_boundaries(
     no output of a stage does, each output whose dtype can have a gradient has one. Outputs of
     frozen stages have none.
 
-    The function restores gradients, buffers and random generators. Hooks of the modules run. All
-    ranks of a tensor-parallel group must call this, because their stages communicate.
+    The function restores gradients, buffers, plain attributes and random generators. Hooks of the
+    modules run. All ranks of a tensor-parallel group must call this, because their stages
+    communicate.
 
     Args:
         stages: All stages of the model, in order.
@@ -308,7 +309,7 @@ def infer_boundaries(
             )
         else:
             xs = tuple(x.clone() for x in xs)
-        with preserve_buffers(module, device), torch.set_grad_enabled(s >= frozen_stages):
+        with preserve_module(module, device), torch.set_grad_enabled(s >= frozen_stages):
             y, _ = StageInputAdapter().run(
                 module, xs, named, is_exclusive=True, skip_input_count=len(skip)
             )
@@ -400,7 +401,7 @@ def _measure_stage(
         packed.add(one := _PackedTensor(tensor.detach()))
         return one
 
-    with _preserve_state(module, device), torch.set_grad_enabled(s >= stage_inputs.frozen_stages):
+    with preserve_module(module, device), torch.set_grad_enabled(s >= stage_inputs.frozen_stages):
         with saved_tensors_hooks(pack, lambda one: one.tensor):
             # The module may write to its inputs, so it gets copies of the inputs of the model.
             args, adapter = xs if s else tuple(x.clone() for x in xs), StageInputAdapter()
@@ -481,17 +482,3 @@ def _find_stage_device(module: nn.Module, xs: Sequence[Tensor]) -> torch.device:
     """Return the device of a stage's parameters, or of its inputs if it has none."""
     tensors = (*module.parameters(), *xs)
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-@contextmanager
-def _preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore gradients, buffers and random generators at the end of a context."""
-    gradients = [(p, p.grad) for p in module.parameters()]
-    try:
-        with preserve_buffers(module, device):
-            for p, _ in gradients:
-                p.grad = None
-            yield
-    finally:
-        for p, gradient in gradients:
-            p.grad = gradient

@@ -15,7 +15,7 @@ from torch import Tensor
 from schedir.ir.isa.instructions import GRADS_CHECK_OPS, Instr, Opcode
 from schedir.ir.pipeline.tied_weights import find_sharing_ranks
 from schedir.runtime.autograd.random_streams import UPDATE
-from schedir.runtime.parameters.buckets import ShardSpec, is_summed_over_tp
+from schedir.runtime.parameters.buckets import ShardSpec, is_expert, is_summed_over_tp
 from schedir.runtime.parameters.gradient_buffers import (
     compute_sum_of_squares,
     is_tp_sharded,
@@ -34,18 +34,23 @@ from schedir.transports.transport import ChainedWork, Work
 
 
 def reduce_grads(state: State, i: Instr) -> Call:
-    """Link ReduceGrads: sum the gradients of a stage over the data-parallel replicas."""
+    """Link ReduceGrads: sum the gradients of a stage over the data-parallel replicas.
+
+    Gradients of experts are summed over the replicas that have the same experts.
+    """
     gradients, versions = state.stages[i.stage].gradients, find_weight_versions(state, i.stage)
     scale_flat = make_scaler(state, i.stage, i.mb)
     reductions = state.service(PendingReductions)
     start, at = state.transport.start_collective, state.index_of[i]
+    program = state.program
 
     def begin(k: int) -> list[Work]:
         flat = scale_flat(k)
-        if state.program.dp == 1:
+        has_experts = program.ep > 1 and is_expert(gradients.buckets[k].parameters[0])
+        if program.dp == (program.ep if has_experts else 1):
             return []
         with state.observer.attribute_to(at):
-            return [start("all_reduce", "dp", flat, flat)]
+            return [start("all_reduce", "expert_dp" if has_experts else "dp", flat, flat)]
 
     reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin, versions)
     return Call(None, lambda: reductions.works.extend(reduction.end()))
@@ -116,7 +121,9 @@ def reduce_tied(state: State, i: Instr) -> Call:
     ]
 
     def run() -> None:
-        for weight in state.resources.ties.weights if state.options.accumulate_grads else ():
+        for weight in (
+            state.resources.ties.weights if state.options.gradients.accumulate_grads else ()
+        ):
             for copy in weight.local_copies.values():  # A step may not use a copy.
                 copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
         for begin in sums:
@@ -181,7 +188,8 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
     """Return a function that computes the sum of squares of the rank's gradients.
 
     It adds the squares of each parameter's shard, then the shards of a replica, and then the
-    replicas. The order is the same whether the replicas shard the gradients or not.
+    replicas. The order is the same whether the replicas shard the gradients or not. With expert
+    parallelism it also adds the squares of the experts of other ranks.
 
     Args:
         state: The state of the rank.
@@ -202,6 +210,14 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
     ]
 
     of_replicas = state.transport.start_collective
+    experts = [
+        view
+        for gradients, p in counted
+        if state.program.ep > 1 and is_expert(p)
+        for view in (views[p] for views in gradients.shard_views.values())
+    ]
+    if experts:
+        counted = [(gradients, p) for gradients, p in counted if not is_expert(p)]
     parts = [
         [gradients.shard_views[k][p] for gradients, p in counted]
         for k in state.resources.shard_spec.shard_indices
@@ -216,7 +232,12 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
         if len(parts) < state.resources.shard_spec.replicas:
             each = each.new_empty(state.resources.shard_spec.replicas)
             of_replicas("all_gather", "dp", each, torch.stack(sums)).wait()
-        return each.sum()
+        if not experts:
+            return each.sum()
+        squares = compute_sum_of_squares(experts)
+        expert_total = zero() if squares is None else squares
+        of_replicas("all_reduce", "ep", expert_total, expert_total).wait()
+        return each.sum() + expert_total
 
     return own
 
@@ -236,8 +257,8 @@ def optimizer_step(state: State, i: Instr) -> Call:
         finite = checks.finish_update(i.mb)
         if placement is None:
             steps.run(finite)
-        if state.options.loss_scale is not None:
-            state.options.loss_scale.update(finite)
+        if state.options.gradients.loss_scale is not None:
+            state.options.gradients.loss_scale.update(finite)
         if not last:  # The gradients of the last update stay for the caller.
             if not has_released_grads:
                 state.begin_update()

@@ -1,42 +1,35 @@
 """Handlers of tensor-parallel collectives between the segments of a stage.
 
-A collective sums the first tensor that a segment outputs, in place. Other tensors, such as a
-residual stream, do not change. The collective overlaps with compute until the next segment takes
-the tensor. With sequence parallelism each rank gets only its tokens of the sum. In the other
-direction, the collective gathers the tokens of all ranks.
+A collective sums the first tensor that a segment outputs, in place. With sequence parallelism each
+rank gets only its tokens of the sum. In the other direction, the collective gathers the tokens of
+all ranks.
 
 See `handler_registry` for the arguments and the result of a handler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
-from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from schedir.errors import ModelError
 from schedir.ir.isa.instructions import (
     BOUNDARY_COLLECTIVE_OPS,
     BOUNDARY_GATHER_OPS,
-    INSTRUCTIONS,
-    LOCAL_HANDOVER,
     Instr,
-    Value,
     find_segment_collectives,
 )
+from schedir.runtime.handlers.segment_output import SegmentOutput, make_collective_call
 from schedir.runtime.handlers.transfer_handlers import gather_message as gather_received
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
 from schedir.runtime.parameters.sequence_layout import join_sequence, split_by_rank
 from schedir.runtime.rank_state import Call, State
-from schedir.runtime.value_slots import OutputSlot
-from schedir.transports.transport import ChainedWork, Transport, Work
+from schedir.transports.transport import ChainedWork, Work
 
 
 def tp_reduce(state: State, i: Instr) -> Call:
     """Link a collective that sums: an all-reduce, or a reduce-scatter with sequence parallelism."""
-    return _make_collective_call(
+    return make_collective_call(
         state, i, _reduce_scatter_tokens if state.program.sequence_parallel else _reduce_in_place
     )
 
@@ -44,47 +37,11 @@ def tp_reduce(state: State, i: Instr) -> Call:
 def tp_gather(state: State, i: Instr) -> Call:
     """Link a gather of tokens between segments, or of the shards of a received message."""
     if i.op in find_segment_collectives(state.program.sequence_parallel):
-        return _make_collective_call(state, i, _gather_tokens)
+        return make_collective_call(state, i, _gather_tokens)
     return gather_received(state, i)
 
 
-class _SegmentOutput(NamedTuple):
-    """The output slot of a segment, and the transport of its collective."""
-
-    slot: OutputSlot
-    transport: Transport
-
-    def replace_first(self, first: Tensor, rest: Sequence[Tensor]) -> None:
-        """Replace the first tensor in the slot."""
-        self.slot.free()
-        self.slot.fill((first, *rest))
-
-
-def _make_collective_call(state: State, i: Instr, start: Callable[[_SegmentOutput], Work]) -> Call:
-    """Return the call that starts a collective of the first tensor of a segment's output."""
-    kind = INSTRUCTIONS[i.op].gives[0]
-    other, (made, _) = state.program.peer_stage(kind, i.stage), LOCAL_HANDOVER[kind]
-    slot = state.find_slot(made, other, i.mb)
-    assert isinstance(slot, OutputSlot)
-    handed = _SegmentOutput(slot, state.transport)
-    before = min(i.stage, other)
-    if not (
-        first := state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, before).tensors[0]
-    ).requires_grad:
-        raise ModelError(
-            f"{i} {'gathers' if i.op in BOUNDARY_GATHER_OPS else 'sums'} tensor 0 of the "
-            f"boundary after stage {before}, but this tensor has no gradient: {first}",
-            hint="return the tensor that the collective needs first, and other tensors after it",
-        )
-    arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
-
-    def run() -> None:
-        arrivals[key] = ChainedWork(start(handed), handed.slot.accept_write)
-
-    return Call(None, run)
-
-
-def _reduce_in_place(output: _SegmentOutput) -> Work:
+def _reduce_in_place(output: SegmentOutput) -> Work:
     first, *rest = output.slot.peek()
     if any(has_same_storage(first, one) for one in rest):
         first = first.clone()
@@ -94,7 +51,7 @@ def _reduce_in_place(output: _SegmentOutput) -> Work:
     return output.transport.start_collective("all_reduce", "tp", first, first)
 
 
-def _reduce_scatter_tokens(output: _SegmentOutput) -> Work:
+def _reduce_scatter_tokens(output: SegmentOutput) -> Work:
     full, *rest = output.slot.peek()
     parts = split_by_rank(full, output.transport.tp)
     local_tokens = parts.new_empty(parts.shape[1:])
@@ -103,7 +60,7 @@ def _reduce_scatter_tokens(output: _SegmentOutput) -> Work:
     return output.transport.start_collective("reduce_scatter", "tp", local_tokens.view(-1), flat)
 
 
-def _gather_tokens(output: _SegmentOutput) -> Work:
+def _gather_tokens(output: SegmentOutput) -> Work:
     local_tokens, *rest = output.slot.peek()
     parts = local_tokens.new_empty(output.transport.tp, *local_tokens.shape)
     work = output.transport.start_collective(

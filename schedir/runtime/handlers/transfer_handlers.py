@@ -14,6 +14,7 @@ from torch import Tensor
 from schedir.ir.isa.instructions import (
     BOUNDARY_COLLECTIVE_OPS,
     BOUNDARY_GATHER_OPS,
+    EP_COLLECTIVE_OPS,
     FORM_CHANGE_OPS,
     INSTRUCTIONS,
     RECV_OPS,
@@ -210,7 +211,8 @@ def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]
     """
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
     k = state.index_of.get((_RECEIVE_OF_KIND[kind], i.stage, i.mb))
-    ops = (op for op in BOUNDARY_COLLECTIVE_OPS if kind in INSTRUCTIONS[op].gives)
+    collectives = BOUNDARY_COLLECTIVE_OPS + EP_COLLECTIVE_OPS
+    ops = (op for op in collectives if kind in INSTRUCTIONS[op].gives)
     has_collective = any((op, i.stage, i.mb) in state.index_of for op in ops)
     if k is None and not has_collective:
         return None

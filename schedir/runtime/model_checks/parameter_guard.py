@@ -10,9 +10,6 @@ from operator import attrgetter
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
-from schedir.ir.program import Program
-from schedir.runtime.parameters.mixed_precision import describe_options
-from schedir.runtime.parameters.tied_parameters import TiedWeight
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -76,54 +73,6 @@ class ParameterGuard:
         self._record_parameters()  # The change does not affect trained parameters.
 
 
-def require_no_max_norm(
-    program: Program, stages: Mapping[int, nn.Module], weights: Sequence[TiedWeight]
-) -> None:
-    """Refuse embeddings with `max_norm` if their weights have copies.
-
-    Such an embedding scales rows of its weight in its forward.
-
-    With data parallelism alone it warns, because each replica scales only the rows that it uses.
-
-    Args:
-        program: The program.
-        stages: The stages of the rank, by number.
-        weights: The tied weights of the rank.
-
-    Raises:
-        ModelError: Stage replicas, tied weights or ZeRO shards would not be scaled, or the program
-            may run a step again.
-    """
-    for s, module in stages.items():
-        tied = {id(weight.local_copies[s]) for weight in weights if s in weight.local_copies}
-        for name, layer in module.named_modules():
-            if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer.max_norm is None:
-                continue
-            fact = f"{name or 'the embedding'} of stage {s} scales rows of its weight (max_norm)"
-            if program.shape.placement_rows > 1 or id(layer.weight) in tied:
-                raise ModelError(
-                    f"{fact}, but the weight has other copies or users",
-                    program=program.name,
-                    hint="max_norm=None",
-                )
-            if program.zero:
-                raise ModelError(
-                    f"{fact}, but each replica has only a shard of it (zero {program.zero})",
-                    program=program.name,
-                    hint="max_norm=None, or zero=0",
-                )
-            if program.norm_check == "after_step":
-                raise ModelError(
-                    f"{fact}, but the step may run again (norm_check 'after_step')",
-                    program=program.name,
-                    hint="max_norm=None, or compile(..., norm_check='before_step')",
-                )
-            if program.dp > 1:
-                warnings.warn(
-                    f"{fact}, and each replica scales only the rows that it uses", stacklevel=2
-                )
-
-
 def require_untrained(
     module: nn.Module, stage: int, inputs: Sequence[Tensor], *, is_last: bool
 ) -> None:
@@ -145,39 +94,6 @@ def require_untrained(
         raise ModelError(
             f"the {what} of stage {stage} has no gradient, so its parameters are not trained",
             hint=f"remove torch.no_grad(), torch.inference_mode() and detach() from the {places}",
-        )
-
-
-def require_stepped_stages(
-    program: Program, stages: Mapping[int, nn.Module], optimizer: object
-) -> None:
-    """Refuse an optimizer that has no parameter of the stages, but other parameters.
-
-    Args:
-        program: The program.
-        stages: The stages of the rank, by number.
-        optimizer: The optimizer, or None.
-
-    Raises:
-        ModelError: The optimizer would train another model than the stages.
-    """
-    stepped = describe_options(optimizer)
-    # A rank may compute with a copy of a tied weight, and then its optimizer has the copy.
-    tied = {stage for stages_of_weight in program.tied_weights for stage in stages_of_weight}
-    trained = [
-        p
-        for stage, module in stages.items()
-        if stage not in tied
-        for p in module.parameters()
-        if p.requires_grad
-    ]
-    if program.has_backward and stepped and trained and not any(p in stepped for p in trained):
-        raise ModelError(
-            f"the optimizer has no parameter of the stages {[*stages]}: its steps would not train "
-            "them",
-            program=program.name,
-            hint="create the optimizer from the parameters of the same modules that `stages` has, "
-            "not of a copy of them",
         )
 
 

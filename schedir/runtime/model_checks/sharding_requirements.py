@@ -26,10 +26,8 @@ _ELEMENTWISE_OPTIMIZERS: Final = (
 )  # fmt: skip
 
 
-def require_shardable(
-    program: Program, stages: Mapping[int, nn.Module], optimizer: object, *, accumulate_grads: bool
-) -> None:
-    """Refuse stages and an optimizer for which a step of shards is not a step of full weights.
+def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimizer: object) -> None:
+    """Refuse stages for which a step of shards is not a step of full weights.
 
     Without ZeRO it checks two things: that no other executor has sharded the stages, and that the
     memory layouts fit fused optimizers.
@@ -38,12 +36,10 @@ def require_shardable(
         program: The program.
         stages: The stages of the rank, by number.
         optimizer: The optimizer, or None.
-        accumulate_grads: True if gradients are added to those of earlier steps.
 
     Raises:
         ModelError: A parameter is sharded by another executor, is not contiguous, is a tensor
-            subclass, or shares memory. Or the optimizer is not elementwise, or gradients are
-            accumulated.
+            subclass, or shares memory.
     """
 
     def refuse(fact: str, hint: str) -> ModelError:
@@ -68,11 +64,6 @@ def require_shardable(
             )
     if not program.zero:
         return
-    if accumulate_grads:
-        raise refuse(
-            f"accumulate_grads is True, but zero is {program.zero}: ZeRO keeps no full gradients",
-            "zero=0, or accumulate_grads=False",
-        )
     for s, name, p in trained:
         if not p.is_contiguous():
             raise refuse(
@@ -87,8 +78,6 @@ def require_shardable(
                 "do not parallelize parameters before the executor is created: schedir shards them",
             )
     require_no_overlap(stages, program.name)
-    if program.has_backward and optimizer is not None:
-        _require_elementwise(program, optimizer)
 
 
 def _find_fused_parameters(optimizer: object) -> set[Any]:
@@ -110,11 +99,20 @@ def _list_parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str
             yield s, name, p
 
 
-def _require_elementwise(program: Program, optimizer: object) -> None:
+def require_elementwise(program: Program, optimizer: object) -> None:
     """Refuse an optimizer that does not step each number of a weight independently.
 
     A step of shards is equal to a step of full weights only for an elementwise optimizer.
+
+    Args:
+        program: The program. Without ZeRO or a backward, every optimizer is accepted.
+        optimizer: The optimizer, or None.
+
+    Raises:
+        ModelError: The optimizer is not elementwise, or its state cannot be sharded.
     """
+    if not program.zero or not program.has_backward or optimizer is None:
+        return
     inner: Any = unwrap_optimizer(optimizer)
     name = type(inner).__name__
     known = is_torch_optimizer(inner) and name in _ELEMENTWISE_OPTIMIZERS

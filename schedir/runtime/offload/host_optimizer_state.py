@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedir.ir.isa.instructions import Lane
-from schedir.ir.program import Program
+from schedir.runtime.model_checks.optimizer_requirements import require_own_parameters
 from schedir.runtime.model_checks.step_isolation import (
-    ON_DEVICE_HINT,
     StepIsolation,
     make_offload_error,
     require_no_step_overlap,
@@ -31,16 +30,9 @@ from schedir.runtime.parameters.mixed_precision import (
     MainOptimizer,
     OptimizerLike,
     has_step_hooks,
-    is_torch_optimizer,
     step_if_finite,
     unwrap_optimizer,
 )
-
-# The optimizers of torch that step each parameter separately. LBFGS does not.
-_PER_PARAMETER_OPTIMIZERS: Final = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
-    "RMSprop", "Rprop", "SGD", "SparseAdam",
-)  # fmt: skip
 
 
 class StateCopy(NamedTuple):
@@ -113,7 +105,7 @@ class HostOptimizerState:
         has = [p for group in self.inner.param_groups for p in group["params"]]
         if [*map(id, has)] == [*map(id, self.seen_parameters)]:
             return
-        _require_stage_parameters(self.inner, self.main_parameters, self.parameters)
+        require_own_parameters(self.inner, self.main_parameters, self.parameters)
         left = set(has)
         for s in sorted(self.parameters):
             found = dict.fromkeys(self.main_parameters.get(p, p) for p in self.parameters[s])
@@ -368,80 +360,3 @@ def allocate_like(t: Tensor, device: torch.device, *, pinned: bool = False) -> T
 def has_same_shape_and_dtype(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same shape and dtype."""
     return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _require_stage_parameters(
-    inner: Any,
-    main: Mapping[Tensor, Tensor],
-    parameters: Mapping[int, Sequence[Tensor]],
-    program: str = "",
-) -> None:
-    """Raise ModelError if the optimizer steps a parameter of no trained stage of the rank."""
-    own = {p for of_stage in parameters.values() for p in of_stage if p.requires_grad}
-    own.update([main[p] for p in own if p in main])
-    copied = {copy: p for p, copy in main.items()}
-    for group in inner.param_groups:
-        for p in group["params"]:
-            if copied.get(p, p).requires_grad and p not in own:
-                raise make_offload_error(
-                    f"{type(inner).__name__} steps a parameter of shape {list(p.shape)} that is "
-                    "in none of this rank's trained stages",
-                    f"use another optimizer for that parameter, or {ON_DEVICE_HINT}",
-                    program,
-                )
-
-
-def require_stagewise_steps(
-    program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike | None
-) -> None:
-    """Check that an optimizer can step one stage after the other with the same bits.
-
-    It must be a torch.optim.Optimizer, so that its state can be found, and step each element
-    separately. For an optimizer that is not torch's, the attribute `elementwise` confirms this.
-
-    Args:
-        program: The program.
-        parameters: The parameters of each trained stage.
-        optimizer: The optimizer, or None if the rank has none.
-
-    Raises:
-        ModelError: The optimizer cannot, or the rank has none although it trains.
-    """
-    refuse = partial(make_offload_error, program=program.name)
-    trained = {p for own in parameters.values() for p in own if p.requires_grad}
-    if optimizer is None:
-        if trained and program.has_backward:
-            raise refuse(
-                "this rank has no optimizer, so there is no state to place",
-                "pass optimizer=..., or compile(..., optimizer_placement='device')",
-            )
-        return
-    inner, device = unwrap_optimizer(optimizer), ON_DEVICE_HINT
-    name = type(inner).__name__
-    if isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer:
-        raise refuse(
-            f"{type(optimizer).__name__} may step other tensors than its main parameters", device
-        )
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise refuse(f"{name} is not a torch.optim.Optimizer, so its state is unknown", device)
-    if not getattr(
-        inner, "elementwise", is_torch_optimizer(inner) and name in _PER_PARAMETER_OPTIMIZERS
-    ):
-        raise refuse(
-            f"{name} steps all parameters together, so it cannot step one stage after the other"
-            if is_torch_optimizer(inner)
-            else f"{name} may not be elementwise, and it must step one stage after the other",
-            device
-            if is_torch_optimizer(inner)
-            else f"{name}.elementwise = True if it steps each element separately; or {device}",
-        )
-    if has_step_hooks(inner):
-        raise refuse(f"{name} has hooks on its step, which would run for each stage", device)
-    if program.optimizer_placement == "cpu_step" and any(
-        group.get("capturable") for group in inner.param_groups
-    ):
-        raise refuse(f"{name} is capturable, which needs a step on the GPU", "capturable=False")
-    main: dict[Tensor, Tensor] = {}
-    if isinstance(optimizer, MainOptimizer):
-        main = dict(zip(optimizer.parameters, optimizer.main_parameters, strict=True))
-    _require_stage_parameters(inner, main, parameters, program.name)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from schedir.errors import ModelError, describe
-from schedir.ir.isa.instructions import INSTRUCTIONS, Lane
-from schedir.ir.program import Program
-from schedir.passes.memory.offload_placement import DISK_TRIP
 from schedir.runtime.offload.arena import Arena
 from schedir.runtime.offload.spill_file import SpillFile
 from schedir.runtime.rank_resources import RankResources, RankService
-
-_DISK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.lane is Lane.DISK)
 
 
 class MemoryTiers(RankService):
@@ -53,8 +45,9 @@ class MemoryTiers(RankService):
             ModelError: The directory is unusable.
         """
         if self.spill_file is None:
-            assert self.resources.options.spill_dir is not None, "`require_spill_dir` refuses this"
-            self.spill_file = SpillFile(self.resources.options.spill_dir, program)
+            spill_dir = self.resources.options.execution.spill_dir
+            assert spill_dir is not None, "`require_spill_dir` refuses this"
+            self.spill_file = SpillFile(Path(spill_dir), program)
         return self.spill_file
 
     def count_bytes(self, tier: str) -> int:
@@ -66,35 +59,6 @@ class MemoryTiers(RankService):
         if tier == "host":
             return self.host_arena.used_bytes + self.state_arena.used_bytes
         return self.spill_file.arena.used_bytes if self.spill_file is not None else 0
-
-
-def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None:
-    """Return the folder of the spill file, or None.
-
-    Args:
-        value: The path of the folder, or None.
-        programs: The programs that a rank runs.
-
-    Raises:
-        ModelError: `value` is not a path, or an empty string. Or it is None, and a program uses the
-            disk.
-    """
-    if isinstance(value, str | Path) and str(value):
-        return Path(value)
-    if value is not None:
-        raise ModelError(
-            f"spill_dir must be a path, not {describe(value)}", hint="spill_dir='/nvme'"
-        )
-    for program in programs:
-        if not program.used_opcodes.isdisjoint(_DISK_OPS):
-            moves_activations = not program.used_opcodes.isdisjoint(DISK_TRIP)
-            what = "activations" if moves_activations else "the optimizer state"
-            raise ModelError(
-                f"the program moves {what} to the disk, but spill_dir is not set",
-                program=program.name,
-                hint="Executor(..., spill_dir='/nvme'), or [memory] spill_dir = \"/nvme\"",
-            )
-    return None
 
 
 def allocate_host_memory(size: int, pinned: bool) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,27 @@ def is_summed_over_tp(parameter: Tensor) -> bool:
         parameter: The parameter.
     """
     return getattr(parameter, "summed_over_tp", None) is True
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Return whether a parameter belongs to an expert, which only some replicas have.
+
+    With expert parallelism, its gradients are summed over the replicas with the same experts. The
+    attribute `expert` of the parameter is then True.
+
+    Args:
+        parameter: The parameter.
+    """
+    return getattr(parameter, "expert", None) is True
+
+
+def mark_expert(parameter: Any) -> None:
+    """Mark a parameter as that of an expert, see `is_expert`.
+
+    Args:
+        parameter: The parameter.
+    """
+    parameter.expert = True
 
 
 class Bucket:
@@ -144,7 +165,8 @@ def make_buckets(
     """Distribute parameters over buckets.
 
     A bucket has parameters of one type, gradient type and device. Parameters whose gradients
-    tensor-parallel ranks sum are not in buckets with others. Buckets are filled from the last
+        marks = is_summed_over_tp(p), is_expert(p)
+        key = (p.dtype, p.grad_dtype or p.dtype, p.device, bucket_id, *marks)
     parameter to the first.
 
     Args:
@@ -159,7 +181,14 @@ def make_buckets(
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
     for p in parameters:
         bucket_id = id(p) if id(p) in separate_ids else 0
-        key = (p.dtype, p.grad_dtype or p.dtype, p.device, bucket_id, is_summed_over_tp(p))
+        key = (
+            p.dtype,
+            p.grad_dtype or p.dtype,
+            p.device,
+            bucket_id,
+            is_summed_over_tp(p),
+            is_expert(p),
+        )
         kinds.setdefault(key, []).append(p)
     return [
         Bucket(run, shard_count, aligned=aligned)

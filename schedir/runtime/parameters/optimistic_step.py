@@ -18,33 +18,26 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from schedir.errors import ModelError
+from schedir.runtime.autograd.preserved_state import PreservedState
+from schedir.runtime.model_checks.optimizer_requirements import require_known_optimizer
 from schedir.runtime.parameters.mixed_precision import (
-    OptimizerLike,
-    has_known_effects,
-    has_step_hooks,
-    is_torch_optimizer,
     unwrap_optimizer,
 )
 from schedir.runtime.parameters.unvalidated_update_guard import (
-    TableCopies,
     UnvalidatedUpdateGuard,
-    copy_tables,
     list_optimizer_tables,
-    restore_tables,
 )
 from schedir.runtime.rank_state import ProgramService, State
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
 from schedir.runtime.services.update_checks import NormVerdict, UpdateChecks, compute_clip_factor
 from schedir.runtime.step_inputs import StepInputs
-from schedir.runtime.warm_up import RecordedState, UnsteppedParameters
+from schedir.runtime.warm_up import UnsteppedParameters, preserve_step
 from schedir.transports.transport import Work
 
 
@@ -73,10 +66,13 @@ class OptimisticStep(ProgramService):
         resources = state.resources
         self.gradients = [stage.gradients for stage in state.stages.values()]
         self.modules = [stage.module for stage in state.stages.values()]
-        self.optimizer, self.loss_scale = resources.optimizer, resources.options.loss_scale
+        self.optimizer, self.loss_scale = (
+            resources.optimizer,
+            resources.options.gradients.loss_scale,
+        )
         self.random_streams, self.device = resources.random_streams, state.device
         self.unstepped_parameters = UnsteppedParameters(state)
-        self.judge_norm = partial(compute_clip_factor, resources.options.max_norm)
+        self.judge_norm = partial(compute_clip_factor, resources.options.gradients.norm_limit)
         checks = state.service(UpdateChecks)
         checks.judge, checks.read_result = lambda update: self.verdict, self.read_result
         self.apply_update: Callable[[], None] = lambda: None
@@ -152,9 +148,9 @@ class OptimisticStep(ProgramService):
         self.lift_guard()
         if self.pending_update is None:
             return batch
-        recorded = RecordedState(self.state, batch, self.unstepped_parameters)
-        self.restore_step_state = recorded.restore
-        return recorded.batch
+        preserved, batch = preserve_step(self.state, batch, self.unstepped_parameters)
+        self.restore_step_state = preserved.close
+        return batch
 
     def fail(self, *, has_begun: bool) -> None:
         """Handle an error in a step.
@@ -193,7 +189,7 @@ class OptimisticStep(ProgramService):
             self.repeated_steps += 1
             return True
         elif self.waits_for_norm:
-            self.pending_update = _UnvalidatedUpdate([], {}, norm)
+            self.pending_update = _UnvalidatedUpdate(PreservedState(), norm)
             self.waits_for_norm = not self.is_update_valid()
             self.update_by_norm()
             self.pending_update = None
@@ -203,18 +199,15 @@ class OptimisticStep(ProgramService):
             self.guard = self._make_guard()
         return False
 
-    @contextmanager
-    def undo_steps(self, *, makes_update: bool) -> Iterator[None]:
+    def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
         """Do not validate updates that are undone.
 
         Args:
+            preserved: The state that is restored.
             makes_update: See `Service.undo_steps`.
         """
-        was_warm_up, self.is_warm_up = self.is_warm_up, True
-        try:
-            yield
-        finally:
-            self.is_warm_up = was_warm_up
+        preserved.add_fields(self, "is_warm_up")
+        self.is_warm_up = True
 
     def validate(self) -> None:
         """Validate the last update, and make it again if it was wrong.
@@ -268,7 +261,7 @@ class OptimisticStep(ProgramService):
             self.guard = None
 
     def _make_guard(self) -> UnvalidatedUpdateGuard:
-        looks = self.state.options.debug or self.device.type == "cpu"
+        looks = self.state.options.execution.debug or self.device.type == "cpu"
         return UnvalidatedUpdateGuard(
             self.modules, self.optimizer, self.loss_scale, compares_values=looks
         )
@@ -278,7 +271,8 @@ class OptimisticStep(ProgramService):
     def _save_state(self) -> _UnvalidatedUpdate:
         """Copy the gradients, and all state that an update changes."""
         tensors = dict.fromkeys(self._list_changed_tensors())
-        tables = copy_tables(self.optimizer)
+        preserved = PreservedState()
+        preserved.add_tables(list_optimizer_tables(self.optimizer))
         self.saved_copies = {
             t: self.saved_copies[t] if t in self.saved_copies else torch.empty_like(t)
             for t in tensors
@@ -289,7 +283,8 @@ class OptimisticStep(ProgramService):
         with torch.no_grad():
             for some in groups.values():  # one kernel copies tensors of one device and type
                 torch._foreach_copy_([self.saved_copies[t] for t in some], some)
-        return _UnvalidatedUpdate(tables, self.saved_copies)
+        preserved.callback(_copy_values, self.saved_copies)
+        return _UnvalidatedUpdate(preserved)
 
     def _list_changed_tensors(self) -> Iterator[Tensor]:
         """Yield the gradients and the tensors that an update changes."""
@@ -310,23 +305,18 @@ class OptimisticStep(ProgramService):
         made, inner = self.pending_update, unwrap_optimizer(self.optimizer)
         assert made is not None
         groups = [] if inner is None else inner.param_groups
-        later = [(group, dict(group)) for group in groups]
         options = [{**group, "params": ()} for group in groups]
-        numbers = [(t, t.clone()) for t in tree_leaves(options) if isinstance(t, Tensor)]
-        with torch.no_grad():
+        with torch.no_grad(), PreservedState() as preserved:
+            preserved.add_values(t for t in tree_leaves(options) if isinstance(t, Tensor))
+            preserved.add_tables(groups)
             self._undo_update()
             self.update_by_norm()
-            restore_tables(later)
-            for t, now in numbers:
-                t.copy_(now)
         self.pending_update, self.waits_for_norm = None, True
 
     def _undo_update(self) -> None:
         """Restore all state that the update has changed."""
         assert self.pending_update is not None
-        restore_tables(self.pending_update.tables)
-        for t, before in self.pending_update.copies.items():
-            t.copy_(before)
+        self.pending_update.preserved.close()
 
     def update_by_norm(self) -> None:
         """Make the pending update with its norm.
@@ -346,18 +336,17 @@ class _UnvalidatedUpdate:
     """An update that is made and not validated.
 
     Args:
-        tables: The optimizer's tables, each with a shallow copy from before the update.
-        copies: The tensors that the update changes, with copies from before the update.
+        preserved: The state before the update.
         norm: The norm of the update. It is set at the end of the step.
     """
 
-    def __init__(
-        self,
-        tables: TableCopies,
-        copies: dict[Tensor, Tensor],
-        norm: _Norm | None = None,
-    ) -> None:
-        self.tables, self.copies, self.norm = tables, copies, norm
+    def __init__(self, preserved: PreservedState, norm: _Norm | None = None) -> None:
+        self.preserved, self.norm = preserved, norm
+
+
+def _copy_values(copies: dict[Tensor, Tensor]) -> None:
+    for t, values in copies.items():
+        t.copy_(values)
 
 
 class _Norm:
@@ -391,28 +380,3 @@ class _Norm:
                 (self.host_value,) = self.scalar_copy.read()
             self.is_read = True
         return self.host_value
-
-
-def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") -> None:
-    """Refuse an optimizer whose step may change state that cannot be restored.
-
-    Args:
-        optimizer: The optimizer, or None, which is accepted.
-        program: The name of the program, for the error.
-
-    Raises:
-        ModelError: The optimizer is not one of torch's own, or its step has hooks.
-    """
-    inner = unwrap_optimizer(optimizer)
-    if inner is None or has_known_effects(optimizer):
-        return
-    what = "has hooks on its step" if has_step_hooks(inner) else "is not one of torch's own"
-    name = type(
-        optimizer if is_torch_optimizer(inner) and not has_step_hooks(inner) else inner
-    ).__name__
-    raise ModelError(
-        f"norm_check is 'after_step', but the optimizer {name} {what}, so schedir may be unable to "
-        "undo its step",
-        program=program,
-        hint="compile(..., norm_check='before_step')",
-    )

@@ -134,28 +134,5 @@ def list_optimizer_tables(optimizer: OptimizerLike | None) -> list[dict[Any, Any
     return [inner.state, *inner.state.values(), *inner.param_groups]
 
 
-TableCopies = list[tuple[dict[Any, Any], dict[Any, Any]]]  # Tables, each with a shallow copy.
-
-
-def copy_tables(optimizer: OptimizerLike | None) -> TableCopies:
-    """Return the dictionaries of an optimizer, each with a shallow copy.
-
-    Args:
-        optimizer: The optimizer, or None for an empty list.
-    """
-    return [(table, dict(table)) for table in list_optimizer_tables(optimizer)]
-
-
-def restore_tables(tables: TableCopies) -> None:
-    """Restore dictionaries.
-
-    Args:
-        tables: The dictionaries, each with a copy of its earlier content.
-    """
-    for table, before in tables:
-        table.clear()
-        table.update(before)
-
-
 def _refuse(*_: object) -> None:
     raise ModelError(_UNVALIDATED_MESSAGE, hint=VALIDATE_HINT)

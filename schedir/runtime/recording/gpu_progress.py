@@ -17,6 +17,7 @@ import torch
 from schedir.analysis.dependency_graph import Graph
 from schedir.ir.isa.instructions import (
     BOUNDARY_COLLECTIVE_OPS,
+    EP_COLLECTIVE_OPS,
     INSTRUCTIONS,
     RECV_OPS,
     SEND_OPS,
@@ -156,7 +157,7 @@ def _find_started_work(state: State, k: int, i: Instr) -> Callable[[], Sequence[
     """Return a function that returns the transfers that an instruction has just started."""
     if i.op in SEND_OPS:
         return lambda: state.service(PendingSends).works[k][:1]
-    if i.op in RECV_OPS + BOUNDARY_COLLECTIVE_OPS:
+    if i.op in RECV_OPS + BOUNDARY_COLLECTIVE_OPS + EP_COLLECTIVE_OPS:
         arrivals, key = state.stages[i.stage].arrivals, (INSTRUCTIONS[i.op].gives[0], i.mb)
         return lambda: (arrivals[key],)
     return lambda: ()
@@ -177,6 +178,8 @@ def describe_wait(program: Program, i: Instr) -> str:
         return f"waits for {_GROUP_DESCRIPTIONS[row.group]}"
     if i.op in BOUNDARY_COLLECTIVE_OPS:
         return "waits for its tensor-parallel group"
+    if i.op in EP_COLLECTIVE_OPS:
+        return "waits for its expert-parallel group"
     if row.lane is Lane.DP and program.dp > 1:
         return "waits for the other replicas"
     return "computes"

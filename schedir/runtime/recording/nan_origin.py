@@ -27,6 +27,7 @@ from schedir.ir.isa.instructions import (
     find_producers,
 )
 from schedir.ir.program import Program
+from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import are_finite
 from schedir.runtime.rank_state import Call
@@ -236,12 +237,6 @@ def rerun_step(
     """
     found: list[NanOrigin] = []
     reductions = executor.state.service(PendingReductions)
-    usual = (
-        executor.runner.calls,
-        executor.resources.optimizer,
-        executor.record_timestamps,
-        reductions.starts_after_backward,
-    )
 
     def watch(k: int, i: Instr, call: Call) -> Call:
         def run() -> None:
@@ -253,22 +248,18 @@ def rerun_step(
         gives = partial(_list_outputs, executor, i)
         return Call(call.wait, run) if i.op in COMPUTE_OPS else call
 
-    executor.runner.calls = [
-        watch(k, i, executor.runner.calls[k]) for k, i in enumerate(executor.state.stream)
-    ]
-    executor.resources.optimizer, executor.record_timestamps = None, False
-    # An overlapped sum over replicas would show the NaN of another replica as the rank's own.
-    reductions.starts_after_backward = True
-    executor.random_streams.step -= 1  # Draw the same random numbers.
-    try:
+    with PreservedState() as preserved:
+        preserved.add_fields(executor.runner, "calls", "record_timestamps")
+        preserved.add_fields(executor.resources, "optimizer")
+        preserved.add_fields(reductions, "starts_after_backward")
+        executor.runner.calls = [
+            watch(k, i, executor.runner.calls[k]) for k, i in enumerate(executor.state.stream)
+        ]
+        executor.resources.optimizer, executor.record_timestamps = None, False
+        # An overlapped sum over replicas would show the NaN of another replica as the rank's own.
+        reductions.starts_after_backward = True
+        executor.random_streams.step -= 1  # Draw the same random numbers.
         executor.step(inputs, targets, scale, keywords)
-    finally:
-        (
-            executor.runner.calls,
-            executor.resources.optimizer,
-            executor.record_timestamps,
-            reductions.starts_after_backward,
-        ) = usual
     return found
 
 

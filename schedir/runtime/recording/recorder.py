@@ -28,7 +28,7 @@ from schedir.errors import ModelError
 from schedir.ir.isa.instructions import RECV_OPS, SEND_OPS, Lane
 from schedir.ir.program import Program
 from schedir.runtime.rank_state import WorkObserver
-from schedir.transports.collectives import CollectiveName, GroupKey
+from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.transport import CompletedWork, Transport, TransportWrapper, Work
 
 FloatArray = NDArray[np.float64]
@@ -369,7 +369,7 @@ class RecordedTransport(TransportWrapper):
         return self._follow(self.inner.recv(tensor, peer, lane))
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         """See `Transport.start_collective`."""
         return self._follow(self.inner.start_collective(kind, group, output_tensor, input_tensor))

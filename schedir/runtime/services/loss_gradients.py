@@ -27,7 +27,7 @@ class LossGradients(ProgramService):
     def begin_step(self) -> None:
         """Read the factor of the step and the loss scale."""
         self.grad_scale = self.state.batch.grad_scale
-        loss_scale = self.state.options.loss_scale
+        loss_scale = self.state.options.gradients.loss_scale
         if loss_scale is None:
             return
         gradient = (loss_scale.value * self.grad_scale).float()
@@ -51,7 +51,7 @@ class LossGradients(ProgramService):
             A 0-dimensional tensor.
         """
         loss = self.state.losses[mb]
-        if self.state.options.accumulate_grads:
+        if self.state.options.gradients.accumulate_grads:
             return torch.as_tensor(self.grad_scale, dtype=loss.dtype, device=loss.device)
         initial = 1.0 if self.initial_gradient is None else self.initial_gradient
         return loss - loss + initial

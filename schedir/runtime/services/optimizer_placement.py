@@ -10,7 +10,7 @@ from schedir.errors import ModelError
 from schedir.runtime.offload.copy_lanes import CopyLanes
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
-from schedir.runtime.offload.host_optimizer_state import HostOptimizerState, require_stagewise_steps
+from schedir.runtime.offload.host_optimizer_state import HostOptimizerState
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.rank_resources import RankResources, RankService
 from schedir.runtime.step_inputs import StepInputs
@@ -26,7 +26,7 @@ class OptimizerPlacement(RankService):
         optimizer_state: The state, which this moves or steps. None if the rank has no optimizer.
 
     Raises:
-        ModelError: The optimizer cannot step one stage at a time.
+        ModelError: Parameters or state share memory, so a step of one stage changes another one.
     """
 
     def __init__(self, resources: RankResources) -> None:
@@ -37,7 +37,6 @@ class OptimizerPlacement(RankService):
             for s, stage in resources.stages.items()
             if s >= program.frozen_stages
         }
-        require_stagewise_steps(program, parameters, optimizer)
         self.optimizer_state: HostOptimizerState | None = None
         if optimizer is None:
             return

@@ -14,11 +14,11 @@ below for all services of a program and its rank. They name no service.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
+from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.step_inputs import StepInputs
 
 
@@ -93,13 +93,14 @@ class Service:
         All processes call this after the same step.
         """
 
-    def undo_steps(self, *, makes_update: bool) -> AbstractContextManager[None]:
-        """Return a context in which steps are run that are undone, such as warm-up steps.
+    def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
+        """Begin steps that are undone, such as warm-up steps.
 
         Args:
+            preserved: The state that is restored after these steps. A service adds what the steps
+                change of it.
             makes_update: True if the optimizer may step, because the caller restores its state.
         """
-        return nullcontext()
 
     def require_savable(self) -> None:
         """Raise `CheckpointError` if a checkpoint cannot save or load the present state."""

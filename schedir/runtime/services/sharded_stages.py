@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from schedir.errors import CheckpointError
+from schedir.runtime.model_checks.tied_weight_requirements import fingerprint_parameters
 from schedir.runtime.parameters.sharded_parameters import (
     require_sharded_state,
     shard_optimizer_state,
 )
-from schedir.runtime.parameters.tied_parameters import fingerprint_parameters
 from schedir.runtime.rank_state import ProgramService, State
 
 

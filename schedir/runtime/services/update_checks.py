@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.parameters.mixed_precision import are_finite, step_if_finite
 from schedir.runtime.parameters.sharded_parameters import guard_shard_step
 from schedir.runtime.rank_resources import RankResources, RankService
@@ -60,19 +61,15 @@ class OptimizerSteps(RankService):
             else:
                 step(finite)
 
-    @contextmanager
-    def undo_steps(self, *, makes_update: bool) -> Iterator[None]:
+    def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
         """See `Service.undo_steps`.
 
         Args:
+            preserved: The state that is restored.
             makes_update: True if the optimizer may step.
         """
-        before = self.can_step, self.read_last_result
+        preserved.add_fields(self, "can_step", "read_last_result")
         self.can_step = self.can_step and makes_update  # It is False within such a context.
-        try:
-            yield
-        finally:
-            self.can_step, self.read_last_result = before
 
 
 class UpdateChecks(ProgramService):
@@ -173,7 +170,7 @@ class UpdateChecks(ProgramService):
 
     def _judge_by_norm(self, update: int) -> NormVerdict:
         total = self.squared_norms.pop(update)
-        verdict = compute_clip_factor(self.state.resources.options.max_norm, total)
+        verdict = compute_clip_factor(self.state.resources.options.gradients.norm_limit, total)
         self.grad_norm = total.sqrt()
         return verdict
 
@@ -182,7 +179,8 @@ class UpdateChecks(ProgramService):
         finite = are_finite(
             flat for s in state.stages.values() for flat in s.gradients.reduced_flat
         )
-        if state.program.zero and state.program.dp > 1:  # Each replica checks only its shard.
+        # With ZeRO a replica checks only its shard, and with expert parallelism only its experts.
+        if (state.program.zero and state.program.dp > 1) or state.program.ep > 1:
             spoilt = finite.logical_not().to(torch.int32)
             state.transport.start_collective("all_reduce", "dp", spoilt, spoilt).wait()
             finite = spoilt == 0

@@ -17,13 +17,14 @@ from schedir.ir.cost.sizes import Sizes, parse_bytes
 from schedir.ir.pipeline.field_schema import Field, FieldType
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.pipeline.placement import Placement
-from schedir.ir.pipeline.stage_segments import NO_COLLECTIVE
+from schedir.ir.pipeline.stage_segments import EP_LETTERS, NO_COLLECTIVE, has_collectives
 from schedir.ir.program import ATTRIBUTE_FIELDS, HEADER_FIELDS, Program
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.partitioning import split_tokens
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
 from schedir.passes.pass_types import BufferSharing
 from schedir.passes.selection import parse_selection
+from schedir.training.config.expert_parallelism import require_expert_parallelism
 from schedir.training.config.model_kinds import MODEL_KINDS, ModelConfig, get_model_kind
 from schedir.training.config.segmentation import StageSegmentation, make_segmentation
 from schedir.training.config.setting_types import NumberRange, require_known
@@ -96,6 +97,7 @@ class PipelineConfig:
       number, or one per stage. The schedule `pipedream_2bw` sets it.
     - `tp`: the number of ranks in a tensor-parallel group.
     - `dp`: the number of data-parallel replicas.
+    - `ep`: the number of replicas that share the experts of a model of kind "moe". It divides `dp`.
     - `overlap`: if true, opposite transfers are grouped, and receives and unshards begin early.
     - `buffer_sharing`: how values share static buffers.
       - "none" gives each value its own buffer.
@@ -115,7 +117,8 @@ class PipelineConfig:
     - `sequence_parallel`: if true, tensor-parallel ranks also share the tokens between their linear
       layers. Each rank then saves and sends 1/tp of these activations.
     - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
-      tensor-parallel collective, so n layers become 4 n + 1 segments. A number, or a list with one
+      tensor-parallel collective, so n layers become 4 n + 1 segments. A model of kind "moe" is
+      split at its all-to-alls, into 2 n + 1 segments. A number, or a list with one
       per stage, is the number of segments. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
       `data.microbatch_size` / chunks samples. Stages and microbatches in [memory] are then segments
@@ -134,6 +137,7 @@ class PipelineConfig:
     weight_delay: int | tuple[int, ...] = 0
     tp: PositiveInteger = 1
     dp: PositiveInteger = 1
+    ep: PositiveInteger = 1
     overlap: bool = True
     buffer_sharing: str = AUTO
     layers_per_stage: tuple[int, ...] | None = None
@@ -371,6 +375,7 @@ class Config:
                 fields=["precision", "optimizer_steps"],
             )
         kind.check_tp_split(self.model, self.pipeline.tp)
+        require_expert_parallelism(self)
         if getattr(self.pipeline, "sequence_parallel", False):
             split_tokens(self.model.context, self.pipeline.tp)
         if self.train.evaluate_every and not self.data.validation:
@@ -401,7 +406,13 @@ class Config:
         said |= {"skips": (), "norm_check": "before_step"}
         source = Source(pipeline.schedule)
         found = source.schedule_or_program if train.checkpoint_dir is not None else None
-        segment_options = {"stage_segments": self.segmentation.segments_per_stage}
+        layer = MODEL_KINDS[get_model_kind(self.model)].layer_boundaries
+        segment_options = {
+            "stage_segments": tuple(
+                (layer * number)[: number - 1] or 1
+                for number in self.segmentation.segments_per_stage
+            )
+        }
         # A compiled program in a file has its snapshots, or none; then checkpoints are saved
         # between steps.
         if found is not None and (not isinstance(found, Program) or found.is_draft):
@@ -441,13 +452,14 @@ class Config:
             found.segment_boundaries if isinstance(found, Program) else "",
             MODEL_KINDS[name].layer_boundaries,
         )
+        group_size = pipeline.ep if has_collectives(layer, EP_LETTERS) else pipeline.tp
         return make_segmentation(
             self.model.layers,
             pipeline.shape,
             pipeline.layers_per_stage,
             microbatch_size=self.data.microbatch_size,
             layer_boundaries=NO_COLLECTIVE * len(layer)
-            if boundaries and pipeline.tp == 1
+            if boundaries and group_size == 1
             else layer,
             model_kind=name,
             stage_segments=getattr(pipeline, "stage_segments", None),

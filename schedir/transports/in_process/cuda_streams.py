@@ -18,8 +18,8 @@ from torch import Tensor
 from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.isa.instructions import Lane
 from schedir.transports.collectives import (
+    Collective,
     CollectiveMember,
-    CollectiveName,
     GroupKey,
     PendingCollectives,
     run_collective,
@@ -223,7 +223,7 @@ class StreamMailbox:
     end_group = on_step_end = start_group
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         """See `Transport.start_collective`. The last member to call runs it for all members."""
         ended = StreamPoint()

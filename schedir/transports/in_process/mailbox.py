@@ -15,8 +15,8 @@ from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.tied_weights import find_reduction_groups
 from schedir.ir.program import Program
 from schedir.transports.collectives import (
+    Collective,
     CollectiveMember,
-    CollectiveName,
     GroupKey,
     PendingCollectives,
     run_collective,
@@ -111,7 +111,7 @@ class Mailbox:
         return CompletedWork()
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         """See `Transport.start_collective`. The last member to call runs it for all members.
 

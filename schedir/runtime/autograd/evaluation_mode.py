@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from schedir.errors import ModelError
-from schedir.runtime.autograd.module_buffers import make_buffer_restorer
+from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, get_write_traces
 from schedir.runtime.rank_state import ProgramService, State
 
@@ -25,8 +25,6 @@ def evaluation_mode(state: State) -> Iterator[None]:
         ModelError: A forward wrote to a Parameter.
     """
     modules = state.list_modules()
-    modes = [(one, one.training) for module in modules for one in module.modules()]
-    backs = [make_buffer_restorer(module) for module in modules]
     names = {p: name for module in modules for name, p in module.named_parameters()}
     # Sharded parameters are gathered into other memory, and `ShardedParameters` checks them.
     parts = {p for stage in state.stages.values() for p in stage.parameter_shards}
@@ -35,18 +33,16 @@ def evaluation_mode(state: State) -> Iterator[None]:
         [*names] if state.device.type == "cpu" and state.service(_Evaluations).is_first else []
     )
     before = [*get_write_traces(others), *compute_checksums(by_value)]
-    state.is_evaluating, state.service(_Evaluations).is_first = True, False
-    try:
+    state.service(_Evaluations).is_first = False
+    with PreservedState() as preserved:
+        preserved.add_fields(state, "is_evaluating")
+        state.is_evaluating = True
         for module in modules:
+            preserved.add_buffers(module)
+            preserved.add_modes(module)
             module.eval()
-        with state.random_streams.preserve_generators(always=True):
-            yield
-    finally:
-        state.is_evaluating = False
-        for one, training in modes:
-            one.training = training
-        for put_back in backs:
-            put_back()
+        preserved.enter_context(state.random_streams.preserve_generators(always=True))
+        yield
     after = [*get_write_traces(others), *compute_checksums(by_value)]
     for p, was, now in zip([*others, *by_value], before, after, strict=True):
         if was != now:

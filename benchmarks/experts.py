@@ -1,0 +1,173 @@
+"""Experts: steps with all-to-alls that are exposed or hidden, as predicted and as measured.
+
+    python benchmarks/experts.py
+    python benchmarks/experts.py --rounds 20 --forward 0.02
+
+Four processes over Gloo (pp 2, dp 2, ep 2) train a small mixture-of-experts GPT.  Each segment also
+sleeps, and an all-to-all of experts takes a set time after its start, one after the other.  So the
+times of a step are known, and the cores do not limit it.  The programs take turns, a step each.
+Predicted is the simulation at the times that are set.  Measured is the slowest process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import deviation, gathered, head, line, on_ranks, parse, take_turns
+from examples.expert_parallel import combined_1f1b
+from schedir import Costs, Program, compile, simulate
+from schedir.models import moe_gpt
+from schedir.models.moe_config import MoEConfig
+from schedir.runtime import Boundary, Executor, GlooTransport
+from schedir.transports.collectives import Collective, GroupKey
+from schedir.transports.transport import Work
+
+MODEL = MoEConfig(
+    vocab=64, layers=2, hidden=16, heads=2, context=8, tied=False, experts=4, expert_hidden=16
+)
+RANKS, REPLICAS, MICROBATCHES = 2, 2, 8
+ALL_TO_ALL = 0.7  # of the time of a forward of a segment
+SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one_f_one_b": ("one_f_one_b", {}),
+    "eager_1f1b": ("eager_1f1b", {}),
+    "eager_1f1b, waits filled": ("eager_1f1b", {"fill_collective_waits": "all"}),
+    "combined_1f1b": (combined_1f1b, {}),
+}
+
+
+class _LateWork:
+    """Work that ends at a set time, or later."""
+
+    def __init__(self, work: Work, end: float) -> None:
+        self.work, self.end = work, end
+
+    def wait(self) -> None:
+        self.work.wait()
+        sleep(max(0.0, self.end - perf_counter()))
+
+
+class SlowTransport(GlooTransport):
+    """Gloo with all-to-alls of experts that take `seconds` each, one after the other."""
+
+    seconds = end = 0.0
+
+    def start_collective(
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+    ) -> Work:
+        work = super().start_collective(kind, group, output_tensor, input_tensor)
+        if group != "ep":
+            return work
+        self.end = max(self.end, perf_counter()) + self.seconds
+        return _LateWork(work, self.end)
+
+
+class _SleepInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        sleep(ctx.seconds)
+        return dys[0], None
+
+
+class SlowSegment(nn.Module):
+    """A segment that also sleeps: `seconds` in a forward, and twice as long in a backward."""
+
+    def __init__(self, segment: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.segment, self.seconds = segment, seconds
+
+    def forward(self, *inputs: Tensor) -> Any:
+        end = perf_counter() + self.seconds
+        first, *rest = self.segment(*inputs)
+        first = _SleepInBackward.apply(first, 2 * self.seconds)  # type: ignore[no-untyped-call]
+        sleep(max(0.0, end - perf_counter()))
+        return first, *rest
+
+
+def make_costs(forward: float) -> Costs:
+    """Return the times that are set: of segments, and of all-to-alls."""
+    all_to_all = ALL_TO_ALL * forward
+    return Costs(F=forward, B=2 * forward, dispatch=all_to_all, combine=all_to_all)
+
+
+def make_program(name: str, costs: Costs) -> Program:
+    schedule, options = SCHEDULES[name]
+    filled = {**options, "costs": costs} if options else {}
+    return compile(
+        schedule, ranks=RANKS, microbatches=MICROBATCHES, dp=REPLICAS, ep=REPLICAS,
+        stage_segments="dc", progress_model="per_edge", blocking_hosts=True, **filled,
+    )  # fmt: skip
+
+
+def make_executor(program: Program, forward: float) -> Executor:
+    transport = SlowTransport(program)
+    transport.seconds = ALL_TO_ALL * forward
+    stage = moe_gpt.build_stage(
+        MODEL, transport.rank, RANKS, ep=REPLICAS, ep_rank=transport.dp_rank
+    )
+    segments = moe_gpt.split_stage(stage)
+    first = transport.rank * len(segments)
+    stream = Boundary((1, MODEL.context, MODEL.hidden))
+    boundary = moe_gpt.build_boundaries(MODEL, [len(segments)] * RANKS, stream, REPLICAS)
+    return Executor(
+        program,
+        transport.rank,
+        {first + k: SlowSegment(one, forward) for k, one in enumerate(segments)},
+        transport,
+        loss=moe_gpt.loss,
+        boundary=boundary,
+        record_timestamps=False,
+    )
+
+
+def measure(rank: int, rounds: int, forward: float) -> dict[str, list[float]]:
+    """Return the seconds of each step on the slowest process, by schedule."""
+    torch.set_num_threads(1)
+    costs = make_costs(forward)
+    executors = {name: make_executor(make_program(name, costs), forward) for name in SCHEDULES}
+    tokens = torch.randint(MODEL.vocab, (2, MICROBATCHES, 1, MODEL.context))
+    steps = {name: partial(one.step, tokens[0], tokens[1], 1e-2) for name, one in executors.items()}
+    took = gathered(take_turns(steps, rounds, dist.barrier))
+    return {name: [wall for wall, _ in times] for name, times in took.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each schedule")
+    parser.add_argument("--forward", type=float, default=0.02, help="seconds of a segment")
+    args = parse(parser, rounds=1, forward=0.002)
+    costs = make_costs(args.forward)
+    measured = on_ranks(measure, RANKS * REPLICAS, args.rounds, args.forward)[0]
+    head("schedule", "all-to-alls free, ms", "predicted, ms", "measured, ms",
+         "predicted less measured")  # fmt: skip
+    for name, times in measured.items():
+        program = make_program(name, costs)
+        free = Costs(F=costs.F, B=costs.B)
+        spans = [
+            simulate(program, one, progress_model="per_edge", blocking_hosts=True).span
+            for one in (free, costs)
+        ]
+        line(
+            name, *(f"{1e3 * span:.0f}" for span in spans), f"{1e3 * median(times):.0f}",
+            deviation([spans[1] / seconds for seconds in times]),
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

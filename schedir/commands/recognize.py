@@ -1,0 +1,44 @@
+"""The command `recognize`: say which built-in schedule a program follows."""
+
+from __future__ import annotations
+
+import argparse
+
+from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
+from schedir.io.terminal import format_json
+
+EXAMPLES = """\
+  schedir recognize mine.py:my_schedule --ranks 4 --microbatches 8
+  schedir recognize run.timeline
+
+The page docs/reference/schedules.md has the built-in schedules.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `recognize`.
+
+    Args:
+        parser: The parser of the command.
+    """
+    add_source(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_compile_options(parser)
+
+
+def run(args: argparse.Namespace) -> str:
+    """Return a sentence with the built-in schedule that a program follows.
+
+    Args:
+        args: The parsed options of `recognize`.
+
+    Raises:
+        SchedirError: The program or an option is invalid.
+    """
+    from schedir.compiler.schedule_recognition import recognize
+
+    program = make_request(args, args.source).program
+    found = recognize(program)
+    if args.json:
+        return format_json({"program": program.name, "exact": found.is_exact} | found._asdict())
+    return f"{program.name}: {found}\n"

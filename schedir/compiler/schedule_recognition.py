@@ -1,0 +1,137 @@
+"""Recognize the built-in schedule that a program is, or that it follows longest."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.compiler.relower import extract_compute
+from schedir.errors import SchedirError, require_type
+from schedir.ir.isa.instructions import RECOMPUTE
+from schedir.ir.program import Program
+from schedir.ir.stream import Stream
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import get_weight_delay_mark, has_free_v
+from schedir.schedules.schedule_expansion import expand_schedule
+
+
+class Recognition(NamedTuple):
+    """The built-in schedule that a program is, or that it follows longest.
+
+    Attributes:
+        schedule: The name of the schedule, or "" if no built-in schedule begins like the program.
+        agreeing: The number of compute instructions before the first difference of each rank.
+        total: The number of compute instructions of the program.
+        rank: The rank of the first difference, or -1 if there is none.
+        compute_index: The index of this difference among the compute instructions of its rank, or
+            -1.
+        actual: The instruction of the program there, or "the end".
+        expected: The instruction of the schedule there, or "the end".
+    """
+
+    schedule: str
+    agreeing: int
+    total: int
+    rank: int = -1
+    compute_index: int = -1
+    actual: str = ""
+    expected: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the program has the compute of the schedule, in its order."""
+        return bool(self.schedule) and self.rank < 0
+
+    def __str__(self) -> str:
+        if not self.schedule:
+            return "no built-in schedule begins like this"
+        if self.is_exact:
+            return f"this is {self.schedule}"
+        return (
+            f"this is {self.schedule} until compute #{self.compute_index} of rank {self.rank}, "
+            f"which is {self.actual} instead of {self.expected}; {self.agreeing} of {self.total} "
+            "compute instructions come before the first difference of their rank"
+        )
+
+
+def recognize(program: Program) -> Recognition:
+    """Return the built-in schedule with the same compute in the same order, or the nearest one.
+
+    The nearest one agrees with the program in the most compute instructions before the first
+    difference of each rank. Recomputed forwards are left out of the comparison. Messages and
+    reductions do not count.
+
+    Args:
+        program: A lowered program or a draft.
+
+    Returns:
+        The schedule, and the first difference. It is the difference with the smallest number on its
+        rank.
+
+    Raises:
+        UsageError: `program` is no Program.
+
+    Example:
+        >>> from schedir import compile, recognize
+        >>> print(recognize(compile("zb_h1", ranks=4, microbatches=8)))
+        this is zb_h1
+        >>> from schedir import B, F
+        >>> def mine(rank, ranks, microbatches):
+        ...     lead = min(ranks - rank, microbatches)
+        ...     return lead * F + (microbatches - lead) * (B + F) + lead * B
+        >>> print(recognize(compile(mine, ranks=4, microbatches=8)))
+        this is one_f_one_b
+    """
+    require_type(program, Program, "schedir.compile(schedule, shape)")
+    own = [_get_order(stream) for stream in extract_compute(program).streams]
+    total = sum(map(len, own))
+    best = Recognition("", 0, total)
+    delays = bool(np.any(program.shape.weight_delay))
+    for name, schedule in sorted(
+        get_built_in_schedules().items(),
+        # With one stage per rank, some schedules with a parameter v are the same as one without it.
+        key=lambda item: (
+            delays != (get_weight_delay_mark(item[1]) is not None),
+            has_free_v(item[1]),
+        ),
+    ):
+        try:
+            draft = expand_schedule(schedule, program.shape)
+        except SchedirError:  # the schedule is for other shapes
+            continue
+        found = _compare(name, own, [_get_order(stream) for stream in draft.streams], total)
+        if found.is_exact:
+            return found
+        if found.agreeing > best.agreeing:
+            best = found
+    return best
+
+
+def _get_order(stream: Stream) -> Stream:
+    return Stream(stream.words[stream.op != RECOMPUTE])
+
+
+def _compare(name: str, own: list[Stream], other: list[Stream], total: int) -> Recognition:
+    agreeing = [_count_common(a.words, b.words) for a, b in zip(own, other, strict=True)]
+    differing = [
+        (count, rank)
+        for rank, count in enumerate(agreeing)
+        if count < max(len(own[rank]), len(other[rank]))
+    ]
+    if not differing:
+        return Recognition(name, total, total)
+    compute_index, rank = min(differing)
+    actual, expected = (
+        str(stream[compute_index]) if compute_index < len(stream) else "the end"
+        for stream in (own[rank], other[rank])
+    )
+    return Recognition(name, sum(agreeing), total, rank, compute_index, actual, expected)
+
+
+def _count_common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    """Return the number of equal elements before the first difference."""
+    least = min(len(one), len(other))
+    different = np.flatnonzero(one[:least] != other[:least])
+    return int(different[0]) if len(different) else least

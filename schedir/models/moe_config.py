@@ -1,0 +1,93 @@
+"""The shape of a mixture-of-experts GPT. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from schedir.errors import UsageError
+from schedir.ir.pipeline.stage_segments import COMBINE, DISPATCH
+from schedir.models.gpt_config import GPTConfig
+from schedir.models.partitioning import require_positive
+
+# The all-to-alls of a layer: before and after its experts.
+MOE_LAYER_BOUNDARIES: Final = DISPATCH + COMBINE
+
+
+@dataclass(frozen=True)
+class MoEConfig(GPTConfig):
+    """The configuration of a GPT whose feed-forward networks are experts.
+
+    A router sends each token to the `active` experts with the largest probabilities. Their outputs
+    are added with these probabilities, divided by their sum (Mixtral, arXiv 2401.04088).
+
+    The auxiliary loss of a layer and microbatch is `aux_loss` * tokens * experts * sum(f * p), with
+    the share f of the tokens and the mean probability p of each expert (arXiv 2101.03961, equation
+    4). Each replica computes it for its own tokens.
+
+    Args:
+        experts: The experts of a layer.
+        active: The experts that process each token.
+        expert_hidden: The units of an expert. 0 is 4 * hidden.
+        aux_loss: The factor of the auxiliary loss.
+        capacity_factor: A rank has a buffer for this many times the tokens that its experts receive
+            if all experts receive as many. With more tokens the step raises an error.
+
+    Raises:
+        UsageError: A number is not positive, or does not fit the others.
+    """
+
+    experts: int = 8
+    active: int = 2
+    expert_hidden: int = 0
+    aux_loss: float = 0.01
+    capacity_factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "experts", "active")
+        if self.expert_hidden:
+            require_positive(self, "expert_hidden")
+        if self.active > self.experts:
+            raise UsageError(
+                f"active is {self.active}, but a layer has {self.experts} experts",
+                fields=["active", "experts"],
+            )
+        if not 0 <= self.aux_loss < math.inf:
+            raise UsageError(
+                f"aux_loss is {self.aux_loss:g}; it must be at least 0", fields=["aux_loss"]
+            )
+        if not 1 <= self.capacity_factor < math.inf:
+            raise UsageError(
+                f"capacity_factor is {self.capacity_factor:g}; it must be at least 1",
+                fields=["capacity_factor"],
+            )
+
+    @property
+    def expert_width(self) -> int:
+        """The units of an expert."""
+        return self.expert_hidden or 4 * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters. A tied weight counts once."""
+        dense = 8 * self.hidden**2 + 5 * self.hidden
+        expert = 2 * self.hidden * self.expert_width + self.expert_width + self.hidden
+        layer = self.experts * (expert + self.hidden) - dense
+        return super().num_parameters + self.layers * layer
+
+    def compute_capacity(self, tokens: int, ep: int) -> int:
+        """Return the rows of a rank's buffer for the tokens of its experts.
+
+        Args:
+            tokens: The tokens of a microbatch. Each is sent to `active` experts.
+            ep: The ranks that share the experts of a layer.
+
+        Example:
+            >>> config = MoEConfig(active=2, capacity_factor=1.5)
+            >>> config.compute_capacity(8, 1), config.compute_capacity(8, 4)
+            (16, 24)
+        """
+        rows = tokens * self.active
+        return min(math.ceil(self.capacity_factor * rows), ep * rows) if ep > 1 else rows

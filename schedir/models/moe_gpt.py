@@ -1,0 +1,382 @@
+"""A mixture-of-experts GPT in pipeline stages, whose replicas share the experts.
+
+The attention is that of `gpt`. The feed-forward network of each layer is a router and experts (see
+`MoEConfig`). With expert parallelism (GShard, arXiv 2006.16668) each of `ep` replicas has some of
+the experts, and the stages are split into segments at the all-to-alls of a program:
+
+    embedding, attention, router | d | experts | c | sum, attention, router | d | experts | ...
+
+Stages pass on the residual stream and the sum of the auxiliary losses of a microbatch. The last
+stage returns the logits and this sum, and `loss` adds both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from schedir.errors import ModelError, UsageError
+from schedir.kernels.gelu import bias_gelu
+from schedir.models import gpt
+from schedir.models.gpt_segments import SegmentStep, StageSegment, require_splittable
+from schedir.models.language_model import ParameterPlacement
+from schedir.models.language_model import count_tokens as count_tokens
+from schedir.models.moe_config import MoEConfig as MoEConfig
+from schedir.models.parameter_init import LayerParameters
+from schedir.models.partitioning import split_layers
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.parameters.buckets import mark_expert
+
+Tensors = tuple[Tensor, ...]
+
+
+def build_stage(
+    config: MoEConfig,
+    stage: int,
+    stages: int,
+    *,
+    ep: int = 1,
+    ep_rank: int = 0,
+    layers_per_stage: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> MoEStage:
+    """Build a pipeline stage with the experts of one rank of the expert-parallel group.
+
+    Args:
+        config: The configuration of the model.
+        stage: The number of the stage.
+        stages: The number of stages.
+        ep: The ranks that share the experts. With more than one, run the segments of the stage.
+        ep_rank: The number of this rank in its group: the replica modulo `ep`.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
+            evenly.
+        device: The device of the parameters.
+        dtype: The type of the parameters.
+
+    Raises:
+        UsageError: The stage or the rank does not exist, the layers do not fit the stages, the
+            first of several stages has no layer, or `ep` does not divide the experts.
+
+    Example:
+        >>> from schedir.models.moe_gpt import MoEConfig, build_stage, split_stage
+        >>> stage = build_stage(MoEConfig(layers=2, experts=8), 0, 2, ep=4, ep_rank=1)
+        >>> len(split_stage(stage)), [*stage.layers["0"].experts]
+        (3, ['2', '3'])
+    """
+    counts = split_layers(config.layers, stages, layers_per_stage)
+    if not 0 <= stage < stages:
+        raise UsageError(f"stage is {stage}; it must be from 0 to {stages - 1}")
+    if not counts[0]:
+        raise UsageError(
+            "the first stage of a mixture-of-experts model needs a layer",
+            fields=["layers_per_stage"],
+        )
+    if config.experts % ep or not 0 <= ep_rank < ep:
+        raise UsageError(
+            f"ep {ep} does not divide {config.experts} experts, or has no rank {ep_rank}",
+            fields=["ep", "experts"],
+        )
+    first, local = sum(counts[:stage]), config.experts // ep
+    return MoEStage(
+        config,
+        range(first, first + counts[stage]),
+        stage == 0,
+        stage == stages - 1,
+        range(ep_rank * local, (ep_rank + 1) * local),
+        {"device": device, "dtype": dtype},
+    )
+
+
+class MoEStage(gpt.Stage):
+    """Consecutive layers of a mixture-of-experts GPT.
+
+    The forward maps the residual stream (b, T, hidden) and the auxiliary loss (1,) to both. The
+    first stage takes only int64 tokens of shape (b, T). The last stage returns logits in the place
+    of the stream. Parameters have the names that they have in a model of one stage and one rank.
+
+    Args:
+        config: The configuration of the model.
+        layers: The layers of the stage, as numbers in the model.
+        is_first: True if the stage has the embedding.
+        is_last: True if the stage has the head.
+        experts: The experts of this rank.
+        placement: The device and the type of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        layers: range,
+        is_first: bool,
+        is_last: bool,
+        experts: range,
+        placement: ParameterPlacement,
+    ) -> None:
+        def make_layer(_: object, index: int, *__: object, **___: object) -> MoELayer:
+            return MoELayer(config, index, experts, placement)
+
+        super().__init__(config, layers, is_first, is_last, None, placement, make_layer=make_layer)
+        self.has_all_experts = len(experts) == config.experts
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Return the output of the stage, and the auxiliary loss up to it.
+
+        Args:
+            *inputs: The input of the stage, and for all stages but the first the auxiliary loss.
+
+        Raises:
+            ModelError: The rank has some of the experts only.
+        """
+        if not self.has_all_experts:
+            raise ModelError(
+                "the stage has some of the experts only, so its segments must run",
+                hint="split_stage(stage), and compile(..., ep=2, stage_segments='dc')",
+            )
+        for segment in split_stage(self):
+            inputs = segment(*inputs)
+        return inputs
+
+
+class MoELayer(gpt.AttentionLayer):
+    """A transformer layer with a router, and some of its experts.
+
+    Args:
+        config: The configuration of the model.
+        index: The number of the layer in the model.
+        experts: The experts of this rank.
+        placement: The device and the type of the parameters.
+    """
+
+    def __init__(
+        self, config: MoEConfig, index: int, experts: range, placement: ParameterPlacement
+    ) -> None:
+        weights = gpt.make_layer_parameters(config, index, None, placement)
+        super().__init__(config, index, weights)
+        self.num_experts, self.active, self.aux_loss = (
+            config.experts,
+            config.active,
+            config.aux_loss,
+        )
+        self.router = weights.make_column_linear("router", config.experts, bias=False)
+        self.experts = nn.ModuleDict(
+            {str(e): Expert(weights, f"experts.{e}", config.expert_width) for e in experts}
+        )
+
+        # The segment after the experts has no parameters of the layer, but it needs the layer.
+        self.output = nn.Identity()
+
+    def route(self, x: Tensor, aux: Tensor) -> Tensors:
+        """Run the attention, and choose the experts of each token.
+
+        Args:
+            x: The residual stream, (b, T, hidden).
+            aux: The auxiliary loss of earlier layers, (1,).
+
+        Returns:
+            The tokens sorted by expert, (b*T*active, hidden); the number of tokens of each expert;
+            the weights of the experts of each token, (b*T, active); the order of the sorted tokens;
+            the residual stream; and the auxiliary loss.
+        """
+        with self.use_dropout_stream():
+            x, normed = self.run_attention(x)
+        tokens = normed.view(-1, normed.shape[-1])
+        logits = self.router(tokens)
+        probabilities = logits.to(aux.dtype).softmax(-1)
+        chosen_probabilities, chosen = probabilities.topk(self.active)
+        gates = chosen_probabilities / chosen_probabilities.sum(-1, keepdim=True)
+        order = chosen.view(-1).argsort(stable=True)
+        counts = chosen.view(-1).bincount(minlength=self.num_experts)
+        copies = tokens.unsqueeze(1).expand(-1, self.active, -1).reshape(-1, tokens.shape[-1])
+        if self.training:
+            share = counts / order.numel()
+            balance = (share.to(aux.dtype) * probabilities.mean(0)).sum()
+            aux = aux + self.aux_loss * self.num_experts * len(tokens) * balance
+        return copies[order], counts, gates, order, x, aux
+
+    def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the outputs of the experts of this rank.
+
+        Args:
+            rows: The tokens, sorted by the rank that sends them and then by expert, (rows, hidden).
+                There may be more rows, which are not used.
+            counts: The number of tokens from each rank for each expert, (ranks * experts,).
+
+        Returns:
+            The outputs in the same places. Rows that are not used are zero.
+        """
+        sizes = counts.tolist()
+        pieces = [*rows[: sum(sizes)].split(sizes)]
+        for number, expert in enumerate(self.experts.values()):
+            own = [k for k in range(number, len(sizes), len(self.experts)) if sizes[k]]
+            if not own:
+                continue
+            outputs = expert(torch.cat([pieces[k] for k in own]))
+            for k, output in zip(own, outputs.split([sizes[k] for k in own]), strict=True):
+                pieces[k] = output
+        return F.pad(torch.cat(pieces), (0, 0, 0, len(rows) - sum(sizes)))
+
+    def combine(self, rows: Tensor, gates: Tensor, order: Tensor, x: Tensor) -> Tensor:
+        """Add the outputs of experts to the residual stream.
+
+        Args:
+            rows: The outputs, sorted by expert.
+            gates: The weights of the experts of each token.
+            order: The order of the sorted tokens.
+            x: The residual stream.
+        """
+        outputs = rows[order.argsort()].view(*gates.shape, -1)
+        total = (outputs * gates.unsqueeze(-1)).sum(1).to(x.dtype).view_as(x)
+        with self.use_dropout_stream():
+            if self.dropout_rate:  # Advance the random stream past the mask of the attention.
+                F.dropout(x.detach(), self.dropout_rate)
+            return self.add_feed_forward(total, x)
+
+
+class Expert(nn.Module):
+    """A feed-forward network for some of the tokens.
+
+    Args:
+        weights: The factory of the layer's parameters.
+        name: The name of the expert in the layer.
+        width: The number of units.
+    """
+
+    def __init__(self, weights: LayerParameters, name: str, width: int) -> None:
+        super().__init__()
+        self.up = weights.make_column_linear(f"{name}.up", width)
+        self.down = weights.make_row_linear(f"{name}.down", width)
+        for parameter in self.parameters():
+            mark_expert(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the output for each token.
+
+        Args:
+            tokens: The tokens, (rows, hidden).
+        """
+        assert self.up.bias is not None
+        outputs: Tensor = self.down(bias_gelu(self.up.project(tokens), self.up.bias))
+        return outputs
+
+
+def split_stage(stage: MoEStage) -> list[nn.Module]:
+    """Split a stage into its segments at the all-to-alls of its layers, in order.
+
+    They are the stages of a program with `stage_segments` of "dc" for each layer. They share the
+    parameters of the stage.
+
+    Args:
+        stage: The stage.
+
+    Raises:
+        ModelError: The stage is the full model and has a tied weight, which two segments would use.
+    """
+    require_splittable(stage)
+    segments = [[SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
+    for number in stage.layers:
+        layer_segments = _MoELayerSegments(number)
+        segments[-1].append(
+            layer_segments.make_step(
+                layer_segments.route, "attention_norm", "qkv", "proj", "mlp_norm", "router"
+            )
+        )
+        segments.append([layer_segments.make_step(layer_segments.run_experts, "experts")])
+        segments.append([layer_segments.make_step(layer_segments.combine, "output")])
+    segments[-1].append(SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))
+    return [StageSegment(stage, steps) for steps in segments]
+
+
+def build_boundaries(
+    config: MoEConfig, segments_per_stage: Sequence[int], boundary: Boundary, ep: int = 1
+) -> dict[int, tuple[Boundary, ...]]:
+    """Return the boundaries after each segment of stages.
+
+    Args:
+        config: The configuration of the model.
+        segments_per_stage: The number of segments of each stage: 1, or 2n + 1 for n layers.
+        boundary: The residual stream of a microbatch, (b, T, hidden).
+        ep: The ranks that share the experts.
+
+    Returns:
+        The boundary after each segment but the last, by the number of the segment.
+
+    Example:
+        >>> from schedir.models.moe_gpt import MoEConfig, build_boundaries
+        >>> from schedir.runtime import Boundary
+        >>> config = MoEConfig(experts=4, hidden=64)
+        >>> boundaries = build_boundaries(config, (3, 3), Boundary((1, 8, 64)), ep=2)
+        >>> str(boundaries[0][0]), str(boundaries[1][0])
+        ('[16, 64] of torch.float32, received as [32, 64]', \
+'[32, 64] of torch.float32, received as [16, 64]')
+    """
+    *batch, hidden = boundary.shape
+    tokens = math.prod(batch)
+    rows, capacity = tokens * config.active, config.compute_capacity(tokens, ep)
+    precise = torch.promote_types(boundary.dtype, torch.float32)
+    stream = boundary, Boundary((1,), precise)
+    kept = (
+        Boundary((tokens, config.active), precise),
+        Boundary((rows,), torch.int64),
+        *stream,
+    )
+    counts = Boundary((config.experts,), torch.int64)
+    sent = Boundary((rows, hidden), boundary.dtype, received_shape=(capacity, hidden))
+    returned = Boundary((capacity, hidden), boundary.dtype, received_shape=(rows, hidden))
+    boundaries: list[tuple[Boundary, ...]] = []
+    for number in segments_per_stage:
+        boundaries += [(sent, counts, *kept), (returned, *kept)] * (number // 2) + [stream]
+    return dict(enumerate(boundaries[:-1]))
+
+
+def loss(output: tuple[Tensor, Tensor], targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
+    """Return the sum of the cross entropies of all tokens that count, and the auxiliary losses.
+
+    Args:
+        output: The logits (b, T, V) and the auxiliary loss (1,), from the last stage.
+        targets: int64 of shape (b, T). Tokens with the target `IGNORE_INDEX` do not count.
+        tp: None, because these models have no tensor parallelism.
+    """
+    logits, aux = output
+    return gpt.loss(logits, targets, tp) + aux.sum()
+
+
+def _embed(stage: gpt.Stage, x: Tensor, *aux: Tensor) -> Tensors:
+    x = stage.embed(x)
+    return x, *(aux or [x.new_zeros(1, dtype=torch.promote_types(x.dtype, torch.float32))])
+
+
+def _apply_head(stage: gpt.Stage, x: Tensor, aux: Tensor) -> Tensors:
+    return stage.apply_head(x), aux
+
+
+class _MoELayerSegments:
+    """The functions that segments run for one layer."""
+
+    def __init__(self, layer_key: str) -> None:
+        self.layer_key = layer_key
+
+    def make_step(self, run: Callable[..., Tensors], *names: str) -> SegmentStep:
+        return SegmentStep([f"layers.{self.layer_key}.{name}" for name in names], run)
+
+    def get_layer(self, stage: gpt.Stage) -> MoELayer:
+        found = stage.layers[self.layer_key]
+        assert isinstance(found, MoELayer)
+        return found
+
+    def route(self, stage: gpt.Stage, x: Tensor, aux: Tensor) -> Tensors:
+        return self.get_layer(stage).route(x, aux)
+
+    def run_experts(self, stage: gpt.Stage, rows: Tensor, counts: Tensor, *kept: Tensor) -> Tensors:
+        return self.get_layer(stage).run_experts(rows, counts), *kept
+
+    def combine(
+        self, stage: gpt.Stage, rows: Tensor, gates: Tensor, order: Tensor, x: Tensor, aux: Tensor
+    ) -> Tensors:
+        return self.get_layer(stage).combine(rows, gates, order, x), aux

@@ -1,0 +1,152 @@
+"""Handlers of the all-to-alls of experts, between the segments of a stage.
+
+The segment before a dispatch outputs rows of tokens, sorted by expert, and the number of rows of
+each expert. The segment with the experts gets the rows of its experts from each member of the
+expert-parallel group, in the order of the members, and the numbers of these rows. It gets them in
+a buffer with a fixed number of rows, the capacity. Rows at the end that are not used are zero.
+Combine returns the rows to their places. The backwards exchange gradients in the same numbers.
+
+Each dispatch first gathers the numbers of rows of all members, and the host reads them. All members
+then know whether a buffer is too small for one of them.
+
+See `handler_registry` for the arguments and the result of a handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from schedir.errors import ModelError
+from schedir.ir.isa.instructions import EP_COLLECTIVE_OPS, Instr, Opcode, Value
+from schedir.ir.pipeline.stage_segments import DISPATCH
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.handlers.segment_output import (
+    SegmentOutput,
+    find_collective_boundary,
+    make_collective_call,
+)
+from schedir.runtime.rank_state import Call, ProgramService, State
+from schedir.transports.collectives import AllToAll
+from schedir.transports.transport import Work
+
+
+class RowCounts(NamedTuple):
+    """The rows that a rank exchanges in a dispatch.
+
+    Attributes:
+        sent: The number of rows for the experts of each member.
+        received: The number of rows from each member.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+class TokenCounts(ProgramService):
+    """The rows of each dispatch of a step, which combine and the backwards need.
+
+    Args:
+        state: The state of the program.
+
+    Attributes:
+        by_dispatch: The rows by segment before the dispatch and microbatch.
+    """
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self.by_dispatch: dict[tuple[int, int], RowCounts] = {}
+
+    def begin_step(self) -> None:
+        """Forget the rows of the last step."""
+        self.by_dispatch.clear()
+
+
+def exchange_tokens(state: State, i: Instr) -> Call:
+    """Link an all-to-all of the first tensor of a segment's output, or of its gradient."""
+    boundary, letters = find_collective_boundary(state, i), state.program.segment_boundaries
+    key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb
+    tensors = state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, boundary).tensors
+    is_gradient = i.op in (Opcode.CombineGrad, Opcode.DispatchGrad)
+    shape = tensors[0].shape if is_gradient else tensors[0].received.shape
+    row_size, ep = torch.Size(shape[1:]).numel(), state.program.ep
+    row_counts = state.service(TokenCounts).by_dispatch
+    if i.op is Opcode.Dispatch:
+        _require_count_tensor(state, boundary, tensors)
+
+    def start(output: SegmentOutput) -> Work:
+        first, *rest = output.slot.peek()
+        if i.op is Opcode.Dispatch:
+            own, device_table = state.transport.dp_rank % ep, _gather_counts(state, rest[0])
+            rest[0] = device_table[:, own].flatten()
+            table = device_table.cpu()
+            _require_fit(state, i, table, len(first), shape[0])
+            row_counts[key] = RowCounts(
+                tuple(table[own].sum(1).tolist()), tuple(table[:, own].sum(1).tolist())
+            )
+        sent, received = row_counts[key]
+        if i.op in (Opcode.Combine, Opcode.DispatchGrad):
+            sent, received = received, sent
+        rows = sum(received)
+        out = first.new_empty(shape)
+        out[rows:].zero_()
+        output.replace_first(out, rest)
+        sizes = AllToAll(tuple(row_size * n for n in sent), tuple(row_size * n for n in received))
+        return output.transport.start_collective(
+            sizes, "ep", out[:rows].view(-1), first[: sum(sent)].reshape(-1)
+        )
+
+    return make_collective_call(state, i, start)
+
+
+def _require_count_tensor(state: State, boundary: int, tensors: Sequence[Boundary]) -> None:
+    """Require a second tensor with the number of rows of each expert."""
+    counts, ep = tensors[1] if len(tensors) > 1 else None, state.program.ep
+    if (
+        counts is None
+        or counts.dtype != torch.int64
+        or len(counts.shape) != 1
+        or counts.shape[0] % ep
+    ):
+        raise ModelError(
+            f"the boundary after stage {boundary} ({', '.join(map(str, tensors))}) needs an int64 "
+            "vector as its second tensor: the number of rows of each expert, and of as many "
+            f"experts on each of {ep} ranks",
+            program=state.program.name,
+            hint=f"(Boundary((rows, hidden)), Boundary(({2 * ep},), torch.int64))",
+        )
+
+
+def _gather_counts(state: State, counts: Tensor) -> Tensor:
+    """Return the rows from each member for each member's experts, (members, members, experts)."""
+    ep = state.program.ep
+    table = counts.new_empty(ep * len(counts))
+    state.transport.start_collective("all_gather", "ep_counts", table, counts.contiguous()).wait()
+    return table.view(ep, ep, -1)
+
+
+def _require_fit(state: State, i: Instr, table: Tensor, rows: int, capacity: int) -> None:
+    """Raise the same error on all members if the rows of one of them do not fit its buffer."""
+    ep = state.program.ep
+    first_replica = state.transport.dp_rank // ep * ep
+    for member, (sent, received) in enumerate(
+        zip(table.sum((1, 2)).tolist(), table.sum((0, 2)).tolist(), strict=True)
+    ):
+        subject = f"replica {first_replica + member} of rank {state.rank}"
+        if sent != rows:
+            raise ModelError(
+                f"{subject} outputs {rows} rows of microbatch {i.mb} before stage {i.stage}, but "
+                f"its numbers of rows of each expert have the sum {sent}"
+            )
+        if received > capacity:
+            raise ModelError(
+                f"{subject} gets {received} tokens of microbatch {i.mb} for its experts in stage "
+                f"{i.stage}, but the capacity of its buffer is {capacity} tokens",
+                hint="increase the capacity (capacity_factor, or received_shape of the boundary)",
+            )
+
+
+HANDLERS: Final = dict.fromkeys(EP_COLLECTIVE_OPS, exchange_tokens)

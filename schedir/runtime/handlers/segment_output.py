@@ -1,0 +1,91 @@
+"""The output of a segment, on which a collective between segments works.
+
+A collective changes the first tensor that a segment outputs. Other tensors, such as a residual
+stream, do not change. The collective overlaps with compute until the next segment takes the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from schedir.errors import ModelError
+from schedir.ir.isa.instructions import (
+    BOUNDARY_GATHER_OPS,
+    EP_COLLECTIVE_OPS,
+    INSTRUCTIONS,
+    LOCAL_HANDOVER,
+    Instr,
+    Value,
+)
+from schedir.runtime.rank_state import Call, State
+from schedir.runtime.value_slots import OutputSlot
+from schedir.transports.transport import ChainedWork, Transport, Work
+
+
+class SegmentOutput(NamedTuple):
+    """The output slot of a segment, and the transport of its collective.
+
+    Attributes:
+        slot: The slot.
+        transport: The transport.
+    """
+
+    slot: OutputSlot
+    transport: Transport
+
+    def replace_first(self, first: Tensor, rest: Sequence[Tensor]) -> None:
+        """Replace the first tensor in the slot.
+
+        Args:
+            first: The new first tensor.
+            rest: The other tensors.
+        """
+        self.slot.free()
+        self.slot.fill((first, *rest))
+
+
+def find_collective_boundary(state: State, i: Instr) -> int:
+    """Return the segment before the boundary of a collective between segments.
+
+    Args:
+        state: The state of the rank.
+        i: The collective.
+    """
+    return min(i.stage, state.program.peer_stage(INSTRUCTIONS[i.op].gives[0], i.stage))
+
+
+def make_collective_call(state: State, i: Instr, start: Callable[[SegmentOutput], Work]) -> Call:
+    """Return the call that starts a collective of the first tensor of a segment's output.
+
+    Args:
+        state: The state of the rank.
+        i: The collective.
+        start: Starts the collective.
+
+    Raises:
+        ModelError: The tensor has no gradient.
+    """
+    kind = INSTRUCTIONS[i.op].gives[0]
+    other, (made, _) = state.program.peer_stage(kind, i.stage), LOCAL_HANDOVER[kind]
+    slot = state.find_slot(made, other, i.mb)
+    assert isinstance(slot, OutputSlot)
+    output = SegmentOutput(slot, state.transport)
+    before = find_collective_boundary(state, i)
+    if not (
+        first := state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, before).tensors[0]
+    ).requires_grad:
+        verb = "gathers" if i.op in BOUNDARY_GATHER_OPS else "sums"
+        raise ModelError(
+            f"{i} {'exchanges' if i.op in EP_COLLECTIVE_OPS else verb} tensor 0 of the "
+            f"boundary after stage {before}, but this tensor has no gradient: {first}",
+            hint="return the tensor that the collective needs first, and other tensors after it",
+        )
+    arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
+
+    def run() -> None:
+        arrivals[key] = ChainedWork(start(output), output.slot.accept_write)
+
+    return Call(None, run)

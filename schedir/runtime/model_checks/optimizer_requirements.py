@@ -1,0 +1,329 @@
+"""Refuse optimizers and options that cannot step a program correctly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import ModelError
+from schedir.ir.program import Program
+from schedir.runtime.executor_options import GradientOptions
+from schedir.runtime.model_checks.memory_overlap import require_no_views
+from schedir.runtime.model_checks.step_isolation import ON_DEVICE_HINT, make_offload_error
+from schedir.runtime.parameters.mixed_precision import (
+    MainOptimizer,
+    OptimizerLike,
+    describe_options,
+    has_known_effects,
+    has_step_hooks,
+    is_torch_optimizer,
+    unwrap_optimizer,
+)
+
+# The optimizers of torch that step each parameter separately. LBFGS does not.
+_PER_PARAMETER_OPTIMIZERS: Final = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
+    "RMSprop", "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
+
+
+def require_steppable(
+    program: Program, stages: Mapping[int, nn.Module], optimizer: OptimizerLike | None
+) -> None:
+    """Refuse an optimizer that cannot step the program correctly.
+
+    Args:
+        program: The program.
+        stages: The stages of the rank, by number.
+        optimizer: The optimizer, or None.
+
+    Raises:
+        ModelError: An update could not be made again. Or weights have views that would lack a
+            delay. Or the optimizer has a weight twice, or no weight of the stages.
+    """
+    if program.norm_check == "after_step" and program.has_backward:
+        _require_repeatable(program, stages, optimizer)
+    if program.has_backward and np.any(program.shape.weight_delay):
+        require_no_views(stages, program.name)
+    _require_no_duplicates(optimizer, program)
+    require_stepped_stages(program, stages, optimizer)
+
+
+def require_gradient_options(
+    program: Program,
+    gradients: GradientOptions,
+    optimizer: OptimizerLike | None,
+    extra_programs: Sequence[Program],
+) -> None:
+    """Refuse options of gradients that do not fit the programs.
+
+    Args:
+        program: The first program.
+        gradients: The options.
+        optimizer: The optimizer, or None.
+        extra_programs: The other programs.
+
+    Raises:
+        ModelError: The loss scale could not be updated, or the executor would change accumulated
+            gradients.
+    """
+    if gradients.loss_scale is not None:
+        _require_scalable(program)
+    if gradients.accumulate_grads:
+        for one in extra_programs:
+            raise ModelError(
+                "accumulate_grads is True, but the executor has extra_programs", program=one.name
+            )
+        if program.zero:
+            raise ModelError(
+                f"accumulate_grads is True, but zero is {program.zero}: ZeRO keeps no full "
+                "gradients",
+                program=program.name,
+                hint="zero=0, or accumulate_grads=False",
+            )
+        _require_accumulation_only(program, optimizer)
+
+
+def _require_scalable(program: Program) -> None:
+    """Refuse a loss scale for a program without gradient norm, or with several updates."""
+    if not program.clip_grad_norm:
+        raise ModelError(
+            "a loss scale needs the norm of the gradients, but the program does not compute it",
+            program=program.name,
+            hint="compile(..., clip_grad_norm=True); max_norm=math.inf clips nothing",
+        )
+    if program.shape.optimizer_steps > 1:
+        raise ModelError(
+            "a loss scale needs a program with one update per step, but this one has "
+            f"{program.shape.optimizer_steps}",
+            program=program.name,
+        )
+
+
+def _require_repeatable(
+    program: Program, stages: Mapping[int, nn.Module], optimizer: OptimizerLike | None
+) -> None:
+    """Refuse an optimizer whose update could not be made again."""
+    require_known_optimizer(optimizer, program.name)
+    trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
+    if optimizer is None and trains:
+        raise ModelError(
+            "norm_check is 'after_step', so the executor may have to repeat an update, but this "
+            "rank has no optimizer",
+            program=program.name,
+            hint="pass optimizer=..., or compile(..., norm_check='before_step')",
+        )
+
+
+def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None) -> None:
+    """Refuse accumulated gradients if the executor reduces, clips or steps them."""
+    uses = {
+        "sums gradients over replicas": program.dp > 1,
+        "sums gradients over stage replicas": program.shape.placement_rows > 1
+        and program.has_backward,
+        "sums gradients over tensor-parallel ranks": program.sequence_parallel,
+        "makes several updates": program.shape.optimizer_steps > 1,
+        "computes the norm of the gradients": program.clip_grad_norm,
+        "steps an optimizer": optimizer is not None,
+    }
+    if fact := next((what for what, it in uses.items() if it), ""):
+        raise ModelError(
+            f"accumulate_grads is True, but the executor {fact}",
+            program=program.name,
+            hint="set accumulate_grads=False: each step then has its own gradients",
+        )
+
+
+def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) -> None:
+    """Refuse an optimizer that would step one weight twice."""
+    keys: set[object] = set()
+    # The 16-bit parameters of a MainOptimizer are checked, too: main parameters are separate
+    # copies.
+    rounded = [{"params": optimizer.parameters}] if isinstance(optimizer, MainOptimizer) else []
+    for group in (*rounded, *getattr(optimizer, "param_groups", ())):
+        for p in group["params"]:
+            key = (p.data_ptr(), p.shape, p.stride()) if p.numel() and not p.is_meta else id(p)
+            if key in keys:
+                raise ModelError(
+                    f"the optimizer has a weight of shape {list(p.shape)} twice",
+                    program=program.name,
+                    hint="remove duplicates: [*dict.fromkeys(parameters)]",
+                )
+            keys.add(key)
+
+
+def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") -> None:
+    """Refuse an optimizer whose step may change state that cannot be restored.
+
+    Args:
+        optimizer: The optimizer, or None, which is accepted.
+        program: The name of the program, for the error.
+
+    Raises:
+        ModelError: The optimizer is not one of torch's own, or its step has hooks.
+    """
+    inner = unwrap_optimizer(optimizer)
+    if inner is None or has_known_effects(optimizer):
+        return
+    what = "has hooks on its step" if has_step_hooks(inner) else "is not one of torch's own"
+    name = type(
+        optimizer if is_torch_optimizer(inner) and not has_step_hooks(inner) else inner
+    ).__name__
+    raise ModelError(
+        f"norm_check is 'after_step', but the optimizer {name} {what}, so schedir may be unable to "
+        "undo its step",
+        program=program,
+        hint="compile(..., norm_check='before_step')",
+    )
+
+
+def require_stepped_stages(
+    program: Program, stages: Mapping[int, nn.Module], optimizer: object
+) -> None:
+    """Refuse an optimizer that has no parameter of the stages, but other parameters.
+
+    Args:
+        program: The program.
+        stages: The stages of the rank, by number.
+        optimizer: The optimizer, or None.
+
+    Raises:
+        ModelError: The optimizer would train another model than the stages.
+    """
+    stepped = describe_options(optimizer)
+    # A rank may compute with a copy of a tied weight, and then its optimizer has the copy.
+    tied = {stage for stages_of_weight in program.tied_weights for stage in stages_of_weight}
+    trained = [
+        p
+        for stage, module in stages.items()
+        if stage not in tied
+        for p in module.parameters()
+        if p.requires_grad
+    ]
+    if program.has_backward and stepped and trained and not any(p in stepped for p in trained):
+        raise ModelError(
+            f"the optimizer has no parameter of the stages {[*stages]}: its steps would not train "
+            "them",
+            program=program.name,
+            hint="create the optimizer from the parameters of the same modules that `stages` has, "
+            "not of a copy of them",
+        )
+
+
+def require_placeable_state(
+    programs: Sequence[Program],
+    stages: Mapping[int, nn.Module],
+    optimizer: OptimizerLike | None,
+    parameter_copies: Mapping[nn.Parameter, nn.Parameter],
+) -> None:
+    """Refuse an optimizer whose state cannot be where the first program places it.
+
+    Args:
+        programs: The programs of the executor. It steps the optimizer if one of them trains.
+        stages: The stages of the rank, by number.
+        optimizer: The optimizer, or None.
+        parameter_copies: The Parameter with which the rank computes, by shared Parameter.
+
+    Raises:
+        ModelError: The optimizer cannot step one stage after the other, or there is none.
+    """
+    program = programs[0]
+    if program.optimizer_placement != "device" and any(one.has_backward for one in programs):
+        parameters = {
+            s: [parameter_copies.get(p, p) for p in module.parameters()]
+            for s, module in stages.items()
+            if s >= program.frozen_stages
+        }
+        require_stagewise_steps(program, parameters, optimizer)
+
+
+def require_stagewise_steps(
+    program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike | None
+) -> None:
+    """Check that an optimizer can step one stage after the other with the same bits.
+
+    It must be a torch.optim.Optimizer, so that its state can be found, and step each element
+    separately. For an optimizer that is not torch's, the attribute `elementwise` confirms this.
+
+    Args:
+        program: The program.
+        parameters: The parameters of each trained stage.
+        optimizer: The optimizer, or None if the rank has none.
+
+    Raises:
+        ModelError: The optimizer cannot, or the rank has none although it trains.
+    """
+    refuse = partial(make_offload_error, program=program.name)
+    trained = {p for own in parameters.values() for p in own if p.requires_grad}
+    if optimizer is None:
+        if trained and program.has_backward:
+            raise refuse(
+                "this rank has no optimizer, so there is no state to place",
+                "pass optimizer=..., or compile(..., optimizer_placement='device')",
+            )
+        return
+    inner, device = unwrap_optimizer(optimizer), ON_DEVICE_HINT
+    name = type(inner).__name__
+    if isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer:
+        raise refuse(
+            f"{type(optimizer).__name__} may step other tensors than its main parameters", device
+        )
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise refuse(f"{name} is not a torch.optim.Optimizer, so its state is unknown", device)
+    if not getattr(
+        inner, "elementwise", is_torch_optimizer(inner) and name in _PER_PARAMETER_OPTIMIZERS
+    ):
+        raise refuse(
+            f"{name} steps all parameters together, so it cannot step one stage after the other"
+            if is_torch_optimizer(inner)
+            else f"{name} may not be elementwise, and it must step one stage after the other",
+            device
+            if is_torch_optimizer(inner)
+            else f"{name}.elementwise = True if it steps each element separately; or {device}",
+        )
+    if has_step_hooks(inner):
+        raise refuse(f"{name} has hooks on its step, which would run for each stage", device)
+    if program.optimizer_placement == "cpu_step" and any(
+        group.get("capturable") for group in inner.param_groups
+    ):
+        raise refuse(f"{name} is capturable, which needs a step on the GPU", "capturable=False")
+    main: dict[Tensor, Tensor] = {}
+    if isinstance(optimizer, MainOptimizer):
+        main = dict(zip(optimizer.parameters, optimizer.main_parameters, strict=True))
+    require_own_parameters(inner, main, parameters, program.name)
+
+
+def require_own_parameters(
+    inner: Any,
+    main: Mapping[Tensor, Tensor],
+    parameters: Mapping[int, Sequence[Tensor]],
+    program: str = "",
+) -> None:
+    """Refuse an optimizer that steps a parameter of no trained stage of the rank.
+
+    Args:
+        inner: The optimizer.
+        main: The main parameter of each parameter that has one.
+        parameters: The parameters of each trained stage.
+        program: The name of the program, for the error.
+
+    Raises:
+        ModelError: The optimizer steps another parameter.
+    """
+    own = {p for of_stage in parameters.values() for p in of_stage if p.requires_grad}
+    own.update([main[p] for p in own if p in main])
+    copied = {copy: p for p, copy in main.items()}
+    for group in inner.param_groups:
+        for p in group["params"]:
+            if copied.get(p, p).requires_grad and p not in own:
+                raise make_offload_error(
+                    f"{type(inner).__name__} steps a parameter of shape {list(p.shape)} that is "
+                    "in none of this rank's trained stages",
+                    f"use another optimizer for that parameter, or {ON_DEVICE_HINT}",
+                    program,
+                )

@@ -1,0 +1,157 @@
+"""RankModel: the model of a rank, and all checks of it before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from schedir.errors import ModelError
+from schedir.ir.pipeline.tied_weights import TiedWeights
+from schedir.ir.program import Program
+from schedir.runtime.boundaries.boundary_table import BoundaryTable
+from schedir.runtime.in_process_copies import find_shared_parameters
+from schedir.runtime.model_checks.memory_overlap import require_copyable, require_rank_local_memory
+from schedir.runtime.model_checks.optimizer_requirements import (
+    require_gradient_options,
+    require_placeable_state,
+    require_steppable,
+)
+from schedir.runtime.model_checks.rank_consistency import compare_processes
+from schedir.runtime.model_checks.sharding_requirements import (
+    require_elementwise,
+    require_shardable,
+)
+from schedir.runtime.model_checks.stage_requirements import (
+    find_device,
+    require_matching_stages,
+    require_matching_transport,
+)
+from schedir.runtime.model_checks.tied_weight_requirements import (
+    describe_places,
+    list_local_tied_weights,
+    require_no_max_norm,
+)
+from schedir.runtime.parameters.mixed_precision import OptimizerLike
+from schedir.runtime.parameters.parameter_copies import require_no_node_hooks
+from schedir.runtime.parameters.tied_parameters import TiedWeight
+from schedir.runtime.rank_resources import RankOptions
+from schedir.transports.transport import Transport
+from schedir.verify.check import check
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """The stages of a rank, and what an executor runs them with.
+
+    Args:
+        programs: The programs of the executor, with their boundaries. The first one trains.
+        rank: The pipeline rank.
+        stages: The stages of the rank, by number.
+        transport: The transport of the rank.
+        optimizer: The optimizer, or None.
+        options: The options of the rank.
+        tied_weights: The tied weights that the user gives, or None.
+    """
+
+    programs: Sequence[tuple[Program, BoundaryTable]]
+    rank: int
+    stages: Mapping[int, nn.Module]
+    transport: Transport
+    optimizer: OptimizerLike | None
+    options: RankOptions
+    tied_weights: TiedWeights | None
+
+    def check(self) -> list[TiedWeight]:
+        """Compare all processes, and refuse a model that the programs would not train correctly.
+
+        All processes must call this. The first check that fails raises the error. It has the name
+        of the program, and in `fields` the argument of `Executor` that the check is about.
+
+        Returns:
+            The tied weights with copies on this rank. Without a backward there are none.
+
+        Raises:
+            ModelError: The processes differ, or the model does not fit the programs.
+            SchedirError: A program is not proven for the transport, as `schedir.check` raises it.
+        """
+        (program, boundaries), *extra_programs = self.programs
+        stages, transport, optimizer = self.stages, self.transport, self.optimizer
+        gradients = self.options.gradients
+        fingerprints = compare_processes(self.programs, stages, transport, optimizer, self.options)
+        for one, _ in self.programs:
+            check(one, transport.progress_model, blocking_hosts=transport.blocking_hosts)
+        for one, passes in extra_programs:
+            with _refusal(one, "extra_programs"):
+                passes.require_program_fit(one)
+        with _refusal(program, "stages"):
+            require_matching_stages(program, self.rank, stages)
+            find_device(stages)
+        with _refusal(program, "transport"):
+            require_matching_transport(program, transport)
+        with _refusal(program, "boundary"):
+            boundaries.require_program_fit(program)
+        with _refusal(program, "stages"):
+            require_shardable(program, stages, optimizer)
+        with _refusal(program, "optimizer"):
+            require_elementwise(program, optimizer)
+            require_steppable(program, stages, optimizer)
+            copies = self.options.parameter_copies
+            require_placeable_state([one for one, _ in self.programs], stages, optimizer, copies)
+        with _refusal(program, "gradients"):
+            extra = [one for one, _ in extra_programs]
+            require_gradient_options(program, gradients, optimizer, extra)
+        if not program.has_backward:
+            return []
+        with _refusal(program, "tied_weights"):
+            weights = list_local_tied_weights(
+                program, stages, fingerprints, self.tied_weights,
+                allow_identical_stages=self.options.execution.allow_identical_stages,
+            )  # fmt: skip
+        with _refusal(program, "stages"):
+            require_no_max_norm(program, stages, weights)
+        return weights
+
+
+def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
+    """Refuse a model whose ranks cannot run in one process as separate processes would.
+
+    Args:
+        program: The program.
+        stages: All stages of the model, in order.
+
+    Raises:
+        ModelError: Tensors of several ranks share memory, or a stage with stage replicas has
+            tensors that would no longer share memory in a copy. Or ranks share a Parameter that
+            ZeRO would shard, or that has hooks on its autograd node.
+    """
+    numbered, ranks = dict(enumerate(stages)), program.shape.first_rank_per_stage.tolist()
+    with _refusal(program, "stages"):
+        if program.has_backward:
+            require_rank_local_memory(numbered, ranks, program.name)
+            for s, module in numbered.items() if program.shape.placement_rows > 1 else ():
+                require_copyable(module, s, program.name)
+        for p, of in find_shared_parameters(program, stages).items():
+            places = describe_places(of.values())
+            if program.zero:
+                raise ModelError(
+                    f"{places} are one Parameter on {len(of)} ranks, but ZeRO level {program.zero} "
+                    "would shard it on each of them",
+                    hint="ties = schedir.find_tied_weights(stages), then stages = [deepcopy(stage) "
+                    "for stage in stages] and tied_weights=ties; or zero=0",
+                )
+            if program.has_backward:
+                require_no_node_hooks(p, places)
+
+
+@contextmanager
+def _refusal(program: Program, field: str) -> Iterator[None]:
+    """Add a program and an argument of `Executor` to errors that name none."""
+    try:
+        yield
+    except ModelError as error:
+        error.program = error.program or program.name
+        error.fields = error.fields or (field,)
+        raise

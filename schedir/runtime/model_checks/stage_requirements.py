@@ -1,0 +1,109 @@
+"""Refuse stages and a transport that do not fit a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from schedir.errors import ModelError
+from schedir.ir.program import Program
+from schedir.runtime.parameters.buckets import is_summed_over_tp
+from schedir.runtime.parameters.gradient_buffers import is_tp_sharded
+from schedir.transports.transport import Transport
+
+
+def require_matching_stages(program: Program, rank: int, stages: Mapping[int, nn.Module]) -> None:
+    """Refuse stages that do not fit the program.
+
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+        stages: The stages of the rank, by number.
+
+    Raises:
+        ModelError: The rank has other stages, a frozen stage has trained parameters, or a parameter
+            has a wrong `summed_over_tp`.
+    """
+    expected_stages = program.shape.stages_on_rank[rank]
+    if sorted(stages) != list(expected_stages):
+        raise ModelError(
+            f"`stages` has {sorted(stages)}, but rank {rank} has {list(expected_stages)}"
+        )
+    for s, module in stages.items() if program.has_backward else ():
+        learns = [name for name, p in module.named_parameters() if p.requires_grad]
+        if s < program.frozen_stages and learns:
+            raise ModelError(
+                f"stage {s} is frozen, but its parameter {learns[0]} requires a gradient",
+                hint=f"stages[{s}].requires_grad_(False), or compile(..., frozen_stages={s})",
+            )
+        _require_summed_over_tp(program, s, module)
+
+
+def require_matching_transport(program: Program, transport: Transport) -> None:
+    """Refuse a transport with other numbers of ranks than the program.
+
+    Args:
+        program: The program.
+        transport: The transport of the rank.
+
+    Raises:
+        ModelError: The numbers of tensor-parallel ranks or replicas differ.
+    """
+    if (program.tp, program.dp) != (transport.tp, transport.dp):
+        raise ModelError(
+            f"the program has tp {program.tp} and dp {program.dp}, but the transport has "
+            f"tp {transport.tp} and dp {transport.dp}"
+        )
+
+
+def _require_summed_over_tp(program: Program, stage: int, module: nn.Module) -> None:
+    """Check that `summed_over_tp` of parameters fits the program.
+
+    Full parameters must have the attribute if the program has sequence parallelism.
+    """
+    for name, p in module.named_parameters() if program.tp > 1 else ():
+        if not p.requires_grad or (is_tp_sharded(p) and not is_summed_over_tp(p)):
+            continue
+        is_summed = getattr(p, "summed_over_tp", None)
+        if is_summed is True and is_tp_sharded(p):
+            raise ModelError(
+                f"{name} of stage {stage} has summed_over_tp=True, but each tensor-parallel rank "
+                "has another slice of it",
+                program=program.name,
+            )
+        if is_summed is True and not program.sequence_parallel:
+            raise ModelError(
+                f"{name} of stage {stage} has summed_over_tp=True, but the program has "
+                "sequence_parallel=False",
+                program=program.name,
+                hint="compile(..., sequence_parallel=True), or a model in which each "
+                "rank gets the full sequence",
+            )
+        if is_summed is None and program.sequence_parallel:
+            raise ModelError(
+                "the program has sequence_parallel=True, but the full parameter "
+                f"{name} of stage {stage} has no attribute summed_over_tp",
+                program=program.name,
+                hint=f"set {name}.summed_over_tp to True if each rank uses it for a part of the "
+                "sequence, or to False if each rank uses it for the full sequence",
+            )
+
+
+def find_device(stages: Mapping[int, nn.Module]) -> torch.device:
+    """Return the device of the parameters of a rank's stages, or the CPU if there are none.
+
+    Args:
+        stages: The local stages by number.
+
+    Raises:
+        ModelError: The parameters are on several devices.
+    """
+    devices = {p.device for stage in stages.values() for p in stage.parameters()}
+    if len(devices) > 1:
+        raise ModelError(
+            "the parameters of a rank must be on one device, not on "
+            f"{' and '.join(sorted(map(str, devices)))}"
+        )
+    return next(iter(devices), torch.device("cpu"))

@@ -1,0 +1,221 @@
+"""Expert parallelism over Gloo: the gradients of one process, and tokens that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.expert_parallel import combined_1f1b
+from schedir import Program, compile
+from schedir.errors import SchedirError
+from schedir.models.moe_gpt import (
+    Expert,
+    MoEConfig,
+    MoELayer,
+    MoEStage,
+    build_boundaries,
+    build_stage,
+)
+from schedir.runtime import Boundary, Executor, GlooTransport
+from tests.cases import cases
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import moe_executor
+
+CONFIG = MoEConfig(
+    vocab=23, layers=4, hidden=16, heads=2, context=5, tied=False, experts=8, expert_hidden=12,
+    aux_loss=0.5,
+)  # fmt: skip
+RANKS, MICROBATCHES, SAMPLES, EP = 2, 4, 2, 2
+# Schedules, with the stages per rank.
+SCHEDULES: dict[str, tuple[str | Callable[..., Any], int]] = {
+    "one_f_one_b": ("one_f_one_b", 1),
+    "interleaved": ("interleaved", 2),
+    "zb_h1": ("zb_h1", 1),
+    "dualpipe_v": ("dualpipe_v", 2),
+    "combined_1f1b": (combined_1f1b, 1),
+}
+
+
+def draw_batch(replica: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of a replica's microbatches."""
+    generator = torch.Generator().manual_seed(replica)
+    shape = (MICROBATCHES, SAMPLES, CONFIG.context + 1)
+    tokens = torch.randint(CONFIG.vocab, shape, generator=generator)
+    return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+
+
+def get_layers(stage: MoEStage, *names: str) -> list[MoELayer]:
+    return [one for name, one in stage.layers.items() if name in names if isinstance(one, MoELayer)]
+
+
+def skew_routing(stage: MoEStage) -> MoEStage:
+    """Let layer 1 send all tokens to the first half of its experts, which are on one rank."""
+    with torch.no_grad():
+        for layer in get_layers(stage, "1"):
+            layer.mlp_norm.bias.add_(1)
+            layer.router.weight[: CONFIG.experts // 2].add_(1)
+            layer.router.weight[CONFIG.experts // 2 :].sub_(1)
+    return stage
+
+
+def loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    """Return the loss in float64. That of the model is in float32."""
+    logits, aux = output
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") + aux.sum()
+
+
+def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], int]:
+    """Return gradients, the losses of the replicas, and the calls of experts in one process."""
+    model = skew_routing(build_stage(CONFIG, 0, 1, dtype=torch.float64))
+    calls: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, Expert):
+            module.register_forward_hook(lambda expert, *_: calls.append(expert))
+    losses = []
+    for replica in range(replicas):
+        total = torch.zeros(())
+        for tokens, targets in zip(*draw_batch(replica), strict=True):
+            one = loss(model(tokens), targets)
+            (one / 32).backward()
+            total = total + one.detach()
+        losses.append(total)
+    return (
+        {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in model.named_parameters()
+        },
+        losses,
+        len(calls),
+    )
+
+
+def train_in_processes(rank: int, replicas: int) -> dict[str, Any]:
+    """Return gradients, loss and gradient norm of this process, by schedule."""
+    found: dict[str, Any] = {}
+    for name, (schedule, stages_per_rank) in SCHEDULES.items():
+        stages = RANKS * stages_per_rank
+        program = compile(
+            schedule, ranks=RANKS, microbatches=MICROBATCHES, dp=replicas, ep=EP,
+            stage_segments="dc" * (CONFIG.layers // stages), progress_model="per_edge",
+            blocking_hosts=True, clip_grad_norm=True,
+        )  # fmt: skip
+        transport = GlooTransport(program)
+        executor = moe_executor(
+            program, transport, CONFIG, SAMPLES, dtype=torch.float64, prepare=skew_routing,
+            loss=loss, max_norm=torch.inf,
+        )  # fmt: skip
+        total = executor.step(*draw_batch(transport.dp_rank), 1 / 32)
+        modules = [stage.module for stage in executor.stages.values()]
+        gradients = {n: p.grad for module in modules for n, p in module.named_parameters()}
+        found[name] = gradients, total, executor.grad_norm
+        transport.shut_down()
+    return found
+
+
+@pytest.mark.parametrize("replicas", cases([2], [4]))
+def test_gradients_are_those_of_one_process(replicas: int) -> None:
+    expected, losses, calls = train_alone(replicas)
+    assert 0 < calls < replicas * MICROBATCHES * CONFIG.layers * CONFIG.experts
+    assert max(float(gradient.abs().max()) for gradient in expected.values()) > 0.1
+    norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt()
+    ranks = run(train_in_processes, RANKS * replicas, replicas)
+    for name in SCHEDULES:
+        seen = set[str]()
+        for process, result in enumerate(ranks):
+            gradients, total, own_norm = result[name]
+            for parameter, gradient in gradients.items():
+                assert (gradient - expected[parameter]).abs().max() < 1e-12, (name, parameter)
+            if total is not None:
+                assert total.item() == pytest.approx(losses[process // RANKS].item(), rel=1e-12)
+            assert own_norm.item() == pytest.approx(norm.item(), rel=1e-12)
+            seen |= gradients.keys()
+        assert seen == expected.keys()
+
+
+def test_a_layer_adds_the_outputs_of_its_experts() -> None:
+    stage = build_stage(CONFIG, 0, 1, dtype=torch.float64)
+    (layer,) = get_layers(stage, "0")
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, CONFIG.hidden, dtype=torch.float64, requires_grad=True)
+    aux = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    rows, counts, gates, order, stream, total = layer.route(x, aux)
+    output = layer.combine(layer.run_experts(rows, counts), gates, order, stream)
+
+    stream, normed = layer.run_attention(x)
+    expected, chosen_counts = stream.clone(), torch.zeros(CONFIG.experts)
+    probabilities = (normed @ layer.router.weight.T).softmax(-1)
+    for place in [(b, t) for b in range(2) for t in range(3)]:
+        best = probabilities[place].argsort(descending=True)[: CONFIG.active]
+        for e in best.tolist():
+            gate = probabilities[place][e] / probabilities[place][best].sum()
+            own = layer.experts[str(e)](normed[place].unsqueeze(0)).squeeze(0)
+            expected[place] = expected[place] + gate * own
+            chosen_counts[e] += 1
+    share, mean = chosen_counts / chosen_counts.sum(), probabilities.flatten(0, 1).mean(0)
+    balance = aux + CONFIG.aux_loss * 6 * CONFIG.experts * (share * mean).sum()
+    assert counts.tolist() == chosen_counts.tolist() and 0 in counts
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(total, balance, rtol=1e-7, atol=0)  # `share` is in float32.
+    own = torch.autograd.grad(output.square().sum() + total.sum(), [x, aux, layer.router.weight])
+    other = torch.autograd.grad(
+        expected.square().sum() + balance.sum(), [x, aux, layer.router.weight]
+    )
+    torch.testing.assert_close(own, other, rtol=1e-7, atol=1e-7)
+    layer.eval()
+    assert layer.route(x, aux)[-1] is aux
+
+
+def overflow(rank: int) -> list[tuple[str, ...]]:
+    """Return the errors of a step with too many tokens, and of arguments that do not fit."""
+    config = replace(CONFIG, layers=2, capacity_factor=1.25)
+    how: dict[str, Any] = {"dp": EP, "ep": EP, "stage_segments": "dcdc"}
+    how |= {"progress_model": "per_edge", "blocking_hosts": True}
+    program = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, **how)
+    transport = GlooTransport(program)
+    stage = build_stage(config, 0, 1, ep=EP, ep_rank=rank)
+    stream = Boundary((SAMPLES, CONFIG.context, CONFIG.hidden))
+    boundaries: dict[int, Any] = build_boundaries(config, [5], stream, EP)
+
+    def make(program: Program, boundary: Any) -> Executor:
+        return moe_executor(
+            program, transport, config, SAMPLES, prepare=skew_routing, boundary=boundary
+        )
+
+    executor = make(program, boundaries)
+    sharded = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, zero=1, **how)
+    sent, _, *rest = boundaries[0]
+    attempts: list[Callable[[], object]] = [
+        lambda: executor.step(*draw_batch(rank)),
+        lambda: make(sharded, boundaries),
+        lambda: make(program, boundaries | {0: (sent, Boundary((CONFIG.experts,)), *rest)}),
+        lambda: make(program, boundaries | {0: (sent, Boundary((3,), torch.int64), *rest)}),
+        executor.checkpoint_state,
+        lambda: stage(draw_batch(rank)[0][0]),
+    ]
+    errors: list[tuple[str, ...]] = []
+    for attempt in attempts:
+        with pytest.raises(SchedirError) as caught:
+            attempt()
+        sites = getattr(caught.value, "sites", ())
+        errors.append((caught.value.fact, *(str(site.instr) for site in sites)))
+    return errors
+
+
+def test_too_many_tokens_are_one_error_on_all_ranks() -> None:
+    first, second = run(overflow, EP)
+    assert first == second
+    step, zero, dtype, number, checkpoint, stage = first
+    # 2 samples of 5 tokens from 2 replicas, with 2 experts each.
+    assert step == (
+        "ModelError: replica 0 of rank 0 gets 40 tokens of microbatch 0 for its experts in stage "
+        "3, but the capacity of its buffer is 25 tokens",
+        "dispatch 3.0",
+    )
+    assert "zero=1" in zero[0] and "ep=2" in checkpoint[0] and "segments" in stage[0]
+    assert "number of rows of each expert" in dtype[0] and "[3]" in number[0]

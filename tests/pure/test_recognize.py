@@ -1,0 +1,91 @@
+"""Programs are recognized by the order of their compute."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import PipelineShape, compile, recognize
+from schedir.compiler.relower import extract_compute
+from schedir.compiler.schedule_recognition import Recognition
+from schedir.errors import UsageError
+from schedir.ir.program import Program
+from schedir.ir.stream import Stream
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_expansion import expand_schedule
+from tests.commands import run_command
+
+SAME_WITHOUT_DELAY = {"pipedream_2bw": "one_f_one_b"}  # this program has one optimizer step
+
+
+@pytest.mark.parametrize("name", get_built_in_schedules())
+def test_built_in_schedules_are_recognized(name: str) -> None:
+    shape = PipelineShape(4, 8)
+    expected = SAME_WITHOUT_DELAY.get(name, name)
+    for program in (
+        expand_schedule(get_built_in_schedules()[name], shape),
+        compile(name, shape, overlap=True),
+    ):
+        assert recognize(program).is_exact and str(recognize(program)) == f"this is {expected}"
+
+
+@given(st.sampled_from(["zb_v", "one_f_one_b", "interleaved"]), st.data())
+def test_the_first_difference_is_named(name: str, data: st.DataObject) -> None:
+    """Two compute instructions are exchanged, and the first of them is found."""
+    draft = expand_schedule(get_built_in_schedules()[name], PipelineShape(4, 8))
+    rank = data.draw(st.integers(0, 3))
+    first = data.draw(st.integers(0, len(draft.streams[rank]) - 2))
+    words = draft.streams[rank].words.copy()
+    words[[first, first + 1]] = words[[first + 1, first]]
+    streams = [*draft.streams]
+    streams[rank] = Stream(words)
+    found = recognize(replace(draft, streams=tuple(streams)))
+    if found.schedule != name:  # another schedule agrees longer
+        other = expand_schedule(get_built_in_schedules()[found.schedule], draft.shape)
+        assert found.agreeing >= count_agreeing(draft, rank, first)
+        assert found.is_exact == (other == replace(draft, streams=tuple(streams), name=other.name))
+        return
+    assert (found.rank, found.compute_index, found.is_exact) == (rank, first, False)
+    assert found.expected == str(draft.streams[rank][first])
+    assert found.actual == str(draft.streams[rank][first + 1])
+    assert found.agreeing == count_agreeing(draft, rank, first)
+
+
+def count_agreeing(draft: Program, rank: int, first: int) -> int:
+    return len(draft) - len(draft.streams[rank]) + first
+
+
+def test_recomputed_forwards_do_not_count() -> None:
+    program = compile("zb_h1", ranks=4, microbatches=8, recompute="all")
+    plain = compile("zb_h1", ranks=4, microbatches=8)
+    assert len(extract_compute(program)) > len(extract_compute(plain))
+    assert str(recognize(program)) == "this is zb_h1"
+
+
+def test_a_program_that_ends_early() -> None:
+    draft = expand_schedule(get_built_in_schedules()["gpipe"], PipelineShape(2, 2))
+    streams = draft.streams[0], Stream(draft.streams[1].words[:-1])
+    found = recognize(replace(draft, streams=streams))
+    assert (found.actual, found.expected, found.rank) == ("the end", "B 1.1", 1)
+
+
+def test_what_has_no_built_in_schedule() -> None:
+    draft = expand_schedule(get_built_in_schedules()["gpipe"], PipelineShape(2, 2))
+    backwards_first = tuple(Stream(stream.words[::-1]) for stream in draft.streams)
+    found = recognize(replace(draft, streams=backwards_first))
+    assert found == Recognition("", 0, 8)
+    assert str(found) == "no built-in schedule begins like this" and not found.is_exact
+    with pytest.raises(UsageError, match="must be a Program"):
+        recognize("zb_v")  # type: ignore[arg-type]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(capsys, "recognize", "examples/traced.timeline") == (
+        "traced: this is interleaved\n"
+    )
+    facts = json.loads(run_command(capsys, "recognize", "zb_v", "--json"))
+    assert (facts["schedule"], facts["exact"], facts["program"]) == ("zb_v", True, "zb_v")
