@@ -31,6 +31,7 @@ from schedir import Costs, Program, compile, simulate
 from schedir.models import moe_gpt
 from schedir.models.moe_config import MoEConfig
 from schedir.runtime import Boundary, Executor, GlooTransport
+from schedir.runtime.executor_options import ExecutionOptions
 from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.transport import Work
 
@@ -132,7 +133,7 @@ def make_executor(program: Program, forward: float) -> Executor:
         transport,
         loss=moe_gpt.loss,
         boundary=boundary,
-        record_timestamps=False,
+        execution=ExecutionOptions(record_timestamps=False),
     )
 
 

@@ -22,7 +22,7 @@ from schedir.models.moe_gpt import (
     build_boundaries,
     build_stage,
 )
-from schedir.runtime import Boundary, Executor, GlooTransport
+from schedir.runtime import Boundary, Executor, GlooTransport, GradientOptions
 from tests.cases import cases
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import moe_executor
@@ -108,7 +108,7 @@ def train_in_processes(rank: int, replicas: int) -> dict[str, Any]:
         transport = GlooTransport(program)
         executor = moe_executor(
             program, transport, CONFIG, SAMPLES, dtype=torch.float64, prepare=skew_routing,
-            loss=loss, max_norm=torch.inf,
+            loss=loss, gradients=GradientOptions(max_norm=torch.inf),
         )  # fmt: skip
         total = executor.step(*draw_batch(transport.dp_rank), 1 / 32)
         modules = [stage.module for stage in executor.stages.values()]
