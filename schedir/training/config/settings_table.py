@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from inspect import getdoc
 from typing import Any, Final, NamedTuple, get_type_hints
 
@@ -127,11 +127,10 @@ def format_heading(section: str) -> str:
 
 def _list_section_settings(section: type[Any]) -> tuple[str, list[Setting]]:
     types = get_setting_types(section)
-    about = str(getdoc(section))
     meanings: dict[str, str] = {}
-    for one in reversed(section.__mro__):  # A kind of model may extend another one.
-        meanings |= split_docstring(str(getdoc(one)))[1] if is_dataclass(one) else {}
-    return about, [
+    for base in reversed(section.__mro__):  # A section describes only the settings that it adds.
+        meanings |= split_docstring(str(getdoc(base)))[1]
+    return str(getdoc(section)), [
         Setting(
             f.name,
             _describe_choices(SETTING_CHOICES[f.name])
