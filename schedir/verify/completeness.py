@@ -264,7 +264,8 @@ def _require_compute(inspector: Inspector) -> None:
         at = int((~f).argmax())
         stage, microbatches = inspector.stage[at], inspector.shape.microbatches
         found = int(f.reshape(-1, microbatches)[stage].sum())
-        fact = f": stage {stage} has {found} F for {microbatches} microbatches"
+        plural = "es" * (microbatches > 1)
+        fact = f": stage {stage} has {found} F for {microbatches} microbatch{plural}"
         inspector.refuse_missing(FORWARD, at, fact)
     if not inspector.program.has_backward:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
@@ -358,3 +359,13 @@ def test_what_a_person_is_told(
     command, message = told.strip().split("\n", 1)
     assert main(command.removeprefix("$ schedir ").split()) == 2
     assert capsys.readouterr().err == message + "\n"
+
+
+def test_the_command_of_the_example_can_be_copied(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    lines = (ROOT / "examples" / "selene.toml").read_text().splitlines()
+    (command,) = (line for line in lines if line.startswith("# schedir "))
+    assert main(shlex.split(command.removeprefix("# schedir "))) == 0
+    assert "zb_h1, predicted" in capsys.readouterr().out
