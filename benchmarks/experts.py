@@ -3,10 +3,10 @@
     python benchmarks/experts.py
     python benchmarks/experts.py --rounds 20 --forward 0.02
 
-Four processes over Gloo (pp 2, dp 2, ep 2) train a small mixture-of-experts GPT.  Each segment also
-sleeps, and an all-to-all of experts takes a set time after its start, one after the other.  So the
-times of a step are known, and the cores do not limit it.  The programs take turns, a step each.
-Predicted is the simulation at the times that are set.  Measured is the slowest process.
+Four processes over Gloo (pp 2, dp 2, ep 2) train a small mixture-of-experts GPT.  Each segment
+sleeps until its set time is over.  An all-to-all of experts takes a set time after its start, one
+after the other.  So the times are known, and few cores suffice.  The programs take turns, a step
+each.  Predicted is the simulation at the times that are set.  Measured is the slowest process.
 """
 
 from __future__ import annotations
@@ -74,30 +74,59 @@ class SlowTransport(GlooTransport):
         return _LateWork(work, self.end)
 
 
-class _SleepInBackward(torch.autograd.Function):
+class _StartOfBackward(torch.autograd.Function):
+    """The identity. Its backward sets when the backward of a segment ends."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, segment: SlowSegment) -> Tensor:
+        ctx.segment = segment
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
-        sleep(ctx.seconds)
+        ctx.segment.end = perf_counter() + 2 * ctx.segment.seconds
+        if ctx.segment.is_first:
+            ctx.segment.sleep()
+        return dys[0], None
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """The identity. Its backward sleeps until the backward of a segment ends."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, segment: SlowSegment) -> Tensor:
+        ctx.segment = segment
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        ctx.segment.sleep()
         return dys[0], None
 
 
 class SlowSegment(nn.Module):
-    """A segment that also sleeps: `seconds` in a forward, and twice as long in a backward."""
+    """A segment whose forward takes `seconds`, and whose backward takes twice as long.
 
-    def __init__(self, segment: nn.Module, seconds: float) -> None:
+    The first segment of the model has no gradient of its input, so it sleeps before its backward.
+    """
+
+    end = 0.0
+
+    def __init__(self, segment: nn.Module, seconds: float, *, is_first: bool) -> None:
         super().__init__()
-        self.segment, self.seconds = segment, seconds
+        self.segment, self.seconds, self.is_first = segment, seconds, is_first
+
+    def sleep(self) -> None:
+        sleep(max(0.0, self.end - perf_counter()))
 
     def forward(self, *inputs: Tensor) -> Any:
-        end = perf_counter() + self.seconds
+        self.end = perf_counter() + self.seconds
+        if not self.is_first:
+            first, *rest = inputs
+            inputs = _EndOfBackward.apply(first, self), *rest  # type: ignore[no-untyped-call]
         first, *rest = self.segment(*inputs)
-        first = _SleepInBackward.apply(first, 2 * self.seconds)  # type: ignore[no-untyped-call]
-        sleep(max(0.0, end - perf_counter()))
+        first = _StartOfBackward.apply(first, self)  # type: ignore[no-untyped-call]
+        self.sleep()
         return first, *rest
 
 
@@ -129,7 +158,7 @@ def make_executor(program: Program, forward: float) -> Executor:
     return Executor(
         program,
         transport.rank,
-        {first + k: SlowSegment(one, forward) for k, one in enumerate(segments)},
+        {s: SlowSegment(one, forward, is_first=s == 0) for s, one in enumerate(segments, first)},
         transport,
         loss=moe_gpt.loss,
         boundary=boundary,

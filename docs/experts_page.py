@@ -1,19 +1,21 @@
-"""The page about expert parallelism, with the table that its example prints."""
+"""The page about expert parallelism: what its example prints, and the measured table."""
 
 from __future__ import annotations
 
 from contextlib import redirect_stdout
 from io import StringIO
 
-from docs.pages import page
+from docs.pages import DOCS, page
 from examples import expert_parallel
 
 
 def blocks() -> dict[str, object]:
-    """Return what the example prints."""
+    """Return what the example prints, and the table of the results."""
     with redirect_stdout(StringIO()) as out:
         expert_parallel.main()
-    return {"comparison": out.getvalue().rstrip()}
+    results = (DOCS / "results" / "experts.md").read_text().splitlines()
+    measured = [line for line in results if line.startswith("|")]
+    return {"comparison": out.getvalue().rstrip(), "measured": "\n".join(measured)}
 
 
 PAGES = page("how-to/hide-expert-parallelism", blocks)

@@ -22,7 +22,14 @@ import numpy as np
 from schedir.analysis.dependency_graph import Graph
 from schedir.io.black_box import BlackBoxField, BlackBoxSnapshot, ProcessPhase
 from schedir.ir.instruction_index import NO_POSITION
-from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS, Instr, Lane, Opcode
+from schedir.ir.isa.instructions import (
+    EP_COLLECTIVE_OPS,
+    INSTRUCTIONS,
+    SEND_OPS,
+    TRANSFER_OPS,
+    Instr,
+    Lane,
+)
 from schedir.ir.pipeline.process_mesh import describe_process, make_process_mesh
 from schedir.ir.program import Program
 
@@ -190,8 +197,8 @@ class StalledRun:
         at = lo + max(own.position, 0)
         if at < hi:
             needs = {int(n) for n in graph.local_waits[:, at] if n != NO_POSITION}
-            # The host waits for the numbers of tokens of the group, and then starts the all-to-all.
-            if graph.index.op[at] == Opcode.Dispatch:
+            # In a dispatch the host waits for the numbers of tokens of the group.
+            if graph.index.op[at] in EP_COLLECTIVE_OPS:
                 for member, there in self._find_participants(process, at):
                     if not self._has_passed(member, there - 1, own[BlackBoxField.PHASE_COUNT]):
                         yield WaitingProcess(process, member, self._name_instruction(there))

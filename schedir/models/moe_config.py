@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from schedir.errors import UsageError
+from schedir.errors import UsageError, describe
 from schedir.ir.pipeline.stage_segments import COMBINE, DISPATCH
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.partitioning import require_positive
@@ -22,9 +22,9 @@ class MoEConfig(GPTConfig):
     A router sends each token to the `active` experts with the largest probabilities. Their outputs
     are added with these probabilities, divided by their sum (Mixtral, arXiv 2401.04088).
 
-    The auxiliary loss of a layer and microbatch is `aux_loss` * tokens * experts * sum(f * p), with
-    the share f of the tokens and the mean probability p of each expert (arXiv 2101.03961, equation
-    4). Each replica computes it for its own tokens.
+    The auxiliary loss of a layer and microbatch is `aux_loss` * tokens * experts * sum(f * p)
+    (arXiv 2101.03961, equation 4). An expert has the share f of the tokens, and the mean
+    probability p. Each replica computes the loss for its own tokens.
 
     Args:
         experts: The experts of a layer.
@@ -54,15 +54,14 @@ class MoEConfig(GPTConfig):
                 f"active is {self.active}, but a layer has {self.experts} experts",
                 fields=["active", "experts"],
             )
-        if not 0 <= self.aux_loss < math.inf:
-            raise UsageError(
-                f"aux_loss is {self.aux_loss:g}; it must be at least 0", fields=["aux_loss"]
-            )
-        if not 1 <= self.capacity_factor < math.inf:
-            raise UsageError(
-                f"capacity_factor is {self.capacity_factor:g}; it must be at least 1",
-                fields=["capacity_factor"],
-            )
+        for name, least in (("aux_loss", 0), ("capacity_factor", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UsageError(f"{name} must be a number, not {describe(value)}", fields=[name])
+            if not least <= value < math.inf:
+                raise UsageError(
+                    f"{name} is {value:g}; it must be finite and at least {least}", fields=[name]
+                )
 
     @property
     def expert_width(self) -> int:
@@ -90,4 +89,4 @@ class MoEConfig(GPTConfig):
             (16, 24)
         """
         rows = tokens * self.active
-        return min(math.ceil(self.capacity_factor * rows), ep * rows) if ep > 1 else rows
+        return math.ceil(min(self.capacity_factor, ep) * rows)

@@ -78,11 +78,12 @@ def build_stage(
             "the first stage of a mixture-of-experts model needs a layer",
             fields=["layers_per_stage"],
         )
-    if config.experts % ep or not 0 <= ep_rank < ep:
+    if ep < 1 or config.experts % ep:
         raise UsageError(
-            f"ep {ep} does not divide {config.experts} experts, or has no rank {ep_rank}",
-            fields=["ep", "experts"],
+            f"ep {ep} does not divide {config.experts} experts", fields=["ep", "experts"]
         )
+    if not 0 <= ep_rank < ep:
+        raise UsageError(f"ep_rank is {ep_rank}; it must be from 0 to {ep - 1}", fields=["ep_rank"])
     first, local = sum(counts[:stage]), config.experts // ep
     return MoEStage(
         config,
@@ -123,7 +124,7 @@ class MoEStage(gpt.Stage):
             return MoELayer(config, index, experts, placement)
 
         super().__init__(config, layers, is_first, is_last, None, placement, make_layer=make_layer)
-        self.has_all_experts = len(experts) == config.experts
+        self.has_all_experts = not layers or len(experts) == config.experts
 
     def forward(self, *inputs: Tensor) -> Any:
         """Return the output of the stage, and the auxiliary loss up to it.
@@ -139,7 +140,7 @@ class MoEStage(gpt.Stage):
                 "the stage has some of the experts only, so its segments must run",
                 hint="split_stage(stage), and compile(..., ep=2, stage_segments='dc')",
             )
-        for segment in split_stage(self):
+        for segment in _make_segments(self):
             inputs = segment(*inputs)
         return inputs
 
@@ -168,6 +169,8 @@ class MoELayer(gpt.AttentionLayer):
         self.experts = nn.ModuleDict(
             {str(e): Expert(weights, f"experts.{e}", config.expert_width) for e in experts}
         )
+        for parameter in self.experts.parameters():
+            mark_expert(parameter, experts.start // len(experts), config.experts // len(experts))
 
         # The segment after the experts has no parameters of the layer, but it needs the layer.
         self.output = nn.Identity()
@@ -180,9 +183,9 @@ class MoELayer(gpt.AttentionLayer):
             aux: The auxiliary loss of earlier layers, (1,).
 
         Returns:
-            The tokens sorted by expert, (b*T*active, hidden); the number of tokens of each expert;
-            the weights of the experts of each token, (b*T, active); the order of the sorted tokens;
-            the residual stream; and the auxiliary loss.
+            Six tensors: the tokens sorted by expert, (b*T*active, hidden), and the number of tokens
+            of each expert. The weights of the experts of each token, (b*T, active), and the order
+            of the sorted tokens. The residual stream, and the auxiliary loss.
         """
         with self.use_dropout_stream():
             x, normed = self.run_attention(x)
@@ -195,8 +198,8 @@ class MoELayer(gpt.AttentionLayer):
         counts = chosen.view(-1).bincount(minlength=self.num_experts)
         copies = tokens.unsqueeze(1).expand(-1, self.active, -1).reshape(-1, tokens.shape[-1])
         if self.training:
-            share = counts / order.numel()
-            balance = (share.to(aux.dtype) * probabilities.mean(0)).sum()
+            share = counts.to(aux.dtype) / order.numel()
+            balance = (share * probabilities.mean(0)).sum()
             aux = aux + self.aux_loss * self.num_experts * len(tokens) * balance
         return copies[order], counts, gates, order, x, aux
 
@@ -252,8 +255,6 @@ class Expert(nn.Module):
         super().__init__()
         self.up = weights.make_column_linear(f"{name}.up", width)
         self.down = weights.make_row_linear(f"{name}.down", width)
-        for parameter in self.parameters():
-            mark_expert(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the output for each token.
@@ -279,6 +280,10 @@ def split_stage(stage: MoEStage) -> list[nn.Module]:
         ModelError: The stage is the full model and has a tied weight, which two segments would use.
     """
     require_splittable(stage)
+    return _make_segments(stage)
+
+
+def _make_segments(stage: MoEStage) -> list[nn.Module]:
     segments = [[SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
     for number in stage.layers:
         layer_segments = _MoELayerSegments(number)

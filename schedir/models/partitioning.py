@@ -17,10 +17,12 @@ def require_positive(config: object, *names: str) -> None:
             at most `MAX_WIDTH`.
 
     Raises:
-        UsageError: A field is out of range.
+        UsageError: A field is no integer, or out of range.
     """
     for name in names:
         value, most = getattr(config, name), MAX_LAYERS if "layers" in name else MAX_WIDTH
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(f"{name} must be an integer, not {describe(value)}", fields=[name])
         if value < 1:
             raise UsageError(f"{name} is {describe(value)}; it must be 1 or more", fields=[name])
         if value > most:

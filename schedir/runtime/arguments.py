@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from schedir.errors import ExecutionError, ModelError, describe, require_type
-from schedir.ir.isa.instructions import INSTRUCTIONS, Lane
+from schedir.ir.isa.instructions import EP_COLLECTIVE_OPS, INSTRUCTIONS, Lane
 from schedir.ir.program import Program
 from schedir.passes.memory.offload_placement import DISK_TRIP
 from schedir.runtime.parameters.mixed_precision import LossScale
@@ -56,7 +56,8 @@ def require_program(value: object) -> Program:
 
     Raises:
         UsageError: `value` is not a `Program`.
-        ModelError: The program has expert parallelism and ZeRO.
+        ModelError: The program has expert parallelism and ZeRO, or expert parallelism without an
+            instruction that sends tokens to experts.
     """
     require_type(value, Program, _PROGRAM_EXAMPLE)
     assert isinstance(value, Program)
@@ -66,6 +67,13 @@ def require_program(value: object) -> Program:
             "all replicas, and they have different experts",
             program=value.name,
             hint="zero=0",
+        )
+    if value.ep > 1 and value.used_opcodes.isdisjoint(EP_COLLECTIVE_OPS):
+        raise ModelError(
+            f"the program has ep={value.ep}, but no dispatch, so no token would reach an expert of "
+            "another replica",
+            program=value.name,
+            hint="compile(..., stage_segments='dc')",
         )
     return value
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from schedir.errors import ExecutionError
+from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import (
     BACKWARD_INPUT_OPS,
     BACKWARD_OPS,
@@ -50,6 +50,7 @@ from schedir.runtime.model_checks.tied_weight_requirements import (
     ParameterTable,
     fingerprint_parameters,
 )
+from schedir.runtime.parameters.buckets import get_expert_slice
 from schedir.runtime.parameters.gradient_buffers import GradientBuffers
 from schedir.runtime.rank_resources import Loss
 from schedir.runtime.step_inputs import (
@@ -130,6 +131,14 @@ def run_sequential(
     """
     stages, loss, seed = require_model_stages(stages), require_loss(loss), require_seed(seed)
     program = require_program(program) if program is not None else None
+    for s, stage in enumerate(stages):
+        for name, p in stage.named_parameters():
+            if (experts := get_expert_slice(p)) is not None and experts[1] > 1:
+                raise ModelError(
+                    f"{name} of stage {s} belongs to slice {experts[0]} of {experts[1]} of the "
+                    "experts, and the other experts are missing",
+                    hint="build_stage(..., ep=1)",
+                )
     microbatches = count_microbatches(inputs, "inputs")
     target_count = count_microbatches(targets, "targets")
     if microbatches != target_count:

@@ -21,8 +21,9 @@ from schedir.models.moe_gpt import (
     MoEStage,
     build_boundaries,
     build_stage,
+    split_stage,
 )
-from schedir.runtime import Boundary, Executor, GlooTransport, GradientOptions
+from schedir.runtime import Boundary, Executor, GlooTransport, GradientOptions, run_sequential
 from tests.cases import cases
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import moe_executor
@@ -32,13 +33,15 @@ CONFIG = MoEConfig(
     aux_loss=0.5,
 )  # fmt: skip
 RANKS, MICROBATCHES, SAMPLES, EP = 2, 4, 2, 2
-# Schedules, with the stages per rank.
-SCHEDULES: dict[str, tuple[str | Callable[..., Any], int]] = {
-    "one_f_one_b": ("one_f_one_b", 1),
-    "interleaved": ("interleaved", 2),
-    "zb_h1": ("zb_h1", 1),
-    "dualpipe_v": ("dualpipe_v", 2),
-    "combined_1f1b": (combined_1f1b, 1),
+SHARED: dict[str, Any] = {"recompute": "half", "buffer_sharing": "minimal", "overlap": True}
+# Schedules, with the stages per rank and options.
+SCHEDULES: dict[str, tuple[str | Callable[..., Any], int, dict[str, Any]]] = {
+    "one_f_one_b": ("one_f_one_b", 1, {}),
+    "interleaved": ("interleaved", 2, {}),
+    "zb_h1": ("zb_h1", 1, {}),
+    "dualpipe_v": ("dualpipe_v", 2, {}),
+    "combined_1f1b": (combined_1f1b, 1, {}),
+    "recomputed": ("eager_1f1b", 1, SHARED),
 }
 
 
@@ -98,12 +101,12 @@ def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], int]:
 def train_in_processes(rank: int, replicas: int) -> dict[str, Any]:
     """Return gradients, loss and gradient norm of this process, by schedule."""
     found: dict[str, Any] = {}
-    for name, (schedule, stages_per_rank) in SCHEDULES.items():
+    for name, (schedule, stages_per_rank, options) in SCHEDULES.items():
         stages = RANKS * stages_per_rank
         program = compile(
             schedule, ranks=RANKS, microbatches=MICROBATCHES, dp=replicas, ep=EP,
             stage_segments="dc" * (CONFIG.layers // stages), progress_model="per_edge",
-            blocking_hosts=True, clip_grad_norm=True,
+            blocking_hosts=True, clip_grad_norm=True, **options,
         )  # fmt: skip
         transport = GlooTransport(program)
         executor = moe_executor(
@@ -148,7 +151,7 @@ def test_a_layer_adds_the_outputs_of_its_experts() -> None:
     output = layer.combine(layer.run_experts(rows, counts), gates, order, stream)
 
     stream, normed = layer.run_attention(x)
-    expected, chosen_counts = stream.clone(), torch.zeros(CONFIG.experts)
+    expected, chosen_counts = stream.clone(), torch.zeros(CONFIG.experts, dtype=torch.float64)
     probabilities = (normed @ layer.router.weight.T).softmax(-1)
     for place in [(b, t) for b in range(2) for t in range(3)]:
         best = probabilities[place].argsort(descending=True)[: CONFIG.active]
@@ -161,12 +164,12 @@ def test_a_layer_adds_the_outputs_of_its_experts() -> None:
     balance = aux + CONFIG.aux_loss * 6 * CONFIG.experts * (share * mean).sum()
     assert counts.tolist() == chosen_counts.tolist() and 0 in counts
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(total, balance, rtol=1e-7, atol=0)  # `share` is in float32.
+    torch.testing.assert_close(total, balance, rtol=1e-12, atol=0)
     own = torch.autograd.grad(output.square().sum() + total.sum(), [x, aux, layer.router.weight])
     other = torch.autograd.grad(
         expected.square().sum() + balance.sum(), [x, aux, layer.router.weight]
     )
-    torch.testing.assert_close(own, other, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
     layer.eval()
     assert layer.route(x, aux)[-1] is aux
 
@@ -182,13 +185,14 @@ def overflow(rank: int) -> list[tuple[str, ...]]:
     stream = Boundary((SAMPLES, CONFIG.context, CONFIG.hidden))
     boundaries: dict[int, Any] = build_boundaries(config, [5], stream, EP)
 
-    def make(program: Program, boundary: Any) -> Executor:
+    def make(program: Program, boundary: Any, **other: Any) -> Executor:
         return moe_executor(
-            program, transport, config, SAMPLES, prepare=skew_routing, boundary=boundary
+            program, transport, config, SAMPLES, prepare=skew_routing, boundary=boundary, **other
         )
 
     executor = make(program, boundaries)
     sharded = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, zero=1, **how)
+    unsplit = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, dp=EP, ep=EP)
     sent, _, *rest = boundaries[0]
     attempts: list[Callable[[], object]] = [
         lambda: executor.step(*draw_batch(rank)),
@@ -197,6 +201,10 @@ def overflow(rank: int) -> list[tuple[str, ...]]:
         lambda: make(program, boundaries | {0: (sent, Boundary((3,), torch.int64), *rest)}),
         executor.checkpoint_state,
         lambda: stage(draw_batch(rank)[0][0]),
+        lambda: make(program, boundaries, experts=(0, 1)),
+        lambda: make(program, boundaries, experts=(1 - rank, 2)),
+        lambda: Executor(unsplit, 0, [stage], transport, loss=loss, boundary=stream),
+        lambda: run_sequential(split_stage(stage), *draw_batch(rank), loss=loss),
     ]
     errors: list[tuple[str, ...]] = []
     for attempt in attempts:
@@ -209,8 +217,8 @@ def overflow(rank: int) -> list[tuple[str, ...]]:
 
 def test_too_many_tokens_are_one_error_on_all_ranks() -> None:
     first, second = run(overflow, EP)
-    assert first == second
-    step, zero, dtype, number, checkpoint, stage = first
+    step, zero, dtype, number, checkpoint, stage, whole, swapped, unsplit, alone = first
+    assert first[:6] == second[:6] and unsplit == second[8]
     # 2 samples of 5 tokens from 2 replicas, with 2 experts each.
     assert step == (
         "ModelError: replica 0 of rank 0 gets 40 tokens of microbatch 0 for its experts in stage "
@@ -219,3 +227,6 @@ def test_too_many_tokens_are_one_error_on_all_ranks() -> None:
     )
     assert "zero=1" in zero[0] and "ep=2" in checkpoint[0] and "segments" in stage[0]
     assert "number of rows of each expert" in dtype[0] and "[3]" in number[0]
+    assert "slice 0 of 1" in whole[0] and "slice 1 of 2" in swapped[0]
+    assert "has slice 0 of 2" in whole[0] and "has slice 1 of 2" in second[6][0]
+    assert "no dispatch" in unsplit[0] and "the other experts are missing" in alone[0]

@@ -102,16 +102,19 @@ def moe_executor(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[moe_gpt.MoEStage], object] = lambda stage: None,
     lr: float | None = None,
+    experts: tuple[int, int] | None = None,
     **options: Any,
 ) -> Executor:
     """The executor of a process, with its share of the experts, and stages in segments.
 
-    `prepare` changes each stage; `options` are Executor's.
+    `prepare` changes each stage; `experts` are its rank of how many that share them, if not those
+    of the program; `options` are Executor's.
     """
     segments = program.segment_boundaries.split("-")
     first = [0, *accumulate(len(letters) + 1 for letters in segments)]
     ep, own = program.ep, {*program.shape.stages_on_rank[transport.rank]}
-    how: Any = {"ep": ep, "ep_rank": transport.dp_rank % ep, "dtype": dtype}
+    ep_rank, size = experts or (transport.dp_rank % ep, ep)
+    how: Any = {"ep": size, "ep_rank": ep_rank, "dtype": dtype}
     modules: dict[int, nn.Module] = {}
     for s in range(len(segments)):
         if first[s] in own:

@@ -198,7 +198,7 @@ def test_one_late_message_does_not_make_all_late() -> None:
 
 def test_a_bubble_is_called_predicted_where_the_step_was() -> None:
     program = schedir.compile(gpipe, PipelineShape(2, 4))
-    step, slow = (schedir.simulate(program, Costs(F=f)) for f in (1.0, 2.0))
+    step, slow = (schedir.simulate(program, Costs(F=f, B=2)) for f in (1.0, 2.0))
     assert format_bubbles(step, step) == "bubble 20.0%, predicted 20.0%"
     told = "bubble 20.0%, not predicted: the simulation takes 33% more"
     assert format_bubbles(step, slow) == told

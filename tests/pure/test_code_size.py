@@ -27,7 +27,7 @@ BUDGET = {
     "schedir/passes": 2_590,
     "schedir/planner": 4_020,
     "schedir/predict": 1_520,
-    "schedir/runtime": 9_480,
+    "schedir/runtime": 9_510,
     "schedir/schedule_search": 2_790,
     "schedir/schedules": 760,
     "schedir/tensor_parallel": 330,

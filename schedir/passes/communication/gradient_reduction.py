@@ -339,15 +339,15 @@ PASSES: Final = (
         "reduce_grads",
         "ends",
         lambda p, options: reduce_scatter(p) if p.zero else reduce_grads(p),
-        _needs_grad_reduction,
-        _list_stage_reductions,
+        should_run=_needs_grad_reduction,
+        list_expected=_list_stage_reductions,
         order=1,
     ),
     Pass(
-        "leave_room",
+        "unsharded_gradient_slots",
         "memory",
         lambda p, options: limit_unsharded_grads(p),
-        lambda p, options: (
+        should_run=lambda p, options: (
             p.has_backward
             and p.takes_memory(Value.WGRAD)
             and options.buffer_sharing is None
@@ -391,7 +391,7 @@ PASSES: Final = (
         order=9,
     ),
     Pass(
-        "validate",
+        "norm_validation",
         "ends",
         lambda p, options: insert_norm_validation(p),
         list_expected=_list_norm_validations,

@@ -182,12 +182,12 @@ def _should_run(program: Program, options: Options) -> bool:
 
 PASSES = (
     Pass(
-        "shard",
+        "unshards",
         "ends",
         insert_unshards,
-        _should_run,
-        _list_expected,
-        _read_options,
+        should_run=_should_run,
+        list_expected=_list_expected,
+        read_options=_read_options,
         option_names=("unsharded_stages", "unshard_prefetch"),
         applies_to=_has_sharded_weights,
         section="memory",

@@ -73,10 +73,10 @@ PASSES: Final = (
         "snapshots",
         "ends",
         lambda program, options: insert_snapshots(program),
-        lambda program, options: (
+        should_run=lambda program, options: (
             program.checkpoint_snapshots and Opcode.Snapshot not in program.used_opcodes
         ),
-        _list_expected,
+        list_expected=_list_expected,
         order=30,  # inserted last, so that snapshots come first, even before unshards
     ),
 )

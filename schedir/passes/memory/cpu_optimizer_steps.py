@@ -141,19 +141,19 @@ PASSES: Final = (
         "host_steps",
         "ends",
         lambda program, options: insert_host_steps(program),
-        lambda program, options: (
+        should_run=lambda program, options: (
             program.has_backward
             and program.optimizer_placement == "cpu_step"
             and program.used_opcodes.isdisjoint(_HOST_STEP_OPS)
         ),
-        _list_expected,
+        list_expected=_list_expected,
         order=8,
     ),
     Pass(
-        "late_steps",
+        "delayed_host_steps",
         "ends",
         lambda program, options: delay_host_steps(program),
-        lambda program, options: (
+        should_run=lambda program, options: (
             program.has_backward
             and program.optimizer_placement == "cpu_step"
             and program.shape.optimizer_steps > 1

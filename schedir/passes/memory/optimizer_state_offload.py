@@ -217,12 +217,12 @@ _PLACEMENTS_BY_OPTION: Final = {
 
 PASSES: Final = (
     Pass(
-        "states",
+        "optimizer_states",
         "ends",
         _lower,
-        _should_run,
-        _list_expected,
-        lambda program, model: _read_options(program),
+        should_run=_should_run,
+        list_expected=_list_expected,
+        read_options=lambda program, model: _read_options(program),
         option_names=tuple(_PLACEMENTS_BY_OPTION),
         applies_to=lambda program: program.optimizer_placement in _OFFLOAD_PLACEMENTS,
         option_types=dict.fromkeys(_PLACEMENTS_BY_OPTION, _BUFFER_COUNT_TYPE),
@@ -236,21 +236,21 @@ PASSES: Final = (
         order=8,
     ),
     Pass(
-        "leave_slots",
+        "optimizer_state_device_slots",
         "memory",
         lambda program, options: set_device_buffers(program),
-        lambda program, options: (
+        should_run=lambda program, options: (
             not program.used_opcodes.isdisjoint(_STATE_OPS)
             and options.buffer_sharing is None
             and not any(_DEVICE_SLOTS in slots.specified() for slots in program.slots)
         ),
-        order=3,
+        order=4,
     ),
     Pass(
-        "leave_rooms",
+        "optimizer_state_host_slots",
         "memory",
         lambda program, options: set_host_buffers(program),
-        lambda program, options: (
+        should_run=lambda program, options: (
             not program.used_opcodes.isdisjoint(_DISK_OPS)
             and not any(_HOST_SLOTS in slots.specified() for slots in program.slots)
         ),

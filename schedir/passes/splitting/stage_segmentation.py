@@ -522,7 +522,7 @@ PASSES: Final = (
         order=-2,
     ),
     Pass(
-        "sums",
+        "segment_collectives",
         "messages",
         lambda program, options: insert_collectives(program),
         should_run=lambda program, options: bool(program.segment_boundaries),

@@ -136,10 +136,10 @@ def _require_fit(state: State, i: Instr, table: Tensor, rows: int, capacity: int
         zip(table.sum((1, 2)).tolist(), table.sum((0, 2)).tolist(), strict=True)
     ):
         subject = f"replica {first_replica + member} of rank {state.rank}"
-        if sent != rows:
+        if sent != rows or (table[member] < 0).any():
             raise ModelError(
                 f"{subject} outputs {rows} rows of microbatch {i.mb} before stage {i.stage}, but "
-                f"its numbers of rows of each expert have the sum {sent}"
+                f"its numbers of rows of each expert have the sum {sent}, or one is negative"
             )
         if received > capacity:
             raise ModelError(

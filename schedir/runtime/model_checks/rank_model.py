@@ -26,6 +26,7 @@ from schedir.runtime.model_checks.sharding_requirements import (
 )
 from schedir.runtime.model_checks.stage_requirements import (
     find_device,
+    require_matching_experts,
     require_matching_stages,
     require_matching_transport,
 )
@@ -91,6 +92,8 @@ class RankModel:
             find_device(stages)
         with _refusal(program, "transport"):
             require_matching_transport(program, transport)
+        with _refusal(program, "stages"):
+            require_matching_experts(program, transport, stages)
         with _refusal(program, "boundary"):
             boundaries.require_program_fit(program)
         with _refusal(program, "stages"):

@@ -9,7 +9,7 @@ from torch import nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
-from schedir.runtime.parameters.buckets import is_summed_over_tp
+from schedir.runtime.parameters.buckets import get_expert_slice, is_summed_over_tp
 from schedir.runtime.parameters.gradient_buffers import is_tp_sharded
 from schedir.transports.transport import Transport
 
@@ -56,6 +56,33 @@ def require_matching_transport(program: Program, transport: Transport) -> None:
             f"the program has tp {program.tp} and dp {program.dp}, but the transport has "
             f"tp {transport.tp} and dp {transport.dp}"
         )
+
+
+def require_matching_experts(
+    program: Program, transport: Transport, stages: Mapping[int, nn.Module]
+) -> None:
+    """Refuse experts that are not those of this replica.
+
+    Args:
+        program: The program.
+        transport: The transport of the rank.
+        stages: The stages of the rank, by number.
+
+    Raises:
+        ModelError: A parameter of an expert is marked for another replica, or for another number of
+            replicas than `program.ep`.
+    """
+    expected = transport.dp_rank % program.ep, program.ep
+    for s, module in stages.items():
+        for name, p in module.named_parameters():
+            found = get_expert_slice(p)
+            if found is not None and found != expected:
+                raise ModelError(
+                    f"{name} of stage {s} belongs to slice {found[0]} of {found[1]} of the "
+                    f"experts, but replica {transport.dp_rank} of a program with ep={program.ep} "
+                    f"has slice {expected[0]} of {expected[1]}",
+                    hint=f"build_stage(..., ep={expected[1]}, ep_rank={expected[0]})",
+                )
 
 
 def _require_summed_over_tp(program: Program, stage: int, module: nn.Module) -> None:

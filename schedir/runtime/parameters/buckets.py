@@ -59,25 +59,39 @@ def is_summed_over_tp(parameter: Tensor) -> bool:
     return getattr(parameter, "summed_over_tp", None) is True
 
 
+def get_expert_slice(parameter: Tensor) -> tuple[int, int] | None:
+    """Return which slice of a layer's experts the expert of a parameter belongs to.
+
+    Args:
+        parameter: The parameter.
+
+    Returns:
+        The attribute `expert_slice` of the parameter: the rank in the expert-parallel group, and
+        the size of the group. None if the parameter belongs to no expert.
+    """
+    return getattr(parameter, "expert_slice", None)
+
+
 def is_expert(parameter: Tensor) -> bool:
     """Return whether a parameter belongs to an expert, which only some replicas have.
 
-    With expert parallelism, its gradients are summed over the replicas with the same experts. The
-    attribute `expert` of the parameter is then True.
+    With expert parallelism, its gradients are summed over the replicas with the same experts.
 
     Args:
         parameter: The parameter.
     """
-    return getattr(parameter, "expert", None) is True
+    return get_expert_slice(parameter) is not None
 
 
-def mark_expert(parameter: Any) -> None:
-    """Mark a parameter as that of an expert, see `is_expert`.
+def mark_expert(parameter: Any, ep_rank: int, ep: int) -> None:
+    """Mark a parameter as that of an expert: set its attribute `expert_slice`.
 
     Args:
         parameter: The parameter.
+        ep_rank: The rank in the expert-parallel group: the number of the replica modulo `ep`.
+        ep: The size of the group. Rank k has the k-th of `ep` equal slices of a layer's experts.
     """
-    parameter.expert = True
+    parameter.expert_slice = (ep_rank, ep)
 
 
 class Bucket:
@@ -165,9 +179,8 @@ def make_buckets(
     """Distribute parameters over buckets.
 
     A bucket has parameters of one type, gradient type and device. Parameters whose gradients
-        marks = is_summed_over_tp(p), is_expert(p)
-        key = (p.dtype, p.grad_dtype or p.dtype, p.device, bucket_id, *marks)
-    parameter to the first.
+    tensor-parallel ranks sum are not in buckets with others, and neither are those of experts.
+    Buckets are filled from the last parameter to the first.
 
     Args:
         parameters: The parameters, in the order of the module.

@@ -275,9 +275,12 @@ class LossScale:
         growth_interval: int = 2000,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.growth, self.backoff, self.growth_interval = growth, backoff, growth_interval
-        self.value = torch.tensor(value, dtype=torch.float32, device=device)
-        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # finite steps in a row
+        self.growth: float = growth
+        self.backoff: float = backoff
+        self.growth_interval: int = growth_interval
+        self.value: Tensor = torch.tensor(value, dtype=torch.float32, device=device)
+        # The number of finite steps in a row.
+        self.good_steps: Tensor = torch.zeros((), dtype=torch.int32, device=device)
 
     def __str__(self) -> str:
         value, growth, backoff = float(self.value), self.growth, self.backoff

@@ -127,9 +127,10 @@ def format_heading(section: str) -> str:
 
 def _list_section_settings(section: type[Any]) -> tuple[str, list[Setting]]:
     types = get_setting_types(section)
-    about = str(getdoc(section))
-    meanings = split_docstring(about)[1]
-    return about, [
+    meanings: dict[str, str] = {}
+    for base in reversed(section.__mro__):  # A section describes only the settings that it adds.
+        meanings |= split_docstring(str(getdoc(base)))[1]
+    return str(getdoc(section)), [
         Setting(
             f.name,
             _describe_choices(SETTING_CHOICES[f.name])
