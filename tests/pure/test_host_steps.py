@@ -207,7 +207,7 @@ def test_a_limit_of_the_host_counts_what_it_has() -> None:
     shape = PipelineShape(2, 4, 4)
     lowered(shape=shape, sizes=sizes, host_memory_limit=480, memory_limit=170)
     with pytest.raises(
-        MemoryLimitError, match=r"(?s)480 B on the host.*optimizer_placement='device'"
+        MemoryLimitError, match=r'(?s)480 B on the host.*optimizer_placement="device"'
     ):
         lowered(shape=shape, sizes=sizes, host_memory_limit=479)
 

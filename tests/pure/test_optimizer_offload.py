@@ -225,7 +225,7 @@ def test_a_program_fits_where_one_with_its_states_does_not() -> None:
         lowered(shape=shape, sizes=sizes, memory_limit=279)
     lowered(shape=shape, sizes=sizes, host_memory_limit=400)
     with pytest.raises(
-        MemoryLimitError, match=r"(?s)400 B on the host.*optimizer_placement='device'"
+        MemoryLimitError, match=r'(?s)400 B on the host.*optimizer_placement="device"'
     ):
         lowered(shape=shape, sizes=sizes, host_memory_limit=399)
 
