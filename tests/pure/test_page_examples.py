@@ -28,8 +28,9 @@ def run(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         runpy.run_path(words[0], run_name="__main__")
         return 0, "".join(capsys.readouterr())
     for k, word in enumerate(words):
-        if word.startswith("$("):
-            words[k] = run(word[2:-1], capsys)[1].strip()
+        if word.startswith("$("):  # a shell takes what the command writes to standard output
+            assert main(shlex.split(word[2:-1])[1:]) == 0
+            words[k] = capsys.readouterr().out.strip()
     return main(words), "".join(capsys.readouterr())
 
 

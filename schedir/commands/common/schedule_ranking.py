@@ -72,15 +72,17 @@ class ScheduleRanking:
 def label_requests(requests: Sequence[Request]) -> list[str]:
     """Return the name of each request's program, or its source if another one has the same name.
 
+    A run and a prediction may have the same name, because tables show which is which.
+
     Args:
         requests: The requests.
     """
-    sources = dict[str, set[str]]()
-    for request in requests:
-        sources.setdefault(request.timeline.program.name, set()).add(request.source)
-    names = [request.timeline.program.name for request in requests]
+    names = [(request.timeline.program.name, request.timeline.kind) for request in requests]
+    sources = {name: set[str]() for name in names}
+    for name, request in zip(names, requests, strict=True):
+        sources[name].add(request.source)
     return [
-        name if len(sources[name]) == 1 else str(request.source)
+        name[0] if len(sources[name]) == 1 else str(request.source)
         for name, request in zip(names, requests, strict=True)
     ]
 
