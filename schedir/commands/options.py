@@ -19,7 +19,7 @@ EXAMPLES = """\
   schedir options recompute   one of them
   schedir compile zb_v -O recompute=fit --memory-limit 8GB --sizes saved=1GB -o zb_v.sched
 
-The page README.md has more.
+The page docs/reference/command-line.md has more.
 """
 
 
