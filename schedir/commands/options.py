@@ -18,6 +18,8 @@ EXAMPLES = """\
   schedir options             all options
   schedir options recompute   one of them
   schedir compile zb_v -O recompute=fit --memory-limit 8GB --sizes saved=1GB -o zb_v.sched
+
+The page docs/reference/command-line.md has more.
 """
 
 

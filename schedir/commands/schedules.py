@@ -56,7 +56,7 @@ def _format_schedule(facts: dict[str, Any]) -> str:
     """Return the lines of one schedule: its name, and its wrapped description."""
     text = facts["description"]
     if facts["stages_per_rank"] > 1:
-        where = f" on {facts['placement']}" * (facts["placement"] != "loop")
-        text += f" {facts['stages_per_rank']} stages per rank{where}."
+        where = "" if facts["placement"] == "loop" else f" on {facts['placement']}"
+        text += f" By default {facts['stages_per_rank']} stages per rank{where}."
     first, *rest = wrap(text, 80)
     return f"{facts['schedule']:<15} {first}\n" + "".join(f"{'':<15} {line}\n" for line in rest)

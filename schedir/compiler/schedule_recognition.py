@@ -1,4 +1,4 @@
-"""Recognize the built-in schedule that a program is, or that it follows longest."""
+"""Recognize the built-in schedule that a program is, or whose beginning it shares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 
 
 class Recognition(NamedTuple):
-    """The built-in schedule that a program is, or that it follows longest.
+    """The built-in schedule that a program is, or whose beginning it shares.
 
     Attributes:
         schedule: The name of the schedule, or "" if no built-in schedule begins like the program.
@@ -67,8 +67,8 @@ def recognize(program: Program) -> Recognition:
         program: A lowered program or a draft.
 
     Returns:
-        The schedule, and the first difference. It is the difference with the smallest number on its
-        rank.
+        The schedule, and the first difference: the one with the smallest `compute_index`, and of
+        several with this index the one on the first rank.
 
     Raises:
         UsageError: `program` is no Program.
@@ -85,13 +85,14 @@ def recognize(program: Program) -> Recognition:
         this is one_f_one_b
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
-    own = [_get_order(stream) for stream in extract_compute(program).streams]
+    own = [_drop_recomputes(stream) for stream in extract_compute(program).streams]
     total = sum(map(len, own))
     best = Recognition("", 0, total)
     delays = bool(np.any(program.shape.weight_delay))
     for name, schedule in sorted(
         get_built_in_schedules().items(),
-        # With one stage per rank, some schedules with a parameter v are the same as one without it.
+        # First come schedules whose weight delay is that of the program. With one stage per rank,
+        # some schedules with a parameter v are the same as one without it, which comes first.
         key=lambda item: (
             delays != (get_weight_delay_mark(item[1]) is not None),
             has_free_v(item[1]),
@@ -101,7 +102,7 @@ def recognize(program: Program) -> Recognition:
             draft = expand_schedule(schedule, program.shape)
         except SchedirError:  # the schedule is for other shapes
             continue
-        found = _compare(name, own, [_get_order(stream) for stream in draft.streams], total)
+        found = _compare(name, own, [_drop_recomputes(stream) for stream in draft.streams], total)
         if found.is_exact:
             return found
         if found.agreeing > best.agreeing:
@@ -109,7 +110,7 @@ def recognize(program: Program) -> Recognition:
     return best
 
 
-def _get_order(stream: Stream) -> Stream:
+def _drop_recomputes(stream: Stream) -> Stream:
     return Stream(stream.words[stream.op != RECOMPUTE])
 
 

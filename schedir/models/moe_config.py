@@ -1,4 +1,4 @@
-"""The shape of a mixture-of-experts GPT. Needs no torch."""
+"""The configuration of a mixture-of-experts GPT. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from schedir.ir.pipeline.stage_segments import COMBINE, DISPATCH
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.partitioning import require_positive
 
-# The all-to-alls of a layer: before and after its experts.
+# The letters of a layer's segment boundaries: the all-to-alls before and after its experts.
 MOE_LAYER_BOUNDARIES: Final = DISPATCH + COMBINE
 
 
@@ -32,7 +32,7 @@ class MoEConfig(GPTConfig):
         expert_hidden: The units of an expert. 0 is 4 * hidden.
         aux_loss: The factor of the auxiliary loss.
         capacity_factor: A rank has a buffer for this many times the tokens that its experts receive
-            if all experts receive as many. With more tokens the step raises an error.
+            if the router is perfectly balanced. With more tokens the step raises an error.
 
     Raises:
         UsageError: A number is not positive, or does not fit the others.
@@ -71,10 +71,10 @@ class MoEConfig(GPTConfig):
     @property
     def num_parameters(self) -> int:
         """Number of parameters. A tied weight counts once."""
-        dense = 8 * self.hidden**2 + 5 * self.hidden
+        dense_network = 8 * self.hidden**2 + 5 * self.hidden
         expert = 2 * self.hidden * self.expert_width + self.expert_width + self.hidden
-        layer = self.experts * (expert + self.hidden) - dense
-        return super().num_parameters + self.layers * layer
+        added_per_layer = self.experts * (expert + self.hidden) - dense_network
+        return super().num_parameters + self.layers * added_per_layer
 
     def compute_capacity(self, tokens: int, ep: int) -> int:
         """Return the rows of a rank's buffer for the tokens of its experts.
@@ -89,4 +89,5 @@ class MoEConfig(GPTConfig):
             (16, 24)
         """
         rows = tokens * self.active
+        # All ranks together send at most `ep` times the rows of one.
         return math.ceil(min(self.capacity_factor, ep) * rows)

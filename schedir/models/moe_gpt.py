@@ -2,7 +2,8 @@
 
 The attention is that of `gpt`. The feed-forward network of each layer is a router and experts (see
 `MoEConfig`). With expert parallelism (GShard, arXiv 2006.16668) each of `ep` replicas has some of
-the experts, and the stages are split into segments at the all-to-alls of a program:
+the experts, and the stages are split into segments at the all-to-alls of a program: d is the
+dispatch of tokens to experts, and c (combine) returns the outputs:
 
     embedding, attention, router | d | experts | c | sum, attention, router | d | experts | ...
 
@@ -53,7 +54,8 @@ def build_stage(
         config: The configuration of the model.
         stage: The number of the stage.
         stages: The number of stages.
-        ep: The ranks that share the experts. With more than one, run the segments of the stage.
+        ep: The number of ranks that share the experts. With more than one, run the segments of the
+            stage (`split_stage`).
         ep_rank: The number of this rank in its group: the replica modulo `ep`.
         layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
             evenly.
@@ -120,7 +122,7 @@ class MoEStage(gpt.Stage):
         experts: range,
         placement: ParameterPlacement,
     ) -> None:
-        def make_layer(_: object, index: int, *__: object, **___: object) -> MoELayer:
+        def make_layer(_: object, index: int, *_unused: object, **_options: object) -> MoELayer:
             return MoELayer(config, index, experts, placement)
 
         super().__init__(config, layers, is_first, is_last, None, placement, make_layer=make_layer)
@@ -172,7 +174,8 @@ class MoELayer(gpt.AttentionLayer):
         for parameter in self.experts.parameters():
             mark_expert(parameter, experts.start // len(experts), config.experts // len(experts))
 
-        # The segment after the experts has no parameters of the layer, but it needs the layer.
+        # A segment keeps the layers of which it names a submodule. The one after the experts names
+        # this one.
         self.output = nn.Identity()
 
     def route(self, x: Tensor, aux: Tensor) -> Tensors:
@@ -184,8 +187,8 @@ class MoELayer(gpt.AttentionLayer):
 
         Returns:
             Six tensors: the tokens sorted by expert, (b*T*active, hidden), and the number of tokens
-            of each expert. The weights of the experts of each token, (b*T, active), and the order
-            of the sorted tokens. The residual stream, and the auxiliary loss.
+            of each expert. The weights of the experts of each token, (b*T, active), and the
+            permutation that sorted the tokens. The residual stream, and the auxiliary loss.
         """
         with self.use_dropout_stream():
             x, normed = self.run_attention(x)
@@ -196,12 +199,13 @@ class MoELayer(gpt.AttentionLayer):
         gates = chosen_probabilities / chosen_probabilities.sum(-1, keepdim=True)
         order = chosen.view(-1).argsort(stable=True)
         counts = chosen.view(-1).bincount(minlength=self.num_experts)
-        copies = tokens.unsqueeze(1).expand(-1, self.active, -1).reshape(-1, tokens.shape[-1])
+        # A token has one row for each expert that processes it.
+        rows = tokens.unsqueeze(1).expand(-1, self.active, -1).reshape(-1, tokens.shape[-1])
         if self.training:
             share = counts.to(aux.dtype) / order.numel()
             balance = (share * probabilities.mean(0)).sum()
             aux = aux + self.aux_loss * self.num_experts * len(tokens) * balance
-        return copies[order], counts, gates, order, x, aux
+        return rows[order], counts, gates, order, x, aux
 
     def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs of the experts of this rank.
@@ -209,7 +213,8 @@ class MoELayer(gpt.AttentionLayer):
         Args:
             rows: The tokens, sorted by the rank that sends them and then by expert, (rows, hidden).
                 There may be more rows, which are not used.
-            counts: The number of tokens from each rank for each expert, (ranks * experts,).
+            counts: The number of tokens from each rank for each expert of this rank, (ranks *
+                experts,). The first numbers are those of the first rank.
 
         Returns:
             The outputs in the same places. Rows that are not used are zero.
@@ -217,6 +222,7 @@ class MoELayer(gpt.AttentionLayer):
         sizes = counts.tolist()
         pieces = [*rows[: sum(sizes)].split(sizes)]
         for number, expert in enumerate(self.experts.values()):
+            # The pieces of this expert, one from each rank that sends it tokens.
             own = [k for k in range(number, len(sizes), len(self.experts)) if sizes[k]]
             if not own:
                 continue
@@ -231,13 +237,14 @@ class MoELayer(gpt.AttentionLayer):
         Args:
             rows: The outputs, sorted by expert.
             gates: The weights of the experts of each token.
-            order: The order of the sorted tokens.
+            order: The permutation that sorted the tokens.
             x: The residual stream.
         """
         outputs = rows[order.argsort()].view(*gates.shape, -1)
         total = (outputs * gates.unsqueeze(-1)).sum(1).to(x.dtype).view_as(x)
         with self.use_dropout_stream():
-            if self.dropout_rate:  # Advance the random stream past the mask of the attention.
+            if self.dropout_rate:
+                # Draw the mask of the attention again: the next mask is then that of one process.
                 F.dropout(x.detach(), self.dropout_rate)
             return self.add_feed_forward(total, x)
 
@@ -307,7 +314,7 @@ def build_boundaries(
         config: The configuration of the model.
         segments_per_stage: The number of segments of each stage: 1, or 2n + 1 for n layers.
         boundary: The residual stream of a microbatch, (b, T, hidden).
-        ep: The ranks that share the experts.
+        ep: The number of ranks that share the experts.
 
     Returns:
         The boundary after each segment but the last, by the number of the segment.
@@ -335,8 +342,8 @@ def build_boundaries(
     sent = Boundary((rows, hidden), boundary.dtype, received_shape=(capacity, hidden))
     returned = Boundary((capacity, hidden), boundary.dtype, received_shape=(rows, hidden))
     boundaries: list[tuple[Boundary, ...]] = []
-    for number in segments_per_stage:
-        boundaries += [(sent, counts, *kept), (returned, *kept)] * (number // 2) + [stream]
+    for segments in segments_per_stage:
+        boundaries += [(sent, counts, *kept), (returned, *kept)] * (segments // 2) + [stream]
     return dict(enumerate(boundaries[:-1]))
 
 

@@ -1,4 +1,4 @@
-"""Options of executors that belong together: those of gradients, and those of the execution."""
+"""Two groups of options of executors: those of gradients, and those of the execution."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class GradientOptions:
     """How an executor scales, clips and accumulates gradients.
 
     Args:
-        max_norm: The largest global norm of the gradients, if the program clips them. By default
-            1.0. It must be None if the program does not clip.
-        loss_scale: The loss scale of float16 training. Gradients are those of the scaled loss until
-            they are reduced. By default the loss is not scaled. Each virtual rank of an
+        max_norm: The largest global norm of the gradients. None means 1.0 if the program clips
+            gradients. If it does not, no other value is allowed.
+        loss_scale: The loss scale of float16 training. Gradients are scaled until their reduction
+            removes the scale. By default the loss is not scaled. Each virtual rank of an
             `InProcessExecutor` has a copy.
         accumulate_grads: Add to the existing gradients, as autograd does. The step then leaves
             optimizer, norm, sum over replicas and finiteness checks to the caller.
@@ -70,7 +70,7 @@ class ExecutionOptions:
         record_timestamps: Record in `timestamps` when each instruction begins and ends. The
             attribute of the executor with this name may be set to False and back to True between
             steps.
-        debug: Allow checks for which the host reads results from a GPU and waits for them.
+        debug: Run also the checks for which the host waits for results of a GPU.
         spill_dir: The folder of the file for values that the program moves to the disk. A program
             that uses the disk requires it. The file has no name, so nothing remains of it when the
             process ends. The first step extends it to its full length, so a full disk is an error

@@ -4,7 +4,7 @@ The segment before a dispatch outputs rows of tokens, sorted by expert, and the 
 each expert. The segment with the experts gets the rows of its experts from each member of the
 expert-parallel group, in the order of the members, and the numbers of these rows. It gets them in
 a buffer with a fixed number of rows, the capacity. Rows at the end that are not used are zero.
-Combine returns the rows to their places. The backwards exchange gradients in the same numbers.
+Combine returns the rows to their places. The backwards exchange as many rows of gradients.
 
 Each dispatch first gathers the numbers of rows of all members, and the host reads them. All members
 then know whether a buffer is too small for one of them.
@@ -53,7 +53,7 @@ class TokenCounts(ProgramService):
         state: The state of the program.
 
     Attributes:
-        by_dispatch: The rows by segment before the dispatch and microbatch.
+        by_dispatch: The rows, by the segment before the dispatch and the microbatch.
     """
 
     def __init__(self, state: State) -> None:
@@ -68,9 +68,10 @@ class TokenCounts(ProgramService):
 def exchange_tokens(state: State, i: Instr) -> Call:
     """Link an all-to-all of the first tensor of a segment's output, or of its gradient."""
     boundary, letters = find_collective_boundary(state, i), state.program.segment_boundaries
-    key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb
+    key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb  # of the last dispatch
     tensors = state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, boundary).tensors
     is_gradient = i.op in (Opcode.CombineGrad, Opcode.DispatchGrad)
+    # A gradient gets the shape that the output had before the all-to-all.
     shape = tensors[0].shape if is_gradient else tensors[0].received.shape
     row_size, ep = torch.Size(shape[1:]).numel(), state.program.ep
     row_counts = state.service(TokenCounts).by_dispatch
@@ -88,7 +89,7 @@ def exchange_tokens(state: State, i: Instr) -> Call:
                 tuple(table[own].sum(1).tolist()), tuple(table[:, own].sum(1).tolist())
             )
         sent, received = row_counts[key]
-        if i.op in (Opcode.Combine, Opcode.DispatchGrad):
+        if i.op in (Opcode.Combine, Opcode.DispatchGrad):  # back to where the tokens came from
             sent, received = received, sent
         rows = sum(received)
         out = first.new_empty(shape)
@@ -121,7 +122,7 @@ def _require_count_tensor(state: State, boundary: int, tensors: Sequence[Boundar
 
 
 def _gather_counts(state: State, counts: Tensor) -> Tensor:
-    """Return the rows from each member for each member's experts, (members, members, experts)."""
+    """Return the numbers of rows, (senders, receivers, experts of the receiver)."""
     ep = state.program.ep
     table = counts.new_empty(ep * len(counts))
     state.transport.start_collective("all_gather", "ep_counts", table, counts.contiguous()).wait()

@@ -48,7 +48,8 @@ class RankModel:
     """The stages of a rank, and what an executor runs them with.
 
     Args:
-        programs: The programs of the executor, with their boundaries. The first one trains.
+        programs: The programs of the executor, with their boundaries. If one trains, it is the
+            first.
         rank: The pipeline rank.
         stages: The stages of the rank, by number.
         transport: The transport of the rank.
@@ -68,8 +69,9 @@ class RankModel:
     def check(self) -> list[TiedWeight]:
         """Compare all processes, and refuse a model that the programs would not train correctly.
 
-        All processes must call this. The first check that fails raises the error. It has the name
-        of the program, and in `fields` the argument of `Executor` that the check is about.
+        All processes must call this. The first check that fails raises the error. A ModelError has
+        the name of the program. Those after the comparison of the processes have in `fields` the
+        argument of `Executor` that the check is about.
 
         Returns:
             The tied weights with copies on this rank. Without a backward there are none.
@@ -84,36 +86,36 @@ class RankModel:
         fingerprints = compare_processes(self.programs, stages, transport, optimizer, self.options)
         for one, _ in self.programs:
             check(one, transport.progress_model, blocking_hosts=transport.blocking_hosts)
-        for one, passes in extra_programs:
-            with _refusal(one, "extra_programs"):
-                passes.require_program_fit(one)
-        with _refusal(program, "stages"):
+        for one, extra_boundaries in extra_programs:
+            with _add_error_context(one, "extra_programs"):
+                extra_boundaries.require_program_fit(one)
+        with _add_error_context(program, "stages"):
             require_matching_stages(program, self.rank, stages)
             find_device(stages)
-        with _refusal(program, "transport"):
+        with _add_error_context(program, "transport"):
             require_matching_transport(program, transport)
-        with _refusal(program, "stages"):
+        with _add_error_context(program, "stages"):
             require_matching_experts(program, transport, stages)
-        with _refusal(program, "boundary"):
+        with _add_error_context(program, "boundary"):
             boundaries.require_program_fit(program)
-        with _refusal(program, "stages"):
+        with _add_error_context(program, "stages"):
             require_shardable(program, stages, optimizer)
-        with _refusal(program, "optimizer"):
+        with _add_error_context(program, "optimizer"):
             require_elementwise(program, optimizer)
             require_steppable(program, stages, optimizer)
             copies = self.options.parameter_copies
             require_placeable_state([one for one, _ in self.programs], stages, optimizer, copies)
-        with _refusal(program, "gradients"):
+        with _add_error_context(program, "gradients"):
             extra = [one for one, _ in extra_programs]
             require_gradient_options(program, gradients, optimizer, extra)
         if not program.has_backward:
             return []
-        with _refusal(program, "tied_weights"):
+        with _add_error_context(program, "tied_weights"):
             weights = list_local_tied_weights(
                 program, stages, fingerprints, self.tied_weights,
                 allow_identical_stages=self.options.execution.allow_identical_stages,
             )  # fmt: skip
-        with _refusal(program, "stages"):
+        with _add_error_context(program, "stages"):
             require_no_max_norm(program, stages, weights)
         return weights
 
@@ -131,7 +133,7 @@ def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
             ZeRO would shard, or that has hooks on its autograd node.
     """
     numbered, ranks = dict(enumerate(stages)), program.shape.first_rank_per_stage.tolist()
-    with _refusal(program, "stages"):
+    with _add_error_context(program, "stages"):
         if program.has_backward:
             require_rank_local_memory(numbered, ranks, program.name)
             for s, module in numbered.items() if program.shape.placement_rows > 1 else ():
@@ -150,7 +152,7 @@ def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
 
 
 @contextmanager
-def _refusal(program: Program, field: str) -> Iterator[None]:
+def _add_error_context(program: Program, field: str) -> Iterator[None]:
     """Add a program and an argument of `Executor` to errors that name none."""
     try:
         yield
