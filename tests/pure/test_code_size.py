@@ -15,7 +15,7 @@ BUDGET = {
     "schedir": 990,
     "schedir/analysis": 1_890,
     "schedir/checkpoints": 1_920,
-    "schedir/commands": 3_991,
+    "schedir/commands": 4_000,
     "schedir/compiler": 460,
     "schedir/data": 440,
     "schedir/hang_diagnosis": 2_000,
