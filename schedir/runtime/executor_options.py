@@ -28,6 +28,7 @@ class GradientOptions:
             optimizer, norm, sum over replicas and finiteness checks to the caller.
 
     Example:
+        >>> from schedir.runtime import GradientOptions
         >>> GradientOptions(max_norm=0.5).max_norm
         0.5
     """
@@ -80,6 +81,7 @@ class ExecutionOptions:
             they may be an undeclared tie.
 
     Example:
+        >>> from schedir.runtime import ExecutionOptions
         >>> ExecutionOptions(record_timestamps=False).debug
         False
     """

@@ -133,7 +133,6 @@ def test_a_configuration_has_each_field() -> None:
     program = Config().request.program
     ours = {"tied_weights", "clip_grad_norm", "skips", "sequence_chunks"}
     ours |= {"checkpoint_snapshots", "norm_check", "segment_boundaries", "chunks_per_microbatch"}
-    ours |= {"ep"}  # `schedir train` has no mixture-of-experts model
     assert {f.name for f in HEADER_FIELDS if not f.in_config} == ours
     assert (program.tied_weights, program.clip_grad_norm) == (
         (),
