@@ -28,7 +28,7 @@ from tests.commands import run_command
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
 UNEVEN = Costs(F=(1, 1.2, 0.9, 1.4), I=(1.1, 1, 1.3, 1), W=(0.5, 0.7, 0.6, 0.9), send=0.1)
-LEGEND = "lower bound with these backwards and this peak"
+LEGEND = "lower bound at this peak"
 SAID = "--costs=F=1:1.2:0.9:1.4,I=1.1:1:1.3:1,W=0.5:0.7:0.6:0.9,send=0.1"
 
 

@@ -172,7 +172,7 @@ def lay_out(
     extra = {"critical path": ACCENT_COLOR} if "path" in style.overlays else {}
     extra |= PHASE_COLORS if "phases" in style.overlays else {}
     if any(bounds):
-        scope = "" if width < NARROW_WIDTH else " with these backwards and this peak"
+        scope = "" if width < NARROW_WIDTH else " at this peak"
         extra[f"lower bound{scope}"] = BOUND_COLOR
     extra |= (
         {"memory limit": LIMIT_COLOR} if style.memory_limits and "memory" in style.overlays else {}
