@@ -17,7 +17,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """Return what a command prints that must succeed."""
     code = main(argv)
     out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, ""), err
     return out
 
 

@@ -223,7 +223,9 @@ def call_in_group(
                 init_method=Path(directory, "store").as_uri(),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=timeout),
+                # The parent names the rank that hangs. An operation of a rank that waits for it must
+                # not end before.
+                timeout=timedelta(seconds=2 * timeout + 60),
             )
             result = fn(rank, *args)
             if dist.is_initialized():  # `fn` may have destroyed the group
