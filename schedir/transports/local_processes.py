@@ -223,8 +223,8 @@ def call_in_group(
                 init_method=Path(directory, "store").as_uri(),
                 rank=rank,
                 world_size=world_size,
-                # The parent names the rank that hangs. An operation of a rank that waits for it must
-                # not end before.
+                # The parent names a rank that hangs. Operations of other ranks, which wait for it,
+                # must not end before that.
                 timeout=timedelta(seconds=2 * timeout + 60),
             )
             result = fn(rank, *args)

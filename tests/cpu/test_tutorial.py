@@ -103,8 +103,10 @@ def test_read_a_trace(
     for step in commands:
         out = run(step, tmp_path, capsys)
         if step.text.startswith("schedir compare"):  # the width of its columns depends on numbers
-            # How far a simulation is from the run, and whether a line warns of it, the machine decides.
-            out, shown = (re.sub("(?m)^a simulation of .*", "", text) for text in (out, step.prints))
+            # The machine decides whether a line warns that a simulation is far from the run.
+            out, shown = (
+                re.sub("(?m)^a simulation of .*", "", text) for text in (out, step.prints)
+            )
             out, shown = ("".join(re.findall(r"\w+", text)) for text in (out, shown))
             assert re.sub(r"\d", "", out) == re.sub(r"\d", "", shown)
         else:
