@@ -1,48 +1,22 @@
 """The options of `compile` that are attributes of programs or options of passes, with their types.
 
-A test compares the names with `ATTRIBUTE_FIELDS` and `PASS_OPTIONS`, which define the options.
+`compile_options.pyi` has them for type checkers and editors. After a change of an option, generate
+it again with `python -m schedir.compiler.compile_options`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from inspect import Parameter, signature
-from typing import Any, TypedDict, TypeVar
+from collections.abc import Callable, Container
+from inspect import Parameter, signature, unwrap
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from schedir.passes.selection import Selection
-from schedir.passes.splitting.stage_segmentation import SegmentSpec
+from schedir.ir.program import ATTRIBUTE_FIELDS
+from schedir.passes.pass_registry import PASS_OPTIONS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-class CompileOptions(TypedDict, total=False):
-    """The keywords of `compile` beyond its explicit ones.  None means that an option is not given.
-
-    `schedir options` describes them.
-    """
-
-    checkpoint_snapshots: bool | None
-    chunks_per_microbatch: int | None
-    ep: int | None
-    fill_collective_waits: str | None
-    frozen_stages: int | None
-    host_memory_limit: float | str | None
-    microbatch_chunks: int | None
-    norm_check: str | None
-    offload: Selection | None
-    offload_to_disk: Selection | None
-    optimizer_device_buffers: int | None
-    optimizer_host_buffers: int | None
-    optimizer_placement: str | None
-    recompute: Selection | None
-    recompute_at: str | None
-    reduce_scatter_at: str | None
-    segment_boundaries: str | None
-    sequence_parallel: bool | None
-    stage_segments: SegmentSpec | None
-    unshard_prefetch: int | None
-    unsharded_stages: int | None
-    zero: int | None
+CompileOptions = dict[str, Any]
+STUB_PATH: Final = Path(__file__).with_suffix(".pyi")
 
 
 def list_options_in_signature(function: _Function) -> _Function:
@@ -53,9 +27,59 @@ def list_options_in_signature(function: _Function) -> _Function:
     """
     own = signature(function)
     options = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in CompileOptions.__annotations__.items()
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=type_text)
+        for name, type_text in _list_option_types(own.parameters).items()
     ]
     parameters = [*[*own.parameters.values()][:-1], *options]
     vars(function)["__signature__"] = own.replace(parameters=parameters)
     return function
+
+
+def make_stub() -> str:
+    """Return the text of `compile_options.pyi`.
+
+    Returns:
+        The source code of the stub.
+    """
+    from schedir.compiler.compile import compile
+
+    types = _list_option_types(unwrap(compile).__annotations__)
+    lines = [f"    {name}: {type_text}\n" for name, type_text in types.items()]
+    return f"""\
+# Generated from the options of programs and passes by `python -m schedir.compiler.compile_options`;
+# do not edit.
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
+
+from schedir.passes.selection import Selection
+from schedir.passes.splitting.stage_segmentation import SegmentSpec
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+STUB_PATH: Path
+
+def list_options_in_signature(function: _Function) -> _Function: ...
+def make_stub() -> str: ...
+
+class CompileOptions(TypedDict, total=False):
+    \"\"\"Keywords of `compile`, which `schedir options` describes.
+
+    None means that an option is not given.
+    \"\"\"
+
+{"".join(lines)}"""
+
+
+def _list_option_types(explicit: Container[str]) -> dict[str, str]:
+    """Return the type of each option that `compile` does not name itself, as source text."""
+    types = {field.name: field.field_type for field in ATTRIBUTE_FIELDS}
+    types |= {name: field_type for name, (field_type, _) in PASS_OPTIONS.items()}
+    return {
+        name: f"{types[name].argument_type or types[name].type.__name__} | None"
+        for name in sorted(types)
+        if name not in explicit
+    }
+
+
+if __name__ == "__main__":
+    STUB_PATH.write_text(make_stub())

@@ -179,4 +179,4 @@ def make_selection_type(requirement: str) -> FieldType:
     Args:
         requirement: Text of errors that states the purpose of the option.
     """
-    return FieldType(requirement, parse_selection, str, metavar="WHAT")
+    return FieldType(requirement, parse_selection, str, metavar="WHAT", argument_type="Selection")

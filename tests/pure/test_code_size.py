@@ -16,7 +16,7 @@ BUDGET = {
     "schedir/analysis": 1_890,
     "schedir/checkpoints": 1_920,
     "schedir/commands": 4_000,
-    "schedir/compiler": 460,
+    "schedir/compiler": 480,
     "schedir/data": 440,
     "schedir/hang_diagnosis": 2_000,
     "schedir/instrumentation": 540,

@@ -41,6 +41,8 @@ class FieldType:
         metavar: Placeholder of the value on the command line. "" means a flag without a value.
         min_value: The smallest number that is allowed. None means no limit.
         max_value: The largest number that is allowed. None means no limit.
+        argument_type: Type of the value as an argument of `compile`, as source text. "" means the
+            name of `type`.
     """
 
     requirement: str
@@ -51,6 +53,7 @@ class FieldType:
     metavar: str = "N"
     min_value: int | None = None
     max_value: int | None = None
+    argument_type: str = ""
 
     def parse(self, text: str) -> Any:
         """Return the value of a text that a user typed.

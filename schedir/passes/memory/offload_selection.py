@@ -406,7 +406,11 @@ PASSES: Final = (
                 "must select the offloaded activations that move on to the disk"
             ),
             "host_memory_limit": FieldType(
-                "must be a number of bytes like 40GB", _parse_bytes, str, metavar="BYTES"
+                "must be a number of bytes like 40GB",
+                _parse_bytes,
+                str,
+                metavar="BYTES",
+                argument_type="float | str",
             ),
         },
         option_descriptions={

@@ -139,8 +139,9 @@ _REQUIREMENT: Final = (
     "one of these per stage"
 )
 SEGMENTS_TYPE: Final = FieldType(
-    _REQUIREMENT, _parse_segments, int | str | tuple[int | str, ...], metavar="SEGMENTS"
-)
+    _REQUIREMENT, _parse_segments, int | str | tuple[int | str, ...], metavar="SEGMENTS",
+    argument_type="SegmentSpec",
+)  # fmt: skip
 
 
 def count_segments(segments: SegmentSpec, shape: PipelineShape) -> tuple[int, ...]:
