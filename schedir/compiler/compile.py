@@ -10,7 +10,12 @@ from typing import Any, Unpack
 
 from schedir.analysis.memory.footprint import compute_footprints, require_memory_limit
 from schedir.analysis.progress_models import ProgressModel
-from schedir.compiler.compile_options import CompileOptions, list_options_in_signature
+from schedir.compiler.compile_options import (
+    STUB_PATH,
+    CompileOptions,
+    list_options_in_signature,
+    make_stub,
+)
 from schedir.errors import (
     CompletenessError,
     LoweringLevelError,
@@ -485,3 +490,7 @@ def _apply_passes(
         if debug and is_complete:
             check(program, options.progress_model if each.phase == "better" else "blocking_serial")
     return program
+
+
+if __name__ == "__main__":
+    STUB_PATH.write_text(make_stub(compile))

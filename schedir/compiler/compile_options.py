@@ -1,7 +1,7 @@
 """The options of `compile` that are attributes of programs or options of passes, with their types.
 
 `compile_options.pyi` has them for type checkers and editors. After a change of an option, generate
-it again with `python -m schedir.compiler.compile_options`.
+it again with `python -m schedir.compiler.compile`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ def list_options_in_signature(function: _Function) -> _Function:
     return function
 
 
-def make_stub() -> str:
+def make_stub(function: Callable[..., Any]) -> str:
     """Return the text of `compile_options.pyi`.
+
+    Args:
+        function: The function `compile`.
 
     Returns:
         The source code of the stub.
     """
-    from schedir.compiler.compile import compile
-
-    types = _list_option_types(unwrap(compile).__annotations__)
+    types = _list_option_types(unwrap(function).__annotations__)
     lines = [f"    {name}: {type_text}\n" for name, type_text in types.items()]
     return f"""\
-# Generated from the options of programs and passes by `python -m schedir.compiler.compile_options`;
+# Generated from the options of programs and passes by `python -m schedir.compiler.compile`;
 # do not edit.
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 STUB_PATH: Path
 
 def list_options_in_signature(function: _Function) -> _Function: ...
-def make_stub() -> str: ...
+def make_stub(function: Callable[..., Any]) -> str: ...
 
 class CompileOptions(TypedDict, total=False):
     \"\"\"Keywords of `compile`, which `schedir options` describes.
@@ -79,7 +80,3 @@ def _list_option_types(explicit: Container[str]) -> dict[str, str]:
         for name in sorted(types)
         if name not in explicit
     }
-
-
-if __name__ == "__main__":
-    STUB_PATH.write_text(make_stub())

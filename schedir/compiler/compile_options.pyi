@@ -1,4 +1,4 @@
-# Generated from the options of programs and passes by `python -m schedir.compiler.compile_options`;
+# Generated from the options of programs and passes by `python -m schedir.compiler.compile`;
 # do not edit.
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 STUB_PATH: Path
 
 def list_options_in_signature(function: _Function) -> _Function: ...
-def make_stub() -> str: ...
+def make_stub(function: Callable[..., Any]) -> str: ...
 
 class CompileOptions(TypedDict, total=False):
     """Keywords of `compile`, which `schedir options` describes.

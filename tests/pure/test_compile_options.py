@@ -20,6 +20,6 @@ def test_the_typed_options_are_those_of_the_tables() -> None:
 
 
 def test_the_stub_is_fresh() -> None:
-    text = make_stub()
-    assert STUB_PATH.read_text() == text, "python -m schedir.compiler.compile_options writes it"
+    text = make_stub(schedir.compile)
+    assert STUB_PATH.read_text() == text, "python -m schedir.compiler.compile writes it"
     assert "    zero: int | None\n" in text and "    tp: " not in text
