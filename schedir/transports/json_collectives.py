@@ -20,6 +20,7 @@ from torch import Tensor
 from schedir.errors import ModelError, describe
 
 MAX_BYTES: Final = 2**28  # bytes that a process may send, so that it cannot exhaust a peer's memory
+_MAX_FACT_LENGTH: Final = 120  # printed characters of a fact in which processes differ
 RecordTypes = Sequence[type]  # NamedTuples, dataclasses and Enums
 
 
@@ -134,11 +135,24 @@ def find_difference(facts_per_process: Sequence[Mapping[str, str]]) -> str:
         first = next(iter(values))
         for other, value in values.items():
             if value != values[first]:
-                return (
-                    f"processes {first} and {other} do not agree on {fact}: {values[first]} and "
-                    f"{value}"
-                )
+                one, two = _cut_around_difference(values[first], value)
+                return f"processes {first} and {other} do not agree on {fact}: {one} and {two}"
     return ""
+
+
+def _cut_around_difference(one: str, other: str) -> tuple[str, str]:
+    """Cut two long texts to the characters around the first one that differs."""
+    if max(len(one), len(other)) <= _MAX_FACT_LENGTH:
+        return one, other
+    pairs = enumerate(zip(one, other, strict=False))
+    equal = next((k for k, (a, b) in pairs if a != b), min(len(one), len(other)))
+    begin = max(equal - _MAX_FACT_LENGTH // 2, 0)
+    end = begin + _MAX_FACT_LENGTH
+    one, other = (
+        f"{'... ' * (begin > 0)}{text[begin:end]}{' ...' * (end < len(text))}"
+        for text in (one, other)
+    )
+    return one, other
 
 
 # ---------------------------------------------------------------- values and bytes

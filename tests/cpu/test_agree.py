@@ -23,6 +23,7 @@ from schedir.training.config.train_config import TrainConfig
 from schedir.training.train import build_program
 from schedir.training.trainer import _Trainer
 from schedir.transports.gloo import GlooTransport
+from schedir.transports.json_collectives import find_difference
 from schedir.transports.p2p_groups import EdgeGroups
 from tests.cpu.spawn import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
@@ -127,3 +128,12 @@ def test_trainers_that_read_different_configurations() -> None:
         run(partial(_trainer, config=config), 2, limit=60)
     for tb in caught.value.tracebacks.values():
         assert "processes 0 and 1 do not agree on train.lr: 0.001 and 0.5" in tb
+
+
+@pytest.mark.parametrize("length", [0, 10, 200, 5000])
+def test_a_long_difference_is_shown_where_it_begins(length: int) -> None:
+    values = ["x" * length + end for end in ("one" + "y" * length, "other" + "y" * length)]
+    text = find_difference([{"the boundaries": value} for value in values])
+    assert text.startswith("processes 0 and 1 do not agree on the boundaries: ")
+    assert "xone"[length == 0 :] in text and "xother"[length == 0 :] in text and len(text) < 400
+    assert all(value in text for value in values) == (2 * length + 5 <= 120)

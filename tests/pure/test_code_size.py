@@ -35,7 +35,7 @@ BUDGET = {
     "schedir/torch_pipelining": 1_680,
     "schedir/traces": 870,
     "schedir/training": 3_730,
-    "schedir/transports": 1_970,
+    "schedir/transports": 1_980,
     "schedir/verify": 950,
     "viz": 2_370,
 }
