@@ -202,14 +202,9 @@ class StalledRun:
                 for member, there in self._find_participants(process, at):
                     if not self._has_passed(member, there - 1, own[BlackBoxField.PHASE_COUNT]):
                         yield WaitingProcess(process, member, self._name_instruction(there))
-            # A receive buffer is free only after its rank has ended the previous step.
             if graph.index.op[at] in SEND_OPS:
                 for member, there in self._find_participants(process, at):
-                    other = self.snapshots.get(member)
-                    if (
-                        other is not None
-                        and other[BlackBoxField.PHASE_COUNT] < own[BlackBoxField.PHASE_COUNT]
-                    ):
+                    if self._blocks_send(member, own):
                         yield WaitingProcess(process, member, self._name_instruction(there))
         else:  # At the end of a step, a process waits until its messages are received.
             needs = {k for k in range(lo, hi) if graph.index.op[k] in SEND_OPS}
@@ -217,6 +212,16 @@ class StalledRun:
             for member, there in self._find_participants(process, need):
                 if not self._has_passed(member, there, own[BlackBoxField.PHASE_COUNT]):
                     yield WaitingProcess(process, member, self._name_instruction(there))
+
+    def _blocks_send(self, receiver: int, sender: BlackBoxSnapshot) -> bool:
+        """Return whether a process cannot receive a message."""
+        other = self.snapshots.get(receiver)
+        if other is not None:
+            # A receive buffer is free only after its rank has ended the previous step.
+            return other[BlackBoxField.PHASE_COUNT] < sender[BlackBoxField.PHASE_COUNT]
+        # A send to a process that has ended fails. The sender then has the mark that it waits.
+        is_absent = receiver in (*self.missing, *self.unreachable)
+        return is_absent and bool(sender[BlackBoxField.IS_WAITING])
 
     def _find_participants(self, process: int, position: int) -> Iterator[tuple[int, int]]:
         """Yield the other processes of an instruction, each with its position there."""

@@ -292,3 +292,19 @@ def test_a_box_goes_to_another_machine_and_back(tmp_path: Path) -> None:
     assert BlackBoxSnapshot.from_bytes(one.to_bytes()) == one
     (tmp_path / "0").write_bytes(b"no box")
     assert read_black_boxes(tmp_path) == {}
+
+
+def test_a_send_that_failed_blames_its_receiver_of_which_nothing_is_known() -> None:
+    """A send may fail before a receive does, if the other machine has ended."""
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
+    sends = [at for at, instr in enumerate(program.streams[0]) if instr.op in SEND_OPS]
+    assert len(sends) == 4
+    for at in sends:
+        all_of = {0: seen(0, at, waits=True)}
+        run = StalledRun(all_of, ProcessLayout(2, 1, 1), program, unreachable=[1])
+        found = run.find_cause()
+        assert found is not None and (found.process, found.kind) == (1, StallKind.UNHEARD)
+        # A process that still sends does not wait for its receiver.
+        run = StalledRun({0: seen(0, at)}, ProcessLayout(2, 1, 1), program, unreachable=[1])
+        found = run.find_cause()
+        assert found is not None and (found.process, found.kind) == (0, StallKind.BUSY)

@@ -18,7 +18,7 @@ BUDGET = {
     "schedir/commands": 4_000,
     "schedir/compiler": 480,
     "schedir/data": 440,
-    "schedir/hang_diagnosis": 2_000,
+    "schedir/hang_diagnosis": 2_010,
     "schedir/instrumentation": 540,
     "schedir/io": 1_860,
     "schedir/ir": 4_480,
