@@ -87,7 +87,7 @@ def test_all_end_together(
     out = tmp_path / "out"
     os.kill(pids[1] if to == "rank 1" else launcher.pid, what)
     if what is signal.SIGSTOP:  # before its timeout is over
-        while (now := where(capsys, out)).startswith("the run goes on"):
+        while (now := where(capsys, out)).startswith("the run makes progress"):
             time.sleep(0.05)
         assert (
             "no process has made progress for " in now
