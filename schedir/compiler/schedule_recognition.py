@@ -1,4 +1,4 @@
-"""Recognize the built-in schedule that a program is, or whose beginning it shares."""
+"""Recognize the built-in schedule that a program is, or that begins as the program does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 
 
 class Recognition(NamedTuple):
-    """The built-in schedule that a program is, or whose beginning it shares.
+    """The built-in schedule that a program is, or that begins as the program does.
 
     Attributes:
         schedule: The name of the schedule, or "" if no built-in schedule begins like the program.
@@ -91,8 +91,8 @@ def recognize(program: Program) -> Recognition:
     delays = bool(np.any(program.shape.weight_delay))
     for name, schedule in sorted(
         get_built_in_schedules().items(),
-        # First come schedules whose weight delay is that of the program. With one stage per rank,
-        # some schedules with a parameter v are the same as one without it, which comes first.
+        # Schedules that delay weights as the program does come first. With one stage per rank, some
+        # schedules with a parameter v are the same as one without it, which comes before them.
         key=lambda item: (
             delays != (get_weight_delay_mark(item[1]) is not None),
             has_free_v(item[1]),

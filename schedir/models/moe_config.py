@@ -17,7 +17,7 @@ MOE_LAYER_BOUNDARIES: Final = DISPATCH + COMBINE
 
 @dataclass(frozen=True)
 class MoEConfig(GPTConfig):
-    """The configuration of a GPT whose feed-forward networks are experts.
+    """The configuration of a GPT with experts as its feed-forward networks.
 
     A router sends each token to the `active` experts with the largest probabilities. Their outputs
     are added with these probabilities, divided by their sum (Mixtral, arXiv 2401.04088).

@@ -1,4 +1,4 @@
-"""A mixture-of-experts GPT in pipeline stages, whose replicas share the experts.
+"""A mixture-of-experts GPT in pipeline stages. Replicas share the experts.
 
 The attention is that of `gpt`. The feed-forward network of each layer is a router and experts (see
 `MoEConfig`). With expert parallelism (GShard, arXiv 2006.16668) each of `ep` replicas has some of
@@ -174,8 +174,8 @@ class MoELayer(gpt.AttentionLayer):
         for parameter in self.experts.parameters():
             mark_expert(parameter, experts.start // len(experts), config.experts // len(experts))
 
-        # A segment keeps the layers of which it names a submodule. The one after the experts names
-        # this one.
+        # A segment keeps a layer if it names one of the layer's submodules. The segment after the
+        # experts names this one.
         self.output = nn.Identity()
 
     def route(self, x: Tensor, aux: Tensor) -> Tensors:

@@ -127,7 +127,7 @@ def test_what_spills_wants_a_folder(tmp_path: Path) -> None:
     wrong: Any = 3
     with pytest.raises(ModelError, match="spill_dir must be a path, not 3"):
         world_of(away(1.0), execution=ExecutionOptions(spill_dir=wrong))
-    world_of(away(), execution=ExecutionOptions(spill_dir=tmp_path / "gone"))  # which nobody needs
+    world_of(away(), execution=ExecutionOptions(spill_dir=tmp_path / "gone"))  # not needed
 
 
 def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

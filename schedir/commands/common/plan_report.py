@@ -199,7 +199,7 @@ def _format_step_times(plan: PlanEstimate) -> list[str]:
 
 
 def _name_step_parts(plan: PlanEstimate) -> dict[str, str]:
-    """Return the printed names of the parts of a step, with the groups whose collectives it has."""
+    """Return the printed names of the parts of a step, with the groups of its collectives."""
     degrees = {"tensor": plan.tp, "context": plan.cp, "expert": plan.ep}
     groups = [name for name, degree in degrees.items() if degree > 1]
     return _STEP_PART_NAMES | {"layer_collectives": f"{join_words(groups)} parallel"}

@@ -79,7 +79,7 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
 
 
 def _require_supported(config: dict[str, Any], fields: dict[str, Any], path: Path) -> None:
-    """Refuse attention windows, and layers without experts beside layers that have some."""
+    """Refuse attention windows, and models in which only some layers have experts."""
     for key, usual in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if (value := config.get(key, usual)) != usual:
             raise ConfigError(

@@ -108,7 +108,7 @@ def _require_scalable(program: Program) -> None:
 def _require_repeatable(
     program: Program, stages: Mapping[int, nn.Module], optimizer: OptimizerLike | None
 ) -> None:
-    """Refuse an optimizer whose update could not be made again."""
+    """Refuse an optimizer if its update could not be made again."""
     require_known_optimizer(optimizer, program.name)
     trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
     if optimizer is None and trains:
@@ -158,7 +158,7 @@ def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) ->
 
 
 def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") -> None:
-    """Refuse an optimizer whose step may change state that cannot be restored.
+    """Refuse an optimizer if its step may change state that cannot be restored.
 
     Args:
         optimizer: The optimizer, or None, which is accepted.
@@ -221,7 +221,7 @@ def require_placeable_state(
     optimizer: OptimizerLike | None,
     parameter_copies: Mapping[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Refuse an optimizer whose state cannot be where the first program places it.
+    """Refuse an optimizer if its state cannot be where the first program places it.
 
     Args:
         programs: The programs of the executor. It steps the optimizer if one of them trains.

@@ -121,7 +121,7 @@ class RankModel:
 
 
 def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
-    """Refuse a model whose ranks cannot run in one process as separate processes would.
+    """Refuse a model if its ranks cannot run in one process as separate processes would.
 
     Args:
         program: The program.

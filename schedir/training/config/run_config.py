@@ -24,7 +24,7 @@ from schedir.models.partitioning import split_tokens
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
 from schedir.passes.pass_types import BufferSharing
 from schedir.passes.selection import parse_selection
-from schedir.training.config.expert_parallelism import require_expert_parallelism
+from schedir.training.config.expert_requirements import require_expert_parallelism
 from schedir.training.config.model_kinds import MODEL_KINDS, ModelConfig, get_model_kind
 from schedir.training.config.segmentation import StageSegmentation, make_segmentation
 from schedir.training.config.setting_types import NumberRange, require_known

@@ -18,38 +18,36 @@ def require_expert_parallelism(config: Any) -> None:
         UsageError: The settings do not fit.
     """
     pipeline, ep = config.pipeline, config.pipeline.ep
-
-    def refuse(fact: str, hint: str, *fields: str) -> UsageError:
-        return UsageError(fact, hint=hint, fields=fields)
-
     if not isinstance(config.model, MoEConfig):
         if ep > 1:
-            raise refuse(
-                f"ep is {ep}, but the model has no experts", 'kind = "moe", or ep = 1', "ep", "kind"
+            raise UsageError(
+                f"ep is {ep}, but the model has no experts",
+                hint='kind = "moe", or ep = 1',
+                fields=["ep", "kind"],
             )
         return
     if pipeline.frozen_stages:
-        raise refuse(
-            "a model of kind 'moe' has no frozen stages", "frozen_stages = 0", "frozen_stages"
+        raise UsageError(
+            "a model of kind 'moe' has no frozen stages",
+            hint="frozen_stages = 0",
+            fields=["frozen_stages"],
         )
     if ep == 1:
         return
     if config.model.experts % ep:
-        raise refuse(
-            f"ep = {ep} does not divide {config.model.experts} experts", "", "ep", "experts"
+        raise UsageError(
+            f"ep = {ep} does not divide {config.model.experts} experts", fields=["ep", "experts"]
         )
     if max(config.segmentation.segments_per_stage) == 1:
-        raise refuse(
+        raise UsageError(
             f"ep is {ep}, so stages need segments between their all-to-alls",
-            'stage_segments = "layers"',
-            "ep",
-            "stage_segments",
+            hint='stage_segments = "layers"',
+            fields=["ep", "stage_segments"],
         )
     for name, section in (("zero", pipeline), ("checkpoint_dir", config.train)):
         if getattr(section, name):
-            raise refuse(
+            raise UsageError(
                 f"{name} does not support ep = {ep}: replicas have different experts",
-                f"ep = 1, or leave out {name}",
-                name,
-                "ep",
+                hint=f"ep = 1, or leave out {name}",
+                fields=[name, "ep"],
             )
