@@ -14,7 +14,7 @@ BUDGET = {
     "kernels": 480,
     "schedir": 990,
     "schedir/analysis": 1_890,
-    "schedir/checkpoints": 1_920,
+    "schedir/checkpoints": 1_940,
     "schedir/commands": 4_000,
     "schedir/compiler": 480,
     "schedir/data": 440,
