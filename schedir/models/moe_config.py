@@ -30,6 +30,8 @@ class MoEConfig(GPTConfig):
         experts: The experts of a layer.
         active: The experts that process each token.
         expert_hidden: The units of an expert. 0 is 4 * hidden.
+        shared_experts: The experts that process all tokens, in addition to the `active` ones
+            (DeepSeekMoE, arXiv 2401.06066). Each replica has them. 0 is none.
         aux_loss: The factor of the auxiliary loss.
         capacity_factor: A rank has a buffer for this many times the tokens that its experts receive
             if the router is perfectly balanced. With more tokens the step raises an error.
@@ -41,14 +43,16 @@ class MoEConfig(GPTConfig):
     experts: int = 8
     active: int = 2
     expert_hidden: int = 0
+    shared_experts: int = 0
     aux_loss: float = 0.01
     capacity_factor: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "experts", "active")
-        if self.expert_hidden:
-            require_positive(self, "expert_hidden")
+        for name in ("expert_hidden", "shared_experts"):
+            if getattr(self, name):
+                require_positive(self, name)
         if self.active > self.experts:
             raise UsageError(
                 f"active is {self.active}, but a layer has {self.experts} experts",
@@ -74,6 +78,8 @@ class MoEConfig(GPTConfig):
         dense_network = 8 * self.hidden**2 + 5 * self.hidden
         expert = 2 * self.hidden * self.expert_width + self.expert_width + self.hidden
         added_per_layer = self.experts * (expert + self.hidden) - dense_network
+        if self.shared_experts:  # They are one network, with one bias of the output.
+            added_per_layer += self.shared_experts * (expert - self.hidden) + self.hidden
         return super().num_parameters + self.layers * added_per_layer
 
     def compute_capacity(self, tokens: int, ep: int) -> int:

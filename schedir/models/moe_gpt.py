@@ -174,12 +174,16 @@ class MoELayer(gpt.AttentionLayer):
         for parameter in self.experts.parameters():
             mark_expert(parameter, experts.start // len(experts), config.experts // len(experts))
 
+        self.has_shared_experts = config.shared_experts > 0
+        if self.has_shared_experts:
+            width = config.shared_experts * config.expert_width
+            self.shared_experts = Expert(weights, "shared_experts", width)
         # A segment keeps a layer if it names one of the layer's submodules. The segment after the
         # experts names this one.
         self.output = nn.Identity()
 
     def route(self, x: Tensor, aux: Tensor) -> Tensors:
-        """Run the attention, and choose the experts of each token.
+        """Run the attention and the shared experts, and choose the experts of each token.
 
         Args:
             x: The residual stream, (b, T, hidden).
@@ -192,6 +196,8 @@ class MoELayer(gpt.AttentionLayer):
         """
         with self.use_dropout_stream():
             x, normed = self.run_attention(x)
+            if self.has_shared_experts:
+                x = self.add_feed_forward(self.shared_experts(normed), x)
         tokens = normed.view(-1, normed.shape[-1])
         logits = self.router(tokens)
         probabilities = logits.to(aux.dtype).softmax(-1)
@@ -243,8 +249,8 @@ class MoELayer(gpt.AttentionLayer):
         outputs = rows[order.argsort()].view(*gates.shape, -1)
         total = (outputs * gates.unsqueeze(-1)).sum(1).to(x.dtype).view_as(x)
         with self.use_dropout_stream():
-            if self.dropout_rate:
-                # Draw the mask of the attention again: the next mask is then that of one process.
+            # Draw the masks of `route` again: the next mask is then that of one process.
+            for _ in range(1 + self.has_shared_experts if self.dropout_rate else 0):
                 F.dropout(x.detach(), self.dropout_rate)
             return self.add_feed_forward(total, x)
 
@@ -294,11 +300,9 @@ def _make_segments(stage: MoEStage) -> list[nn.Module]:
     segments = [[SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
     for number in stage.layers:
         layer_segments = _MoELayerSegments(number)
-        segments[-1].append(
-            layer_segments.make_step(
-                layer_segments.route, "attention_norm", "qkv", "proj", "mlp_norm", "router"
-            )
-        )
+        names = ["attention_norm", "qkv", "proj", "mlp_norm", "router"]
+        names += ["shared_experts"] * layer_segments.get_layer(stage).has_shared_experts
+        segments[-1].append(layer_segments.make_step(layer_segments.route, *names))
         segments.append([layer_segments.make_step(layer_segments.run_experts, "experts")])
         segments.append([layer_segments.make_step(layer_segments.combine, "output")])
     segments[-1].append(SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))

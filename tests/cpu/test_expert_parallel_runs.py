@@ -44,7 +44,7 @@ from tests.cpu.tiny_stages import moe_executor
 
 CONFIG = MoEConfig(
     vocab=23, layers=4, hidden=16, heads=2, context=5, tied=False, experts=8, expert_hidden=12,
-    aux_loss=0.5,
+    aux_loss=0.5, shared_experts=2,
 )  # fmt: skip
 RANKS, MICROBATCHES, SAMPLES, EP, LR = 2, 4, 2, 2, 0.01
 SHARED: dict[str, Any] = {"recompute": "half", "buffer_sharing": "minimal", "overlap": True}
@@ -204,7 +204,7 @@ def test_gradients_are_those_of_one_process(replicas: int, tmp_path: Path) -> No
                 assert total.item() == pytest.approx(losses[process // RANKS].item(), rel=1e-12)
             assert own_norm.item() == pytest.approx(norm.item(), rel=1e-12)
         for parameter, full in expected.items():
-            copies = replicas // EP if "experts" in parameter else replicas
+            copies = replicas // EP if ".experts." in parameter else replicas
             assert counts[parameter] == full.numel() * (1 if "zero" in options else copies)
 
     second, third, resumed = (
@@ -227,6 +227,7 @@ def test_optimizer_states_of_experts_have_fewer_shards() -> None:
 
 def test_a_layer_adds_the_outputs_of_its_experts() -> None:
     stage = build_stage(CONFIG, 0, 1, dtype=torch.float64)
+    assert CONFIG.num_parameters == sum(p.numel() for p in stage.parameters())
     (layer,) = get_layers(stage, "0")
     torch.manual_seed(0)
     x = torch.randn(2, 3, CONFIG.hidden, dtype=torch.float64, requires_grad=True)
@@ -235,7 +236,8 @@ def test_a_layer_adds_the_outputs_of_its_experts() -> None:
     output = layer.combine(layer.run_experts(rows, counts), gates, order, stream)
 
     stream, normed = layer.run_attention(x)
-    expected, chosen_counts = stream.clone(), torch.zeros(CONFIG.experts, dtype=torch.float64)
+    expected = stream + layer.shared_experts(normed)
+    chosen_counts = torch.zeros(CONFIG.experts, dtype=torch.float64)
     probabilities = (normed @ layer.router.weight.T).softmax(-1)
     for place in [(b, t) for b in range(2) for t in range(3)]:
         best = probabilities[place].argsort(descending=True)[: CONFIG.active]

@@ -23,7 +23,7 @@ BUDGET = {
     "schedir/io": 1_860,
     "schedir/ir": 4_480,
     "schedir/megatron": 890,
-    "schedir/models": 1_060,
+    "schedir/models": 1_070,
     "schedir/passes": 2_590,
     "schedir/planner": 4_020,
     "schedir/predict": 1_520,
