@@ -122,8 +122,8 @@ class MoEStage(gpt.Stage):
         experts: range,
         placement: ParameterPlacement,
     ) -> None:
-        def make_layer(_: object, index: int, *_unused: object, **_options: object) -> MoELayer:
-            return MoELayer(config, index, experts, placement)
+        def make_layer(_: object, index: int, weights: LayerParameters) -> MoELayer:
+            return MoELayer(config, index, weights, experts)
 
         super().__init__(config, layers, is_first, is_last, None, placement, make_layer=make_layer)
         self.has_all_experts = not layers or len(experts) == config.experts
@@ -153,14 +153,13 @@ class MoELayer(gpt.AttentionLayer):
     Args:
         config: The configuration of the model.
         index: The number of the layer in the model.
+        weights: The factory of the layer's parameters.
         experts: The experts of this rank.
-        placement: The device and the type of the parameters.
     """
 
     def __init__(
-        self, config: MoEConfig, index: int, experts: range, placement: ParameterPlacement
+        self, config: MoEConfig, index: int, weights: LayerParameters, experts: range
     ) -> None:
-        weights = gpt.make_layer_parameters(config, index, None, placement)
         super().__init__(config, index, weights)
         self.num_experts, self.active, self.aux_loss = (
             config.experts,

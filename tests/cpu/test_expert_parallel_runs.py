@@ -273,7 +273,7 @@ def add_buffers(stage: MoEStage) -> None:
 
 def overflow(rank: int) -> list[tuple[str, ...]]:
     """Return the errors of a step with too many tokens, and of arguments that do not fit."""
-    config = replace(CONFIG, layers=2, capacity_factor=1.25)
+    config = replace(CONFIG, layers=2, capacity_factor=1.25, shared_experts=0)
     how: dict[str, Any] = {"dp": EP, "ep": EP, "stage_segments": "dcdc"}
     how |= {"progress_model": "per_edge", "blocking_hosts": True}
     program = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, **how)
@@ -283,8 +283,8 @@ def overflow(rank: int) -> list[tuple[str, ...]]:
     boundaries: dict[int, Any] = build_boundaries(config, [5], stream, EP)
 
     def make(program: Program, boundary: Any, **other: Any) -> Executor:
-        other = {"prepare": skew_routing, "boundary": boundary} | other
-        return moe_executor(program, transport, config, SAMPLES, **other)
+        other = {"prepare": skew_routing, "boundary": boundary, "cfg": config} | other
+        return moe_executor(program, transport, samples=SAMPLES, **other)
 
     executor = make(program, boundaries)
     sharded = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, zero=2, **how)
@@ -294,6 +294,7 @@ def overflow(rank: int) -> list[tuple[str, ...]]:
         lambda: save(executor, "unused", step=0, name_map=drop_expert_rank),
         lambda: save(make(program, boundaries, prepare=add_buffers), "unused", step=0),
         lambda: executor.step(*draw_batch(rank)),
+        lambda: make(program, boundaries, cfg=replace(config, expert_hidden=12 + 4 * rank)),
         lambda: make(sharded, boundaries),
         lambda: make(program, boundaries | {0: (sent, Boundary((CONFIG.experts,)), *rest)}),
         lambda: make(program, boundaries | {0: (sent, Boundary((3,), torch.int64), *rest)}),
@@ -314,17 +315,19 @@ def overflow(rank: int) -> list[tuple[str, ...]]:
 
 def test_too_many_tokens_are_one_error_on_all_ranks() -> None:
     first, second = run(overflow, EP)
-    names, buffers, step, zero, dtype, number, stage, whole, swapped, unsplit, alone = first
-    assert first[:7] == second[:7] and unsplit == second[9]
+    names, buffers, step, width, zero, dtype, number, *others = first
+    stage, whole, swapped, unsplit, alone = others
+    assert first[:8] == second[:8] and unsplit == second[10]
     # 2 samples of 5 tokens from 2 replicas, with 2 experts each.
     assert step == (
         "ModelError: replica 0 of rank 0 gets 40 tokens of microbatch 0 for its experts in stage "
         "3, but the capacity of its buffer is 25 tokens",
         "dispatch 3.0",
     )
+    assert "the shapes of the experts in stage 1" in width[0]
     assert "zero=2" in zero[0] and "segments" in stage[0]
     assert "experts 1 of 2 in process 1" in names[0] and "experts.4.sums" in buffers[0]
     assert "number of rows of each expert" in dtype[0] and "[3]" in number[0]
     assert "slice 0 of 1" in whole[0] and "slice 1 of 2" in swapped[0]
-    assert "has slice 0 of 2" in whole[0] and "has slice 1 of 2" in second[7][0]
+    assert "has slice 0 of 2" in whole[0] and "has slice 1 of 2" in second[8][0]
     assert "no dispatch" in unsplit[0] and "the other experts are missing" in alone[0]

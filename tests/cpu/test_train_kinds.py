@@ -12,6 +12,7 @@ from schedir.errors import ConfigError
 from schedir.training.config.config_file import read_config
 from schedir.training.config.model_kinds import MODEL_KINDS, get_model_kind
 from schedir.training.model_factory import MODELS
+from schedir.training.train import run as train_run
 from tests.cpu.training import CONFIG, alone, losses, train
 
 LLAMA = ["model.kind=llama", "model.layers=4", "model.heads=4", "model.kv_heads=2",
@@ -107,6 +108,12 @@ def test_what_a_kind_has_not_is_refused(config: str, sets: list[str], field: str
     with pytest.raises(ConfigError) as error:
         read_config(config, sets)
     assert field in f"{error.value.fact} {error.value.hint} {error.value.location}"
+
+
+def test_settings_that_no_program_has_are_refused_with_their_line(config: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        train_run(config, [*EP, "pipeline.ep=2", "pipeline.dp=3"])
+    assert error.value.location == "--set pipeline.ep=2" and {*error.value.fields} == {"ep", "dp"}
 
 
 @pytest.mark.parametrize("kind", ["bert", "encoder_decoder"])

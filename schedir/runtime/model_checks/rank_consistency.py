@@ -14,7 +14,7 @@ from schedir.runtime.model_checks.tied_weight_requirements import (
     StageFingerprints,
     fingerprint_parameters,
 )
-from schedir.runtime.parameters.buckets import describe_slice, is_summed_over_tp
+from schedir.runtime.parameters.buckets import describe_slice, is_expert, is_summed_over_tp
 from schedir.runtime.parameters.mixed_precision import OptimizerLike
 from schedir.runtime.rank_resources import RankOptions
 from schedir.transports.transport import Transport
@@ -86,6 +86,9 @@ def collect_facts(
         # The last name is that of experts, if the stage has experts and other parameters.
         slices = [f"slice {tp_rank}", *(describe_slice(p, tp_rank) for p in module.parameters())]
         facts |= _describe_parameters(module, f"stage {s}, {max(slices)}")
+        shapes = [_describe_shape(p) for p in module.parameters() if is_expert(p)]
+        if shapes:  # The ranks of a group send each other rows for these experts.
+            facts[f"the shapes of the experts in stage {s}, slice {tp_rank}"] = ", ".join(shapes)
         summed = [
             f"{name} {_describe_shape(p)}"
             for name, p in module.named_parameters()
