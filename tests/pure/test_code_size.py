@@ -25,7 +25,7 @@ BUDGET = {
     "schedir/megatron": 890,
     "schedir/models": 1_070,
     "schedir/passes": 2_590,
-    "schedir/planner": 4_020,
+    "schedir/planner": 4_045,
     "schedir/predict": 1_520,
     "schedir/runtime": 9_510,
     "schedir/schedule_search": 2_790,
