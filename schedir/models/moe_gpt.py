@@ -31,6 +31,7 @@ from schedir.models.language_model import count_tokens as count_tokens
 from schedir.models.moe_config import MoEConfig as MoEConfig
 from schedir.models.parameter_init import LayerParameters
 from schedir.models.partitioning import split_layers
+from schedir.models.routing_bias import make_load_term, make_routing_bias
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.parameters.buckets import mark_expert
 
@@ -167,6 +168,11 @@ class MoELayer(gpt.AttentionLayer):
             config.aux_loss,
         )
         self.router = weights.make_column_linear("router", config.experts, bias=False)
+        self.routing_bias: nn.Parameter | None = None
+        if config.balance_rate:
+            self.routing_bias = make_routing_bias(
+                config.experts, config.balance_rate, weights.placement
+            )
         self.experts = nn.ModuleDict(
             {str(e): Expert(weights, f"experts.{e}", config.expert_width) for e in experts}
         )
@@ -200,7 +206,10 @@ class MoELayer(gpt.AttentionLayer):
         tokens = normed.view(-1, normed.shape[-1])
         logits = self.router(tokens)
         probabilities = logits.to(aux.dtype).softmax(-1)
-        chosen_probabilities, chosen = probabilities.topk(self.active)
+        bias = self.routing_bias
+        scores = probabilities if bias is None else probabilities + bias.detach()
+        chosen = scores.topk(self.active).indices
+        chosen_probabilities = probabilities.gather(-1, chosen)
         gates = chosen_probabilities / chosen_probabilities.sum(-1, keepdim=True)
         order = chosen.view(-1).argsort(stable=True)
         counts = chosen.view(-1).bincount(minlength=self.num_experts)
@@ -210,6 +219,8 @@ class MoELayer(gpt.AttentionLayer):
             share = counts.to(aux.dtype) / order.numel()
             balance = (share * probabilities.mean(0)).sum()
             aux = aux + self.aux_loss * self.num_experts * len(tokens) * balance
+            if bias is not None:
+                aux = aux + make_load_term(bias, counts)
         return rows[order], counts, gates, order, x, aux
 
     def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -301,6 +312,7 @@ def _make_segments(stage: MoEStage) -> list[nn.Module]:
         layer_segments = _MoELayerSegments(number)
         names = ["attention_norm", "qkv", "proj", "mlp_norm", "router"]
         names += ["shared_experts"] * layer_segments.get_layer(stage).has_shared_experts
+        names += ["routing_bias"] * (layer_segments.get_layer(stage).routing_bias is not None)
         segments[-1].append(layer_segments.make_step(layer_segments.route, *names))
         segments.append([layer_segments.make_step(layer_segments.run_experts, "experts")])
         segments.append([layer_segments.make_step(layer_segments.combine, "output")])

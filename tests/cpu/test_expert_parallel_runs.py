@@ -28,6 +28,7 @@ from schedir.models.moe_gpt import (
     build_stage,
     split_stage,
 )
+from schedir.models.routing_bias import make_adamw_groups, make_load_term, make_routing_bias
 from schedir.runtime import (
     Boundary,
     Executor,
@@ -38,13 +39,15 @@ from schedir.runtime import (
 )
 from schedir.runtime.boundaries.size_measurement import measure_model_states
 from schedir.runtime.parameters.buckets import ShardSpec, is_expert
+from schedir.training.config.train_config import TrainConfig
+from schedir.training.optimizer import build_optimizer
 from tests.cases import cases
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import moe_executor
 
 CONFIG = MoEConfig(
     vocab=23, layers=4, hidden=16, heads=2, context=5, tied=False, experts=8, expert_hidden=12,
-    aux_loss=0.5, shared_experts=2,
+    aux_loss=0.5, balance_rate=0.01, shared_experts=2,
 )  # fmt: skip
 RANKS, MICROBATCHES, SAMPLES, EP, LR = 2, 4, 2, 2, 0.01
 SHARED: dict[str, Any] = {"recompute": "half", "buffer_sharing": "minimal", "overlap": True}
@@ -88,17 +91,22 @@ def loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") + aux.sum()
 
 
-def make_alone(replicas: int, folder: Path) -> InProcessExecutor:
-    """Make an executor that runs the microbatches of all replicas, with the state of a step."""
+def make_alone(replicas: int, folder: Path) -> tuple[InProcessExecutor, MoEStage]:
+    """Make a model, and an executor that has run a step with the microbatches of all replicas."""
     stage = skew_routing(build_stage(CONFIG, 0, 1, dtype=torch.float64))
     program = compile("gpipe", ranks=1, microbatches=replicas * MICROBATCHES)
     alone = InProcessExecutor(
         program, [stage], loss=loss, boundary=(1,),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, LR),
+        optimizer=make_adamw,
     )  # fmt: skip
     step_alone(alone, replicas)
     save(alone, folder, step=1, name_map=keep_name)
-    return alone
+    return alone, stage
+
+
+def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    others, groups = make_adamw_groups(parameters, parameters)
+    return torch.optim.AdamW([{"params": others}, *groups], LR)
 
 
 def step_alone(alone: InProcessExecutor, replicas: int) -> float:
@@ -111,13 +119,18 @@ def keep_name(stage: int, name: str) -> str:
     return name
 
 
-def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], int]:
-    """Return gradients, the losses of the replicas, and the calls of experts in one process."""
+def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], list[tuple[str, int]]]:
+    """Return gradients, the losses of the replicas, and the calls of experts in one process.
+
+    A call is the name of the expert and the number of its tokens.
+    """
     model = skew_routing(build_stage(CONFIG, 0, 1, dtype=torch.float64))
-    calls: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, Expert):
-            module.register_forward_hook(lambda expert, *_: calls.append(expert))
+    calls: list[tuple[str, int]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Expert) and ".experts." in name:
+            module.register_forward_hook(
+                lambda _, inputs, output, name=name: calls.append((name, len(inputs[0])))
+            )
     losses = []
     for replica in range(replicas):
         total = torch.zeros(())
@@ -132,7 +145,7 @@ def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], int]:
             for name, p in model.named_parameters()
         },
         losses,
-        len(calls),
+        calls,
     )
 
 
@@ -155,7 +168,7 @@ def train_in_processes(rank: int, replicas: int, folder: str) -> dict[str, Any]:
         total = executor.step(*batch, 1 / 32)
         found[name] = [*iterate_gradients(executor)], total, executor.grad_norm
         if program.zero:
-            found["resumed"] = resume(partial(make, lr=LR), folder, batch)
+            found["resumed"] = resume(partial(make, make_optimizer=make_adamw), folder, batch)
         transport.shut_down()
     return found
 
@@ -187,10 +200,20 @@ def resume(make: Callable[[], Executor], folder: str, batch: tuple[Tensor, Tenso
 @pytest.mark.parametrize("replicas", cases([2], [4]))
 def test_gradients_are_those_of_one_process(replicas: int, tmp_path: Path) -> None:
     expected, losses, calls = train_alone(replicas)
-    assert 0 < calls < replicas * MICROBATCHES * CONFIG.layers * CONFIG.experts
+    assert 0 < len(calls) < replicas * MICROBATCHES * CONFIG.layers * CONFIG.experts
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 0.1
     norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt()
-    alone = make_alone(replicas, tmp_path)
+    alone, stage = make_alone(replicas, tmp_path)
+    loads = Counter[str]()
+    for name, tokens in calls:
+        loads[name] += tokens
+    for number, layer in stage.layers.items():
+        of_layer = [loads[f"layers.{number}.experts.{e}"] for e in range(CONFIG.experts)]
+        mean = sum(of_layer) / CONFIG.experts
+        signs = [(n < mean) - (n > mean) for n in of_layer]
+        assert isinstance(layer, MoELayer) and layer.routing_bias is not None
+        steps = [CONFIG.balance_rate * sign for sign in signs]
+        assert layer.routing_bias.tolist() == pytest.approx(steps, rel=1e-6)
     ranks = run(train_in_processes, RANKS * replicas, replicas, str(tmp_path))
     for name, (_, _, options) in SCHEDULES.items():
         counts = Counter[str]()
@@ -215,6 +238,15 @@ def test_gradients_are_those_of_one_process(replicas: int, tmp_path: Path) -> No
     step_alone(alone, replicas)
     load(alone, tmp_path / "ranks", step=2, name_map=keep_name)
     assert third == pytest.approx(step_alone(alone, replicas), rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_routing_bias_steps_by_the_sign_of_its_excess(precision: str) -> None:
+    placement: Any = {"device": "cpu", "dtype": getattr(torch, precision)}
+    bias, weight = make_routing_bias(3, 0.5, placement), nn.Parameter(torch.ones(2, 2, **placement))
+    (make_load_term(bias, torch.tensor([5, 1, 0])) / 1e6).backward()  # of a million tokens
+    build_optimizer([weight, bias], TrainConfig(precision=precision)).step()
+    assert bias.tolist() == pytest.approx([-0.5, 0.5, 0.5], rel=1e-3) and weight.sum() == 4
 
 
 def test_optimizer_states_of_experts_have_fewer_shards() -> None:

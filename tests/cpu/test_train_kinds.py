@@ -53,6 +53,7 @@ def test_processes_train_what_one_does(
 
 
 MOE = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false", "pipeline.tp=1",
+       "model.shared_experts=1", "model.balance_rate=0.01",
        "train.evaluate_every=6", "data.validation=0.1", "train.evaluate_batches=2",
        "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
 
