@@ -23,6 +23,7 @@ from schedir.ir.isa.instructions import (
     Traffic,
     Value,
     ValueRow,
+    is_tp_split,
 )
 from schedir.ir.isa.table_validation import TableError, require_tables
 
@@ -97,6 +98,10 @@ def test_the_tables_keep_to_the_rules() -> None:
             row(O.Snapshot, traffic=Traffic("host", ("params",), program_attribute="snapshot")),
         ),
         ("Snapshot", row(O.Snapshot, traffic=Traffic("host"))),
+        (
+            "ReloadState: OffloadState has the same cost",
+            row(O.ReloadState, cost="offload_state", traffic=Traffic("disk", ("optimizer",))),
+        ),
         # And the rest.
         ("BackwardWeight", row(O.BackwardWeight, needs=())),
         ("Backward", row(O.Backward, text="F")),
@@ -161,3 +166,15 @@ def test_the_stub_of_costs_is_that_of_the_table() -> None:
 def test_lanes_without_a_row() -> None:
     with pytest.raises(TableError, match=f"{[*Lane][-1].name} has no row"):
         require_tables(lanes=LANES[:-1])
+
+
+def test_parts_exist_between_a_split_and_its_gather() -> None:
+    split = {
+        kind: [row.op for row in INSTRUCTIONS if kind in {*row.needs, *row.gives}
+               and is_tp_split(row.op, kind)]
+        for kind in T
+    }  # fmt: skip
+    assert {kind: ops for kind, ops in split.items() if ops} == {
+        T.ACT_OUT: [O.SendAct], T.ACT_IN: [O.RecvAct, O.TPGatherAct],
+        T.GRAD_OUT: [O.SendGrad], T.GRAD_IN: [O.RecvGrad, O.TPGatherGrad],
+    }  # fmt: skip

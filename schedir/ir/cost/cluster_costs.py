@@ -26,6 +26,7 @@ from schedir.ir.isa.instructions import (
     PeerRule,
     Scope,
     Traffic,
+    is_tp_split,
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
@@ -279,7 +280,7 @@ class _CostFiller:
         return np.maximum(act, _shift_to_next_stage(grad))
 
     def compute_message(self, cost: str) -> Floats:
-        """Return the time of the longest message that has this cost. Values are sent unsharded.
+        """Return the time of the longest message that has this cost.
 
         Args:
             cost: Name of the cost.
@@ -290,9 +291,11 @@ class _CostFiller:
         messages = []
         for row in INSTRUCTIONS:
             if row.cost == cost and row.peer is not None:
-                each = self.sizes.per_microbatch(VALUES[row.needs[0]].size, self.shape)
+                (kind,) = row.needs or row.gives
+                each = self.sizes.per_microbatch(VALUES[kind].size, self.shape)
+                parts = self.tp if is_tp_split(row.op, kind) else 1
                 seconds = self._compute_messages(
-                    each * self._is_sent_onward[:, None], self._find_links()
+                    each / parts * self._is_sent_onward[:, None], self._find_links()
                 )
                 messages.append(
                     seconds if row.peer.is_downstream else _shift_to_next_stage(seconds)
@@ -438,8 +441,9 @@ class _CostFiller:
         if not traffic.sizes:
             return self._compute_form_change(cost, traffic.moves_per_byte)
         is_sharded = cost not in _MICROBATCH_COSTS and (self.zero or traffic.is_always_sharded)
-        parts = self.dp if is_sharded else 1
-        each = self._sum_sizes(cost, traffic.sizes) / parts * traffic.moves_per_byte
+        parts = {name: self._count_tp_parts(cost, name) for name in traffic.sizes}
+        each = self._sum_sizes(cost, traffic.sizes, parts) * traffic.moves_per_byte
+        each = each / (self.dp if is_sharded else 1)
         if traffic.link == "hbm":
             return each[:, None] / self.cluster.hbm_bandwidth
         if traffic.link == "dram":
@@ -450,22 +454,42 @@ class _CostFiller:
         }
         return np.array([[transfer[traffic.link](size)] for size in each.tolist()])
 
+    def _count_tp_parts(self, cost: str, size: str) -> int:
+        """Return the number of parts into which a value is split where instructions use it.
+
+        A value is split if each tensor-parallel rank has its own part.  If one of the instructions
+        with this cost uses the full value, its price counts.
+        """
+        uses = [
+            row.op in TP_SPLIT_OPS or is_tp_split(row.op, kind)
+            for row in INSTRUCTIONS
+            if row.cost == cost
+            for kind in {*row.needs, *row.gives}
+            if VALUES[kind].peer is not None and size in (VALUES[kind].size, "")
+        ]
+        return self.tp if uses and all(uses) else 1
+
     def _has_sizes(self, traffic: Traffic) -> bool:
         """Return whether all sizes that this traffic needs are given."""
         return all(self.sizes.for_stages(name, self.shape.stages).any() for name in traffic.sizes)
 
     def _compute_form_change(self, cost: str, times: float) -> Floats:
         """Return the seconds in which a GPU changes the form of a value in its memory."""
-        split = any(row.op in TP_SPLIT_OPS for row in INSTRUCTIONS if row.cost == cost)
-        if split and self.tp == 1:
+        ops = {row.op for row in INSTRUCTIONS if row.cost == cost}
+        if self.tp == 1 and ops <= {*TP_SPLIT_OPS}:
             return np.zeros((1, 1))
-        size = self._find_changed_bytes(cost) / (self.tp if split else 1)
+        size = self._find_changed_bytes(cost) / self._count_tp_parts(cost, "")
         each = np.maximum(times * size / self.cluster.hbm_bandwidth, self.cluster.kernel_us / 1e6)
         return np.where(size > 0, each, 0.0)
 
-    def _sum_sizes(self, cost: str, names: Collection[str]) -> Floats:
-        """Return the sum of some sizes of each stage, shape (stages,)."""
-        each = {name: self.sizes.for_stages(name, self.shape.stages) for name in names}
+    def _sum_sizes(
+        self, cost: str, names: Collection[str], parts: Mapping[str, int] | None = None
+    ) -> Floats:
+        """Return the sum of some sizes of each stage, shape (stages,), of one of several parts."""
+        each = {
+            name: self.sizes.for_stages(name, self.shape.stages) / (parts or {}).get(name, 1)
+            for name in names
+        }
         # Some optimizers have no state, so a size of 0 is valid for it.
         needed = {*names} - {"optimizer"} or {*names}
         if not all(each[name].any() for name in needed):

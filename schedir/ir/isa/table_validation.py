@@ -182,6 +182,10 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
         yield f"a cluster has no use for the attribute {row.traffic.program_attribute!r}"
     if row.traffic is not None and not row.traffic.sizes and row.form is None:
         yield "traffic without sizes needs a form: its bytes are those of the changed value"
+    for other in rows:
+        is_priced = row.cost and row.cost == other.cost and row.traffic and other.traffic
+        if is_priced and row.traffic != other.traffic:
+            yield f"{other.op.name} has the same cost, {row.cost!r}, and other traffic"
     if row.host_sync and lane.host_action != "starts":
         yield f"host_sync has no effect: hosts wait at lane {row.lane.name} anyway"
     if bool(row.peer) != lane.has_messages:
