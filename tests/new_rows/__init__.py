@@ -52,7 +52,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         changes=(Change(_V.SAVED, "device", "disk"),), traffic=Traffic("disk", ("saved",))),
     Row(_O.Unstash, "unstash", _L.FROM_DISK, _MB, (_V.SAVED,), (_V.SAVED,), (),
         "Moves saved activations back.", cost="stash",
-        changes=(Change(_V.SAVED, "disk", "device"),)),
+        changes=(Change(_V.SAVED, "disk", "device"),), traffic=Traffic("disk", ("saved",))),
 """),
     ],
     "judge": [
@@ -76,7 +76,8 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         "Packs an activation.", cost="compress", form=Form.PACKED,
         traffic=Traffic("hbm", moves_per_byte=2)),
     Row(_O.Decompress, "decompress", _L.COMPUTE, _MB, (_V.ACT_IN,), (_V.ACT_IN,), (),
-        "Unpacks it.", cost="compress", form=Form.PACKED),
+        "Unpacks it.", cost="compress", form=Form.PACKED,
+        traffic=Traffic("hbm", moves_per_byte=2)),
 """),
     ],
 }  # fmt: skip

@@ -28,18 +28,19 @@ from tests.new_rows import NEW
 COSTS = Costs(F=2, B=3, send=0.5)
 
 
-def fill_costs(ranks: int, **groups: int) -> Any:
-    """Return the costs of a program on one node. The activation has 8 bytes, saved values have 10.
+def fill_costs(shape: PipelineShape, activation: Any = 8, **groups: int) -> Any:
+    """Return the costs of a program on one node. Saved values have 10 bytes.
 
     Args:
-        ranks: Number of pipeline ranks.
+        shape: The shape of the program.
+        activation: The bytes of an activation.
         **groups: `tp`, `dp` and `zero`.
     """
-    processes = ranks * groups.get("tp", 1) * groups.get("dp", 1)
+    processes = shape.ranks * groups.get("tp", 1) * groups.get("dp", 1)
     node = Cluster(1, processes, flops=1, memory=1, hbm_bandwidth=2, nvlink_bandwidth=1,
                    network_bandwidth=1, disk_bandwidth=5, kernel_us=0)  # fmt: skip
-    sizes = Sizes(activation=8, saved=10, params=1, grads=1, optimizer=1)
-    return node.fill_costs(PipelineShape(ranks, 8), sizes, Costs(F=1, B=2), **groups)
+    sizes = Sizes(activation=activation, saved=10, params=1, grads=1, optimizer=1)
+    return node.fill_costs(shape, sizes, Costs(F=1, B=2), **groups)
 
 
 def to_flat_text(program: Program) -> str:
@@ -155,7 +156,7 @@ def stash(folder: str) -> None:
     assert [max(curve.total) for curve in late.memory_on("disk")] == [40, 30, 20, 0]
     # With ZeRO, each replica still moves all that its own forwards saved.
     for zero in 0, 1:
-        priced = fill_costs(ranks=4, dp=2, zero=zero)
+        priced = fill_costs(PipelineShape(4, 8), dp=2, zero=zero)
         assert priced.stash == 2.0, (zero, priced.stash)
     text = to_flat_text(program)
     assert_refused(move_line(text, "unstash 0.0", "B 0.1"), "OrderError", "B 0.0", "unstash 0.0")
@@ -223,10 +224,14 @@ def log(folder: str) -> None:
     assert_refused(move_line(text, "log 0.1", ""), "CompletenessError", "to_host 0.1")
     check_all_readers(program, "log", Costs(F=1, B=2, to_host=0.25, log=0.5), folder)
     # A row for an activation runs after the scatter at the sender, and after the gather at the
-    # receiver.
-    for tp, part in (1, 4.0), (2, 2.0):
-        costs = fill_costs(ranks=2, tp=tp)
-        assert (costs.sum_sent, costs.sum_received) == (part, 4.0), (tp, costs)
+    # receiver. Between the stages of a rank nothing is scattered.
+    for tp in 1, 2:
+        costs = fill_costs(PipelineShape(2, 8), activation=(8, 6), tp=tp)
+        assert (costs.sum_sent, costs.sum_received) == ((4 / tp, 0), (0, 4)), (tp, costs)
+        costs = fill_costs(PipelineShape(2, 1, 2, "vee"), activation=(8, 6, 4, 2), tp=tp)
+        assert costs.sum_sent == (4 / tp, 3, 2 / tp, 0), (tp, costs)
+    by_microbatch = fill_costs(PipelineShape(2, 2), activation=((8, 6), (0, 0)))
+    assert by_microbatch.sum_sent == ((4, 3), (0, 0)), by_microbatch
 
 
 def tape(folder: str) -> None:
@@ -304,7 +309,7 @@ def compress(folder: str) -> None:
         )
         new = [op for op in schedir.Opcode if op.name in ("Compress", "Decompress")]
         # A GPU reads and writes all of an activation, or its part of it.
-        assert fill_costs(ranks=3, tp=tp).compress == 8 / tp
+        assert fill_costs(PipelineShape(3, 4), tp=tp).compress == 8 / tp
         assert not split.used_opcodes & {*new} and {*new} <= program.used_opcodes
         assert len(program) == len(split) + 2 * 4 * 2  # two boundaries, four microbatches
         # Messages have the packed bytes, of which each tensor-parallel rank sends its part.
