@@ -564,7 +564,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
             "Sends the tokens of a mixture-of-experts layer to the ranks of their experts, by an "
             "all-to-all of the expert-parallel group (GShard, arXiv 2006.16668)."
         ),
-        cost="dispatch", ring=CollectiveRing("ep", "routed"), between_segments="always",
+        cost="dispatch", ring=CollectiveRing("ep"), between_segments="always",
     ),
     Row(
         _O.Combine, "combine", _L.EP, _MB,
@@ -574,7 +574,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
             "Sends the outputs of experts back to the ranks of their tokens, by an all-to-all of "
             "the expert-parallel group."
         ),
-        cost="combine", ring=CollectiveRing("ep", "routed"), between_segments="always",
+        cost="combine", ring=CollectiveRing("ep"), between_segments="always",
     ),
     Row(
         _O.CombineGrad, "combine_grad", _L.EP, _MB,
@@ -584,7 +584,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
             "The backward of combine: sends the gradients of the experts' outputs to the ranks of "
             "the experts, over the same links as dispatch."
         ),
-        cost="dispatch", ring=CollectiveRing("ep", "routed"), between_segments="always",
+        cost="dispatch", ring=CollectiveRing("ep"), between_segments="always",
     ),
     Row(
         _O.DispatchGrad, "dispatch_grad", _L.EP, _MB,
@@ -594,6 +594,6 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
             "The backward of dispatch: sends the gradients of the tokens back to their ranks, over "
             "the same links as combine."
         ),
-        cost="combine", ring=CollectiveRing("ep", "routed"), between_segments="always",
+        cost="combine", ring=CollectiveRing("ep"), between_segments="always",
     ),
 )  # fmt: skip
