@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.many_tensors import gradients, loss, same_bits
 from tests.cpu.spawn import run
+from tests.cpu.training import launched
 
 torch.set_num_threads(1)
 WIDTH = 4
@@ -120,10 +119,11 @@ def test_processes_have_the_bits_of_the_reference() -> None:
             assert same_bits(results[rank][case], gradients([plain[s] for s in own]))
 
 
-def test_seq1f1b_runs_on_real_processes() -> None:
+def test_seq1f1b_runs_on_real_processes(tmp_path: Path) -> None:
     """It compares gradients itself: to the bit with a loop over segments, nearly with sequences."""
     example = Path(__file__).parents[2] / "examples/seq1f1b_run.py"
-    subprocess.run([sys.executable, example], check=True, timeout=240)
+    code, _, err = launched([str(example)], tmp_path / "run")
+    assert code == 0, err
 
 
 # ---------------------------------------------------------------- refused
