@@ -1,6 +1,8 @@
 import gc
 import os
+import re
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -27,6 +29,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         every = test._hypothesis_internal_use_settings
         few = min(every.max_examples, max(LEAST, round(SHARE * every.max_examples)))
         test._hypothesis_internal_use_settings = settings(every, max_examples=few)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files that cannot have a test that `-k test_name` asks for.
+
+    To import all of them takes several seconds.
+    """
+    names = {*re.findall(r"\w+", config.option.keyword.lower())} - {"or", "and"}
+    if collection_path.suffix != ".py" or not names:
+        return None
+    text = (collection_path.stem + collection_path.read_text(encoding="utf-8")).lower()
+    can_have = any(name in text or not name.startswith("test_") for name in names)
+    return None if can_have else True
 
 
 @pytest.hookimpl(wrapper=True)
