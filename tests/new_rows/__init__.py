@@ -165,6 +165,16 @@ NEW = {
 }
 
 
+def copy_folders(folder: Path, *sources: str) -> None:
+    """Copy folders of the tree with their compiled modules, which are valid in the copy.
+
+    The names of compiled modules that Python is writing end with a number.
+    """
+    for source in sources:
+        shutil.copytree(ROOT / source, folder / source, symlinks=True,
+                        ignore=shutil.ignore_patterns("*.pyc.*"))  # fmt: skip
+
+
 def copy_tree(folder: Path, *names: str) -> Path:
     """Copy the product and the tests, and add new instructions to the copy.
 
@@ -175,9 +185,7 @@ def copy_tree(folder: Path, *names: str) -> Path:
     Returns:
         The folder.
     """
-    for source in (*PRODUCT, "tests"):
-        shutil.copytree(ROOT / source, folder / source, symlinks=True,
-                        ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+    copy_folders(folder, *PRODUCT, "tests")
     files = [folder / "schedir/ir/isa" / name for name in ("opcodes.py", "instruction_table.py")]
     texts = [file.read_text() for file in files]
     numbers = dict(zip(("next", "value", "lane", "form"), map(len, _LAST), strict=True))
