@@ -13,8 +13,7 @@ function facts(run, k) {
     if (op.lane === 0) list.push(...because(run, run.rank[k], since, run.start[k]));
   }
   if (op.lane === 0) for (const curve of run.curves) {
-    const before = valueAt(curve, run.rank[k], run.start[k] - run.total * 1e-9), after = valueAt(curve, run.rank[k], run.end[k] + run.total * 1e-9);
-    list.push([curve.name, before === after ? amount(after, curve.unit) : `${amount(before, curve.unit)} before, ${amount(after, curve.unit)} after`]);
+    list.push([curve.name, `${amount(valueAt(curve, run.rank[k], (run.start[k] + run.end[k]) / 2), curve.unit)} while it runs`]);
   }
   const twin = twinOf(run, k);
   if (twin) {
