@@ -21,7 +21,7 @@ from threading import Thread
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import head, lacks, line, parse
-from schedir.commands.studio import DEFAULTS
+from schedir.commands.studio import DEFAULTS, load_compiled_loops
 from schedir.commands.studio.answers import Studio
 from schedir.commands.studio.server import StudioServer
 from schedir.commands.studio.state import StudioState
@@ -55,7 +55,9 @@ MEASURE = """
 def opened(path: str, ranks: int, microbatches: int) -> Iterator[Chromium]:
     """Yield a browser that shows a studio."""
     options = DEFAULTS | {"ranks": str(ranks), "microbatches": str(microbatches)}
-    server = StudioServer(Studio(), StudioState(options=options).to_json())
+    studio = Studio()
+    load_compiled_loops(studio)
+    server = StudioServer(studio, StudioState(options=options).to_json())
     Thread(target=server.serve_forever, daemon=True).start()
     with Chromium(path, 1280, 800) as browser:
         browser.call("Page.navigate", url=server.url)

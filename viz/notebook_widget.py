@@ -25,6 +25,12 @@ def widget(timeline: Timeline, other: Timeline | None = None) -> Any:
     Raises:
         MissingPackageError: anywidget is not installed.
         UsageError: The two runs have different numbers of ranks.
+
+    Example:
+        >>> import schedir
+        >>> run = schedir.simulate(schedir.compile("gpipe", ranks=2, microbatches=4))
+        >>> schedir.viz.widget(run)  # doctest: +SKIP
+        TimelineWidget()
     """
     require_package("anywidget", "schedir.viz.widget")
     from anywidget import AnyWidget

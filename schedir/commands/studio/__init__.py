@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import webbrowser
+from threading import Thread
 from typing import TYPE_CHECKING, Final
 
 from schedir.commands.common.schedule_options import (
@@ -17,6 +18,7 @@ from schedir.commands.common.schedule_options import (
 from schedir.errors import UsageError
 
 if TYPE_CHECKING:
+    from schedir.commands.studio.answers import Studio
     from schedir.commands.studio.state import StudioState
     from schedir.io.source_loader import Source
 
@@ -82,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         studio = Studio(opened, None if runner is None else runner.expand, most)
         server = StudioServer(studio, state.to_json(), args.port)
+        Thread(target=load_compiled_loops, args=[studio], daemon=True).start()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"studio: {server.url}\nCtrl-C stops it", flush=True)
         if not args.no_browser and _has_display():
@@ -91,6 +94,19 @@ def run(args: argparse.Namespace) -> int:
         if runner is not None:
             runner.close()
     return 0
+
+
+def load_compiled_loops(studio: Studio) -> None:
+    """Load the loops that numba compiles, so that no later answer waits for them.
+
+    Args:
+        studio: The studio.
+    """
+    from schedir.analysis.numba_jit import enable_numba, is_installed
+
+    if is_installed():
+        enable_numba()
+        studio.answer({"state": {"options": DEFAULTS}})
 
 
 def _has_display() -> bool:
