@@ -92,26 +92,18 @@ def answered(browser: Chromium, act: Callable[[], object]) -> None:
 
 def enter(browser: Chromium, name: str, entered: str) -> None:
     """Type a text into a control, in place of the one that it has."""
-    browser.js(f"document.getElementById('{name}').select()")
-    browser.js(f"document.getElementById('{name}').focus()")
-    answered(
-        browser,
-        lambda: browser.js(
-            f"document.execCommand('insertText', false, {json.dumps(entered)}) || document.execCommand('delete')"
-        ),
-    )
+    element, command = f"document.getElementById('{name}')", "document.execCommand"
+    browser.js(f"{element}.focus(); {element}.select()")
+    typed = f"{command}('insertText', false, {json.dumps(entered)}) || {command}('delete')"
+    answered(browser, lambda: browser.js(typed))
     browser.js("document.activeElement.blur()")
 
 
 def choose(browser: Chromium, name: str, chosen: str) -> None:
     """Choose an entry of a list."""
-    event = "new Event('input', { bubbles: true })"
-    element = f"document.getElementById('{name}')"
-    answered(
-        browser,
-        lambda: browser.js(f"{element}.value = {json.dumps(chosen)}; {element}.dispatchEvent({event});"
-                           f"{element}.dispatchEvent(new Event('change')); 0"),
-    )  # fmt: skip
+    chosen, element = json.dumps(chosen), f"document.getElementById('{name}')"
+    events = "".join(f"{element}.dispatchEvent(new Event('{e}'));" for e in ("input", "change"))
+    answered(browser, lambda: browser.js(f"{element}.value = {chosen}; {events} 0"))
 
 
 def press(browser: Chromium, name: str) -> None:
@@ -311,6 +303,43 @@ def test_an_address_has_the_state_and_runs_no_code(studio: Opener) -> None:
     assert "This is zb_v" in text(browser, "verdict") and value(browser, "editor") == CODE
     answered(browser, lambda: press(browser, "run-code"))
     assert "mine, predicted: 2 ranks" in text(browser, "summary")
+
+
+def test_two_schedules_are_compared_with_linked_cursors(studio: Opener) -> None:
+    browser = studio()
+    choose(browser, "control-other", "zb_h1")
+    names = browser.js("[...document.querySelectorAll('#runs button')].map((b) => b.innerText)")
+    assert names == ["one_f_one_b", "zb_h1", "both"]
+    assert "Compared with zb_h1: span +" in text(browser, "verdict")
+    before = browser.picture()
+    browser.mouse("mouseMoved", *place(browser, 0.5))
+    assert browser.picture() != before and "zb_h1\n0, 1 long" in text(browser, "tip")
+    choose(browser, "control-other", "forward_only")
+    choose(browser, "control-other", "")
+    assert text(browser, "runs") == ""
+
+
+def test_what_is_seen_is_exported_and_copied(studio: Opener) -> None:
+    browser = studio()
+    browser.js(
+        "navigator.clipboard.writeText = async (text) => { window.copied = text; };"
+        "URL.createObjectURL = (blob) => { blob.text().then((text) => { window.saved = text; });"
+        " return '#'; }; 0"
+    )
+    menus = "document.querySelectorAll('.actions select')"
+    for menu, entry, holds in (
+        (1, "command", "copied.startsWith('schedir draw one_f_one_b --ranks 4')"),
+        (1, "python", "copied.includes(\"schedir.compile('one_f_one_b', ranks=4\")"),
+        (1, "link", "copied.startsWith('http://127.0.0.1')"),
+        (0, "sched", "saved.startsWith('schedir 1\\nprogram one_f_one_b')"),
+        (0, "python", "saved.includes('def one_f_one_b(rank, ranks, microbatches)')"),
+        (0, "csv", "saved.startsWith('0F0,0F1')"),
+    ):
+        browser.js(
+            f"window.copied = window.saved = ''; {menus}[{menu}].value = '{entry}';"
+            f"{menus}[{menu}].dispatchEvent(new Event('change')); 0"
+        )
+        browser.until(lambda holds=holds: bool(browser.js(holds)))  # type: ignore[misc]
 
 
 def test_a_stopped_studio_is_told(studio: Opener) -> None:

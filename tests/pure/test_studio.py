@@ -110,6 +110,7 @@ def test_an_answer_has_the_figures_of_a_simulation(
         {"state": {"schedule": 4}}, {"state": {"run": True}}, {"state": {"program": "rank"}},
         {"state": {"schedule": "mine.py:f"}}, {"state": {"schedule": "/etc/passwd.sched"}},
         {"state": {"schedule": "x.timeline"}}, {"state": {"schedule": "<b>"}},
+        {"state": {"other": "mine.py:f"}},
         {"state": {"schedule": "interleaved(group=__import__('os'))"}},
         {"state": {"options": {"costs": "@/etc/hostname"}}},
         {"state": {"options": {"ranks": "100000", "microbatches": "100000"}}},
@@ -248,6 +249,19 @@ def test_a_run_is_shown_with_its_prediction(tmp_path: Any) -> None:
     assert [each["label"] for each in answer["runs"]] == ["predicted", "measured"]
     assert answer["level"] == "run" and answer["recognition"] == "this is one_f_one_b"
     assert "error" in ask({"state": {"run": True}, "export": "call"}, studio)
+
+
+def test_two_schedules_are_compared_per_rank() -> None:
+    answer = ask({"state": state(costs="F=1,B=2") | {"other": "zb_v"}})
+    one, other = answer["runs"]
+    assert [one["label"], other["label"]] == ["one_f_one_b", "zb_v"]
+    busy = [run["span"] * (1 - run["bubble"]) for run in (one, other)]
+    assert busy[0] == pytest.approx(busy[1])  # the same model
+    assert answer["comparison"].startswith("Compared with zb_v: span +")
+    moved = ask({"state": state() | {"other": "zb_h1"}, "move": [0, 0, 4]})
+    assert len(moved["runs"]) == 2 and moved["state"]["other"] == "zb_h1"
+    odd = state("one_f_one_b", ranks="3") | {"other": "chimera"}
+    assert ask({"state": odd})["error"]["fields"] == ["other"]
 
 
 # ---------------------------------------------------------------- code

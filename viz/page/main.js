@@ -1,7 +1,7 @@
 // What a person does, and what is then shown.
 
 const NOTHING = { hops: [], seen: new Set(), ends: [] };
-const state = { chosen: null, gap: null, hover: null, found: null, masks: new Map(), chain: [], exchanged: NOTHING, marked: null };
+const state = { chosen: null, gap: null, hover: null, cursor: null, found: null, masks: new Map(), chain: [], exchanged: NOTHING, marked: null };
 const ROOMY = 6; // lanes of work that leave room for curves
 let studio = null; // what the studio adds to this page: `grab`, `drag`, `drop`, `paint`, `keys` and `describeGap`
 let runs = [], mode = 0, due = false, drag = null, matches = [], nth = -1;
@@ -138,7 +138,7 @@ function select(which) {
     const made = make("span");
     if (runs.length > 1) made.append(`${run.label}: `);
     if (run.doubt) made.append(make("b", `${run.doubt}!`), "\u2003");
-    for (const [name, value] of [["span", time(run, run.total)], ...(DATA.bound ? [["bound", time(run, DATA.bound * run.scale)]] : []), ["bubble", percent(run.bubble)], ["peak in flight", `${Math.max(...run.peak)}`], ...(run.held ? [["memory", run.held]] : [])])
+    for (const [name, value] of [["span", time(run, run.total)], ...(DATA.bound && run === runs[0] ? [["bound", time(run, DATA.bound * run.scale)]] : []), ["bubble", percent(run.bubble)], ["peak in flight", `${Math.max(...run.peak)}`], ...(run.held ? [["memory", run.held]] : [])])
       made.append(`${name}\u2002`, make("b", value), "\u2003");
     return made;
   }));
@@ -228,7 +228,8 @@ function listen() {
     const { x, y } = point(event);
     if (!drag) {
       const hover = at(x, y);
-      if (hover || state.hover) { state.hover = hover; tell(event); redraw(); }
+      state.cursor = runs.length > 1 && x > GUTTER && y > HEAD ? tOf(x) : null;
+      if (hover || state.hover || state.cursor) { state.hover = hover; tell(event); redraw(); }
       canvas.style.cursor = y < MAP ? "grab" : y < HEAD ? "col-resize" : hover && hover.k !== undefined ? "pointer" : "default";
       return;
     }
@@ -267,7 +268,7 @@ function listen() {
   };
   canvas.addEventListener("pointerup", drop);
   canvas.addEventListener("pointercancel", () => { studio?.drop(false); drag = state.marked = null; redraw(); });
-  canvas.addEventListener("pointerleave", (event) => { if (!drag) { state.hover = null; tell(event); redraw(); } });
+  canvas.addEventListener("pointerleave", (event) => { if (!drag) { state.hover = state.cursor = null; tell(event); redraw(); } });
   canvas.addEventListener("dblclick", (event) => {
     const { x, y } = point(event), hit = at(x, y);
     if (hit && hit.k !== undefined) show(hit.run, hit.k, true); else fit();

@@ -357,7 +357,15 @@ function paint(state) {
     paintChain(chosen.run, state.chain);
     if (view.shown.includes(chosen.run)) arrows(chosen.run, state.exchanged.hops, true);
   }
-  for (const one of [hover, chosen]) if (one && one.k !== undefined) outline(one, one === chosen);
+  for (const one of [hover, chosen]) if (one && one.k !== undefined) {
+    outline(one, one === chosen);
+    const twin = view.shown.length > 1 && twinOf(one.run, one.k);
+    if (twin) outline(twin, one === chosen);
+  }
+  if (state.cursor) { // one time in all runs
+    pen.fillStyle = colours.focus;
+    pen.fillRect(xOf(state.cursor), HEAD, 1, view.high);
+  }
   if (state.gap) outlineGap(state.gap);
   studio?.paint();
   pen.restore();

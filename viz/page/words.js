@@ -29,10 +29,16 @@ function valueAt(curve, rank, t) {
   return past ? values[past - 1] : 0;
 }
 
-// The same instruction of the other run, if both ran the same program.
+// The same instruction of the other run, if both ran the same program, or programs of the same stages.
 function twinOf(run, k) {
   const other = runs.find((r) => r !== run);
-  return other && other.digest === run.digest ? { run: other, k } : null;
+  if (!other) return null;
+  if (other.digest === run.digest) return { run: other, k };
+  const stages = ({ own }) => own.reduce((sum, list) => sum + list.length, 0), key = (r, j) => `${r.op[j]} ${r.stage[j]} ${r.mb[j]}`;
+  if (stages(other) !== stages(run) || OPS[run.op[k]].per !== "stage.mb") return null;
+  other.places ||= new Map(Array.from(other.op, (_, j) => [key(other, j), j]));
+  const j = other.places.get(key(run, k));
+  return j === undefined ? null : { run: other, k: j };
 }
 
 // Why a rank was idle, in a line for each cause.
@@ -77,6 +83,7 @@ function describe() {
   }
   if (!chosen) {
     panel.append(make("h2", "Selected"), make("p", "Click an instruction, or select one with the arrow keys. The page then highlights its critical path and its messages. Click idle time, or press B, to see its cause.", "soft"));
+    if (studio) panel.append(make("p", studio.hint, "soft"));
     return;
   }
   const { run, k } = chosen, list = facts(run, k), { chain: links, exchanged: { ends } } = state;

@@ -34,10 +34,14 @@ from schedir.predict.calibrate import simulate_at_mean_times
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.predict.what_if import MIN_SAVING, advise
+from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
 
 _MAX_CHANGES: Final = 5  # changes that the page lists
+_COMPARISON_NOTE: Final = (
+    "In a comparison, costs and sizes are per rank. schedir divides them over the stages of a rank."
+)
 _CHEAPER: Final = 0.9  # the share of a cost with which the effect on a gap is computed
 
 
@@ -82,7 +86,7 @@ class Studio:
                     return {"file": file, "text": text}
                 if "explain" in question:
                     return explain_gap(request, *_read_integers(question["explain"], 2))
-                return describe_request(request, state)
+                return self._describe(request, state)
             except SchedirError as error:
                 return {"error": describe_error(error, request)}
 
@@ -108,16 +112,24 @@ class Studio:
             if self.expand_code is None:
                 raise CodeError("this studio was started with --no-code and runs no code")
             return Source.from_loaded(from_text(self.expand_code(state)), "the code")
-        name = state.schedule.partition("(")[0].strip()
-        if "." in name or "/" in name or ":" in name:
-            raise UsageError(f"{name!r} is not a built-in schedule", fields=["schedule"])
-        source = Source(state.schedule)
+        return load_built_in(state.schedule, "schedule")
+
+    def _describe(self, request: Request, state: StudioState) -> dict[str, Any]:
+        """Return the answer for a request, perhaps with a schedule to compare with."""
+        if not state.other or state.run:
+            return describe_request(request, state)
+        shape = request.program.shape
+        shared = {"ranks": str(shape.ranks), "microbatches": str(shape.microbatches)}
+        options = {**state.options, **shared}
+        for name in ("stages_per_rank", "placement"):
+            options.pop(name, None)
+        other = replace(state, options=options)
         try:
-            _ = source.schedule_or_program
+            compared = make_state_request(other, load_built_in(state.other, "other"))
+            return describe_request(request, state, compared.timeline)
         except SchedirError as error:
-            error.fields = ("schedule",)
+            error.fields = ("other",)
             raise
-        return source
 
     def _move(self, state: StudioState, request: Request, move: object) -> dict[str, Any]:
         """Return the answer for the state after a move, or the reason of its refusal."""
@@ -125,9 +137,32 @@ class Studio:
         state = replace(state, program=to_text(moved), code="", run=False)
         after = make_state_request(state, Source.from_loaded(moved, "the program"))
         try:
-            return describe_request(after, state) | {"state": state.to_json()}
+            return self._describe(after, state) | {"state": state.to_json()}
         except SchedirError as error:
             return {"error": describe_error(error, after) | {"refused": True}}
+
+
+def load_built_in(schedule: str, field: str) -> Source:
+    """Return the source of a built-in schedule. Files are refused.
+
+    Args:
+        schedule: The name, with the options of the schedule in brackets.
+        field: The field of the state that has the name.
+
+    Raises:
+        UsageError: There is no such schedule.
+    """
+    name = schedule.partition("(")[0].strip()
+    if name not in get_built_in_schedules():
+        hint = suggest_schedules(name, [*get_built_in_schedules()])
+        raise UsageError(f"{name!r} is not a built-in schedule", hint=hint, fields=[field])
+    source = Source(schedule)
+    try:
+        _ = source.schedule_or_program
+    except SchedirError as error:
+        error.fields = (field,)
+        raise
+    return source
 
 
 def _read_integers(value: object, count: int) -> list[int]:
@@ -137,12 +172,15 @@ def _read_integers(value: object, count: int) -> list[int]:
     return numbers
 
 
-def describe_request(request: Request, state: StudioState) -> dict[str, Any]:
+def describe_request(
+    request: Request, state: StudioState, other: Timeline | None = None
+) -> dict[str, Any]:
     """Return what the page shows of a request: runs, bound, recognition and the command.
 
     Args:
         request: The request.
         state: The state of the request.
+        other: A second run, to compare with.
 
     Raises:
         SchedirError: The program is invalid, or does not finish.
@@ -151,6 +189,8 @@ def describe_request(request: Request, state: StudioState) -> dict[str, Any]:
     runs = [timeline]
     if timeline.kind == "measured":
         runs.insert(0, simulate_at_mean_times(timeline))
+    if other is not None:
+        runs.append(other)
     found = recognize(timeline.program)
     place = -1
     if found.rank >= 0:
@@ -161,9 +201,10 @@ def describe_request(request: Request, state: StudioState) -> dict[str, Any]:
         "verdict": describe_run_bound(timeline, bound),
         "bound": bound.value if bound else None,
         "proof": bound.explanation if bound else "",
+        "comparison": "" if other is None else compare_runs(timeline, other),
         "recognition": str(found),
         "difference": [found.rank, place] if place >= 0 else None,
-        "notes": describe_costs([request]).splitlines(),
+        "notes": [_COMPARISON_NOTE] * (other is not None) + describe_costs([request]).splitlines(),
         "model": timeline.progress_model,
         "level": _describe_level(request),
         "ranks": shape.ranks,
@@ -171,6 +212,26 @@ def describe_request(request: Request, state: StudioState) -> dict[str, Any]:
         "stages": shape.stages,
         "command": format_command(state, str(request.source) if state.run else ""),
     }
+
+
+def compare_runs(one: Timeline, other: Timeline) -> str:
+    """Return a sentence with the span and the peak memory of a run relative to another.
+
+    Args:
+        one: The run.
+        other: The run to compare with.
+    """
+    name, peaks = "memory", [one.peak_activations, other.peak_activations]
+    if one.sizes is not None and other.peak_memory.any():
+        peaks = [float(run.peak_memory.max()) for run in (one, other)]
+    else:
+        name = "activations in flight"
+    most, base = peaks
+    span = one.span / other.span - 1 if other.span else 0.0
+    return (
+        f"Compared with {other.program.name}: span {span:+.1%}, {name} of the fullest rank "
+        f"{most / base - 1 if base else 0.0:+.1%}."
+    )
 
 
 def describe_page(runs: list[Timeline]) -> dict[str, Any]:
@@ -181,7 +242,7 @@ def describe_page(runs: list[Timeline]) -> dict[str, Any]:
     """
     labels = label_runs(runs)
     return describe_runs(runs, compression=1) | {
-        "title": runs[-1].program.name,
+        "title": runs[0].program.name,
         "summary": "\n".join(map(describe_run, runs)),
         "tables": [build_table(run, label) for run, label in zip(runs, labels, strict=True)],
     }

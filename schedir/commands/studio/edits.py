@@ -200,16 +200,16 @@ def format_call(request: Request) -> str:
     for name in ("buffer_sharing", "memory_limit", "progress_model"):
         if (value := getattr(request, name)) is not None:
             compile_options[name] = value
-    shared = {name: _format_fields(value) for name in ("costs", "sizes")
-              if (value := getattr(request, name)) is not None}  # fmt: skip
+    values = {"costs": request.specified_costs, "sizes": request.timeline.sizes}
+    shared = {name: _format_fields(value) for name, value in values.items() if value is not None}
     lines = ["import schedir", "", *(f"{name} = schedir.{text}" for name, text in shared.items())]
     if not isinstance(loaded, Program):
         name, source = repr(str(request.source)), ""
         compile_options = dict(request.defaults) | compile_options
         if "(" in name:  # options in brackets are those of the function
-            function, _, given = str(request.source).partition("(")
+            function, _, bracket = str(request.source).partition("(")
             lines.insert(1, "from functools import partial")
-            name = f"partial(schedir.schedules.{function.strip()}, {given}"
+            name = f"partial(schedir.schedules.{function.strip()}, {bracket}"
     else:
         source = format_python(request.program, find_draft(request)) + "\n\n"
         name = source.split("\ndef ")[1].partition("(")[0]

@@ -52,6 +52,8 @@ class StudioState:
         code: Python code with a schedule function, which replaces the schedule.
         function: The name of the function in `code`. "" means the last function of the code.
         run: True if the studio shows the run with which it was started.
+        other: The name of a built-in schedule to compare with. Costs and sizes are then per rank,
+            as for `schedir compare`.
         options: The text of each option that is set, by name: those of `schedir options`, and
             `costs`, `sizes`, `memory_limit` and `progress_model`.
     """
@@ -61,6 +63,7 @@ class StudioState:
     code: str = ""
     function: str = ""
     run: bool = False
+    other: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -109,7 +112,12 @@ def make_state_request(state: StudioState, source: Source) -> Request:
     for name, text in state.options.items():
         if applies_to(name, loaded):
             setattr(args, name, _parse_option(name, text.strip()))
-    return make_request(args, source, lower_drafts=isinstance(loaded, Program))
+    return make_request(
+        args,
+        source,
+        lower_drafts=isinstance(loaded, Program),
+        for_comparison=bool(state.other) and not state.run,
+    )
 
 
 def applies_to(name: str, loaded: object) -> bool:
@@ -171,4 +179,5 @@ def format_command(state: StudioState, file: str = "") -> str:
     source = file if state.run or state.code else file or "mine.sched"
     if not (state.run or state.code or state.program):
         source = state.schedule
-    return shlex.join(["schedir", "draw", source, *format_options(state.options)])
+    words = ["draw", source] if not state.other else ["compare", source, state.other]
+    return shlex.join(["schedir", *words, *format_options(state.options)])

@@ -19,6 +19,7 @@ const GROUPS = [
     ["microbatches", "microbatches", "range", [1, 64, 1]],
     ["stages_per_rank", "stages/rank", "range", [1, 8, 1]],
     ["placement", "placement", "text", ["loop", "vee", "mirror", "mirror-vee"], "of the schedule"],
+    ["other", "compare", "select", ["", ...SETUP.schedules], "nothing"],
   ]],
   ["Costs", [
     ...COMPUTES.map((name) => [name, { F: "F forward", B: "B backward", I: "I input", W: "W weights" }[name], "range", [0, 4, 0.05]]),
@@ -38,11 +39,11 @@ const GROUPS = [
     ["dp", "replicas", "text", [], "1"],
     ["progress_model", "progress", "select", ["", ...SETUP.models], "per_device"],
     ["overlap", "overlap", "check"],
-    ["more", "more options", "text", [], "tp=2 clip_grad_norm"],
+    ["more", "options", "text", [], "tp=2 clip_grad_norm"],
   ]],
 ];
 const SHAPE = ["schedule", "ranks", "microbatches", "stages_per_rank", "placement"];
-const PREDICTION = [...COMPUTES, "send", "factors", "other_costs", "saved", "other_sizes", "memory_limit", "progress_model"];
+const PREDICTION = ["other", ...COMPUTES, "send", "factors", "other_costs", "saved", "other_sizes", "memory_limit", "progress_model"];
 const inputs = {}, sliders = {};
 let shown = SETUP.state, answer = SETUP.answer, past = [], future = [], kept = JSON.stringify(shown);
 
@@ -89,13 +90,14 @@ function writeState() {
     options[name] = text.length ? text.join("=") : "yes";
   }
   for (const name of Object.keys(options)) if (!options[name]) delete options[name];
-  return { ...shown, options };
+  return { ...shown, other: value("other"), options };
 }
 
 function fillControls(state) {
   const values = readState(state);
   for (const [name, input] of Object.entries(inputs)) {
     if (name === "schedule") fillSchedules(state);
+    else if (name === "other") input.value = state.other || "";
     else if (name === "overlap") input.checked = state.options.overlap === "yes";
     else input.value = values[name] || "";
     slide(name);
@@ -212,7 +214,7 @@ function allow() {
     const fixed = name !== "schedule" && (SHAPE.includes(name) ? ["draft", "lowered", "run"].includes(level) && !shown.code
       : !PREDICTION.includes(name) && ["lowered", "run"].includes(level));
     input.disabled = fixed;
-    input.title = fixed ? "The program defines this. Choose a schedule to change it." : "";
+    input.title = fixed ? "The program defines this. Choose a schedule to change it." : SETUP.help[name] || "";
     if (!fixed || level !== "run") slide(name);
     if (sliders[name]) sliders[name].disabled ||= fixed;
   }
@@ -270,6 +272,8 @@ function showVerdict() {
     found.append(" ", jump);
   }
   lines.push(found);
+  if (answer.comparison) lines.push(make("p", answer.comparison));
+  if (!answer.verdict && !shown.run) lines.push(make("p", "No lower bound is known for a program with these instructions.", "soft"));
   if (answer.verdict) lines.push(make("p", `${answer.verdict[0].toUpperCase()}${answer.verdict.slice(1)}.`));
   if (answer.proof) {
     const proof = make("details", undefined, "soft proof");
@@ -293,8 +297,8 @@ function number() {
 
 function showCode(error, state) {
   const own = state.code && error && !error.stopped, message = $("code-message");
-  badLine = own ? error.line : 0;
-  number();
+  const line = own ? error.line : 0;
+  if (line !== badLine) { badLine = line; number(); }
   message.classList.toggle("bad", !!own);
   message.textContent = own ? `${error.line ? `Line ${error.line}: ` : ""}${error.fact}${error.hint ? `\n${error.hint}` : ""}`
     : state.code ? `The timeline shows this code.` : "";
@@ -319,7 +323,7 @@ function runCode() {
 
 const editing = { run: null, k: -1, x: 0, target: null };
 
-const canEdit = (run) => runs.length === 1 && run === runs[0] && answer.level !== "run" && !$("stage").classList.contains("stale");
+const canEdit = (run) => run === runs[0] && answer.level !== "run" && !$("stage").classList.contains("stale");
 
 // The row of an instruction, without it.
 function others(run, k) {
@@ -366,6 +370,7 @@ function shift(by) {
 }
 
 studio = {
+  hint: "Drag an instruction along its rank to move it. An order that cannot work is refused.",
   grab(hit) {
     if (!hit || hit.k === undefined || !canEdit(hit.run)) return false;
     if (xOf(hit.run.end[hit.k]) - xOf(hit.run.start[hit.k]) < 6) return false;
@@ -469,6 +474,7 @@ function makeControl([name, label, kind, values = [], placeholder = ""]) {
   }
   input.oninput = () => changed(name);
   input.onchange = commit;
+  row.title = SETUP.help[name] || "";
   row.append(input);
   return row;
 }
@@ -585,6 +591,10 @@ function build() {
     event.preventDefault();
     event.shiftKey ? go(future, past) : go(past, future);
   });
+  const keys = root.querySelector("#keys dl");
+  for (const [key, text] of [[["drag, ", make("kbd", "["), " ", make("kbd", "]")], "move an instruction to another place on its rank"],
+    [[make("kbd", "Ctrl"), " ", make("kbd", "Z")], "undo; with Shift, redo"]])
+    keys.append(make("dt"), make("dd", text)), keys.lastChild.previousSibling.append(...key);
   selectTab(SETUP.state.code ? "code" : "controls");
   showUndo();
   number();
