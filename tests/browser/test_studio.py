@@ -20,6 +20,7 @@ from schedir.commands.studio.answers import Studio
 from schedir.commands.studio.code_process import CodeRunner
 from schedir.commands.studio.server import StudioServer
 from schedir.commands.studio.state import StudioState
+from schedir.commands.studio.studio_page import export_page
 from schedir.compiler.compile import compile
 from schedir.compiler.relower import extract_compute
 from schedir.extras import MissingPackageError
@@ -340,6 +341,22 @@ def test_what_is_seen_is_exported_and_copied(studio: Opener) -> None:
             f"{menus}[{menu}].dispatchEvent(new Event('change')); 0"
         )
         browser.until(lambda holds=holds: bool(browser.js(holds)))  # type: ignore[misc]
+
+
+def test_an_exported_page_needs_no_server(chromium: Chromium, tmp_path: Path) -> None:
+    export_page(Studio(), StudioState(options=DEFAULTS), str(tmp_path))
+    chromium.said.clear()
+    chromium.asked.clear()
+    chromium.call("Page.navigate", url=(tmp_path / "index.html").as_uri())
+    chromium.until(lambda: bool(chromium.js(f"{ANSWERED} > 0")))
+    choose(chromium, "control-schedule", "zb_v")
+    assert "This is zb_v" in text(chromium, "verdict")
+    assert chromium.js("document.getElementById('control-ranks').disabled")
+    answered(chromium, lambda: drag(chromium, place(chromium, 0.5), place(chromium, 3)))
+    assert "precomputed timelines" in text(chromium, "problem")
+    chromium.key("b")
+    chromium.until(lambda: "precomputed" in text(chromium, "selected"))
+    assert all(url.startswith("file:") for url in chromium.asked) and chromium.said == []
 
 
 def test_a_stopped_studio_is_told(studio: Opener) -> None:

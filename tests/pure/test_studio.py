@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -21,16 +22,19 @@ from schedir.commands.common.schedule_options import (
     make_request,
     parse_costs,
 )
-from schedir.commands.studio import DEFAULTS, read_options
+from schedir.commands.studio import DEFAULTS, MAX_INSTRUCTIONS, read_options
 from schedir.commands.studio.answers import Studio
 from schedir.commands.studio.code_process import CodeRunner, expand_code
 from schedir.commands.studio.server import TOKEN_HEADER, StudioServer
 from schedir.commands.studio.state import CodeError, StudioState, format_command
+from schedir.commands.studio.studio_page import export_page
 from schedir.compiler.compile import compile
 from schedir.compiler.relower import extract_compute
+from schedir.errors import UsageError
 from schedir.io import torch_csv
 from schedir.io.source_loader import Source
 from schedir.io.timeline_file import save_timeline
+from schedir.ir.input_trust import input_limits
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import get_built_in_schedules
@@ -47,6 +51,13 @@ def mine(rank, ranks, microbatches):
 """
 BACKWARD_FIRST = "from schedir import B, F\ndef f(r, p, m):\n    return m * B + m * F\n"
 HANG = "from schedir import B, F\ndef f(r, p, m):\n    return m * F + m * B if r else m * (F + B)\n"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def limits() -> Iterator[None]:
+    """The limits that the command sets."""
+    with input_limits(max_instructions=MAX_INSTRUCTIONS, allow_code=False):
+        yield
 
 
 def state(schedule: str = "one_f_one_b", **options: str) -> dict[str, Any]:
@@ -361,6 +372,23 @@ def test_only_requests_of_the_page_are_answered(server: StudioServer) -> None:
     assert not any("one_f_one_b" in text for _, text in refused)
     assert request(server, "POST", "/", b"x", Content_Length="99999999999")[0] == 413
     assert request(server, "POST", "/", b"x", Content_Length="-5")[0] == 413
+
+
+def test_an_exported_page_has_the_schedules_of_the_shape(tmp_path: Any) -> None:
+    first = StudioState("zb_h1", options=DEFAULTS | {"ranks": "3"})
+    line = export_page(STUDIO, first, str(tmp_path / "site"))
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert line.startswith("wrote ") and "connect-src" not in page
+    data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    answers = json.loads(data.group(1))["answers"]
+    assert {"zb_h1", "gpipe", "zb_v"} <= answers.keys() and "chimera" not in answers  # 3 is odd
+    for wrong in (StudioState("chimera", options=first.options), StudioState(code="x = 1")):
+        with pytest.raises(UsageError):
+            export_page(STUDIO, wrong, str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError):
+        export_page(STUDIO, first, str(tmp_path / "file"))
 
 
 def test_names_are_text_in_the_page() -> None:

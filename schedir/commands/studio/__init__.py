@@ -29,13 +29,14 @@ DEFAULTS: Final = {
     "costs": "F=1,B=2,send=0.1",
     "sizes": "saved=1GB",
 }
-_MAX_INSTRUCTIONS: Final = 300_000  # a larger program takes seconds for each change
+MAX_INSTRUCTIONS: Final = 300_000  # a larger program takes seconds for each change
 
 EXAMPLES = """\
   schedir studio
   schedir studio zb_h1 --ranks 8 --microbatches 16
   schedir studio mine.py:my_schedule
   schedir studio run.timeline --no-browser --port 8080
+  schedir studio --ranks 8 --microbatches 16 --export site
 
 The page docs/how-to/design-in-the-browser.md has more.
 """
@@ -59,11 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the address, and open no browser; for a remote host, forward the port with "
         "ssh -L N:127.0.0.1:N",
     )  # fmt: skip
+    parser.add_argument(
+        "--export", metavar="FOLDER",
+        help="write FOLDER/index.html, a page with the timelines of all built-in schedules of this "
+        "shape, which needs no server",
+    )  # fmt: skip
     add_compile_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C.
+def run(args: argparse.Namespace) -> int | str:
+    """Serve the page until Ctrl-C, or export it.
 
     Args:
         args: The parsed options of `studio`.
@@ -74,22 +80,27 @@ def run(args: argparse.Namespace) -> int:
     from schedir.commands.studio.answers import Studio
     from schedir.commands.studio.code_process import CodeRunner
     from schedir.commands.studio.server import StudioServer
+    from schedir.commands.studio.studio_page import export_page
+    from schedir.ir.input_trust import input_limits
 
     for name in ("config", "cluster", "relower"):
         if getattr(args, name, None):
             raise UsageError(f"studio does not take --{name}", fields=[name])
-    most = args.most_instructions or _MAX_INSTRUCTIONS
     state, opened = _make_state(args)
+    if args.export is not None:
+        return export_page(Studio(opened), state, args.export)
+    most = args.most_instructions or MAX_INSTRUCTIONS
     runner = None if args.no_code else CodeRunner(most)
     try:
-        studio = Studio(opened, None if runner is None else runner.expand, most)
+        studio = Studio(opened, None if runner is None else runner.expand)
         server = StudioServer(studio, state.to_json(), args.port)
         Thread(target=load_compiled_loops, args=[studio], daemon=True).start()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"studio: {server.url}\nCtrl-C stops it", flush=True)
         if not args.no_browser and _has_display():
             webbrowser.open(server.url)
-        server.serve_forever(poll_interval=0.2)
+        with input_limits(max_instructions=most, allow_code=False):
+            server.serve_forever(poll_interval=0.2)
     finally:
         if runner is not None:
             runner.close()

@@ -26,7 +26,6 @@ from schedir.io.source_loader import Source
 from schedir.ir.cost.cost_fields import COST_BY_OPCODE
 from schedir.ir.cost.costs import Cost
 from schedir.ir.cost.per_stage_values import from_grid, to_grid
-from schedir.ir.input_trust import input_limits
 from schedir.ir.isa.instructions import COMPUTE_OPS, Opcode
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
@@ -53,12 +52,10 @@ class Studio:
         run: The run with which the studio was started, or None.
         expand_code: A function that runs the code of a state in another process, and returns the
             text of its draft. It raises `CodeError`. None refuses all code.
-        max_instructions: The most instructions of a program.
     """
 
     run: Source | None = None
     expand_code: Callable[[StudioState], str] | None = None
-    max_instructions: int = 300_000
 
     def answer(self, question: object) -> dict[str, Any]:
         """Return the answer to a question of the page.
@@ -72,23 +69,22 @@ class Studio:
             For a state its data, or its error. A move has the data of the new state and the state
             itself, or its refusal. An export has a file name and a text.
         """
-        with input_limits(max_instructions=self.max_instructions, allow_code=False):
-            request = None
-            try:
-                if not isinstance(question, dict):
-                    raise UsageError("a question is an object with a state")
-                state = StudioState.from_json(question.get("state", {}))
-                request = self.make_request(state)
-                if "move" in question:
-                    return self._move(state, request, question["move"])
-                if "export" in question:
-                    file, text = export_program(request, question["export"])
-                    return {"file": file, "text": text}
-                if "explain" in question:
-                    return explain_gap(request, *_read_integers(question["explain"], 2))
-                return self._describe(request, state)
-            except SchedirError as error:
-                return {"error": describe_error(error, request)}
+        request = None
+        try:
+            if not isinstance(question, dict):
+                raise UsageError("a question is an object with a state")
+            state = StudioState.from_json(question.get("state", {}))
+            request = self.make_request(state)
+            if "move" in question:
+                return self._move(state, request, question["move"])
+            if "export" in question:
+                file, text = export_program(request, question["export"])
+                return {"file": file, "text": text}
+            if "explain" in question:
+                return explain_gap(request, *_read_integers(question["explain"], 2))
+            return self._describe(request, state)
+        except SchedirError as error:
+            return {"error": describe_error(error, request)}
 
     def make_request(self, state: StudioState) -> Request:
         """Return the request of a state.

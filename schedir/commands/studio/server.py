@@ -10,36 +10,17 @@ import hmac
 import json
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
 from secrets import token_urlsafe
 from traceback import print_exc
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from schedir.analysis.progress_models import MODELS
-from schedir.commands.common.program_options import PROGRAM_OPTIONS
 from schedir.commands.studio.answers import Studio
+from schedir.commands.studio.studio_page import build_studio_page
 from schedir.errors import UsageError
-from schedir.schedules import get_built_in_schedules
-from schedir.viz.html_page import build_page
 
 HOST: Final = "127.0.0.1"
 TOKEN_HEADER: Final = "X-Studio-Token"
-_COST_HELP: Final = "time of {} of one stage and microbatch, or one per stage: 1:1:2"
-_HELP: Final = {
-    "F": _COST_HELP.format("a forward"),
-    "B": _COST_HELP.format("a full backward"),
-    "I": _COST_HELP.format("the gradient of the inputs; by default half of B"),
-    "W": _COST_HELP.format("the weight gradients; by default half of B"),
-    "send": "time of a message between two ranks",
-    "factors": "factors by which the computes of each stage take longer: 1:1:1.5",
-    "other_costs": "further costs, as in --costs: step=1,R=1",
-    "saved": "bytes of the activations that a forward saves, per stage and microbatch",
-    "other_sizes": "further sizes, as in --sizes: params=2GB,activation=16MB",
-    "memory_limit": "the most bytes that a rank may use",
-    "progress_model": "the order in which the transport runs the messages of a rank",
-    "more": "options of `schedir options`, separated by spaces",
-}
 _MAX_BODY: Final = 20_000_000  # bytes of a request
 _OWN_NAMES: Final = {HOST, "localhost"}
 
@@ -78,37 +59,7 @@ class StudioServer(ThreadingHTTPServer):
 
     def build_page(self) -> str:
         """Return the page, with the answer to the first state."""
-        first = self.studio.answer({"state": self._state})
-        shown = self.studio.answer({}) if "error" in first else first  # has the words and colours
-        data = shown | {
-            "runs": [],
-            "tables": None,
-            "state": self._state,
-            "schedules": sorted(get_built_in_schedules()),
-            "models": [*MODELS],
-            "help": _collect_help(),
-            "code": self.studio.expand_code is not None,
-            "answer": first,
-        }
-        folder = files(__package__) / "page"
-        style, script = (
-            (folder / name).read_text(encoding="utf-8") for name in ("studio.css", "studio.js")
-        )
-        return build_page(
-            data,
-            title="schedir studio",
-            script=script,
-            style=style,
-            policy="; connect-src 'self'",
-        )
-
-
-def _collect_help() -> dict[str, str]:
-    """Return what each control changes, by name."""
-    options = {name: option.help for name, option in PROGRAM_OPTIONS.items()}
-    options["ranks"] = options["ranks"].partition(" (")[0]
-    options["microbatches"] = options["microbatches"].partition(" (")[0]
-    return options | _HELP
+        return build_studio_page(self.studio, self._state)
 
 
 class _Handler(BaseHTTPRequestHandler):

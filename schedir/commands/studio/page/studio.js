@@ -135,6 +135,11 @@ function defaultOf(name) {
 
 async function question(body) {
   let response;
+  if (SETUP.answers) {
+    const known = Object.keys(body).length === 1 && SETUP.answers[body.state.schedule];
+    return known || { error: { fact: "This page has precomputed timelines. `schedir studio` changes them.", hint: "pip install schedir",
+      fields: [], sites: [], picture: "", line: 0, refused: "move" in body } };
+  }
   try {
     response = await fetch("/", { method: "POST", headers: { "Content-Type": "application/json", "X-Studio-Token": TOKEN }, body: JSON.stringify(body) });
   } catch {
@@ -185,7 +190,8 @@ function commit() {
   saveAddress();
 }
 
-const saveAddress = () => history.replaceState(null, "", `#${encodeURIComponent(kept)}`);
+// A browser refuses very long addresses.
+const saveAddress = () => kept.length < 500000 && history.replaceState(null, "", `#${encodeURIComponent(kept)}`);
 
 async function go(from, to) {
   if (!from.length) return;
@@ -213,10 +219,10 @@ function allow() {
   for (const [name, input] of Object.entries(inputs)) {
     const fixed = name !== "schedule" && (SHAPE.includes(name) ? ["draft", "lowered", "run"].includes(level) && !shown.code
       : !PREDICTION.includes(name) && ["lowered", "run"].includes(level));
-    input.disabled = fixed;
+    input.disabled = fixed || (SETUP.answers && name !== "schedule");
     input.title = fixed ? "The program defines this. Choose a schedule to change it." : SETUP.help[name] || "";
     if (!fixed || level !== "run") slide(name);
-    if (sliders[name]) sliders[name].disabled ||= fixed;
+    if (sliders[name]) sliders[name].disabled ||= input.disabled;
   }
   if (answer.level !== "schedule" && !shown.code) {
     inputs.ranks.value = answer.ranks;
@@ -596,6 +602,7 @@ function build() {
     [[make("kbd", "Ctrl"), " ", make("kbd", "Z")], "undo; with Shift, redo"]])
     keys.append(make("dt"), make("dd", text)), keys.lastChild.previousSibling.append(...key);
   selectTab(SETUP.state.code ? "code" : "controls");
+  tabs.hidden = !!SETUP.answers;
   showUndo();
   number();
 }
