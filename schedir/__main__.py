@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from schedir import __version__
 from schedir.commands import COMMANDS, import_command
 from schedir.errors import SchedirError, UsageError
 from schedir.extras import broken_package
+from schedir.io.progress_bar import show_activity
 from schedir.ir.cost.number_parsing import parse_integer
 from schedir.ir.input_trust import DEFAULT_MAX_INSTRUCTIONS, input_limits
 from schedir.retired_names import RETIRED_HINTS, find_present_name
@@ -77,7 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         most = (
             DEFAULT_MAX_INSTRUCTIONS if args.most_instructions is None else args.most_instructions
         )
-        with input_limits(max_instructions=most, allow_code=code_too), _use_plain_warnings():
+        # These run other processes, which print how far they are.
+        prints_itself = argv[0] == "train" or getattr(args, "measure", False)
+        activity = nullcontext() if prints_itself else show_activity(f"schedir {argv[0]}")
+        with (
+            input_limits(max_instructions=most, allow_code=code_too),
+            _use_plain_warnings(),
+            activity,
+        ):
             result: str | int | tuple[str, int] = args.run(args)
         text, code = result if isinstance(result, tuple) else (result, 0)
         return (_print_output(text) or code) if isinstance(text, str) else text

@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Compare schedules of one model. --costs are per rank and microbatch, or lists with one "
         "number for each equal part of the model. They are split evenly over the stages of each "
         "schedule. A schedule without a parameter v has one stage per rank. With a run, --costs "
-        'are in its unit, and the default costs are its mean times. The column "to gain" is the '
+        "are in its unit, and its mean times and its progress model are the defaults. The column "
+        '"to gain" is the '
         "largest share of the span that another order of the same stages within the same memory "
         'can save: "none" is proved, and "-" is unknown.'
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 from schedir.commands.common.schedule_options import add_lowering_options, make_request, parse_count
 from schedir.errors import SchedirError, UsageError
 from schedir.io.command_line import option_name
 from schedir.io.files import atomic_write, read_text, require_suffix
+from schedir.io.progress_bar import show_progress
 
 EXAMPLES = """\
   schedir import traces -o run.timeline
@@ -145,7 +145,7 @@ def _import_traces(args: argparse.Namespace) -> str:
         progress_model=args.progress_model,
         name=_derive_program_name(args.output),
         program_attributes=request.traits,
-        on_read=_Progress(len(files)) if sum_file_sizes(files) >= PARALLEL_READ_BYTES else None,
+        on_read=_ReadCount(len(files)) if sum_file_sizes(files) >= PARALLEL_READ_BYTES else None,
     )
     timeline = result.timeline
     program, shape = timeline.program, timeline.program.shape
@@ -172,22 +172,16 @@ def _import_traces(args: argparse.Namespace) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-class _Progress:
-    """Print on a terminal how many files were read."""
+class _ReadCount:
+    """Counts the files that are read, and shows the count."""
 
     def __init__(self, file_count: int) -> None:
         self.file_count, self.files_read = file_count, 0
 
     def __call__(self, path: Path) -> None:
         self.files_read += 1
-        if sys.stderr.isatty():
-            end = "\n" if self.files_read == self.file_count else ""
-            print(
-                f"\rread {self.files_read} of {self.file_count} files",
-                end=end,
-                file=sys.stderr,
-                flush=True,
-            )
+        text = f"read {self.files_read} of {self.file_count} files"
+        show_progress(text, self.files_read, self.file_count)
 
 
 def _derive_program_name(source: str) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.bound_report import describe_bound
 from schedir.commands.common.least_memory import describe_least_memory
-from schedir.commands.common.progress_line import ProgressLine
 from schedir.commands.common.schedule_options import (
     DEFAULT_RANKS,
     MICROBATCHES_PER_RANK,
@@ -29,6 +28,7 @@ from schedir.commands.common.schedule_ranking import (
 from schedir.commands.common.timeline_facts import collect_timeline_facts
 from schedir.errors import UsageError, format_bytes
 from schedir.io.files import atomic_write, require_suffix
+from schedir.io.progress_bar import show_progress
 from schedir.io.terminal import format_json
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
@@ -332,30 +332,27 @@ def _search_frontier(args: argparse.Namespace) -> str | tuple[str, int]:
 def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchResult:
     from schedir.schedule_search.search import search_schedule
 
-    progress, request, limit = ProgressLine(), search_request.request, search_request.max_in_flight
+    request, limit = search_request.request, search_request.max_in_flight
 
     def report(step: SearchStep, bound: float) -> None:
         gain = compute_saving(step.span, bound)
-        progress.show(
+        show_progress(
             f"span {step.span:.6g}, found after {step.seconds:.1f} s ({step.method}); lower bound "
             f"{bound:.6g}: {describe_saving(gain)} to gain"
         )
 
-    try:
-        result = search_schedule(
-            search_request.shape, request.costs, request.sizes, request.memory_limit,
-            max_in_flight=limit.__getitem__ if isinstance(limit, tuple) else limit,
-            objective=args.objective,
-            split_backward=not search_request.full_backward_only,
-            time_limit=args.time_limit,
-            max_evaluations=args.max_evaluations,
-            seed=args.seed,
-            initial_schedules=_load_initial_schedules(args.start, search_request),
-            prove=args.prove,
-            report=report,
-        )  # fmt: skip
-    finally:
-        progress.clear()
+    result = search_schedule(
+        search_request.shape, request.costs, request.sizes, request.memory_limit,
+        max_in_flight=limit.__getitem__ if isinstance(limit, tuple) else limit,
+        objective=args.objective,
+        split_backward=not search_request.full_backward_only,
+        time_limit=args.time_limit,
+        max_evaluations=args.max_evaluations,
+        seed=args.seed,
+        initial_schedules=_load_initial_schedules(args.start, search_request),
+        prove=args.prove,
+        report=report,
+    )  # fmt: skip
     unit = "" if search_request.costs_timeline is None else search_request.costs_timeline.unit
     return replace(result, timeline=replace(result.timeline, unit=unit))
 

@@ -21,7 +21,7 @@ from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.per_stage_values import redistribute_stages
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.isa.instructions import RECOMPUTE
+from schedir.ir.isa.instructions import FORM_CHANGE_OPS, FORMS, INSTRUCTIONS, RECOMPUTE
 from schedir.ir.pipeline.field_schema import Field
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.pipeline.stage_segments import UnsegmentedShape, merge_segments
@@ -50,6 +50,19 @@ from schedir.verify.check import check
 
 def _make_conflict_error(source: str, field: Field, actual: str, specified: str) -> UsageError:
     return UsageError(f"{source} has {field.name} {actual}, not {specified}", fields=[field.name])
+
+
+def _refuse_forms_with_sizes(program: Program, sizes: Sizes) -> None:
+    """Raise UsageError if messages have a number of bytes that a cluster does not know."""
+    for op in program.used_opcodes & {*FORM_CHANGE_OPS}:
+        size = FORMS[INSTRUCTIONS[op].form or 0].size
+        if size and getattr(sizes, size) is not None:
+            raise UsageError(
+                f"--cluster prices messages by the size of activations and gradients, but "
+                f"{INSTRUCTIONS[op].text} changes their bytes to the size {size}",
+                hint="give the cost of messages: --costs send=SECONDS",
+                fields=["cluster", "costs"],
+            )
 
 
 @dataclass(frozen=True)
@@ -425,6 +438,8 @@ class Request:
         The cluster prices the offload of a recomputed microbatch by the checkpoint that it moves.
         """
         program = self.program
+        if self.cluster is not None and "send" not in (self.costs or Costs()).specified:
+            _refuse_forms_with_sizes(program, self.sizes or Sizes())
         if self.cluster is None or not {RECOMPUTE, HOST_TRIP.offload_op} <= program.used_opcodes:
             return self.stage_costs
         at = program.op == RECOMPUTE

@@ -6,7 +6,8 @@
 
 Three more are checked without a run, and have no handlers:
 
-    log         a second value of a forward, which is moved to the host, and read and freed there
+    log         a second value of a forward, which is moved to the host, and read and freed there;
+                and two readers of activations that are sent
     tape        deferred weight gradients that are moved to the host and back
     clamp       a change of each stage's gradient, and an instruction that only reads weights
 
@@ -51,7 +52,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         changes=(Change(_V.SAVED, "device", "disk"),), traffic=Traffic("disk", ("saved",))),
     Row(_O.Unstash, "unstash", _L.FROM_DISK, _MB, (_V.SAVED,), (_V.SAVED,), (),
         "Moves saved activations back.", cost="stash",
-        changes=(Change(_V.SAVED, "disk", "device"),)),
+        changes=(Change(_V.SAVED, "disk", "device"),), traffic=Traffic("disk", ("saved",))),
 """),
     ],
     "judge": [
@@ -72,15 +73,18 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         (_FORM_ROWS, '    FormRow(Form.PACKED, "the value in fewer bytes", size="packed"),\n'),
         (_INSTRUCTION_ROWS, """\
     Row(_O.Compress, "compress", _L.COMPUTE, _MB, (_V.ACT_OUT,), (_V.ACT_OUT,), (),
-        "Packs an activation.", cost="compress", form=Form.PACKED),
+        "Packs an activation.", cost="compress", form=Form.PACKED,
+        traffic=Traffic("hbm", moves_per_byte=2)),
     Row(_O.Decompress, "decompress", _L.COMPUTE, _MB, (_V.ACT_IN,), (_V.ACT_IN,), (),
-        "Unpacks it.", cost="compress", form=Form.PACKED),
+        "Unpacks it.", cost="compress", form=Form.PACKED,
+        traffic=Traffic("hbm", moves_per_byte=2)),
 """),
     ],
 }  # fmt: skip
 EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
     "log": [
         (_OPCODES, "    ToHost = {next}\n    Log = {next}\n"),
+        (_OPCODES, "    SumSent = {next}\n    SumReceived = {next}\n"),
         (_VALUES, "    SEEN = {value}\n    MASK = {value}\n"),
         (_VALUE_ROWS, """\
     ValueRow(_V.SEEN, _MB, _ONCE, "the logged value", "seen"),
@@ -103,6 +107,12 @@ EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
         changes=(Change(_V.SEEN, "device", "host"),)),
     Row(_O.Log, "log", _L.NOTES, _MB, (_V.SEEN,), (), (_V.SEEN,), "Logs it.", cost="log",
         changes=(Change(_V.SEEN, "host", "host"),)),
+    Row(_O.SumSent, "sum_sent", _L.COMPUTE, _MB, (_V.ACT_OUT,), (_V.ACT_OUT,), (),
+        "Sums an activation that is sent.", cost="sum_sent",
+        traffic=Traffic("hbm", ("activation",))),
+    Row(_O.SumReceived, "sum_received", _L.COMPUTE, _MB, (_V.ACT_IN,), (_V.ACT_IN,), (),
+        "Sums a received activation.", cost="sum_received",
+        traffic=Traffic("hbm", ("activation",))),
 """),
     ],
     "tape": [

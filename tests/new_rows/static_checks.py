@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
+from typing import Any
 
 import schedir
 from schedir import Cluster, Costs, PipelineShape, Program, Sizes
+from schedir.__main__ import main
 from schedir.commands.simulate import count_sent_bytes
 from schedir.compiler.relower import Lowering, extract_compute
 from schedir.io import perfetto, torch_csv
@@ -22,6 +26,21 @@ from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from tests.new_rows import NEW
 
 COSTS = Costs(F=2, B=3, send=0.5)
+
+
+def fill_costs(shape: PipelineShape, activation: Any = 8, **groups: int) -> Any:
+    """Return the costs of a program on one node. Saved values have 10 bytes.
+
+    Args:
+        shape: The shape of the program.
+        activation: The bytes of an activation.
+        **groups: `tp`, `dp` and `zero`.
+    """
+    processes = shape.ranks * groups.get("tp", 1) * groups.get("dp", 1)
+    node = Cluster(1, processes, flops=1, memory=1, hbm_bandwidth=2, nvlink_bandwidth=1,
+                   network_bandwidth=1, disk_bandwidth=5, kernel_us=0)  # fmt: skip
+    sizes = Sizes(activation=activation, saved=10, params=1, grads=1, optimizer=1)
+    return node.fill_costs(shape, sizes, Costs(F=1, B=2), **groups)
 
 
 def to_flat_text(program: Program) -> str:
@@ -136,11 +155,8 @@ def stash(folder: str) -> None:
     assert late.peak_memory.tolist() == [10, 10, 10, 10]
     assert [max(curve.total) for curve in late.memory_on("disk")] == [40, 30, 20, 0]
     # With ZeRO, each replica still moves all that its own forwards saved.
-    machine = Cluster(1, 8, flops=1, memory=1, hbm_bandwidth=1, nvlink_bandwidth=1,
-                      network_bandwidth=1, disk_bandwidth=5)  # fmt: skip
-    model = Sizes(activation=1, saved=10, params=1, grads=1, optimizer=1)
     for zero in 0, 1:
-        priced = machine.fill_costs(PipelineShape(4, 8), model, Costs(F=1, B=2), dp=2, zero=zero)
+        priced = fill_costs(PipelineShape(4, 8), dp=2, zero=zero)
         assert priced.stash == 2.0, (zero, priced.stash)
     text = to_flat_text(program)
     assert_refused(move_line(text, "unstash 0.0", "B 0.1"), "OrderError", "B 0.0", "unstash 0.0")
@@ -207,6 +223,15 @@ def log(folder: str) -> None:
     assert_refused(move_line(text, "to_host 0.1", "F 0.1"), "OrderError", "to_host 0.1", "F 0.1")
     assert_refused(move_line(text, "log 0.1", ""), "CompletenessError", "to_host 0.1")
     check_all_readers(program, "log", Costs(F=1, B=2, to_host=0.25, log=0.5), folder)
+    # A row for an activation runs after the scatter at the sender, and after the gather at the
+    # receiver. Between the stages of a rank nothing is scattered.
+    for tp in 1, 2:
+        costs = fill_costs(PipelineShape(2, 8), activation=(8, 6), tp=tp)
+        assert (costs.sum_sent, costs.sum_received) == ((4 / tp, 0), (0, 4)), (tp, costs)
+        costs = fill_costs(PipelineShape(2, 1, 2, "vee"), activation=(8, 6, 4, 2), tp=tp)
+        assert costs.sum_sent == (4 / tp, 3, 2 / tp, 0), (tp, costs)
+    by_microbatch = fill_costs(PipelineShape(2, 2), activation=((8, 6), (0, 0)))
+    assert by_microbatch.sum_sent == ((4, 3), (0, 0)), by_microbatch
 
 
 def tape(folder: str) -> None:
@@ -253,7 +278,27 @@ def clamp(folder: str) -> None:
     assert_refused(text.replace("  step\n", "  step\n  copy\n"), "OrderError", "step", "copy")
 
 
+def check_cluster_refuses_packed_messages(folder: str) -> None:
+    """A cluster does not know the bytes of packed messages, so that it does not price them."""
+    cluster = f"{folder}/node.toml"
+    schedir.save_cluster(Cluster(1, 3, flops=1, memory="1GB", hbm_bandwidth=1, nvlink_bandwidth=1,
+                                 network_bandwidth=1), cluster)  # fmt: skip
+    command = f"simulate one_f_one_b --ranks 3 --microbatches 4 --cluster {cluster} --sizes".split()
+    model, costs = "activation=100,params=1,grads=1,optimizer=1", "F=1,B=2"
+    packed = f"{model},packed=40"
+    for sizes, times, compressed, error in (
+        (packed, costs, "yes", "compress changes their bytes to the size packed"),
+        (packed, f"{costs},send=1", "yes", ""),
+        (model, costs, "yes", ""),
+        (packed, costs, "no", ""),
+    ):
+        with redirect_stderr(StringIO()) as printed:
+            main([*command, sizes, "--costs", times, "-O", f"compress={compressed}"])
+        assert (error or "nothing") in (printed.getvalue() or "nothing"), (sizes, times, compressed)
+
+
 def compress(folder: str) -> None:
+    check_cluster_refuses_packed_messages(folder)
     plain = schedir.compile(one_f_one_b, PipelineShape(3, 4))
     assert schedir.compile(one_f_one_b, PipelineShape(3, 4), compress=False) == plain
     sizes = Sizes(activation=100, packed=40)
@@ -263,6 +308,8 @@ def compress(folder: str) -> None:
             one_f_one_b, PipelineShape(3, 4), tp=tp, compress=True, debug=True
         )
         new = [op for op in schedir.Opcode if op.name in ("Compress", "Decompress")]
+        # A GPU reads and writes all of an activation, or its part of it.
+        assert fill_costs(PipelineShape(3, 4), tp=tp).compress == 8 / tp
         assert not split.used_opcodes & {*new} and {*new} <= program.used_opcodes
         assert len(program) == len(split) + 2 * 4 * 2  # two boundaries, four microbatches
         # Messages have the packed bytes, of which each tensor-parallel rank sends its part.

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS
 from schedir.commands import check
 from schedir.compiler.compile import compile
+from schedir.io import progress_bar
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import get_built_in_schedules, gpipe, one_f_one_b
@@ -177,12 +179,13 @@ def test_a_bug_of_ours_says_so(
     assert err.startswith("this is a bug of schedir\nTraceback")
 
 
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_colour_is_for_terminals(no_color: str) -> None:
+def _run_on_terminal(stream: str, *argv: str, **env: str) -> tuple[str, str]:
+    """Return what a command prints to a stream that is a terminal, and to the other stream."""
     ours, theirs = pty.openpty()
-    argv = [sys.executable, "-m", "schedir", "print", "gpipe"]
-    env = ENV | {"TERM": "xterm", "NO_COLOR": no_color}
-    with subprocess.Popen(argv, stdout=theirs, env=env) as child:
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: theirs}
+    with subprocess.Popen(
+        [sys.executable, "-m", "schedir", *argv], **streams, env=ENV | {"TERM": "xterm"} | env
+    ) as child:
         os.close(theirs)
         raw = b""
         try:
@@ -190,10 +193,37 @@ def test_colour_is_for_terminals(no_color: str) -> None:
                 raw += chunk
         except OSError:  # how a terminal says that its other side is gone
             os.close(ours)
+        other = b"".join(pipe.read() for pipe in (child.stdout, child.stderr) if pipe is not None)
         assert child.wait(60) == 0
-    out = raw.decode().replace("\r\n", "\n")
-    assert ("\x1b[" in out) == (not no_color)
+    return raw.decode().replace("\r\n", "\n"), other.decode()
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_colour_is_for_terminals(no_color: str) -> None:
+    out, errors = _run_on_terminal("stdout", "print", "gpipe", NO_COLOR=no_color)
+    assert not errors and ("\x1b[" in out) == (not no_color)
     assert from_text(re.sub(r"\x1b\[[\d;]*m", "", out)) == compile(gpipe, PipelineShape(4, 8))
+
+
+def test_progress_is_shown_on_a_terminal_and_removed() -> None:
+    command = ["search", "--costs", "F=1,I=1,W=1"]  # proved in a few milliseconds
+    errors, out = _run_on_terminal("stderr", *command, COLUMNS="100")
+    assert "lower bound 27: nothing to gain" in errors
+    assert errors.endswith("\x1b[2K")  # the line is erased
+    assert out.startswith("search: span 27") and "\x1b" not in out
+    # Without a terminal there is no progress.
+    assert not run_process(*command).stderr
+
+
+def test_a_long_command_shows_that_it_is_at_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_bar, "DELAY", 0)
+    for is_terminal in True, False:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+        main(["check", "zb_h1", "--ranks", "32", "--microbatches", "500"])
+        assert ("schedir check" in capsys.readouterr().err) == is_terminal
 
 
 # ---------------------------------------------------------------- show

@@ -185,6 +185,18 @@ def test_a_run_gives_its_shape_and_mean_times(capsys: pytest.CaptureFixture[str]
         assert found[row["program"], row["stages_per_rank"]]["span"] == row["span"]
 
 
+def test_a_run_gives_its_progress_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under per_device, which is the default without a run, interleaved takes twice as long."""
+    run, costs = str(tmp_path / "run.timeline"), "F=1,B=2,send=0.9"
+    options = ["--costs", costs, "--progress-model", "per_edge"]
+    run_command(capsys, "simulate", "gpipe", *options, "-o", run)
+    wanted = json.loads(run_command(capsys, "compare", "interleaved", *options, "--json"))
+    (_, found) = json.loads(run_command(capsys, "compare", run, "interleaved", "--json"))
+    assert found["span"] == pytest.approx(wanted[0]["span"])
+    ranked = {(row["program"], row["stages_per_rank"]): row for row in rows(capsys, run)}
+    assert ranked["interleaved", 2]["span"] == pytest.approx(found["span"])
+
+
 def test_equal_names_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A user's function may have the name of a built-in schedule."""
     file = tmp_path / "own.py"

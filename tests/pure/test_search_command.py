@@ -303,7 +303,7 @@ def test_what_is_found_is_kept_when_it_is_interrupted(tmp_path: Path) -> None:
     assert (
         process.returncode == 130 and " s: interrupted, this is the best schedule so far\n" in told
     )
-    assert shown.endswith(b"\r\x1b[K")
+    assert shown.endswith(b"\x1b[2K")  # the line is erased
     text = (tmp_path / "best.sched").read_text()
     assert "interrupted" in text.split("\nschedir 1\n")[0]
     found = simulate(from_text(text), parse_costs(costs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +13,7 @@ from schedir.ir.isa.instructions import (
     LANES,
     VALUES,
     Change,
+    CollectiveRing,
     Form,
     Lane,
     Opcode,
@@ -23,6 +24,7 @@ from schedir.ir.isa.instructions import (
     Traffic,
     Value,
     ValueRow,
+    is_tp_split,
 )
 from schedir.ir.isa.table_validation import TableError, require_tables
 
@@ -80,10 +82,10 @@ def test_the_tables_keep_to_the_rules() -> None:
         ("SendSkip: a cluster has no price", row(O.SendSkip, cost="send_skip")),
         (
             "SKIP_OUT crosses along a skip",
-            row(O.TPScatterAct, needs=(T.SKIP_OUT,), gives=(T.SKIP_OUT,), traffic=None),
+            row(O.TPScatterAct, needs=(T.SKIP_OUT,), gives=(T.SKIP_OUT,), cost="", traffic=None),
         ),
         # A form without a second row, a form changed twice, and a form of a value that stays.
-        ("TPGatherAct", row(O.TPScatterAct, form=None, traffic=None)),
+        ("TPGatherAct", row(O.TPScatterAct, form=None, cost="", traffic=None)),
         ("TPScatterAct", row(O.TPGatherAct, form=None)),
         ("TPGatherAct: ACT_IN has several", row(O.TPReduceAct, form=Form.TP_SHARD)),
         ("Offload", row(O.Offload, form=Form.TP_SHARD)),
@@ -97,6 +99,47 @@ def test_the_tables_keep_to_the_rules() -> None:
             row(O.Snapshot, traffic=Traffic("host", ("params",), program_attribute="snapshot")),
         ),
         ("Snapshot", row(O.Snapshot, traffic=Traffic("host"))),
+        # Prices that a cluster would compute from other bytes, or not at all.
+        (
+            "Recompute: only one of ring, traffic and peer",
+            row(
+                O.Recompute, ring=CollectiveRing("tp", "saved"), traffic=Traffic("hbm", ("saved",))
+            ),
+        ),
+        (
+            "ReloadState: it has the cost 'offload_state'",
+            row(O.ReloadState, cost="offload_state", traffic=Traffic("disk", ("optimizer",))),
+        ),
+        ("Forward: it has the cost 'step'", row(O.Forward, cost="step")),
+        ("Offload: its cost must be a word", row(O.Offload, cost="class")),
+        (
+            "Recompute: no value has the size 'save'",
+            row(O.Recompute, traffic=Traffic("hbm", ("save",))),
+        ),
+        (
+            "Recompute: it moves bytes of the size 'skip'",
+            row(O.Recompute, traffic=Traffic("hbm", ("skip",))),
+        ),
+        (
+            "Recompute: its traffic uses an unknown link",
+            row(O.Recompute, traffic=Traffic(cast(Any, "pcie"), ("saved",))),
+        ),
+        (
+            "OptimizerStep: a cluster has no price for the traffic of a rank",
+            row(O.OptimizerStep, traffic=Traffic("hbm", ("params",))),
+        ),
+        (
+            "ReduceTied: its ring has unknown members",
+            row(O.ReduceTied, ring=CollectiveRing(cast(Any, "cp"), "grads")),
+        ),
+        (
+            "ReduceTied: a cluster has no price for a collective of the expert",
+            row(O.ReduceTied, ring=CollectiveRing("ep", "grads")),
+        ),
+        ("ReduceTied: a ring without a size", row(O.ReduceTied, ring=CollectiveRing("dp"))),
+        # Values that two instructions would free, or none.
+        ("SAVED: Offload frees it, and other", row(O.Offload, frees=(T.SAVED,))),
+        ("SKIP_OUT: no instruction frees it", row(O.SendSkip, frees=())),
         # And the rest.
         ("BackwardWeight", row(O.BackwardWeight, needs=())),
         ("Backward", row(O.Backward, text="F")),
@@ -114,6 +157,8 @@ def test_rows_that_cannot_be_read(who: str, rows: list[Row]) -> None:
 @pytest.mark.parametrize(
     ("who", "tokens"),
     [
+        ("SendAct: the cost 'send' is that of", value(T.ACT_OUT, size="saved")),
+        ("ACT_IN: a value that is received needs", value(T.ACT_IN, local_source=None)),
         ("GRAD", value(T.GRAD, size="gradients")),
         ("NORM", value(T.NORM, size="norm")),
         ("NORM", value(T.NORM, producer_rule=ProducerRule.LATEST, size="norm")),
@@ -161,3 +206,15 @@ def test_the_stub_of_costs_is_that_of_the_table() -> None:
 def test_lanes_without_a_row() -> None:
     with pytest.raises(TableError, match=f"{[*Lane][-1].name} has no row"):
         require_tables(lanes=LANES[:-1])
+
+
+def test_parts_exist_between_a_split_and_its_gather() -> None:
+    split = {
+        kind: [row.op for row in INSTRUCTIONS if kind in {*row.needs, *row.gives}
+               and is_tp_split(row.op, kind)]
+        for kind in T
+    }  # fmt: skip
+    assert {kind: ops for kind, ops in split.items() if ops} == {
+        T.ACT_OUT: [O.SendAct], T.ACT_IN: [O.RecvAct, O.TPGatherAct],
+        T.GRAD_OUT: [O.SendGrad], T.GRAD_IN: [O.RecvGrad, O.TPGatherGrad],
+    }  # fmt: skip

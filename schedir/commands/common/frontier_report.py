@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedir.commands.common.progress_line import ProgressLine
 from schedir.errors import UsageError, format_bytes
 from schedir.io.files import require_writable
+from schedir.io.progress_bar import show_progress
 from schedir.io.terminal import format_json, format_table
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.possible_saving import compute_saving, format_percent
@@ -98,26 +98,23 @@ def report_frontier(args: argparse.Namespace, request: FrontierRequest) -> tuple
 def _search_frontier(args: argparse.Namespace, request: FrontierRequest) -> MemoryFrontier:
     from schedir.schedule_search.memory_frontier import memory_frontier
 
-    progress, fmt = ProgressLine(), format_bytes if request.sizes is not None else _format_count
+    fmt = format_bytes if request.sizes is not None else _format_count
 
     def report(limit: float, step: SearchStep, bound: float) -> None:
-        progress.show(
+        show_progress(
             f"{fmt(limit)}: span {step.span:.6g}, found after {step.seconds:.1f} s "
             f"({step.method}); lower bound {bound:.6g}"
         )
 
-    try:
-        return memory_frontier(
-            request.shape, request.costs, request.sizes,
-            split_backward=not args.whole,
-            time_limit=args.time_limit,
-            max_evaluations=args.max_evaluations,
-            seed=args.seed,
-            initial_schedules=request.initial_schedules,
-            report=report,
-        )  # fmt: skip
-    finally:
-        progress.clear()
+    return memory_frontier(
+        request.shape, request.costs, request.sizes,
+        split_backward=not args.whole,
+        time_limit=args.time_limit,
+        max_evaluations=args.max_evaluations,
+        seed=args.seed,
+        initial_schedules=request.initial_schedules,
+        report=report,
+    )  # fmt: skip
 
 
 def _format_count(limit: float) -> str:

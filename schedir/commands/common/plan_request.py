@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from warnings import catch_warnings
 
-from schedir.commands.common.progress_line import ProgressLine
 from schedir.errors import SchedirError, UsageError
+from schedir.io.progress_bar import show_progress
 from schedir.planner.estimate.schedule_formulas import describe_schedule_names
 
 if TYPE_CHECKING:
@@ -193,20 +193,12 @@ def find_plans(request: PlanRequest, max_plans: int) -> list[PlanEstimate]:
     """
     from schedir.planner import plan
 
-    progress = ProgressLine()
-    progress.show(f"planning on {request.cluster.gpu_count:,} GPUs")
-    try:
-        # The notes below the table of plans contain the warnings.
-        with catch_warnings(action="ignore", category=UserWarning):
-            return plan(
-                request.model,
-                request.cluster,
-                request.batch,
-                top=max_plans,
-                **request.planner_options,
-            )
-    finally:
-        progress.clear()
+    show_progress(f"planning on {request.cluster.gpu_count:,} GPUs")
+    # The notes below the table of plans contain the warnings.
+    with catch_warnings(action="ignore", category=UserWarning):
+        return plan(
+            request.model, request.cluster, request.batch, top=max_plans, **request.planner_options
+        )
 
 
 def find_preferred_plans(
@@ -248,10 +240,10 @@ def improve_plan_schedules(
     from schedir.planner import improve_schedule
     from schedir.schedule_search.search_results import combine_numba, describe_numba
 
-    result, programs, progress = [*plans], dict[Any, Any](), ProgressLine()
-    uses = []
-    for k, plan in enumerate(plans[:_MAX_SEARCHED_PLANS]):
-        progress.show(f"searching for a shorter schedule of plan {k + 1}")
+    result, programs = [*plans], dict[Any, Any]()
+    uses, searched = [], plans[:_MAX_SEARCHED_PLANS]
+    for k, plan in enumerate(searched):
+        show_progress(f"searching for a shorter schedule of plan {k + 1}", k, len(searched))
         with suppress(SchedirError):  # the search does not support all plans
             new = improve_schedule(
                 request.model, request.cluster, plan, time_limit=seconds, **request.software
@@ -262,7 +254,6 @@ def improve_plan_schedules(
                     new.estimate, bottleneck=plan.bottleneck, explanation=plan.explanation
                 )
                 programs[result[k]] = new.program
-    progress.clear()
     note = (
         f"searched {describe_numba(combine_numba(uses))}; each plan has two searches\n"
         if uses
@@ -285,9 +276,9 @@ def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> 
     from schedir.planner import optimize_layer_division, simulate_plan
     from schedir.planner.plan_estimate import strip_estimates
 
-    result, progress = [*plans], ProgressLine()
-    for k, plan in enumerate(plans[:_MAX_SEARCHED_PLANS]):
-        progress.show(f"dividing the layers of plan {k + 1}")
+    result, searched = [*plans], plans[:_MAX_SEARCHED_PLANS]
+    for k, plan in enumerate(searched):
+        show_progress(f"dividing the layers of plan {k + 1}", k, len(searched))
         with suppress(UsageError):  # no division fits into memory
             layers = optimize_layer_division(
                 request.model, request.cluster, strip_estimates(plan), **request.software
@@ -303,7 +294,6 @@ def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> 
             )
             if new.step_time < even.step_time:
                 result[k] = replace(new, bottleneck=plan.bottleneck, explanation=plan.explanation)
-    progress.clear()
     return sorted(result, key=lambda plan: plan.step_time)
 
 

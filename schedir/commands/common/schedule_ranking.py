@@ -120,9 +120,10 @@ def list_built_in_requests(request: Request) -> Iterable[Candidate]:
 
 
 def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
-    """Give the schedules among the sources the shape, the mean times and the unit of a run.
+    """Give the schedules among the sources the shape, times, unit and progress model of a run.
 
-    Options have precedence over the shape and the times.  Without a run, nothing changes.
+    The times are the means of the run.  If its hosts blocked, those of the schedules do, too.
+    Options have precedence.  Without a run, nothing changes.
 
     Args:
         requests: The requests of all sources.
@@ -144,7 +145,14 @@ def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
     used = [
         request
         if request.source_timeline or request.cluster
-        else replace(request, defaults=defaults, costs=costs, unit=run.unit)
+        else replace(
+            request,
+            defaults=defaults,
+            costs=costs,
+            unit=run.unit,
+            progress_model=request.progress_model or run.progress_model,
+            blocking_hosts=request.blocking_hosts or run.blocking_hosts,
+        )
         for request in requests
     ]
     return used, warning

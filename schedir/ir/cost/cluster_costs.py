@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial, reduce
 from math import inf
@@ -24,8 +24,10 @@ from schedir.ir.isa.instructions import (
     TRAINING_VALUES,
     VALUES,
     PeerRule,
+    Row,
     Scope,
-    Traffic,
+    Value,
+    is_tp_split,
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
@@ -36,9 +38,14 @@ _RING_BY_COST: Final = {
     row.cost: row.ring for row in INSTRUCTIONS if row.ring is not None and row.ring.size
 }
 _UNUSED_COLLECTIVES: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
-# Costs of messages between neighbours.  The cluster does not price messages along skips.
-_MESSAGE_COSTS: Final = {
-    row.cost
+# Sizes of messages between neighbours, by cost.  The cluster does not price messages along skips.
+_SIZES_BY_MESSAGE: Final = {
+    row.cost: {
+        VALUES[kind].size
+        for each in INSTRUCTIONS
+        if each.cost == row.cost
+        for kind in (*each.needs, *each.gives)
+    }
     for row in INSTRUCTIONS
     if row.peer in (PeerRule.NEXT, PeerRule.PREVIOUS) and row.cost not in ("", "send")
 }
@@ -48,6 +55,8 @@ _TRAFFIC_BY_COST: Final = {
 }
 # Costs of instructions on a microbatch.  ZeRO does not shard the values of a microbatch.
 _MICROBATCH_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH}
+# ZeRO shards these.  A cluster requires them, unless no instruction of the program uses them.
+_MODEL_STATE_SIZES: Final = frozenset(OPTIMIZER_STEP_SIZES)
 _EXAMPLE_SIZES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
 Processes = NDArray[np.int64]
 # Returns the groups of processes, one row each, for the ranks that have replicas of a stage.
@@ -197,8 +206,7 @@ def fill_offload_costs(
         again = np.zeros(wide, bool)
         again[tuple(np.array([*recomputed]).T)] = True
         size = np.where(again, small, size)
-    values, place = np.unique(size, return_inverse=True)
-    each = np.array([transfer(float(value)) for value in values])[place].reshape(size.shape)
+    each = _compute_times(transfer, size)
     cost = from_grid(each[:1] if (each == each[:1]).all() else each)
     return replace(costs, **dict.fromkeys(names, cost))
 
@@ -243,14 +251,20 @@ class _CostFiller:
         Returns:
             The functions. A cost that programs do not have is left out.
         """
-        rings = [cost for cost in _RING_BY_COST if cost not in _UNUSED_COLLECTIVES[self.zero > 0]]
+        rings = [
+            cost
+            for cost, ring in _RING_BY_COST.items()
+            if cost not in _UNUSED_COLLECTIVES[self.zero > 0]
+            and (ring.size in _MODEL_STATE_SIZES or self._has_sizes([ring.size]))
+        ]
+        messages = [cost for cost, names in _SIZES_BY_MESSAGE.items() if self._has_sizes(names)]
         moved = [
             cost
             for cost, traffic in _TRAFFIC_BY_COST.items()
             if (
                 attributes[traffic.program_attribute] in traffic.attribute_values
                 if traffic.program_attribute
-                else self._has_sizes(traffic)
+                else self._has_sizes(traffic.sizes)
             )
         ]
         by_stage = (
@@ -258,7 +272,7 @@ class _CostFiller:
         )  # Each stage then has its own step, and OptimizerStep takes no time.
         return {
             "send": self.compute_send,
-            **{cost: partial(self.compute_message, cost) for cost in _MESSAGE_COSTS},
+            **{cost: partial(self.compute_message, cost) for cost in messages},
             **{cost: partial(self.compute_gather, cost) for cost in _GATHER_COSTS},
             **{cost: partial(self.compute_ring, cost) for cost in rings},
             "reduce_norm": self.compute_reduce_norm,
@@ -279,7 +293,7 @@ class _CostFiller:
         return np.maximum(act, _shift_to_next_stage(grad))
 
     def compute_message(self, cost: str) -> Floats:
-        """Return the time of the longest message that has this cost. Values are sent unsharded.
+        """Return the time of the longest message that has this cost.
 
         Args:
             cost: Name of the cost.
@@ -290,9 +304,11 @@ class _CostFiller:
         messages = []
         for row in INSTRUCTIONS:
             if row.cost == cost and row.peer is not None:
-                each = self.sizes.per_microbatch(VALUES[row.needs[0]].size, self.shape)
+                (kind,) = row.needs or row.gives
+                each = self.sizes.per_microbatch(VALUES[kind].size, self.shape)
+                parts = self.tp if is_tp_split(row.op, kind) else 1
                 seconds = self._compute_messages(
-                    each * self._is_sent_onward[:, None], self._find_links()
+                    each / parts * self._is_sent_onward[:, None], self._find_links()
                 )
                 messages.append(
                     seconds if row.peer.is_downstream else _shift_to_next_stage(seconds)
@@ -437,34 +453,83 @@ class _CostFiller:
         traffic = _TRAFFIC_BY_COST[cost]
         if not traffic.sizes:
             return self._compute_form_change(cost, traffic.moves_per_byte)
-        is_sharded = cost not in _MICROBATCH_COSTS and (self.zero or traffic.is_always_sharded)
-        parts = self.dp if is_sharded else 1
-        each = self._sum_sizes(cost, traffic.sizes) / parts * traffic.moves_per_byte
+        if cost in _MICROBATCH_COSTS:
+            each = self._sum_microbatch_sizes(cost, traffic.sizes)
+        else:
+            is_sharded = self.zero or traffic.is_always_sharded
+            each = self._sum_sizes(cost, traffic.sizes, self.dp if is_sharded else 1)[:, None]
+        each = each * traffic.moves_per_byte
         if traffic.link == "hbm":
-            return each[:, None] / self.cluster.hbm_bandwidth
+            return each / self.cluster.hbm_bandwidth
         if traffic.link == "dram":
-            return each[:, None] / self._require_dram_bandwidth(cost)
+            return each / self._require_dram_bandwidth(cost)
         transfer = {
             "host": self.cluster.host_transfer_time,
             "disk": self.cluster.disk_transfer_time,
         }
-        return np.array([[transfer[traffic.link](size)] for size in each.tolist()])
+        return _compute_times(transfer[traffic.link], each)
 
-    def _has_sizes(self, traffic: Traffic) -> bool:
-        """Return whether all sizes that this traffic needs are given."""
-        return all(self.sizes.for_stages(name, self.shape.stages).any() for name in traffic.sizes)
+    def _sum_microbatch_sizes(self, cost: str, names: Collection[str]) -> Floats:
+        """Return the bytes that an instruction on a microbatch moves.
+
+        If several instructions have the cost, or use several values of a size, the largest counts.
+
+        Returns:
+            Bytes, shape (stages, microbatches) or (stages, 1).
+        """
+        each = {
+            name: reduce(
+                np.maximum,
+                [
+                    self._find_value_bytes(row, kind)
+                    for row in INSTRUCTIONS
+                    if row.cost == cost
+                    for kind in {*row.needs, *row.gives}
+                    if VALUES[kind].size == name
+                ],
+            )
+            for name in names
+        }
+        return _sum_named_sizes(each, names)
+
+    def _find_value_bytes(self, row: Row, kind: Value) -> Floats:
+        """Return the bytes of a value of a microbatch that an instruction of each stage uses.
+
+        `Sizes` has the bytes of a boundary at its earlier stage.  Where both stages are on one
+        rank, the value is not split.
+        """
+        each, peer = self.sizes.per_microbatch(VALUES[kind].size, self.shape), VALUES[kind].peer
+        if peer not in (PeerRule.NEXT, PeerRule.PREVIOUS):
+            return each
+        if is_tp_split(row.op, kind):
+            each = each / np.where(self._is_sent_onward, self.tp, 1)[:, None]
+        crosses = np.arange(self.shape.stages) < self.shape.stages - 1
+        each = each * crosses[:, None]
+        return each if peer.is_downstream else _shift_to_next_stage(each)
+
+    def _has_sizes(self, names: Iterable[str]) -> bool:
+        """Return whether all of some sizes are given."""
+        return all(self.sizes.for_stages(name, self.shape.stages).any() for name in names)
 
     def _compute_form_change(self, cost: str, times: float) -> Floats:
         """Return the seconds in which a GPU changes the form of a value in its memory."""
-        split = any(row.op in TP_SPLIT_OPS for row in INSTRUCTIONS if row.cost == cost)
-        if split and self.tp == 1:
+        rows = [row for row in INSTRUCTIONS if row.cost == cost]
+        splits = [row.op in TP_SPLIT_OPS for row in rows]
+        if self.tp == 1 and all(splits):
             return np.zeros((1, 1))
-        size = self._find_changed_bytes(cost) / (self.tp if split else 1)
+        is_part = [
+            split or is_tp_split(row.op, row.gives[0])
+            for row, split in zip(rows, splits, strict=True)
+        ]
+        size = self._find_changed_bytes(cost) / (self.tp if all(is_part) else 1)
         each = np.maximum(times * size / self.cluster.hbm_bandwidth, self.cluster.kernel_us / 1e6)
         return np.where(size > 0, each, 0.0)
 
-    def _sum_sizes(self, cost: str, names: Collection[str]) -> Floats:
-        """Return the sum of some sizes of each stage, shape (stages,)."""
+    def _sum_sizes(self, cost: str, names: Collection[str], shards: int = 1) -> Floats:
+        """Return the sum of some sizes of each stage, shape (stages,).
+
+        Each rank has one of several shards of the model states.
+        """
         each = {name: self.sizes.for_stages(name, self.shape.stages) for name in names}
         # Some optimizers have no state, so a size of 0 is valid for it.
         needed = {*names} - {"optimizer"} or {*names}
@@ -472,7 +537,9 @@ class _CostFiller:
             raise _make_missing_size_error(
                 cost, ",".join(f"{name}={_EXAMPLE_SIZES[name]}" for name in each)
             )
-        return _sum_named_sizes(each, names)
+        states = [name for name in names if name in _MODEL_STATE_SIZES]
+        others = [name for name in names if name not in _MODEL_STATE_SIZES]
+        return _sum_named_sizes(each, states) / shards + _sum_named_sizes(each, others)
 
     def _require_dram_bandwidth(self, cost: str) -> float:
         """Return the bandwidth of the host's memory. Raises UsageError if it is missing."""
@@ -492,7 +559,7 @@ class _CostFiller:
             Seconds, shape (stages, 1). If there are more ranks than stages, the last number is the
             maximum of the remaining ranks.
         """
-        touched = self._sum_sizes("step", OPTIMIZER_STEP_SIZES) / (self.dp if self.zero else 1)
+        touched = self._sum_sizes("step", OPTIMIZER_STEP_SIZES, self.dp if self.zero else 1)
         each = np.zeros(self.shape.stages)
         for rank, own in enumerate(self.shape.stages_on_rank):
             # Numbers after the last rank are not used, so it is safe to set all of them.
@@ -520,6 +587,12 @@ def compute_step_bytes(params: Floats, grads: Floats, optimizer: Floats) -> Floa
 def _sum_named_sizes(each: Mapping[str, Floats], names: Collection[str]) -> Floats:
     """Return the sum of the named sizes. A name can occur several times."""
     return np.asarray(sum(times * each[name] for name, times in Counter(names).items()))
+
+
+def _compute_times(compute_time: Callable[[float], float], sizes: Floats) -> Floats:
+    """Return the time of each size, in the shape of the sizes."""
+    values, place = np.unique(sizes, return_inverse=True)
+    return np.array([compute_time(float(value)) for value in values])[place].reshape(sizes.shape)
 
 
 def _shift_to_next_stage(each: Floats) -> Floats:

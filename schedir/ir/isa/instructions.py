@@ -237,6 +237,24 @@ def find_possible_givers(op: Opcode, value: Value) -> tuple[Opcode, ...]:
     return (*reversed(changed), *find_producers(value))
 
 
+@cache
+def is_tp_split(op: Opcode, value: Value) -> bool:
+    """Return whether an instruction uses or makes only a tensor-parallel rank's part of a value.
+
+    With tp > 1, the part exists from the instruction that splits the value, at the sender, to the
+    one that gathers it, at the receiver.
+
+    Args:
+        op: The opcode of an instruction that needs or gives the value.
+        value: The kind of value.
+    """
+    splits = {*find_modifiers(value)} & {*TP_SPLIT_OPS}
+    is_first = op in find_producers(value)
+    earlier = frozenset() if is_first else splits & {*find_possible_givers(op, value)}
+    is_received = VALUES[value].local_source is not None
+    return bool(splits) and bool(earlier) is not is_received
+
+
 class Instr(NamedTuple):
     """One decoded instruction.
 

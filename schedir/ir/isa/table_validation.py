@@ -10,16 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from enum import IntEnum
 from itertools import chain
-from typing import Final
+from keyword import iskeyword
+from typing import Final, get_args, get_type_hints
 
 from schedir.ir.isa.instructions import (
     BOUNDARY_VALUES,
     FORMS,
     INSTRUCTIONS,
     LANES,
+    OPTIMIZER_STEP_SIZES,
     TIERS,
     VALUES,
     Change,
+    CollectiveRing,
     Form,
     FormRow,
     Lane,
@@ -29,6 +32,7 @@ from schedir.ir.isa.instructions import (
     ProducerRule,
     Row,
     Scope,
+    Traffic,
     Value,
     ValueRow,
 )
@@ -52,6 +56,7 @@ _DEFAULTED_ATTRIBUTES: Final = {
 # Values with a begin and an end, between which they take memory.
 _LIFETIME_RULES: Final = (*_CHAINED_RULES, ProducerRule.ALL)
 _SKIP_PEERS: Final = (PeerRule.SKIP_TO, PeerRule.SKIP_FROM)
+_NEIGHBOR_SIZES: Final = {"activation", "activation_grad"}
 
 
 class TableError(Exception):
@@ -104,6 +109,7 @@ def find_table_faults(
             yield f"{row.op.name}: it has the same text as {texts[row.text].op.name}, {row.text!r}"
         for fault in (
             *_find_row_faults(row, rows, lanes),
+            *_find_price_faults(row, rows, values),
             *_find_value_use_faults(row, rows, values),
         ):
             yield f"{row.op.name}: {fault}"
@@ -136,6 +142,16 @@ def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
     if value.size and value.producer_rule not in _LIFETIME_RULES:
         rule = value.producer_rule.name
         yield f"{name}: a value with a size must begin and end, not be {rule}"
+    freers = [row for row in rows if kind in row.frees]
+    if value.producer_rule is ProducerRule.ONCE and value.scope is Scope.MICROBATCH:
+        if not freers:
+            yield f"{name}: no instruction frees it, so its memory would not be counted"
+        for row in freers:
+            if len(freers) > 1 and not row.is_compute:
+                yield f"{name}: {row.op.name} frees it, and other instructions free it, too"
+    is_received = any(row.peer is not None and kind in row.gives for row in rows)
+    if is_received and value.local_source is None:
+        yield f"{name}: a value that is received needs a local_source, for stages on one rank"
     if value.size and value.scope is Scope.RANK:
         yield f"{name}: a size is given for each stage, not for each rank"
     if value.local_source is not None and value.peer is None:
@@ -174,14 +190,6 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
             "a row between segments must be a collective of the tensor-parallel or the "
             "expert-parallel group"
         )
-    if row.traffic is not None and row.traffic.program_attribute not in (
-        "",
-        "checkpoint_snapshots",
-        "optimizer_placement",
-    ):
-        yield f"a cluster has no use for the attribute {row.traffic.program_attribute!r}"
-    if row.traffic is not None and not row.traffic.sizes and row.form is None:
-        yield "traffic without sizes needs a form: its bytes are those of the changed value"
     if row.host_sync and lane.host_action != "starts":
         yield f"host_sync has no effect: hosts wait at lane {row.lane.name} anyway"
     if bool(row.peer) != lane.has_messages:
@@ -203,6 +211,56 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
     elif row.partner is not None and row.scope not in _GROUP_SCOPES.get(row.group, ()):
         can = " or ".join(per.name for per in _GROUP_SCOPES.get(row.group, ())) or "a group"
         yield f"its group is {row.group!r}, which needs {can}, not {row.scope.name}"
+
+
+def _find_price_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]) -> Iterator[str]:
+    """Yield broken rules of the columns from which a `Cluster` computes a cost."""
+    ring, traffic = row.ring, row.traffic
+    if row.cost and (not row.cost.isidentifier() or iskeyword(row.cost)):
+        yield f"its cost must be a word that can be a field of Costs, not {row.cost!r}"
+    if (ring is not None) + (traffic is not None) + (row.peer is not None) > 1:
+        yield "only one of ring, traffic and peer can define its price"
+    for other in rows:
+        if row.cost and other.cost == row.cost and _get_price(other) != _get_price(row):
+            yield (
+                f"it has the cost {row.cost!r}, as {other.op.name} has, but another scope, ring, "
+                "traffic or peer"
+            )
+    sizes = {values[kind].size for kind in {*row.needs, *row.gives}}
+    known = {
+        *(value.size for value in values),
+        *OPTIMIZER_STEP_SIZES,
+        *(state for each in rows for change in each.changes for state in change[1:]),
+    } - {"", *TIERS}
+    used = [ring.size] if ring is not None else traffic.sizes if traffic is not None else ()
+    for size in filter(None, used):
+        if size not in known:
+            yield f"no value has the size {size!r}"
+        elif row.scope is Scope.MICROBATCH and size not in sizes:
+            yield f"it moves bytes of the size {size!r}, which none of its values has"
+    if ring is not None and ring.members not in get_args(get_type_hints(CollectiveRing)["members"]):
+        yield f"its ring has unknown members, {ring.members!r}"
+    elif ring is not None and ring.size and ring.members == "ep":
+        yield "a cluster has no price for a collective of the expert-parallel group on a size"
+    elif ring is not None and not (ring.size or row.between_segments or row.form is not None):
+        yield "a ring without a size needs a form, or a place between segments"
+    if row.cost == "send" and row.peer not in _SKIP_PEERS and not sizes <= _NEIGHBOR_SIZES:
+        yield "the cost 'send' is that of an activation or a gradient: give it a cost of its own"
+    if traffic is None:
+        return
+    if traffic.link not in get_args(get_type_hints(Traffic)["link"]):
+        yield f"its traffic uses an unknown link, {traffic.link!r}"
+    if traffic.program_attribute not in ("", "checkpoint_snapshots", "optimizer_placement"):
+        yield f"a cluster has no use for the attribute {traffic.program_attribute!r}"
+    if not traffic.sizes and row.form is None:
+        yield "traffic without sizes needs a form: its bytes are those of the changed value"
+    if row.scope is Scope.RANK:
+        yield "a cluster has no price for the traffic of a rank: make it one for each stage"
+
+
+def _get_price(row: Row) -> tuple[object, ...]:
+    """Return what defines the price of an instruction, apart from its sizes."""
+    return row.scope, row.ring, row.traffic, row.peer is not None
 
 
 def _find_value_use_faults(

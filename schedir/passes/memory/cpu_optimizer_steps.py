@@ -48,33 +48,36 @@ def insert_host_steps(program: Program) -> Program:
         program: A program with gradient reductions.
     """
     shape, index = program.shape, InstructionIndex.from_program(program)
-    given = index.find_all_positions(find_possible_givers(Opcode.OffloadGrads, Value.GRAD))
+    givers = index.find_all_positions(find_possible_givers(Opcode.OffloadGrads, Value.GRAD))
     latest = np.full(shape.replica_ranks.size * shape.optimizer_steps, NO_POSITION)
     time = (
-        None if shape.optimizer_steps > 1 else np.zeros(len(given), np.int64)
+        None if shape.optimizer_steps > 1 else np.zeros(len(givers), np.int64)
     )  # programs with occurrences have one update
-    np.maximum.at(latest, index.compute_keys(Scope.STAGE, given, time), given)
+    np.maximum.at(latest, index.compute_keys(Scope.STAGE, givers, time), givers)
     last = latest.reshape(shape.optimizer_steps, *shape.replica_ranks.shape)
     tied = [s for stages in program.trained_ties for s in stages]
     ends = find_update_ends(program)
-    at_, ranks, words = [], [], []
+    positions, ranks, words = [], [], []
     for update in range(shape.optimizer_steps):
         for rank, own in enumerate(shape.stages_on_rank):
             trained = np.array([s for s in own if s >= program.frozen_stages], np.int64)
             at = last[update, shape.replica_row_of_stage(trained, rank), trained]
             order = np.argsort(at, kind="stable")
             trained, at = trained[order], at[order]
-            alone = (index.op[at] == Opcode.ReduceGrads) & (program.dp == 1)
-            alone &= ~np.isin(trained, tied)
-            go, step, back = (pack(op, trained, update) for op in _HOST_STEP_OPS)
+            is_local_sum = (index.op[at] == Opcode.ReduceGrads) & (program.dp == 1)
+            is_local_sum &= ~np.isin(trained, tied)
+            copies, step, reloads = (pack(op, trained, update) for op in _HOST_STEP_OPS)
             between = pack(
                 Opcode.CheckGradsFinite, 0, np.array([update] * (shape.optimizer_steps > 1), int)
             )
-            words += [go, between, step, back]
+            words += [copies, between, step, reloads]
             end = ends[update, rank]
-            at_ += [np.where(alone, at + 1, end), np.full(len(between) + 2 * len(at), end)]
+            positions += [
+                np.where(is_local_sum, at + 1, end),
+                np.full(len(between) + 2 * len(at), end),
+            ]
             ranks += [np.full(len(between) + 3 * len(at), rank)]
-    return insert_at_positions(program, *map(np.concatenate, (at_, ranks, words)))
+    return insert_at_positions(program, *map(np.concatenate, (positions, ranks, words)))
 
 
 def delay_host_steps(program: Program) -> Program:
@@ -98,17 +101,17 @@ def delay_host_steps(program: Program) -> Program:
         index.rank.astype(np.int64) * program.shape.optimizer_steps + index.mb
     )  # the rank and update that an instruction at the end of an update belongs to
     ends, steps = (index.find_all_positions(ops) for ops in (_RANK_OPS, OPTIMIZER_STEP_OPS))
-    ahead = np.full(program.shape.ranks * program.shape.optimizer_steps + 1, n)
-    np.minimum.at(ahead, end[ends] - 1, ends)  # the first instruction that ends the next update
-    ahead[program.shape.optimizer_steps - 1 :: program.shape.optimizer_steps] = (
+    first_end = np.full(program.shape.ranks * program.shape.optimizer_steps + 1, n)
+    np.minimum.at(first_end, end[ends] - 1, ends)  # the first instruction that ends the next update
+    first_end[program.shape.optimizer_steps - 1 :: program.shape.optimizer_steps] = (
         n  # the last update has no next one
     )
-    np.minimum.at(ahead, end[steps], first[steps])
+    np.minimum.at(first_end, end[steps], first[steps])
     group_start = np.append(np.maximum.accumulate(np.where(index.joined, 0, np.arange(n))), n)
     moves = index.find_all_positions((Opcode.ReloadWeights, *OPTIMIZER_STEP_OPS))
     place = 2 * np.arange(n)
-    target = group_start[ahead[end[moves]]]
-    place[moves] = np.where(ahead[end[moves]] < n, 2 * target - 1, place[moves])
+    target = group_start[first_end[end[moves]]]
+    place[moves] = np.where(first_end[end[moves]] < n, 2 * target - 1, place[moves])
     order = np.argsort(place, kind="stable")
     return replace(program, streams=StreamSlices.from_words(program.words[order], program.offsets))
 

@@ -64,17 +64,17 @@ def insert_state_offload(
         ShapeError: A number of buffers is not in range.
     """
     shape, index = program.shape, InstructionIndex.from_program(program)
-    given = index.find_all_positions(find_producers(Value.GRAD))
+    givers = index.find_all_positions(find_producers(Value.GRAD))
     last = np.full(shape.replica_ranks.size, NO_POSITION)
-    key = index.compute_keys(Scope.STAGE, given, np.zeros(len(given), np.int64))
-    np.maximum.at(last, key, given)
+    key = index.compute_keys(Scope.STAGE, givers, np.zeros(len(givers), np.int64))
+    np.maximum.at(last, key, givers)
     reduced = last.reshape(shape.replica_ranks.shape)
-    room = (
+    device_count = (
         DEFAULT_BUFFERS
         if device_buffers is None
         else _BUFFER_COUNT_TYPE.resolve("optimizer_device_buffers", device_buffers, shape)
     )
-    rooms = (
+    host_count = (
         DEFAULT_BUFFERS
         if host_buffers is None
         else _BUFFER_COUNT_TYPE.resolve("optimizer_host_buffers", host_buffers, shape)
@@ -86,18 +86,18 @@ def insert_state_offload(
             np.argsort(reduced[shape.replica_row_of_stage(trained, rank), trained], kind="stable")
         ]
         load, step, store = (pack(op, trained, 0) for op in _STATE_OPS)
-        turns, later = [*load[:room]], min(room - 1, 1)
+        rank_words, later = [*load[:device_count]], min(device_count - 1, 1)
         for k in range(len(trained)):
-            turns += [step[k], store[k]]
+            rank_words += [step[k], store[k]]
             if k >= later:
-                turns += [*load[k - later + room :][:1]]
+                rank_words += [*load[k - later + device_count :][:1]]
         if program.optimizer_placement == "disk":
             # One buffer is left for stores, unless the remaining loads are so few that they leave
             # one anyway.
-            ahead = rooms - (len(trained) - room >= rooms - 1)
-            turns = _add_disk_moves(turns, trained, ahead)
-        ranks += [rank] * len(turns)
-        words += turns
+            reads_ahead = host_count - (len(trained) - device_count >= host_count - 1)
+            rank_words = _add_disk_moves(rank_words, trained, reads_ahead)
+        ranks += [rank] * len(rank_words)
+        words += rank_words
     return append_to_streams(program, np.array(ranks, np.int64), np.array(words, np.int64))
 
 
@@ -108,17 +108,17 @@ def _add_disk_moves(
 
     `reads_ahead` reads come before the first load. If it is 0, each read comes before its own load.
     """
-    fetch, spill = (iter(pack(op, trained, 0).tolist()) for op in _DISK_OPS)
-    found = [*islice(fetch, reads_ahead)]
-    for turn in rank_words:
-        op = turn >> OP_SHIFT
+    reads, writes = (iter(pack(op, trained, 0).tolist()) for op in _DISK_OPS)
+    found = [*islice(reads, reads_ahead)]
+    for word in rank_words:
+        op = word >> OP_SHIFT
         if op == Opcode.ReloadState and not reads_ahead:
-            found += islice(fetch, 1)
-        found.append(turn)
+            found += islice(reads, 1)
+        found.append(word)
         if op == Opcode.OffloadState:
-            found += islice(spill, 1)
+            found += islice(writes, 1)
         elif op == Opcode.ReloadState and reads_ahead:
-            found += islice(fetch, 1)
+            found += islice(reads, 1)
     return found
 
 
@@ -131,8 +131,8 @@ def set_device_buffers(program: Program) -> Program:
         program: A program with loads and stores of states.
     """
     column = SLOT_KINDS.index(Value.STATE)
-    room, most = count_min_slots(program)[:, column], count_slots(program)[:, column]
-    return program if (room >= most).all() else program.with_slot_counts(_DEVICE_SLOTS, room)
+    fewest, most = count_min_slots(program)[:, column], count_slots(program)[:, column]
+    return program if (fewest >= most).all() else program.with_slot_counts(_DEVICE_SLOTS, fewest)
 
 
 def set_host_buffers(program: Program) -> Program:

@@ -81,45 +81,45 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
         A function of the tensors of the value.
     """
     out = state.find_slot(kind, i.stage, i.mb)
-    carried = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
+    layout = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
     if state.find_local_stage(state.program.peer_stage(kind, i.stage), i.mb) is not None:
-        layouts = [one.to_message_layout for one in carried.tensors]
+        to_layouts = [one.to_message_layout for one in layout.tensors]
         return lambda values: out.fill(
-            tuple([as_sent(value) for as_sent, value in zip(layouts, values, strict=True)])
+            tuple([as_sent(value) for as_sent, value in zip(to_layouts, values, strict=True)])
         )
     buffers = state.service(MessageBuffers)
-    own = (
+    buffer = (
         None
         if _list_form_changes(state, i, kind)
         else buffers.get_send_buffer(kind, out.number, ())
     )
-    if own is None and carried.is_single_tensor:
+    if buffer is None and layout.is_single_tensor:
         return lambda values: out.fill(values[0])
-    device, size = state.device, carried.nbytes
+    device, size = state.device, layout.nbytes
 
     def fill(memory: Tensor, values: Sequence[Tensor]) -> None:
-        whole, places = carried.place_tensors(memory)
+        full_value, places = layout.place_tensors(memory)
         for place, value in zip(places, values, strict=True):
             place.copy_(value)
-        out.fill(whole)
+        out.fill(full_value)
 
-    if own is None:
+    if buffer is None:
         return lambda values: fill(allocate_bytes(device, size), values)
-    return partial(fill, own)
+    return partial(fill, buffer)
 
 
 def recv(state: State, i: Instr) -> Call:
     """Link a receive: start to receive a message into the slot of a value."""
     mb, row = i.mb, INSTRUCTIONS[i.op]
     kind = row.gives[0]
-    given, peer = state.find_slot(kind, i.stage, mb), state.program.peer_rank(i)
-    whole, tensors = _get_receive_memory(state, i, kind)
-    message = _view_in_form(state, whole, _list_form_changes(state, i, kind))
+    slot, peer = state.find_slot(kind, i.stage, mb), state.program.peer_rank(i)
+    full_value, tensors = _get_receive_memory(state, i, kind)
+    message = _view_in_form(state, full_value, _list_form_changes(state, i, kind))
     state.first_step_checks.buffers = state.service(MessageBuffers).received
     start, arrivals, lane = state.transport.recv, state.stages[i.stage].arrivals, row.lane
 
     def run() -> None:
-        given.fill(tensors)
+        slot.fill(tensors)
         arrivals[kind, mb] = start(message, peer, lane)
 
     return Call(None, run)
@@ -189,10 +189,12 @@ def get_received_value(state: State, i: Instr) -> ReceivedValue:
         i: The instruction.
     """
     (kind,) = INSTRUCTIONS[i.op].gives
-    whole, _ = _get_receive_memory(state, i, kind)
+    full_value, _ = _get_receive_memory(state, i, kind)
     changed = _list_form_changes(state, i, kind)
     place = changed.index(i.op)
-    before, after = (_view_in_form(state, whole, changed[k:]).view(-1) for k in (place, place + 1))
+    before, after = (
+        _view_in_form(state, full_value, changed[k:]).view(-1) for k in (place, place + 1)
+    )
     return ReceivedValue(before, after, make_early_wait(state, i, kind))
 
 
@@ -233,12 +235,12 @@ def tp_scatter(state: State, i: Instr) -> Call:
     out = state.find_slot(kind, i.stage, i.mb)
     changed = _list_form_changes(state, i, kind)
     buffers = state.service(MessageBuffers)
-    own = buffers.get_send_buffer(kind, out.number, changed) if changed[-1] is i.op else None
-    carried = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
-    into = None if own is None else carried.slice_part(own)
+    buffer = buffers.get_send_buffer(kind, out.number, changed) if changed[-1] is i.op else None
+    layout = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
+    buffer = None if buffer is None else layout.slice_part(buffer)
 
     def run() -> None:
-        shard = _copy_local_part(state, out.peek(), into)
+        shard = _copy_local_part(state, out.peek(), buffer)
         out.free()
         out.fill(shard)
 
@@ -254,8 +256,8 @@ def _copy_local_part(state: State, tensor: Tensor, out: Tensor | None = None) ->
 def gather_message(state: State, i: Instr) -> Call:
     """Link a gather: gather a received value from the shards of the tensor-parallel ranks."""
     kind = INSTRUCTIONS[i.op].gives[0]
-    whole, _ = _get_receive_memory(state, i, kind)
-    flat, part = whole.view(-1), view_tp_shard(state.transport, whole)
+    full_value, _ = _get_receive_memory(state, i, kind)
+    flat, part = full_value.view(-1), view_tp_shard(state.transport, full_value)
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
     aside, start = state.transport.side_stream, state.transport.start_collective
 
