@@ -343,6 +343,28 @@ def test_what_is_seen_is_exported_and_copied(studio: Opener) -> None:
         browser.until(lambda holds=holds: bool(browser.js(holds)))  # type: ignore[misc]
 
 
+def test_a_challenge_is_solved(studio: Opener) -> None:
+    browser = studio()
+    press(browser, "challenges-tab")
+    answered(browser, lambda: press(browser, "challenge-zero-bubble"))
+    assert "Not yet: the span is 33, the goal is 27." in text(browser, "challenge-status")
+    press(browser, "controls-tab")
+    choose(browser, "control-schedule", "zb_h1")
+    press(browser, "challenges-tab")
+    assert "your schedule is optimal" in text(browser, "challenge-status")
+    assert text(browser, "challenge-zero-bubble").startswith("\u2713")
+    answered(browser, lambda: press(browser, "challenge-a-hang"))
+    assert "2 ranks wait" in text(browser, "problem") and "lead = min(rank" in value(
+        browser, "editor"
+    )
+    press(browser, "code-tab")
+    enter(browser, "editor", CODE)
+    press(browser, "challenges-tab")
+    assert "Solved: the span is 33" in text(browser, "challenge-status")
+    answered(browser, lambda: press(browser, "leave-challenge"))
+    assert browser.js("document.getElementById('challenge-status')") is None
+
+
 def test_an_exported_page_needs_no_server(chromium: Chromium, tmp_path: Path) -> None:
     export_page(Studio(), StudioState(options=DEFAULTS), str(tmp_path))
     chromium.said.clear()

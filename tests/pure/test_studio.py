@@ -24,6 +24,7 @@ from schedir.commands.common.schedule_options import (
 )
 from schedir.commands.studio import DEFAULTS, MAX_INSTRUCTIONS, read_options
 from schedir.commands.studio.answers import Studio
+from schedir.commands.studio.challenges import CHALLENGES
 from schedir.commands.studio.code_process import CodeRunner, expand_code
 from schedir.commands.studio.server import TOKEN_HEADER, StudioServer
 from schedir.commands.studio.state import CodeError, StudioState, format_command
@@ -37,6 +38,7 @@ from schedir.io.timeline_file import save_timeline
 from schedir.ir.input_trust import input_limits
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
+from schedir.schedule_search.bounds.lower_bound import lower_bound
 from schedir.schedules import get_built_in_schedules
 from schedir.verify.check import check
 
@@ -121,7 +123,7 @@ def test_an_answer_has_the_figures_of_a_simulation(
         {"state": {"schedule": 4}}, {"state": {"run": True}}, {"state": {"program": "rank"}},
         {"state": {"schedule": "mine.py:f"}}, {"state": {"schedule": "/etc/passwd.sched"}},
         {"state": {"schedule": "x.timeline"}}, {"state": {"schedule": "<b>"}},
-        {"state": {"other": "mine.py:f"}},
+        {"state": {"other": "mine.py:f"}}, {"state": {"challenge": "none"}},
         {"state": {"schedule": "interleaved(group=__import__('os'))"}},
         {"state": {"options": {"costs": "@/etc/hostname"}}},
         {"state": {"options": {"ranks": "100000", "microbatches": "100000"}}},
@@ -273,6 +275,48 @@ def test_two_schedules_are_compared_per_rank() -> None:
     assert len(moved["runs"]) == 2 and moved["state"]["other"] == "zb_h1"
     odd = state("one_f_one_b", ranks="3") | {"other": "chimera"}
     assert ask({"state": odd})["error"]["fields"] == ["other"]
+
+
+SOLUTIONS: dict[str, dict[str, Any]] = {
+    "fill-and-drain": {"schedule": "gpipe", "code": ""},
+    "one-forward-one-backward": {"schedule": "one_f_one_b"},
+    "interleaving": {"schedule": "interleaved"},
+    "zero-bubble": {"schedule": "zb_h1"},
+    "v-shape": {"schedule": "zb_v", "memory_limit": "8GB"},
+    "less-memory": {"schedule": "v_half"},
+    "uneven-stages": {"schedule": "zb_h1"},
+    "slow-links": {"schedule": "zb_h2"},
+    "weight-gathers": {"unsharded_stages": ""},
+    "a-hang": {"code": CODE},
+}
+
+
+@pytest.mark.parametrize("name", CHALLENGES)
+def test_a_challenge_begins_unsolved_has_a_solution_and_a_proof(name: str) -> None:
+    challenge = CHALLENGES[name]
+    first = challenge.make_state(name)
+    before = ask({"state": first}, WITH_CODE)
+    assert "error" in before or not before["challenge"]["solved"]
+    solution = SOLUTIONS[name]
+    options = first["options"] | {k: v for k, v in solution.items() if k not in first}
+    solved = {**first, **{k: v for k, v in solution.items() if k in first}, "options": options}
+    after = ask({"state": solved}, WITH_CODE)
+    assert after["challenge"]["solved"], after["challenge"]
+    assert ("optimal" in after["challenge"]["text"]) is (challenge.goal == challenge.bound)
+    easier = {**solved, "options": options | {"microbatches": "2"}}
+    cheated = ask({"state": easier}, WITH_CODE)
+    assert "error" in cheated or "microbatches=" in cheated["challenge"]["text"]
+    request = WITH_CODE.make_request(StudioState.from_json(solved))
+    limit = request.memory_limit
+    proof = lower_bound(
+        request.timeline.program.shape,
+        request.costs,
+        request.sizes if limit else None,
+        limit,
+        split_backward=challenge.split,
+    )
+    assert proof.value == pytest.approx(challenge.bound)
+    assert challenge.bound <= challenge.goal
 
 
 # ---------------------------------------------------------------- code

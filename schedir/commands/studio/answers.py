@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from schedir.commands.common.bound_report import describe_run_bound, find_lower_bound
 from schedir.commands.common.timeline_facts import describe_costs
+from schedir.commands.studio.challenges import judge
 from schedir.commands.studio.edits import export_program, find_draft, move_instruction
 from schedir.commands.studio.state import (
     CodeError,
@@ -198,6 +199,7 @@ def describe_request(
         "bound": bound.value if bound else None,
         "proof": bound.explanation if bound else "",
         "comparison": "" if other is None else compare_runs(timeline, other),
+        "challenge": judge(request, state),
         "recognition": str(found),
         "difference": [found.rank, place] if place >= 0 else None,
         "notes": [_COMPARISON_NOTE] * (other is not None) + describe_costs([request]).splitlines(),

@@ -54,6 +54,7 @@ class StudioState:
         run: True if the studio shows the run with which it was started.
         other: The name of a built-in schedule to compare with. Costs and sizes are then per rank,
             as for `schedir compare`.
+        challenge: The name of the challenge that the user solves.
         options: The text of each option that is set, by name: those of `schedir options`, and
             `costs`, `sizes`, `memory_limit` and `progress_model`.
     """
@@ -64,6 +65,7 @@ class StudioState:
     function: str = ""
     run: bool = False
     other: str = ""
+    challenge: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod

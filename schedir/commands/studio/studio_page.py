@@ -9,6 +9,7 @@ from typing import Any, Final
 from schedir.analysis.progress_models import MODELS
 from schedir.commands.common.program_options import PROGRAM_OPTIONS
 from schedir.commands.studio.answers import Studio
+from schedir.commands.studio.challenges import describe_challenges
 from schedir.commands.studio.state import StudioState
 from schedir.errors import UsageError
 from schedir.io.files import atomic_write
@@ -53,6 +54,7 @@ def build_studio_page(
         "help": _collect_help(),
         "code": studio.expand_code is not None,
         "answer": first,
+        "challenges": [] if answers is not None else describe_challenges(),
         "answers": answers,
     }
     folder = files(__package__) / "page"

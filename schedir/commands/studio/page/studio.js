@@ -44,7 +44,8 @@ const GROUPS = [
 ];
 const SHAPE = ["schedule", "ranks", "microbatches", "stages_per_rank", "placement"];
 const PREDICTION = ["other", ...COMPUTES, "send", "factors", "other_costs", "saved", "other_sizes", "memory_limit", "progress_model"];
-const inputs = {}, sliders = {};
+const TABS = { controls: "Controls", code: "Code", ...(SETUP.challenges.length ? { challenges: "Challenges" } : {}) };
+const inputs = {}, sliders = {}, solved = new Set();
 let shown = SETUP.state, answer = SETUP.answer, past = [], future = [], kept = JSON.stringify(shown);
 
 // ---------------------------------------------------------------- the state and the controls
@@ -170,12 +171,14 @@ async function receive(got, state) {
   if (!got.error) {
     answer = got;
     await update(got);
+    if (got.challenge?.solved) solved.add(state.challenge);
     if (!curvesSet && runs.length * runs[0].ranks <= ROOMY) toggle("curves");
     curvesSet = true;
     showVerdict();
     allow();
   }
   showCode(got.error, state);
+  showChallenges(got);
   host.dataset.answered = `${+(host.dataset.answered || 0) + 1}`;
 }
 
@@ -491,20 +494,58 @@ function changed(name) {
   if (name === "schedule") {
     if (!inputs.schedule.value) return;
     Object.assign(state, { schedule: inputs.schedule.value, program: "", code: "", run: false });
+    if (state.challenge) {
+      const { options } = SETUP.challenges.find((each) => each.name === state.challenge).state;
+      for (const option of ["ranks", "microbatches", "stages_per_rank"]) if (options[option]) inputs[option].value = state.options[option] = options[option];
+    } else for (const option of ["stages_per_rank", "placement"]) { inputs[option].value = ""; delete state.options[option]; }
     if (shown.run) Object.assign(state.options, { costs: state.options.costs || "F=1,B=2" });
-    for (const option of ["stages_per_rank", "placement"]) { inputs[option].value = ""; delete state.options[option]; }
     fillSchedules(state);
   }
   ask(state);
 }
 
+// The list of challenges, and the state of the one that the user solves.
+function showChallenges(got) {
+  if (!SETUP.challenges.length) return;
+  $("challenges-pane").replaceChildren(...SETUP.challenges.map(({ name, title, text, hint, goal, state: first }, nth) => {
+    const current = name === shown.challenge, item = make("section", undefined, current ? "current" : "");
+    const begin = make("button", `${solved.has(name) ? "\u2713 " : ""}${nth + 1}. ${title}`, "link");
+    begin.id = `challenge-${name}`;
+    begin.type = "button";
+    begin.setAttribute("aria-current", current);
+    begin.onclick = () => startChallenge(first);
+    item.append(begin);
+    if (!current) return item;
+    const more = make("details", undefined, "soft");
+    more.append(make("summary", "Hint"), make("p", hint));
+    const status = make("p", got.challenge ? got.challenge.text : `The goal is a span of ${goal}. This order is refused.`, got.challenge?.solved ? "solved" : "");
+    status.id = "challenge-status";
+    status.setAttribute("role", "status");
+    item.append(make("p", text), status, more, makeButton("leave-challenge", "Leave", "Leave the challenge", () => {
+      ask({ ...shown, challenge: "" });
+      commit();
+    }));
+    return item;
+  }));
+}
+
+async function startChallenge(first) {
+  fillControls(first);
+  if (first.code) { editor.value = first.code; number(); }
+  shown = first;
+  commit();
+  await ask(first);
+  $(`challenge-${first.challenge}`).focus();
+}
+
 function selectTab(which) {
-  for (const name of ["controls", "code"]) {
+  for (const name of Object.keys(TABS)) {
     $(`${name}-tab`).setAttribute("aria-selected", name === which);
     $(`${name}-tab`).tabIndex = name === which ? 0 : -1;
     $(`${name}-pane`).hidden = name !== which;
   }
   $("studio").classList.toggle("wide", which === "code");
+  number();
 }
 
 function makeButton(id, text, label, act) {
@@ -528,16 +569,18 @@ function build() {
   panel.setAttribute("aria-label", "Studio");
   panel.onsubmit = (event) => event.preventDefault();
   tabs.setAttribute("role", "tablist");
-  for (const [name, pane] of [["controls", controls], ["code", code]]) {
-    const tab = makeButton(`${name}-tab`, name === "code" ? "Code" : "Controls", name === "code" ? "Code" : "Controls", () => selectTab(name));
+  const names = Object.keys(TABS), panes = [controls, code, make("div", undefined, "pane")].slice(0, names.length);
+  for (const [nth, name] of names.entries()) {
+    const pane = panes[nth], tab = makeButton(`${name}-tab`, TABS[name], TABS[name], () => selectTab(name));
     tab.setAttribute("role", "tab");
     tab.setAttribute("aria-controls", `${name}-pane`);
     tab.onkeydown = (event) => {
       if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
       event.preventDefault();
       event.stopPropagation();
-      selectTab(name === "code" ? "controls" : "code");
-      $(name === "code" ? "controls-tab" : "code-tab").focus();
+      const to = names[(nth + (event.key === "ArrowRight" ? 1 : names.length - 1)) % names.length];
+      selectTab(to);
+      $(`${to}-tab`).focus();
     };
     tabs.append(tab);
     Object.assign(pane, { id: `${name}-pane` });
@@ -581,7 +624,7 @@ function build() {
   actions.append(makeButton("undo", "Undo", "Undo (Ctrl+Z)", () => go(past, future)), makeButton("redo", "Redo", "Redo (Ctrl+Shift+Z)", () => go(future, past)),
     makeMenu("Export", [["sched", "program (.sched)"], ["python", "Python"], ["csv", "torch CSV"]], save),
     makeMenu("Copy", [["command", "as CLI"], ["python", "as Python"], ["link", "address"]], copy), done);
-  panel.append(tabs, controls, code, actions);
+  panel.append(tabs, ...panes, actions);
   const center = make("div", undefined, "center"), problem = make("div"), verdict = make("section"), stage = $("stage");
   problem.id = "problem";
   problem.setAttribute("role", "alert");
