@@ -31,6 +31,7 @@ TREE: dict[str, dict[str, list[str]]] = {
         ],
         "How-to guides": [
             "/docs/how-to/write-a-schedule",
+            "/docs/how-to/design-in-the-browser",
             "/docs/how-to/choose-a-schedule",
             "/docs/how-to/search-for-a-schedule",
             "/docs/how-to/test-a-schedule",

@@ -30,6 +30,7 @@ class Extra(NamedTuple):
 
 
 EXTRAS: Final = {
+    "anywidget": Extra("notebook"),
     "argcomplete": Extra("completion"),
     "hypothesis": Extra("testing"),
     "megatron.core": Extra("megatron", "0.16"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from schedir.viz.figures.summary_charts import bubble_vs_memory, idle_map, memory_frontier
     from schedir.viz.figures.window_chart import window_tiles
     from schedir.viz.html_page import html, save_html
+    from schedir.viz.notebook_widget import widget
     from schedir.viz.style import Style
     from schedir.viz.terminal_chart import text_chart
 
@@ -32,6 +33,7 @@ _MODULE_BY_NAME: Final = {
     "save": "figures.figure_files",
     "save_html": "html_page",
     "bubble_vs_memory": "figures.summary_charts",
+    "widget": "notebook_widget",
     "window_tiles": "figures.window_chart",
 }
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "save",
     "save_html",
     "text_chart",
+    "widget",
     "window_tiles",
 ]
 

@@ -1,14 +1,14 @@
 """Build the interactive page: one self-contained HTML file.
 
-The page consists of the files in `page/`. It contains the runs as packed columns of numbers.
+The page consists of the files in `page/`. It contains the runs as packed columns of numbers. The
+studio and the widget of notebooks show the same timeline.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
@@ -16,40 +16,22 @@ from pathlib import Path
 from string import Template
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from schedir.errors import UsageError, format_bytes
 from schedir.io.files import atomic_write
-from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, SEND_OPS, Lane, PeerRule
-from schedir.predict.bubble_causes import IdleCause, idleness
-from schedir.predict.timeline import Timeline, require_timelines
-from schedir.viz.palette import (
-    DARK_PALETTE,
-    HATCHED_OPS,
-    LANE_NAMES,
-    LIGHT_PALETTE,
-    OP_NAMES,
-    UNSHARDED_LABEL,
-    Palette,
-    choose_box_color,
-    choose_text_color,
-    choose_unsharded_shade,
-    format_hex,
-)
-from schedir.viz.time_bins import (
-    compute_in_flight_curve,
-    compute_memory_curve,
-    compute_tier_curves,
-    find_unsharded_intervals,
-    list_lower_tiers,
-)
+from schedir.predict.timeline import Timeline
+from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
 
 _SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "words.js", "main.js")
-_TICKS_PER_SPAN: Final = 2**31 - 1  # times are integers, in the span of a run over this number
-# The number of shades for the stages of a rank, equal to SHADES in data.js. Further stages of a
-# rank use the shades again.
-_MAX_SHADES: Final = 8
+_FUNCTION: Final = '(root, DATA) => {{\n"use strict";\n{}}}'
+_WIDGET_SCRIPT: Final = """\
+const show = {function};
+function render({{ model, el }}) {{
+  const host = el.appendChild(document.createElement("div"));
+  const root = host.attachShadow({{ mode: "open" }});
+  root.innerHTML = {body};
+  show(root, JSON.parse(model.get("data")));
+}}
+export default {{ render }};
+"""
 
 
 def html(timeline: Timeline, other: Timeline | None = None) -> str:
@@ -77,46 +59,83 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
         '<!doctype html>'
     """
     runs = [timeline] if other is None else [timeline, other]
-    require_timelines(runs)
-    if len({run.ranks for run in runs}) > 1:
-        a, b = (run.ranks for run in runs)
-        raise UsageError(f"a page shows runs with equal ranks, but one has {a} and the other {b}")
-    labels, shades = _label_runs(runs), _count_shades(runs)
-    data = {
-        "ops": [_describe_opcode(row) for row in INSTRUCTIONS],
-        "lanes": [lane.name.lower() for lane in Lane],
-        "causes": [cause.text for cause in IdleCause],
-        "fills": {
-            "light": _color_instructions(runs, LIGHT_PALETTE),
-            "dark": _color_instructions(runs, DARK_PALETTE),
-        },
-        "whole": {
-            "name": UNSHARDED_LABEL,
-            "light": _color_unsharded_stages(shades, LIGHT_PALETTE),
-            "dark": _color_unsharded_stages(shades, DARK_PALETTE),
-        },
-        "runs": [
-            _describe_run_data(run, label, runs[0]) for run, label in zip(runs, labels, strict=True)
-        ],
-    }
-    folder = files("schedir.viz") / "page"
-    style = (folder / "page.css").read_text(encoding="utf-8")
-    parts = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
-    script = f'(() => {{\n"use strict";\n{parts}}})();\n'
+    data, labels = describe_runs(runs), label_runs(runs)
+    return build_page(
+        data,
+        title=" / ".join(dict.fromkeys(run.program.name for run in runs)),
+        summary="\n".join(map(describe_run, runs)),
+        tables=[build_table(run, label) for run, label in zip(runs, labels, strict=True)],
+    )
+
+
+def build_page(
+    data: Mapping[str, Any],
+    *,
+    title: str,
+    summary: str = "",
+    tables: Sequence[Mapping[str, Any]] = (),
+    script: str = "",
+    style: str = "",
+    policy: str = "",
+) -> str:
+    """Return the page of the data of runs.
+
+    Args:
+        data: The data of `describe_runs`, and further keys for `script`.
+        title: The title, as plain text.
+        summary: The run in words, as plain text.
+        tables: The tables of `build_table`.
+        script: A script that runs in the scope of the page's own scripts.
+        style: Style sheets for the elements that `script` adds.
+        policy: Directives of the Content-Security-Policy, besides those of the page.
+
+    Returns:
+        The text of the HTML file.
+    """
+    style = read_page_file("page.css") + style
+    script = (
+        f"({_FUNCTION.format(_read_scripts() + script)})"
+        '(document, JSON.parse(document.getElementById("data").textContent));\n'
+    )
     policy = (
         f"default-src 'none'; script-src '{_hash_source(script)}'; style-src "
-        f"'{_hash_source(style)}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"'{_hash_source(style)}'; img-src data:; base-uri 'none'; form-action 'none'{policy}"
     )
-    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
+    body = Template(read_page_file("timeline.html")).substitute(
+        title=escape(title),
+        summary=escape(summary),
+        tables="".join(map(_format_table, tables)),
+    )
+    return Template(read_page_file("page.html")).substitute(
         policy=policy,
-        title=escape(" / ".join(dict.fromkeys(run.program.name for run in runs))),
+        title=escape(title),
         style=style,
-        summary=escape("\n".join(map(describe_run, runs))),
-        tables="".join(_format_table(run, label) for run, label in zip(runs, labels, strict=True)),
-        data=_dump_json(data),
+        body=body,
+        data=dump_json(data),
         script=script,
     )
+
+
+def build_widget_script() -> str:
+    """Return the ES module that shows a run in a notebook, for `anywidget`."""
+    style = f"<style>{read_page_file('page.css')}</style>"
+    body = Template(read_page_file("timeline.html")).substitute(title="", summary="", tables="")
+    return _WIDGET_SCRIPT.format(
+        function=_FUNCTION.format(_read_scripts()), body=dump_json(style + body)
+    )
+
+
+def read_page_file(name: str) -> str:
+    """Return the text of a file of the folder `page`.
+
+    Args:
+        name: The name of the file.
+    """
+    return (files("schedir.viz") / "page" / name).read_text(encoding="utf-8")
+
+
+def _read_scripts() -> str:
+    return "\n".join(map(read_page_file, _SCRIPTS))
 
 
 def save_html(path: str | Path, timeline: Timeline, other: Timeline | None = None) -> None:
@@ -146,233 +165,24 @@ def save_html(path: str | Path, timeline: Timeline, other: Timeline | None = Non
         temporary.write_text(text, encoding="utf-8")
 
 
-def describe_run(timeline: Timeline) -> str:
-    """Describe a run in a few sentences, for readers of a page that cannot see the picture.
+def dump_json(data: object) -> str:
+    """Return JSON without `<`, so that no name in it can end the script element.
 
     Args:
-        timeline: The run.
-
-    Returns:
-        The shape, the span, the idle shares, and the peaks of activations and memory.
+        data: The data.
     """
-    shape, name = timeline.program.shape, timeline.program.name
-    unit = timeline.unit or "units of cost"
-    per_rank = timeline.idle / timeline.span if timeline.span else timeline.idle
-    idlest, busiest = int(per_rank.argmax()), int(per_rank.argmin())
-    least, most = float(per_rank[busiest]), float(per_rank[idlest])
-    apart = f"from {least:.1%} on rank {busiest} to {most:.1%} on rank {idlest}"
-    if most - least < 1e-3:
-        apart = "the same on each rank"
-    peak = timeline.peak_in_flight
-    return (
-        f"{name}, {timeline.caption}: {shape.ranks} ranks, {shape.stages} stages, "
-        f"{shape.microbatches} microbatches, {len(timeline)} instructions in "
-        f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {apart}. "
-        f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."
-    ) + (f" No rank uses more than {format_bytes(_find_peak_memory(timeline))}"
-         f"{_describe_lower_tiers(timeline)}."
-         if timeline.sizes else "")  # fmt: skip
-
-
-def _describe_lower_tiers(timeline: Timeline) -> str:
-    """Return the peak memory on each tier below the device, in words."""
-    most = {tier: float(peaks.max()) for tier, peaks in _find_lower_tier_peaks(timeline).items()}
-    return "".join(f", and {format_bytes(size)} on its {tier}" for tier, size in most.items())
-
-
-def _find_lower_tier_peaks(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
-    """Return the peak bytes of each rank on each tier below the device, by tier."""
-    return {
-        tier: np.array([curve.total.max(initial=0.0) for curve in timeline.memory_on(tier)])
-        for tier in list_lower_tiers(timeline)
-    }
-
-
-def _find_peak_memory(timeline: Timeline) -> float:
-    return float(timeline.peak_memory.max(initial=0.0))
-
-
-def _label_runs(runs: Sequence[Timeline]) -> list[str]:
-    """Return labels that distinguish the runs: kinds, else names, else ordinal numbers."""
-    for label in ([run.kind for run in runs], [run.program.name for run in runs]):
-        if len(set(label)) == len(runs):
-            return [str(name) for name in label]
-    return ["first", "second"]
-
-
-def _describe_opcode(row: Any) -> dict[str, Any]:
-    label = OP_NAMES.get(row.op, "").removeprefix(f"{row.text} ")
-    if row.peer in (PeerRule.NEXT, PeerRule.PREVIOUS):
-        label = f"{LANE_NAMES[row.lane]} {'out' if row.op in SEND_OPS else 'in'}"
-    return {
-        "text": row.text,
-        "name": row.op.name,
-        "label": label or row.text.replace("_", " "),
-        "lane": int(row.lane),
-        "per": row.scope.value or "rank",
-        "hop": row.peer is not None,
-        "work": row.op in COMPUTE_OPS,
-        "again": row.op in HATCHED_OPS,
-        "sends": row.op in SEND_OPS,
-    }
-
-
-def _count_shades(runs: Sequence[Timeline]) -> int:
-    """Return the number of stages of a rank that have different shades."""
-    return min(max(run.program.shape.stages_per_rank for run in runs), _MAX_SHADES)
-
-
-def _color_instructions(runs: Sequence[Timeline], palette: Palette) -> list[list[tuple[str, str]]]:
-    """Return the colours of a box and of its label, by opcode and local stage."""
-    shades = _count_shades(runs)
-    fills = []
-    for row in INSTRUCTIONS:
-        colours = [
-            format_hex(choose_box_color(row.op, k, shades, palette))
-            for k in range(shades if row.op in COMPUTE_OPS else 1)
-        ]
-        fills.append([(fill, choose_text_color(fill)) for fill in colours])
-    return fills
-
-
-def _color_unsharded_stages(stages: int, palette: Palette) -> list[str]:
-    """Return the colour of each local stage while it is unsharded."""
-    return [format_hex(choose_unsharded_shade(k, stages, palette)) for k in range(stages)]
-
-
-def _describe_run_data(run: Timeline, label: str, reference: Timeline) -> dict[str, Any]:
-    """Return the data of a run for the page's script."""
-    shape = run.program.shape
-    tick = run.span / _TICKS_PER_SPAN or 1.0
-    columns, curves = _collect_columns(run, tick)
-    idle = idleness(run)
-    columns |= {
-        "from": _encode_deltas(_to_ticks(idle["start"], run, tick)).astype("<u4"),
-        "to": _encode_deltas(_to_ticks(idle["end"], run, tick)).astype("<u4"),
-        "cause": idle["cause"].astype("u1"),
-        "awaits": idle["awaits"].astype("<i4"),
-    }
-    scale = 1.0
-    if run.unit != reference.unit and run.busy.mean() and reference.busy.mean():
-        scale = float(reference.busy.mean() / run.busy.mean())
-    packed, layout = _pack_columns(columns)
-    return {
-        "label": label,
-        "unit": run.unit,
-        "digest": run.program.digest,
-        "ranks": run.ranks,
-        "count": len(run),
-        "offsets": run.program.offsets.tolist(),
-        "own": shape.stages_on_rank,
-        "several": shape.stages_per_rank if shape.stages_per_rank > 1 else 0,
-        "doubt": run.causality_warning,
-        "span": run.span,
-        "tick": tick,
-        "scale": scale,
-        "bubble": run.bubble,
-        "idle": (run.idle / (run.span or 1.0)).tolist(),
-        "peak": run.peak_in_flight.tolist(),
-        "held": format_bytes(_find_peak_memory(run)) if run.sizes else "",
-        "curves": curves,
-        "bandRows": find_unsharded_intervals(run).row_count,
-        "gapsOf": np.searchsorted(idle["rank"], np.arange(run.ranks + 1)).tolist(),
-        "columns": layout,
-        "packed": packed,
-    }
-
-
-def _collect_columns(
-    run: Timeline, tick: float
-) -> tuple[dict[str, NDArray[Any]], list[dict[str, Any]]]:
-    """Return columns of numbers by name, and descriptions of the curves."""
-    spans, graph = run.spans, run.graph
-    starts, ends = _to_ticks(spans["start"], run, tick), _to_ticks(spans["end"], run, tick)
-    half = np.zeros(len(run), np.uint8)
-    second = run.is_second_of_pair
-    half[second] = 2
-    half[np.flatnonzero(second) - 1] = 1
-    columns: dict[str, NDArray[Any]] = {
-        "op": spans["op"].astype("u1"),
-        "half": half,
-        "stage": spans["stage"].astype("<u2"),
-        "mb": _encode_deltas(spans["mb"]).astype("<i4"),
-        "start": _encode_deltas(starts).astype("<u4"),
-        "length": (ends - starts).astype("<u4"),
-    }
-    others: dict[str, NDArray[Any]] = {"latest": run.critical_predecessor, "partner": graph.partner}
-    others |= {f"need{k}": giver for k, giver in enumerate(graph.needs)}
-    for name, other in others.items():
-        columns[name] = np.where(other < 0, 0, other - np.arange(len(run))).astype("<i4")
-    bands = find_unsharded_intervals(run)
-    columns |= {
-        "bandRank": bands.rank.astype("<u2"),
-        "bandRow": bands.row.astype("<u2"),
-        "bandOwn": bands.local_stage.astype("<u2"),
-        "bandFrom": _encode_deltas(_to_ticks(bands.start + run.start_time, run, tick)).astype(
-            "<u4"
-        ),
-        "bandTo": _encode_deltas(_to_ticks(bands.end + run.start_time, run, tick)).astype("<u4"),
-    }
-    curves = []
-    memory_curves = [compute_in_flight_curve(run)] + (
-        [compute_memory_curve(run), *compute_tier_curves(run)] if run.sizes is not None else []
-    )
-    for c, (name, unit, of, _) in enumerate(memory_curves):
-        times = [_to_ticks(at + run.start_time, run, tick) for at, _ in of]
-        columns[f"times{c}"] = np.concatenate([_encode_deltas(at) for at in times]).astype("<u4")
-        columns[f"values{c}"] = np.concatenate([values for _, values in of]).astype("<f4")
-        offsets = np.cumsum([0, *map(len, times)]).tolist()
-        curves.append({"name": name, "unit": unit, "offsets": offsets})
-    return columns, curves
-
-
-def _to_ticks(times: NDArray[np.float64], run: Timeline, tick: float) -> NDArray[np.int64]:
-    return np.rint((times - run.start_time) / tick).astype(np.int64)
-
-
-def _encode_deltas(values: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the differences of successive values. They are small, so they compress well."""
-    changes: NDArray[np.int64] = values.astype(np.int64)
-    changes[1:] -= changes[:-1].copy()
-    return changes
-
-
-def _pack_columns(columns: dict[str, NDArray[Any]]) -> tuple[str, dict[str, tuple[str, int, int]]]:
-    """Return all columns as one text, and the type, first byte and length of each, by name."""
-    layout, parts, at = {}, [], 0
-    for name, column in columns.items():
-        layout[name] = (column.dtype.str[1:], at, len(column))
-        parts.append(column.tobytes().ljust(-(-column.nbytes // 8) * 8, b"\0"))
-        at += len(parts[-1])
-    return b64encode(zlib.compress(b"".join(parts), 9)).decode(), layout
-
-
-def _dump_json(data: object) -> str:
-    """Return JSON without `<`, so that no name in it can end the script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 
 
-def _format_table(run: Timeline, label: str) -> str:
-    share = run.idle / run.span if run.span else run.idle
-    columns = {
-        "busy": [f"{busy:.5g}" for busy in run.busy],
-        "idle": [f"{idle:.1%}" for idle in share],
-        "peak in flight": [str(peak) for peak in run.peak_in_flight],
-    }
-    if run.sizes:
-        on = {f"peak on {tier}": peaks for tier, peaks in _find_lower_tier_peaks(run).items()}
-        sizes = {"peak memory": run.peak_memory} | on | run.static_memory
-        columns |= {name: [format_bytes(held) for held in each] for name, each in sizes.items()}
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("rank", *map(escape, columns)))
+def _format_table(table: Mapping[str, Any]) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table["head"])
     rows = "".join(
-        f'<tr><th scope="row">{rank}</th>{"".join(f"<td>{cell}</td>" for cell in row)}</tr>'
-        for rank, row in enumerate(zip(*columns.values(), strict=True))
+        f'<tr><th scope="row">{rank}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+        for rank, *cells in table["rows"]
     )
-    unit = [f"times in {run.unit}"] if run.unit else []
-    caption = ", ".join(dict.fromkeys([run.program.name, run.kind, label, *unit]))
     return (
-        f"<table><caption>{escape(caption)}</caption>"
+        f"<table><caption>{escape(table['caption'])}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     )
 

@@ -237,7 +237,9 @@ def test_a_command_is_a_row_and_a_file(copy: Path, file: str) -> None:
 
 
 def test_each_file_of_a_command_has_a_row() -> None:
-    files = {file.stem for file in Path(commands.__file__).parent.glob("[a-z]*.py")}
+    folder = Path(commands.__file__).parent
+    files = {file.stem for file in folder.glob("[a-z]*.py")}
+    files |= {file.parent.name for file in folder.glob("*/__init__.py")} - {"common"}
     assert files == {
         commands.import_command(name).__name__.split(".")[-1] for name in commands.COMMANDS
     }

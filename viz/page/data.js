@@ -1,6 +1,7 @@
-// Runs as typed arrays, from the JSON and the packed columns beside it.
+// Runs as typed arrays, from the JSON and the packed columns beside it. All scripts are one function of `root` (the document,
+// or the shadow root of a widget) and DATA.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
+const host = root.documentElement || root.host, $ = (id) => root.getElementById(id);
 const { ops: OPS, lanes: LANES, causes: CAUSES } = DATA;
 const TYPES = { u1: Uint8Array, u2: Uint16Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array };
 

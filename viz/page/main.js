@@ -1,9 +1,9 @@
 // What a person does, and what is then shown.
 
-const $ = (id) => document.getElementById(id);
 const NOTHING = { hops: [], seen: new Set(), ends: [] };
-const state = { chosen: null, hover: null, found: null, masks: new Map(), chain: [], exchanged: NOTHING, marked: null };
+const state = { chosen: null, gap: null, hover: null, cursor: null, found: null, masks: new Map(), chain: [], exchanged: NOTHING, marked: null };
 const ROOMY = 6; // lanes of work that leave room for curves
+let studio = null; // what the studio adds to this page: `grab`, `drag`, `drop`, `paint`, `keys` and `describeGap`
 let runs = [], mode = 0, due = false, drag = null, matches = [], nth = -1;
 
 function redraw() {
@@ -51,13 +51,38 @@ function masks() {
   }
 }
 
-function choose(run, k) {
+function choose(run, k, idle = null) {
   state.chosen = run ? { run, k } : null;
+  state.gap = idle;
   state.chain = run ? chain(run, k) : [];
   state.exchanged = run ? exchanged(run, k) : NOTHING;
   masks();
   describe();
   redraw();
+}
+
+// The idle time of a rank, with the chain of the instruction that ends it.
+function chooseGap(run, rank, t) {
+  const idle = { run, rank, ...gap(run, rank, t) };
+  if (idle.next >= 0) choose(run, idle.next, idle);
+  else { choose(null); state.gap = idle; describe(); }
+}
+
+// The next idle time of the shown run, the longest first.
+function nextGap() {
+  const [run] = view.shown, list = [];
+  if (!run) return;
+  for (const { rank, index } of run.rows.filter((row) => row.lane === 0)) {
+    let since = 0;
+    for (const k of index) {
+      if (run.start[k] > since + run.total * 1e-9) list.push({ rank, since, until: run.start[k] });
+      since = Math.max(since, run.end[k]);
+    }
+  }
+  list.sort((a, b) => b.until - b.since - a.until + a.since || a.rank - b.rank);
+  const now = list.findIndex((g) => state.gap && g.rank === state.gap.rank && g.since === state.gap.since);
+  const to = list[(now + 1) % list.length];
+  if (to) chooseGap(run, to.rank, (to.since + to.until) / 2);
 }
 
 function find(text) {
@@ -113,7 +138,7 @@ function select(which) {
     const made = make("span");
     if (runs.length > 1) made.append(`${run.label}: `);
     if (run.doubt) made.append(make("b", `${run.doubt}!`), "\u2003");
-    for (const [name, value] of [["span", time(run, run.total)], ["bubble", percent(run.bubble)], ["peak in flight", `${Math.max(...run.peak)}`], ...(run.held ? [["memory", run.held]] : [])])
+    for (const [name, value] of [["span", time(run, run.total)], ...(DATA.bound && run === runs[0] ? [["bound", time(run, DATA.bound * run.scale)]] : []), ["bubble", percent(run.bubble)], ["peak in flight", `${Math.max(...run.peak)}`], ...(run.held ? [["memory", run.held]] : [])])
       made.append(`${name}\u2002`, make("b", value), "\u2003");
     return made;
   }));
@@ -162,7 +187,7 @@ function toggle(name) {
 }
 
 function switchTheme(night) {
-  document.documentElement.classList.toggle("dark", night);
+  host.classList.toggle("dark", night);
   theme();
   small = null;
   legend();
@@ -192,6 +217,7 @@ function listen() {
     canvas.setPointerCapture(event.pointerId);
     drag = { x, y, fromX: x, fromY: y, moved: false, what: y < MAP ? "map" : y < HEAD ? "ruler" : "plot" };
     if (drag.what === "map") toMap(x);
+    if (drag.what === "plot" && studio?.grab(at(x, y))) drag.what = "move";
   });
   const toMap = (x) => {
     const middle = ((x - GUTTER) / (view.wide - GUTTER)) * longest(), span = view.t1 - view.t0;
@@ -202,7 +228,8 @@ function listen() {
     const { x, y } = point(event);
     if (!drag) {
       const hover = at(x, y);
-      if (hover || state.hover) { state.hover = hover; tell(event); redraw(); }
+      state.cursor = runs.length > 1 && x > GUTTER && y > HEAD ? tOf(x) : null;
+      if (hover || state.hover || state.cursor) { state.hover = hover; tell(event); redraw(); }
       canvas.style.cursor = y < MAP ? "grab" : y < HEAD ? "col-resize" : hover && hover.k !== undefined ? "pointer" : "default";
       return;
     }
@@ -212,6 +239,7 @@ function listen() {
     tell(event);
     if (drag.what === "map") toMap(x);
     else if (drag.what === "ruler") state.marked = [drag.fromX, x];
+    else if (drag.what === "move") studio.drag(x);
     else {
       canvas.style.cursor = "grabbing";
       pan((drag.x - x) / (view.wide - GUTTER));
@@ -224,7 +252,12 @@ function listen() {
   const drop = (event) => {
     if (!drag) return;
     const { x, y } = point(event), hit = at(x, y);
-    if (drag.what === "plot" && !drag.moved) hit && hit.k !== undefined ? choose(hit.run, hit.k) : choose(null);
+    if (["plot", "move"].includes(drag.what) && !drag.moved) {
+      if (hit && hit.k !== undefined) choose(hit.run, hit.k);
+      else if (hit && !hit.curve) chooseGap(hit.run, hit.rank, hit.t);
+      else choose(null);
+    }
+    if (drag.what === "move") studio.drop(drag.moved);
     if (state.marked) {
       const [a, b] = state.marked.map(tOf).sort((p, q) => p - q);
       state.marked = null;
@@ -234,8 +267,8 @@ function listen() {
     redraw();
   };
   canvas.addEventListener("pointerup", drop);
-  canvas.addEventListener("pointercancel", () => { drag = state.marked = null; redraw(); });
-  canvas.addEventListener("pointerleave", (event) => { if (!drag) { state.hover = null; tell(event); redraw(); } });
+  canvas.addEventListener("pointercancel", () => { studio?.drop(false); drag = state.marked = null; redraw(); });
+  canvas.addEventListener("pointerleave", (event) => { if (!drag) { state.hover = state.cursor = null; tell(event); redraw(); } });
   canvas.addEventListener("dblclick", (event) => {
     const { x, y } = point(event), hit = at(x, y);
     if (hit && hit.k !== undefined) show(hit.run, hit.k, true); else fit();
@@ -248,13 +281,13 @@ function listen() {
     PageUp: () => { view.top -= view.high / 2; arrange(); }, PageDown: () => { view.top += view.high / 2; arrange(); },
     ArrowLeft: () => step(-1, 0), ArrowRight: () => step(1, 0), ArrowUp: () => step(0, -1), ArrowDown: () => step(0, 1),
     Enter: () => state.chosen && show(state.chosen.run, state.chosen.k, true),
-    p: () => toggle("path"), m: () => toggle("messages"), c: () => toggle("curves"),
+    b: nextGap, p: () => toggle("path"), m: () => toggle("messages"), c: () => toggle("curves"),
     t: () => switchTheme(!dark()), v: () => runs.length > 1 && select((mode + 1) % (runs.length + 1)),
     "/": () => $("find").focus(), "?": () => $("keys").showModal(),
-    Escape: () => { choose(null); $("find").value = ""; find(""); },
+    ...studio?.keys, Escape: () => { choose(null); $("find").value = ""; find(""); },
   };
-  document.addEventListener("keydown", (event) => {
-    const typing = event.target.tagName === "INPUT", pressing = event.target.tagName === "BUTTON" && event.key === "Enter";
+  root.addEventListener("keydown", (event) => {
+    const typing = event.target.matches("input, select, textarea"), pressing = event.target.tagName === "BUTTON" && event.key === "Enter";
     if (typing && event.key === "Escape") canvas.focus();
     if (event.ctrlKey || event.metaKey || event.altKey || pressing || $("keys").open || (typing && event.key !== "Escape")) return;
     const act = keys[event.key] || keys[event.key.toLowerCase()];
@@ -274,26 +307,59 @@ function listen() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => switchTheme(event.matches));
 }
 
-async function begin() {
-  document.documentElement.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches);
-  runs = await Promise.all(DATA.runs.map(load));
-  for (const run of runs) run.rows = rows(run);
+// Title, words and tables, for a page without them in its HTML.
+function fillDetails({ title, summary, tables }) {
+  root.querySelector("h1").textContent = title;
+  $("summary").textContent = summary;
+  $("tables").replaceChildren(...tables.map(({ caption, head, rows }) => {
+    const made = make("table"), line = (cells, tag) => {
+      const row = make("tr");
+      row.append(...cells.map((cell, k) => {
+        const shown = make(k ? tag : "th", cell);
+        if (tag === "th" || !k) shown.scope = tag === "th" ? "col" : "row";
+        return shown;
+      }));
+      return row;
+    };
+    const top = make("thead"), body = make("tbody");
+    top.append(line(head, "th"));
+    body.append(...rows.map((cells) => line(cells, "td")));
+    made.append(make("caption", caption), top, body);
+    return made;
+  }));
+}
+
+// Show other runs. A person who has zoomed in keeps the times in view.
+async function update(next) {
+  const loaded = await Promise.all(next.runs.map(load)), whole = view.t0 <= 0 && view.t1 >= longest();
+  for (const run of loaded) run.rows = rows(run);
+  DATA = next;
+  runs = loaded;
+  if (next.tables) fillDetails(next);
   const names = runs.length > 1 ? [...runs.map((run) => run.label), "both"] : [];
   $("runs").hidden = !names.length;
-  $("runs").append(...names.map((name, k) => {
+  $("runs").replaceChildren(...names.map((name, k) => {
     const made = make("button", name);
     made.onclick = () => select(k);
     return made;
   }));
+  Object.assign(state, { chosen: null, gap: null, hover: null, chain: [], exchanged: NOTHING });
+  $("tip").hidden = true;
   view.shown = runs;
-  if (runs.length * runs[0].ranks <= ROOMY) toggle("curves");
-  ratio = 0;
+  ratio = 0; // colours and sizes are computed again
   resize();
-  listen();
   select(runs.length > 1 ? runs.length : 0);
-  fit();
+  if (whole) fit(); else look(view.t0, view.t1);
   describe();
-  document.documentElement.dataset.ready = "true";
+}
+
+async function begin() {
+  host.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches);
+  await update(DATA);
+  if (runs.length && runs.length * runs[0].ranks <= ROOMY) toggle("curves");
+  fit();
+  listen();
+  host.dataset.ready = "true";
 }
 
 begin().catch((error) => {

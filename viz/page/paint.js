@@ -1,15 +1,15 @@
 // The canvas: boxes where they can be seen, density where they cannot.
 
-const canvas = document.getElementById("canvas"), pen = canvas.getContext("2d");
+const canvas = $("canvas"), pen = canvas.getContext("2d");
 const strip = document.createElement("canvas"), stripPen = strip.getContext("2d");
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif";
 let dense = []; // lanes whose shares of pixels are still to be painted
 let ratio = 1, colours = {}, fills = [], tints = [], light = null, hatch = null, again = null;
 
-const dark = () => document.documentElement.classList.contains("dark");
+const dark = () => host.classList.contains("dark");
 
 function theme() {
-  const style = getComputedStyle(document.documentElement);
+  const style = getComputedStyle(host);
   for (const name of ["back", "panel", "line", "grid", "text", "soft", "hatch", "lane", "accent", "focus", "memory", "host", "disk"])
     colours[name] = style.getPropertyValue(`--${name}`).trim();
   fills = DATA.fills[dark() ? "dark" : "light"].map((own) => own.map(([fill, ink]) => ({ fill, ink })));
@@ -321,6 +321,7 @@ function paint(state) {
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.fillStyle = colours.back;
   pen.fillRect(0, 0, view.wide, view.high);
+  if (!view.shown.length) return;
   paintMap();
   paintRuler();
   pen.save();
@@ -356,7 +357,17 @@ function paint(state) {
     paintChain(chosen.run, state.chain);
     if (view.shown.includes(chosen.run)) arrows(chosen.run, state.exchanged.hops, true);
   }
-  for (const one of [hover, chosen]) if (one && one.k !== undefined) outline(one, one === chosen);
+  for (const one of [hover, chosen]) if (one && one.k !== undefined) {
+    outline(one, one === chosen);
+    const twin = view.shown.length > 1 && twinOf(one.run, one.k);
+    if (twin) outline(twin, one === chosen);
+  }
+  if (state.cursor) { // one time in all runs
+    pen.fillStyle = colours.focus;
+    pen.fillRect(xOf(state.cursor), HEAD, 1, view.high);
+  }
+  if (state.gap) outlineGap(state.gap);
+  studio?.paint();
   pen.restore();
   paintGutter();
   pen.fillStyle = colours.line;
@@ -380,6 +391,16 @@ const MOST = 1500; // arrows that are of use at once
 function visibleMessages(run) {
   const near = messages(run).filter(([a, b]) => run.end[b] >= view.t0 && run.start[a] <= view.t1);
   return near.length <= MOST ? near : null;
+}
+
+function outlineGap({ run, rank, since, until }) {
+  const block = view.blocks.find((b) => b.run === run && b.rank === rank);
+  if (!block) return;
+  pen.strokeStyle = colours.text;
+  pen.lineWidth = 2.5;
+  pen.setLineDash([5, 3]);
+  pen.strokeRect(xOf(since), block.y - view.top + HEAD - 1, xOf(until) - xOf(since) - 1, block.work + 2);
+  pen.setLineDash([]);
 }
 
 function outline({ run, k }, strong) {

@@ -12,6 +12,9 @@ function facts(run, k) {
     list.push(["waited", text]);
     if (op.lane === 0) list.push(...because(run, run.rank[k], since, run.start[k]));
   }
+  if (op.lane === 0) for (const curve of run.curves) {
+    list.push([curve.name, `${amount(valueAt(curve, run.rank[k], (run.start[k] + run.end[k]) / 2), curve.unit)} while it runs`]);
+  }
   const twin = twinOf(run, k);
   if (twin) {
     const own = (run.end[k] - run.start[k]) / run.scale, its = (twin.run.end[k] - twin.run.start[k]) / twin.run.scale;
@@ -21,10 +24,21 @@ function facts(run, k) {
   return list;
 }
 
-// The same instruction of the other run, if both ran the same program.
+function valueAt(curve, rank, t) {
+  const { times, values } = curve.ranks[rank], past = first(times, t);
+  return past ? values[past - 1] : 0;
+}
+
+// The same instruction of the other run, if both ran the same program, or programs of the same stages.
 function twinOf(run, k) {
   const other = runs.find((r) => r !== run);
-  return other && other.digest === run.digest ? { run: other, k } : null;
+  if (!other) return null;
+  if (other.digest === run.digest) return { run: other, k };
+  const stages = ({ own }) => own.reduce((sum, list) => sum + list.length, 0), key = (r, j) => `${r.op[j]} ${r.stage[j]} ${r.mb[j]}`;
+  if (stages(other) !== stages(run) || OPS[run.op[k]].per !== "stage.mb") return null;
+  other.places ||= new Map(Array.from(other.op, (_, j) => [key(other, j), j]));
+  const j = other.places.get(key(run, k));
+  return j === undefined ? null : { run: other, k: j };
 }
 
 // Why a rank was idle, in a line for each cause.
@@ -63,8 +77,13 @@ function link(run, k) {
 function describe() {
   const panel = $("selected"), { chosen } = state;
   panel.replaceChildren();
+  if (state.gap) {
+    describeGap(panel, state.gap);
+    return;
+  }
   if (!chosen) {
-    panel.append(make("h2", "Selected"), make("p", "Click an instruction, or select one with the arrow keys. The page then highlights its critical path and its messages.", "soft"));
+    panel.append(make("h2", "Selected"), make("p", "Click an instruction, or select one with the arrow keys. The page then highlights its critical path and its messages. Click idle time, or press B, to see its cause.", "soft"));
+    if (studio) panel.append(make("p", studio.hint, "soft"));
     return;
   }
   const { run, k } = chosen, list = facts(run, k), { chain: links, exchanged: { ends } } = state;
@@ -77,6 +96,24 @@ function describe() {
   if (rows.length) panel.append(table(rows.slice(0, 8)));
 }
 
+function factsOfGap({ run, rank, since, until, next }) {
+  const list = [["from", time(run, since, since, (until - since) / 10)], ["length", time(run, until - since)]];
+  if (next >= 0) list.push(["until", nameOf(run, next)]);
+  return [...list, ...because(run, rank, since, until)];
+}
+
+// The causes of idle time, and the chain of the instruction that ends it: the work on it, by kind and rank.
+function describeGap(panel, idle) {
+  const { run, rank, next } = idle, list = factsOfGap(idle);
+  panel.append(make("div", `rank ${rank} is idle`, "name"), table(list));
+  if (next < 0) panel.append(make("p", "No instruction of this rank follows: the rank waits for the end of the step.", "soft"));
+  const links = state.chain.slice(0, -1).filter((j) => isWork(run, j) && run.rank[j] !== rank && run.end[j] > idle.since);
+  const rows = links.slice(-6).reverse().map((j, nth) => [nth ? "after" : "waits for", link(run, j)]);
+  if (rows.length) panel.append(table(rows));
+  if (links.length > 6) panel.append(make("p", `and ${links.length - 6} more before`, "soft"));
+  if (next >= 0) studio?.describeGap(panel, idle);
+}
+
 function tell(event) {
   const tip = $("tip"), { hover } = state;
   tip.hidden = !hover;
@@ -86,15 +123,12 @@ function tell(event) {
   if (hover.k !== undefined) tip.append(title(run, hover.k), table(facts(run, hover.k)));
   else if (hover.curve) {
     const held = run.curves.map((curve) => {
-      const { times, values } = curve.ranks[hover.rank], past = first(times, hover.t + run.total * 1e-9);
-      return [curve.name, amount(past ? values[past - 1] : 0, curve.unit)];
+      return [curve.name, amount(valueAt(curve, hover.rank, hover.t + run.total * 1e-9), curve.unit)];
     });
     tip.append(make("div", `rank ${hover.rank} at ${time(run, hover.t)}`, "name"), table(held));
   } else {
-    const { since, until, next } = gap(run, hover.rank, hover.t), list = [["from", time(run, since, since, (until - since) / 10)], ["length", time(run, until - since)]];
-    if (next >= 0) list.push(["until", nameOf(run, next)]);
-    list.push(...because(run, hover.rank, since, until));
-    tip.append(make("div", `rank ${hover.rank} is idle`, "name"), table(list));
+    const idle = { run, rank: hover.rank, ...gap(run, hover.rank, hover.t) };
+    tip.append(make("div", `rank ${hover.rank} is idle`, "name"), table(factsOfGap(idle)));
   }
   if (runs.length > 1) tip.append(make("div", `run: ${run.label}`, "soft"));
   const { offsetWidth: w, offsetHeight: h } = tip, x = event.offsetX, y = event.offsetY;

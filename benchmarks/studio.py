@@ -1,0 +1,94 @@
+"""How long the studio takes from a slider to the picture, in a real browser.
+
+    python benchmarks/studio.py [--changes N]
+
+For each size, a headless Chromium opens a studio on this machine, and a slider is moved N times:
+the cost of a backward, then the number of microbatches.  The next change begins when the picture
+of the last one is painted.  A time is from the event of the slider until the frame with the new
+picture is painted, on the clock of the browser.  "Answer" is the processor time of this process
+for a change: compile, check, simulate, bound and JSON.  The browser needs cores besides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+from threading import Thread
+from time import process_time
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import head, lacks, line, parse
+from schedir.commands.studio import DEFAULTS, load_compiled_loops
+from schedir.commands.studio.answers import Studio
+from schedir.commands.studio.server import StudioServer
+from schedir.commands.studio.state import StudioState
+from tests.browser.chromium import Chromium, found
+
+# Ranks and microbatches of `one_f_one_b` with about 100, 1,000 and 5,000 instructions.
+SIZES = ((4, 5), (8, 23), (8, 113))
+WARM = 3  # changes that are not counted: the browser compiles its scripts
+# Moves a slider by one step, back and forth, and returns milliseconds until each picture.
+MEASURE = """
+(async (name, changes) => {
+  const slider = document.getElementById(`slider-${name}`), times = [], first = +slider.value;
+  for (let n = 0; n < changes; n++) {
+    const painted = new Promise((done) => {
+      const seen = new MutationObserver(() => {
+        seen.disconnect();
+        requestAnimationFrame(() => setTimeout(() => done(performance.now())));
+      });
+      seen.observe(document.documentElement, { attributeFilter: ["data-answered"] });
+    });
+    const begin = performance.now();
+    slider.value = n % 2 ? first : first + +slider.step;
+    slider.dispatchEvent(new Event("input", { bubbles: true }));
+    times.push(await painted - begin);
+  }
+  return times;
+})"""
+
+
+@contextmanager
+def opened(path: str, ranks: int, microbatches: int) -> Iterator[Chromium]:
+    """Yield a browser that shows a studio."""
+    options = DEFAULTS | {"ranks": str(ranks), "microbatches": str(microbatches)}
+    studio = Studio()
+    load_compiled_loops(studio)
+    server = StudioServer(studio, StudioState(options=options).to_json())
+    Thread(target=server.serve_forever, daemon=True).start()
+    with Chromium(path, 1280, 800) as browser:
+        browser.call("Page.navigate", url=server.url)
+        browser.until(lambda: bool(browser.js("document.documentElement?.dataset.answered > 0")))
+        yield browser
+    server.shutdown()
+    server.server_close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--changes", type=int, default=100, help="changes of each slider (100)")
+    args = parse(parser, argv, changes=4)
+    path = found()
+    if path is None:
+        return lacks("needs Chromium: apt-get install chromium", args.smoke)
+    head("instructions", "slider", "changes", "median, ms", "95th percentile, ms", "answer, ms")
+    for ranks, microbatches in SIZES[: 1 if args.smoke else None]:
+        with opened(path, ranks, microbatches) as browser:
+            instructions = browser.js("document.getElementById('summary').innerText").split(", ")[4]
+            for slider, label in (("B", "cost of B"), ("microbatches", "microbatches")):
+                begin, changes = process_time(), args.changes + WARM
+                times = browser.js(f"{MEASURE}('{slider}', {changes})")[WARM:]
+                answer = 1000 * (process_time() - begin) / changes
+                figures = median(times), quantiles(times, n=20)[-1], answer
+                count = instructions.split()[0]
+                line(count, label, len(times), *(f"{time:.0f}" for time in figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,368 @@
+"""The answers of a studio: from a state to what the page shows, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.commands.common.bound_report import describe_run_bound, find_lower_bound
+from schedir.commands.common.timeline_facts import describe_costs
+from schedir.commands.studio.challenges import judge
+from schedir.commands.studio.edits import export_program, find_draft, move_instruction
+from schedir.commands.studio.state import (
+    CodeError,
+    StudioState,
+    format_command,
+    make_state_request,
+)
+from schedir.compiler.schedule_recognition import recognize
+from schedir.errors import ConfigError, ParseError, SchedirError, UsageError
+from schedir.io.program_request import Request
+from schedir.io.source_loader import Source
+from schedir.ir.cost.cost_fields import COST_BY_OPCODE
+from schedir.ir.cost.costs import Cost
+from schedir.ir.cost.per_stage_values import from_grid, to_grid
+from schedir.ir.isa.instructions import COMPUTE_OPS, Opcode
+from schedir.ir.program import Program
+from schedir.ir.text_format import from_text, to_text
+from schedir.predict.calibrate import simulate_at_mean_times
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
+from schedir.predict.what_if import MIN_SAVING, advise
+from schedir.schedules import get_built_in_schedules, suggest_schedules
+from schedir.viz.deadlock_diagram import draw_deadlock
+from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
+
+_MAX_CHANGES: Final = 5  # changes that the page lists
+_COMPARISON_NOTE: Final = (
+    "In a comparison, costs and sizes are per rank. schedir divides them over the stages of a rank."
+)
+_CHEAPER: Final = 0.9  # the share of a cost with which the effect on a gap is computed
+
+
+@dataclass(frozen=True)
+class Studio:
+    """What a studio uses besides its state.
+
+    Args:
+        run: The run with which the studio was started, or None.
+        expand_code: A function that runs the code of a state in another process, and returns the
+            text of its draft. It raises `CodeError`. None refuses all code.
+    """
+
+    run: Source | None = None
+    expand_code: Callable[[StudioState], str] | None = None
+
+    def answer(self, question: object) -> dict[str, Any]:
+        """Return the answer to a question of the page.
+
+        Args:
+            question: An object with `state`, and perhaps with one of these keys: `move` (a rank,
+                the index of an instruction, and the index that it comes before), `export` (a
+                format), or `explain` (a rank, and the index of the instruction after a gap).
+
+        Returns:
+            For a state its data, or its error. A move has the data of the new state and the state
+            itself, or its refusal. An export has a file name and a text.
+        """
+        request = None
+        try:
+            if not isinstance(question, dict):
+                raise UsageError("a question is an object with a state")
+            state = StudioState.from_json(question.get("state", {}))
+            request = self.make_request(state)
+            if "move" in question:
+                return self._move(state, request, question["move"])
+            if "export" in question:
+                file, text = export_program(request, question["export"])
+                return {"file": file, "text": text}
+            if "explain" in question:
+                return explain_gap(request, *_read_integers(question["explain"], 2))
+            return self._describe(request, state)
+        except SchedirError as error:
+            return {"error": describe_error(error, request)}
+
+    def make_request(self, state: StudioState) -> Request:
+        """Return the request of a state.
+
+        Args:
+            state: The state.
+
+        Raises:
+            SchedirError: The state is invalid.
+        """
+        return make_state_request(state, self._load_source(state))
+
+    def _load_source(self, state: StudioState) -> Source:
+        if state.run:
+            if self.run is None:
+                raise UsageError("this studio was started without a run", fields=["run"])
+            return self.run
+        if state.program:
+            return Source.from_loaded(from_text(state.program), "the program")
+        if state.code:
+            if self.expand_code is None:
+                raise CodeError("this studio was started with --no-code and runs no code")
+            return Source.from_loaded(from_text(self.expand_code(state)), "the code")
+        return load_built_in(state.schedule, "schedule")
+
+    def _describe(self, request: Request, state: StudioState) -> dict[str, Any]:
+        """Return the answer for a request, perhaps with a schedule to compare with."""
+        if not state.other or state.run:
+            return describe_request(request, state)
+        shape = request.program.shape
+        shared = {"ranks": str(shape.ranks), "microbatches": str(shape.microbatches)}
+        options = {**state.options, **shared}
+        for name in ("stages_per_rank", "placement"):
+            options.pop(name, None)
+        other = replace(state, options=options)
+        try:
+            compared = make_state_request(other, load_built_in(state.other, "other"))
+            return describe_request(request, state, compared.timeline)
+        except SchedirError as error:
+            error.fields = ("other",)
+            raise
+
+    def _move(self, state: StudioState, request: Request, move: object) -> dict[str, Any]:
+        """Return the answer for the state after a move, or the reason of its refusal."""
+        moved = move_instruction(request, *_read_integers(move, 3))
+        state = replace(state, program=to_text(moved), code="", run=False)
+        after = make_state_request(state, Source.from_loaded(moved, "the program"))
+        try:
+            return self._describe(after, state) | {"state": state.to_json()}
+        except SchedirError as error:
+            return {"error": describe_error(error, after) | {"refused": True}}
+
+
+def load_built_in(schedule: str, field: str) -> Source:
+    """Return the source of a built-in schedule. Files are refused.
+
+    Args:
+        schedule: The name, with the options of the schedule in brackets.
+        field: The field of the state that has the name.
+
+    Raises:
+        UsageError: There is no such schedule.
+    """
+    name = schedule.partition("(")[0].strip()
+    if name not in get_built_in_schedules():
+        hint = suggest_schedules(name, [*get_built_in_schedules()])
+        raise UsageError(f"{name!r} is not a built-in schedule", hint=hint, fields=[field])
+    source = Source(schedule)
+    try:
+        _ = source.schedule_or_program
+    except SchedirError as error:
+        error.fields = (field,)
+        raise
+    return source
+
+
+def _read_integers(value: object, count: int) -> list[int]:
+    numbers = [*value] if isinstance(value, list) else []
+    if len(numbers) != count or not all(type(number) is int for number in numbers):
+        raise UsageError(f"a question needs {count} integers here")
+    return numbers
+
+
+def describe_request(
+    request: Request, state: StudioState, other: Timeline | None = None
+) -> dict[str, Any]:
+    """Return what the page shows of a request: runs, bound, recognition and the command.
+
+    Args:
+        request: The request.
+        state: The state of the request.
+        other: A second run, to compare with.
+
+    Raises:
+        SchedirError: The program is invalid, or does not finish.
+    """
+    timeline, bound = request.timeline, find_lower_bound(request)
+    runs = [timeline]
+    if timeline.kind == "measured":
+        runs.insert(0, simulate_at_mean_times(timeline))
+    if other is not None:
+        runs.append(other)
+    found = recognize(timeline.program)
+    place = -1
+    if found.rank >= 0:
+        work = np.flatnonzero(np.isin(timeline.program.streams[found.rank].op, COMPUTE_OPS))
+        place = int(work[found.compute_index]) if found.compute_index < len(work) else -1
+    shape = timeline.program.shape
+    return describe_page(runs) | {
+        "verdict": describe_run_bound(timeline, bound),
+        "bound": bound.value if bound else None,
+        "proof": bound.explanation if bound else "",
+        "comparison": "" if other is None else compare_runs(timeline, other),
+        "challenge": judge(request, state),
+        "recognition": str(found),
+        "difference": [found.rank, place] if place >= 0 else None,
+        "notes": [_COMPARISON_NOTE] * (other is not None) + describe_costs([request]).splitlines(),
+        "model": timeline.progress_model,
+        "level": _describe_level(request),
+        "ranks": shape.ranks,
+        "microbatches": shape.microbatches,
+        "stages": shape.stages,
+        "command": format_command(state, str(request.source) if state.run else ""),
+    }
+
+
+def compare_runs(one: Timeline, other: Timeline) -> str:
+    """Return a sentence with the span and the peak memory of a run relative to another.
+
+    Args:
+        one: The run.
+        other: The run to compare with.
+    """
+    name, peaks = "memory", [one.peak_activations, other.peak_activations]
+    if one.sizes is not None and other.peak_memory.any():
+        peaks = [float(run.peak_memory.max()) for run in (one, other)]
+    else:
+        name = "activations in flight"
+    most, base = peaks
+    span = one.span / other.span - 1 if other.span else 0.0
+    return (
+        f"Compared with {other.program.name}: span {span:+.1%}, {name} of the fullest rank "
+        f"{most / base - 1 if base else 0.0:+.1%}."
+    )
+
+
+def describe_page(runs: list[Timeline]) -> dict[str, Any]:
+    """Return the data of runs with their title, summary and tables.
+
+    Args:
+        runs: One or two runs.
+    """
+    labels = label_runs(runs)
+    return describe_runs(runs, compression=1) | {
+        "title": runs[0].program.name,
+        "summary": "\n".join(map(describe_run, runs)),
+        "tables": [build_table(run, label) for run, label in zip(runs, labels, strict=True)],
+    }
+
+
+def _describe_level(request: Request) -> str:
+    """Return which options apply: "schedule", "draft", "lowered" or "run"."""
+    if request.source_timeline is not None:
+        return "run"
+    loaded = request.source.schedule_or_program
+    if not isinstance(loaded, Program):
+        return "schedule"
+    return "draft" if loaded.is_draft else "lowered"
+
+
+def describe_error(error: SchedirError, request: Request | None = None) -> dict[str, Any]:
+    """Return an error as JSON, with a picture of the ranks if it names instructions.
+
+    Args:
+        error: The error.
+        request: The request that raised it, or None.
+    """
+    line = error.line if isinstance(error, CodeError | ParseError | ConfigError) else 0
+    return {
+        "kind": type(error).__name__,
+        "fact": error.fact,
+        "message": str(error),
+        "hint": error.hint,
+        "fields": list(error.fields),
+        "line": line if isinstance(error, CodeError) else 0,
+        "sites": [
+            {"rank": site.rank, "index": site.index, "text": str(site.instr), "note": site.note}
+            for site in error.sites
+        ],
+        "picture": _draw_error(error, request) if request and error.sites else "",
+    }
+
+
+def _draw_error(error: SchedirError, request: Request) -> str:
+    """Return an SVG of the ranks and the instructions of an error, or "" if it has none."""
+    with suppress(SchedirError):
+        draft = find_draft(request)
+        if all(
+            site.rank < draft.shape.ranks
+            and site.index < len(draft.streams[site.rank])
+            and str(draft.streams[site.rank][site.index]) == str(site.instr)
+            for site in error.sites
+        ):
+            return draw_deadlock(draft, error)
+    return ""
+
+
+def explain_gap(request: Request, rank: int, index: int) -> dict[str, Any]:
+    """Return what shortens a gap of a rank, and what shortens the step.
+
+    Args:
+        request: The request of a predicted run.
+        rank: The rank.
+        index: The index of the first instruction after the gap in the rank's Stream.
+
+    Returns:
+        `gap`: the costs that shorten the gap if they are 10% lower, with the new length.
+        `step`: changes that shorten the step, as `explain` prints them.
+    """
+    timeline, costs = request.timeline, request.prediction_costs
+    if not 0 <= rank < timeline.ranks or not 0 <= index < len(timeline.program.streams[rank]):
+        raise UsageError(f"rank {rank} has no instruction #{index}")
+    advice = advise(timeline, costs, request.schedule, request.memory_limit)
+    return {
+        "gap": [] if costs is None else _find_gap_costs(request, rank, index),
+        "step": [
+            {"text": change.description, "saved": change.saved_share, "run": change.describe()}
+            for change in advice.changes[:_MAX_CHANGES]
+            if change.saved_share >= MIN_SAVING
+        ],
+    }
+
+
+def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, Any]]:
+    """Return the costs of stages on the chain before a gap's end that decide its length."""
+    timeline, costs = request.timeline, request.program_costs
+    program, spans = timeline.program, timeline.spans
+    position = int(program.offsets[rank]) + index
+    before = measure_gap(timeline, rank, position)
+    chain = timeline.critical_path_to(position)
+    links = {(int(spans["op"][k]), int(spans["stage"][k])) for k in chain.tolist()}
+    found = []
+    for op, stage in sorted(links):
+        name = COST_BY_OPCODE.get(Opcode(op), "")
+        value: Cost | None = getattr(costs, name, None)
+        if value is None or not np.any(value):
+            continue
+        grid: NDArray[np.float64] = to_grid(value)
+        if len(grid) == 1:
+            grid = np.repeat(grid, program.shape.stages, 0)
+        which = stage if len(grid) == program.shape.stages else slice(None)
+        grid = np.array(grid)
+        grid[which] *= _CHEAPER
+        cheaper = from_grid(grid)
+        with suppress(SchedirError):
+            run = simulate(
+                program,
+                replace(costs, **{name: cheaper}),
+                progress_model=timeline.progress_model,
+            )
+            after = measure_gap(run, rank, position)
+            if after < before - 1e-9 * timeline.span:
+                text = f"{name} of stage {stage}"
+                found.append({"text": text, "before": before, "after": after, "span": run.span})
+    return sorted(found, key=lambda each: each["after"])
+
+
+def measure_gap(timeline: Timeline, rank: int, position: int) -> float:
+    """Return the time for which a rank computes nothing before an instruction.
+
+    Args:
+        timeline: The run.
+        rank: The rank.
+        position: The position of the instruction in the program.
+    """
+    spans = timeline.spans
+    earlier = np.arange(int(timeline.program.offsets[rank]), position)
+    earlier = earlier[np.isin(spans["op"][earlier], COMPUTE_OPS)]
+    since = spans["end"][earlier].max(initial=timeline.start_time)
+    return max(float(spans["start"][position] - since), 0.0)

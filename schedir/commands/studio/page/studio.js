@@ -1,0 +1,680 @@
+// The studio: controls, code and hand edits on the left of the timeline. A question goes to the process that the user
+// started, and its answer is drawn by the scripts of the timeline.
+
+const SETUP = DATA; // `update` replaces DATA
+const TOKEN = new URLSearchParams(location.search).get("token");
+const COMPUTES = ["F", "B", "I", "W"];
+const EXAMPLE = `from schedir import B, F
+
+
+def mine(rank, ranks, microbatches):
+    lead = min(ranks - 1 - rank, microbatches)
+    return lead * F + (microbatches - lead) * (F + B) + lead * B
+`;
+// Each control: its name in `fields`, its label, its kind, and the values that it offers.
+const GROUPS = [
+  ["Schedule", [
+    ["schedule", "schedule", "select", SETUP.schedules],
+    ["ranks", "ranks", "range", [1, 16, 1]],
+    ["microbatches", "microbatches", "range", [1, 64, 1]],
+    ["stages_per_rank", "stages/rank", "range", [1, 8, 1]],
+    ["placement", "placement", "text", ["loop", "vee", "mirror", "mirror-vee"], "of the schedule"],
+    ["other", "compare", "select", ["", ...SETUP.schedules], "nothing"],
+  ]],
+  ["Costs", [
+    ...COMPUTES.map((name) => [name, { F: "F forward", B: "B backward", I: "I input", W: "W weights" }[name], "range", [0, 4, 0.05]]),
+    ["send", "message", "range", [0, 2, 0.05]],
+    ["factors", "uneven", "text", [], "factor per stage: 1:1:2"],
+    ["other_costs", "other costs", "text", [], "step=1,R=1"],
+  ]],
+  ["Memory", [
+    ["saved", "activations", "text", [], "per microbatch: 1GB"],
+    ["other_sizes", "other sizes", "text", [], "params=2GB,activation=16MB"],
+    ["memory_limit", "rank limit", "text", [], "40GB"],
+    ["recompute", "recompute", "text", ["all", "half", "fit"], "none"],
+    ["offload", "offload", "text", ["all", "half", "fit"], "none"],
+  ]],
+  ["Parallelism and transport", [
+    ["zero", "ZeRO", "select", ["", "1", "2", "3"], "0"],
+    ["dp", "replicas", "text", [], "1"],
+    ["progress_model", "progress", "select", ["", ...SETUP.models], "per_device"],
+    ["overlap", "overlap", "check"],
+    ["more", "options", "text", [], "tp=2 clip_grad_norm"],
+  ]],
+];
+const SHAPE = ["schedule", "ranks", "microbatches", "stages_per_rank", "placement"];
+const PREDICTION = ["other", ...COMPUTES, "send", "factors", "other_costs", "saved", "other_sizes", "memory_limit", "progress_model"];
+const TABS = { controls: "Controls", code: "Code", ...(SETUP.challenges.length ? { challenges: "Challenges" } : {}) };
+const inputs = {}, sliders = {}, solved = new Set();
+let shown = SETUP.state, answer = SETUP.answer, past = [], future = [], kept = JSON.stringify(shown);
+
+// ---------------------------------------------------------------- the state and the controls
+
+const splitFields = (text) => text.split(",").map((part) => part.trim()).filter(Boolean).map((part) => [part.split("=")[0].trim(), part]);
+
+// The texts of the controls of a state.
+function readState({ options }) {
+  const values = {}, { costs = "", sizes = "", ...rest } = options, other = { costs: [], sizes: [] };
+  for (const [name, part] of splitFields(costs))
+    if ([...COMPUTES, "send"].includes(name)) values[name] = part.slice(part.indexOf("=") + 1).trim();
+    else other.costs.push(part);
+  for (const [name, part] of splitFields(sizes))
+    if (name === "saved") values.saved = part.slice(part.indexOf("=") + 1).trim();
+    else other.sizes.push(part);
+  const more = [];
+  for (const [name, text] of Object.entries(rest))
+    if (name in inputs) values[name] = text; else more.push(text === "yes" ? name : `${name}=${text}`);
+  return { ...values, other_costs: other.costs.join(","), other_sizes: other.sizes.join(","), more: more.join(" ") };
+}
+
+// A cost, multiplied by the factors of the stages.
+function timesFactors(text, factors) {
+  const own = text.split(":"), all = factors.split(":");
+  if (own.some((x) => x.trim() === "" || isNaN(x)) || all.some((x) => x.trim() === "" || isNaN(x))) return text;
+  return all.map((factor, k) => +(own[own.length > 1 ? k : 0] * factor).toPrecision(9)).join(":");
+}
+
+function writeState() {
+  const value = (name) => inputs[name].value.trim(), options = {};
+  const costs = COMPUTES.filter(value).map((name) => [name, value(name)]);
+  if (value("factors") && !costs.some(([name]) => name === "F")) costs.unshift(["F", "1"]);
+  const list = costs.map(([name, text]) => `${name}=${value("factors") ? timesFactors(text, value("factors")) : text}`);
+  if (value("send")) list.push(`send=${value("send")}`);
+  if (value("other_costs")) list.push(value("other_costs"));
+  options.costs = list.join(",");
+  options.sizes = [value("saved") && `saved=${value("saved")}`, value("other_sizes")].filter(Boolean).join(",");
+  for (const name of ["ranks", "microbatches", "stages_per_rank", "placement", "memory_limit", "recompute", "offload", "zero", "dp", "progress_model"])
+    options[name] = value(name);
+  if (inputs.overlap.checked) options.overlap = "yes";
+  for (const word of value("more").split(/\s+/).filter(Boolean)) {
+    const [name, ...text] = word.split("=");
+    options[name] = text.length ? text.join("=") : "yes";
+  }
+  for (const name of Object.keys(options)) if (!options[name]) delete options[name];
+  return { ...shown, other: value("other"), options };
+}
+
+function fillControls(state) {
+  const values = readState(state);
+  for (const [name, input] of Object.entries(inputs)) {
+    if (name === "schedule") fillSchedules(state);
+    else if (name === "other") input.value = state.other || "";
+    else if (name === "overlap") input.checked = state.options.overlap === "yes";
+    else input.value = values[name] || "";
+    slide(name);
+  }
+}
+
+function fillSchedules(state) {
+  const own = state.run ? "the measured run" : state.program ? "edited by hand" : state.code ? "your code" : "";
+  const names = own || SETUP.schedules.includes(state.schedule) ? SETUP.schedules : [state.schedule, ...SETUP.schedules];
+  inputs.schedule.replaceChildren(...(own ? [new Option(own, "")] : []), ...names.map((name) => new Option(name, name)));
+  inputs.schedule.value = own ? "" : state.schedule;
+}
+
+// The slider follows the text, if the text is one number.
+function slide(name) {
+  const slider = sliders[name], text = inputs[name].value.trim();
+  if (!slider) return;
+  const number = text === "" ? defaultOf(name) : Number(text);
+  slider.disabled = isNaN(number) || inputs[name].disabled;
+  if (slider.disabled) return;
+  if (number > +slider.max) slider.max = 2 * number;
+  slider.value = number;
+}
+
+function defaultOf(name) {
+  const cost = (other) => { const text = inputs[other].value.trim(); return text === "" ? NaN : Number(text); };
+  const F = isNaN(cost("F")) ? 1 : cost("F");
+  if (name === "I" || name === "W") return isNaN(cost("B")) ? F : cost("B") / 2;
+  if (name === "B") return 2 * F;
+  if (name === "stages_per_rank") return answer.stages / answer.ranks || 1;
+  return { F: 1, send: 0, ranks: 4, microbatches: 8 }[name];
+}
+
+// ---------------------------------------------------------------- questions
+
+async function question(body) {
+  let response;
+  if (SETUP.answers) {
+    const known = Object.keys(body).length === 1 && SETUP.answers[body.state.schedule];
+    return known || { error: { fact: "This page has precomputed timelines. `schedir studio` changes them.", hint: "pip install schedir",
+      fields: [], sites: [], picture: "", line: 0, refused: "move" in body } };
+  }
+  try {
+    response = await fetch("/", { method: "POST", headers: { "Content-Type": "application/json", "X-Studio-Token": TOKEN }, body: JSON.stringify(body) });
+  } catch {
+    return { error: { fact: "The studio has stopped. Start it again with schedir studio, and open the new address.", hint: "", fields: [], sites: [], picture: "", line: 0, stopped: true } };
+  }
+  if (response.ok) return response.json();
+  return { error: { fact: await response.text(), hint: "", fields: [], sites: [], picture: "", line: 0 } };
+}
+
+let asking = false, waiting = null, curvesSet = false;
+// Ask for a state. While an answer is awaited, only the latest state is kept.
+async function ask(state) {
+  shown = state;
+  waiting = state;
+  if (asking) return;
+  asking = true;
+  while (waiting) {
+    const now = waiting;
+    waiting = null;
+    const got = await question({ state: now });
+    if (!waiting || !got.error) await receive(got, now);
+  }
+  asking = false;
+}
+
+async function receive(got, state) {
+  showProblem(got.error);
+  if (!got.error) {
+    answer = got;
+    await update(got);
+    if (got.challenge?.solved) solved.add(state.challenge);
+    if (!curvesSet && runs.length * runs[0].ranks <= ROOMY) toggle("curves");
+    curvesSet = true;
+    showVerdict();
+    allow();
+  }
+  showCode(got.error, state);
+  showChallenges(got);
+  host.dataset.answered = `${+(host.dataset.answered || 0) + 1}`;
+}
+
+// Remember the state before a change, for undo.
+function commit() {
+  const now = JSON.stringify(shown);
+  if (now === kept) return;
+  past.push(kept);
+  future = [];
+  kept = now;
+  showUndo();
+  saveAddress();
+}
+
+// A browser refuses very long addresses.
+const saveAddress = () => kept.length < 500000 && history.replaceState(null, "", `#${encodeURIComponent(kept)}`);
+
+async function go(from, to) {
+  if (!from.length) return;
+  to.push(kept);
+  kept = from.pop();
+  const state = JSON.parse(kept);
+  fillControls(state);
+  editor.value = state.code || editor.value;
+  number();
+  showUndo();
+  saveAddress();
+  await ask(state);
+}
+
+function showUndo() {
+  $("undo").disabled = !past.length;
+  $("redo").disabled = !future.length;
+}
+
+// ---------------------------------------------------------------- what is shown
+
+// Controls that cannot change what is shown are disabled.
+function allow() {
+  const level = answer.level;
+  for (const [name, input] of Object.entries(inputs)) {
+    const fixed = name !== "schedule" && (SHAPE.includes(name) ? ["draft", "lowered", "run"].includes(level) && !shown.code
+      : !PREDICTION.includes(name) && ["lowered", "run"].includes(level));
+    input.disabled = fixed || (SETUP.answers && name !== "schedule");
+    input.title = fixed ? "The program defines this. Choose a schedule to change it." : SETUP.help[name] || "";
+    if (!fixed || level !== "run") slide(name);
+    if (sliders[name]) sliders[name].disabled ||= input.disabled;
+  }
+  if (answer.level !== "schedule" && !shown.code) {
+    inputs.ranks.value = answer.ranks;
+    inputs.microbatches.value = answer.microbatches;
+  }
+  inputs.stages_per_rank.placeholder = inputs.stages_per_rank.value ? "" : `${answer.stages / answer.ranks}`;
+}
+
+function showProblem(error) {
+  const bar = $("problem"), fields = !error ? [] : error.kind === "CostsError" ? ["costs"] : error.fields;
+  for (const [name, input] of Object.entries(inputs)) {
+    const own = { costs: [...COMPUTES, "send", "factors", "other_costs"], sizes: ["saved", "other_sizes"] };
+    const bad = fields.includes(name) || (error && Object.entries(own).some(([field, names]) => fields.includes(field) && names.includes(name)
+      && (new RegExp(`\\b${name}\\b`).test(error.fact) || (field === "sizes") === (name === "saved"))));
+    input.setAttribute("aria-invalid", !!bad);
+  }
+  bar.hidden = !error;
+  setStale(!!error && !error.refused);
+  if (!error) return bar.replaceChildren();
+  const row = make("div", undefined, "row"), text = make("p");
+  text.append(make("b", error.refused ? "Not moved: " : ""), error.fact);
+  const close = make("button", "Close");
+  close.onclick = () => { bar.hidden = true; canvas.focus(); };
+  row.append(text, close);
+  bar.replaceChildren(row);
+  if (error.sites.length) {
+    const list = make("ul");
+    list.append(...error.sites.slice(0, 8).map((site) => make("li", `rank ${site.rank} #${site.index}: ${site.text} ${site.note}`)));
+    if (!error.picture) bar.append(list);
+  }
+  if (error.hint) bar.append(make("p", error.hint, "hint"));
+  if (error.picture) {
+    const image = make("img"), places = error.sites.map((site) => `rank ${site.rank} #${site.index} ${site.text} ${site.note}`);
+    image.alt = `The instructions of the ranks: ${places.join("; ")}`;
+    image.src = `data:image/svg+xml,${encodeURIComponent(error.picture)}`;
+    bar.append(image);
+  }
+}
+
+// What is shown belongs to an earlier state.
+function setStale(stale) {
+  for (const element of [$("stage"), $("facts"), root.querySelector("aside")]) element.classList.toggle("stale", stale);
+}
+
+function showVerdict() {
+  const panel = $("verdict"), [sentence] = answer.recognition;
+  const lines = [make("h2", "Verdict")];
+  lines.push(make("p", shown.run ? "A measured run, and its prediction at the mean times." : `Complete, and finishes under ${answer.model}.`));
+  const found = make("p", `${sentence.toUpperCase()}${answer.recognition.slice(1)}.`);
+  if (answer.difference) {
+    const [rank, index] = answer.difference, run = runs[runs.length - 1], jump = make("button", "Show it", "link");
+    jump.onclick = () => { const k = run.offsets[rank] + index; choose(run, k); show(run, k); };
+    found.append(" ", jump);
+  }
+  lines.push(found);
+  if (answer.comparison) lines.push(make("p", answer.comparison));
+  if (!answer.verdict && !shown.run) lines.push(make("p", "No lower bound is known for a program with these instructions.", "soft"));
+  if (answer.verdict) lines.push(make("p", `${answer.verdict[0].toUpperCase()}${answer.verdict.slice(1)}.`));
+  if (answer.proof) {
+    const proof = make("details", undefined, "soft proof");
+    proof.append(make("summary", "Proof"), make("p", answer.proof));
+    lines.push(proof);
+  }
+  for (const note of answer.notes) lines.push(make("p", note, "soft"));
+  panel.replaceChildren(...lines);
+}
+
+// ---------------------------------------------------------------- code
+
+const editor = make("textarea"), lineNumbers = make("pre");
+let badLine = 0, typing = 0;
+
+function number() {
+  const count = editor.value.split("\n").length;
+  lineNumbers.replaceChildren(...Array.from({ length: count }, (_, k) => (k + 1 === badLine ? make("b", `${k + 1}`) : `${k + 1}\n`)));
+  lineNumbers.scrollTop = editor.scrollTop;
+}
+
+function showCode(error, state) {
+  const own = state.code && error && !error.stopped, message = $("code-message");
+  const line = own ? error.line : 0;
+  if (line !== badLine) { badLine = line; number(); }
+  message.classList.toggle("bad", !!own);
+  message.textContent = own ? `${error.line ? `Line ${error.line}: ` : ""}${error.fact}${error.hint ? `\n${error.hint}` : ""}`
+    : state.code ? `The timeline shows this code.` : "";
+  if (badLine) {
+    const top = 10 + (badLine - 1) * 19;
+    if (top < editor.scrollTop || top > editor.scrollTop + editor.clientHeight - 19) editor.scrollTop = top - editor.clientHeight / 2;
+  }
+}
+
+function runCode() {
+  clearTimeout(typing);
+  if (!editor.value.trim()) return;
+  const same = shown.code && editor.value === SETUP.state.code;
+  const state = { ...writeState(), code: editor.value, program: "", run: false, function: same ? SETUP.state.function : "" };
+  if (shown.program || shown.run) state.options = { ...state.options, ranks: `${answer.ranks}`, microbatches: `${answer.microbatches}` };
+  ask(state);
+  fillSchedules(state);
+  commit();
+}
+
+// ---------------------------------------------------------------- edits by hand
+
+const editing = { run: null, k: -1, x: 0, target: null };
+
+const canEdit = (run) => run === runs[0] && answer.level !== "run" && !$("stage").classList.contains("stale");
+
+// The row of an instruction, without it.
+function others(run, k) {
+  const lane = laneOf(run, k);
+  return lane ? [...lane.index].filter((j) => j !== k) : [];
+}
+
+// The place that a move leads to: the instruction that it comes before, or the end.
+function targetOf(run, k, t) {
+  const row = others(run, k), next = row.find((j) => (run.start[j] + run.end[j]) / 2 > t) ?? -1;
+  const last = row[row.length - 1] ?? -1, previous = next < 0 ? last : row[row.indexOf(next) - 1] ?? -1;
+  const was = row.find((j) => j > k) ?? -1;
+  return { next, previous, same: next === was };
+}
+
+async function move(run, k, { next, previous, same }) {
+  if (same) return;
+  const first = run.offsets[run.rank[k]];
+  const before = next >= 0 ? next - first : previous - first + 1;
+  const identity = [run.rank[k], run.op[k], run.stage[k], run.mb[k]];
+  const got = await question({ state: shown, move: [identity[0], k - first, before] });
+  if (!got.error) {
+    shown = got.state;
+    fillControls(shown);
+    commit();
+  }
+  await receive(got, shown);
+  const now = runs[0];
+  for (let j = 0; j < now.op.length; j++)
+    if (now.rank[j] === identity[0] && now.op[j] === identity[1] && now.stage[j] === identity[2] && now.mb[j] === identity[3]) {
+      choose(now, j);
+      break;
+    }
+}
+
+// One place earlier or later on its row.
+function shift(by) {
+  const { chosen } = state;
+  if (!chosen || !canEdit(chosen.run) || state.gap) return;
+  const { run, k } = chosen, row = [...(laneOf(run, k)?.index || [])], to = row.indexOf(k) + by;
+  if (to < 0 || to >= row.length) return;
+  const rest = others(run, k);
+  move(run, k, { next: rest[to] ?? -1, previous: rest[to - 1] ?? -1, same: false });
+}
+
+studio = {
+  hint: "Drag an instruction along its rank to move it. An order that cannot work is refused.",
+  grab(hit) {
+    if (!hit || hit.k === undefined || !canEdit(hit.run)) return false;
+    if (xOf(hit.run.end[hit.k]) - xOf(hit.run.start[hit.k]) < 6) return false;
+    Object.assign(editing, { run: hit.run, k: hit.k, target: null });
+    return true;
+  },
+  drag(x) {
+    Object.assign(editing, { x, target: targetOf(editing.run, editing.k, tOf(x)) });
+    canvas.style.cursor = "grabbing";
+  },
+  drop(moved) {
+    const { run, k, target } = editing;
+    Object.assign(editing, { run: null, target: null });
+    if (moved && target) move(run, k, target);
+  },
+  paint() {
+    const { run, k, x, target } = editing, where = target && box(run, k);
+    if (!where) return;
+    const wide = xOf(run.end[k]) - xOf(run.start[k]), y = where.y - view.top + HEAD;
+    pen.globalAlpha = 0.6;
+    pen.fillStyle = fillOf(run, k).fill;
+    pen.fillRect(x - wide / 2, y, wide, where.high);
+    pen.globalAlpha = 1;
+    pen.strokeStyle = colours.accent;
+    pen.lineWidth = 1.5;
+    pen.strokeRect(x - wide / 2, y, wide, where.high);
+    const from = target.previous >= 0 ? run.end[target.previous] : 0, at = target.next >= 0 ? run.start[target.next] : from;
+    pen.fillStyle = colours.accent;
+    pen.fillRect(xOf((from + at) / 2) - 2, y - 5, 3, where.high + 10);
+  },
+  keys: { "[": () => shift(-1), "]": () => shift(1) },
+  async describeGap(panel, idle) {
+    const { run, rank, next } = idle, place = make("div", undefined, "soft");
+    place.append(make("p", "Computing what would shorten it …"));
+    panel.append(place);
+    const got = await question({ state: shown, explain: [rank, next - run.offsets[rank]] });
+    if (state.gap !== idle) return;
+    const lines = [];
+    if (got.error) lines.push(make("p", got.error.fact));
+    else {
+      if (got.gap.length) lines.push(make("h2", "10% less of a cost"), table(got.gap.slice(0, 5).map((each) =>
+        [each.text, `idle ${short(each.before)} → ${short(each.after)}, span ${short(each.span)}`])));
+      else lines.push(make("p", "No cost on its chain shortens it by itself."));
+      if (got.step.length) lines.push(make("h2", "Changes that shorten the step"), table(got.step.map((each) => [`−${percent(each.saved)}`, `${each.text}: ${each.run}`])));
+      else lines.push(make("p", "No change that schedir tries shortens the step."));
+    }
+    place.replaceChildren(...lines);
+    place.className = "";
+  },
+};
+
+// ---------------------------------------------------------------- what a person does
+
+async function save(format) {
+  const got = await question({ state: shown, export: format });
+  if (got.error) return showProblem(got.error);
+  const away = make("a");
+  away.href = URL.createObjectURL(new Blob([got.text], { type: "text/plain" }));
+  away.download = got.file;
+  away.click();
+  setTimeout(() => URL.revokeObjectURL(away.href), 10000);
+  $("done").textContent = `saved ${got.file}`;
+}
+
+async function copy(what) {
+  let text = location.href;
+  if (what === "command") text = answer.command;
+  if (what === "python") {
+    const got = await question({ state: shown, export: "call" });
+    if (got.error) return showProblem(got.error);
+    ({ text } = got);
+  }
+  await navigator.clipboard.writeText(text);
+  $("done").textContent = `copied ${{ command: "the command", python: "the Python code", link: "the address" }[what]}`;
+}
+
+function makeControl([name, label, kind, values = [], placeholder = ""]) {
+  const row = make("div", undefined, kind === "range" ? "control" : "control plain"), title = make("label", label);
+  const input = make(kind === "select" ? "select" : "input");
+  Object.assign(input, { id: `control-${name}` });
+  title.htmlFor = input.id;
+  inputs[name] = input;
+  if (kind === "select") input.append(...values.map((value) => new Option(value || placeholder, value)));
+  else if (kind === "check") input.type = "checkbox";
+  else Object.assign(input, { type: "text", placeholder, spellcheck: false, autocomplete: "off" });
+  row.append(title);
+  if (kind === "range") {
+    const slider = (sliders[name] = make("input")), [min, max, step] = values;
+    Object.assign(slider, { type: "range", min, max, step, id: `slider-${name}` });
+    slider.setAttribute("aria-label", label);
+    slider.oninput = () => { input.value = slider.value; changed(name); };
+    slider.onchange = commit;
+    row.append(slider);
+  }
+  if (kind === "text" && values.length) {
+    const list = make("datalist");
+    list.id = `values-${name}`;
+    list.append(...values.map((value) => new Option(value, value)));
+    input.setAttribute("list", list.id);
+    row.append(list);
+  }
+  input.oninput = () => changed(name);
+  input.onchange = commit;
+  row.title = SETUP.help[name] || "";
+  row.append(input);
+  return row;
+}
+
+function changed(name) {
+  if (COMPUTES.includes(name)) COMPUTES.forEach(slide); else slide(name);
+  const state = writeState();
+  if (name === "schedule") {
+    if (!inputs.schedule.value) return;
+    Object.assign(state, { schedule: inputs.schedule.value, program: "", code: "", run: false });
+    if (state.challenge) {
+      const { options } = SETUP.challenges.find((each) => each.name === state.challenge).state;
+      for (const option of ["ranks", "microbatches", "stages_per_rank"]) if (options[option]) inputs[option].value = state.options[option] = options[option];
+    } else for (const option of ["stages_per_rank", "placement"]) { inputs[option].value = ""; delete state.options[option]; }
+    if (shown.run) Object.assign(state.options, { costs: state.options.costs || "F=1,B=2" });
+    fillSchedules(state);
+  }
+  ask(state);
+}
+
+// The list of challenges, and the state of the one that the user solves.
+function showChallenges(got) {
+  if (!SETUP.challenges.length) return;
+  $("challenges-pane").replaceChildren(...SETUP.challenges.map(({ name, title, text, hint, goal, state: first }, nth) => {
+    const current = name === shown.challenge, item = make("section", undefined, current ? "current" : "");
+    const begin = make("button", `${solved.has(name) ? "\u2713 " : ""}${nth + 1}. ${title}`, "link");
+    begin.id = `challenge-${name}`;
+    begin.type = "button";
+    begin.setAttribute("aria-current", current);
+    begin.onclick = () => startChallenge(first);
+    item.append(begin);
+    if (!current) return item;
+    const more = make("details", undefined, "soft");
+    more.append(make("summary", "Hint"), make("p", hint));
+    const status = make("p", got.challenge ? got.challenge.text : `The goal is a span of ${goal}. This order is refused.`, got.challenge?.solved ? "solved" : "");
+    status.id = "challenge-status";
+    status.setAttribute("role", "status");
+    item.append(make("p", text), status, more, makeButton("leave-challenge", "Leave", "Leave the challenge", () => {
+      ask({ ...shown, challenge: "" });
+      commit();
+    }));
+    return item;
+  }));
+}
+
+async function startChallenge(first) {
+  fillControls(first);
+  if (first.code) { editor.value = first.code; number(); }
+  shown = first;
+  commit();
+  await ask(first);
+  $(`challenge-${first.challenge}`).focus();
+}
+
+function selectTab(which) {
+  for (const name of Object.keys(TABS)) {
+    $(`${name}-tab`).setAttribute("aria-selected", name === which);
+    $(`${name}-tab`).tabIndex = name === which ? 0 : -1;
+    $(`${name}-pane`).hidden = name !== which;
+  }
+  $("studio").classList.toggle("wide", which === "code");
+  number();
+}
+
+function makeButton(id, text, label, act) {
+  const made = make("button", text);
+  Object.assign(made, { id, title: label, type: "button", onclick: act });
+  made.setAttribute("aria-label", label);
+  return made;
+}
+
+function makeMenu(label, items, act) {
+  const menu = make("select");
+  menu.setAttribute("aria-label", label);
+  menu.append(new Option(label, ""), ...items.map(([value, text]) => new Option(text, value)));
+  menu.onchange = () => { if (menu.value) act(menu.value); menu.value = ""; };
+  return menu;
+}
+
+function build() {
+  const panel = make("form"), tabs = make("div", undefined, "tabs"), controls = make("div", undefined, "pane"), code = make("div", undefined, "pane");
+  panel.id = "studio";
+  panel.setAttribute("aria-label", "Studio");
+  panel.onsubmit = (event) => event.preventDefault();
+  tabs.setAttribute("role", "tablist");
+  const names = Object.keys(TABS), panes = [controls, code, make("div", undefined, "pane")].slice(0, names.length);
+  for (const [nth, name] of names.entries()) {
+    const pane = panes[nth], tab = makeButton(`${name}-tab`, TABS[name], TABS[name], () => selectTab(name));
+    tab.setAttribute("role", "tab");
+    tab.setAttribute("aria-controls", `${name}-pane`);
+    tab.onkeydown = (event) => {
+      if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+      event.preventDefault();
+      event.stopPropagation();
+      const to = names[(nth + (event.key === "ArrowRight" ? 1 : names.length - 1)) % names.length];
+      selectTab(to);
+      $(`${to}-tab`).focus();
+    };
+    tabs.append(tab);
+    Object.assign(pane, { id: `${name}-pane` });
+    pane.setAttribute("role", "tabpanel");
+  }
+  for (const [title, list] of GROUPS) {
+    const group = make("section");
+    group.append(make("h2", title), ...list.map(makeControl));
+    controls.append(group);
+  }
+  const area = make("div", undefined, "editor"), row = make("div", undefined, "code-actions"), message = make("p");
+  editor.id = "editor";
+  editor.spellcheck = false;
+  editor.setAttribute("aria-label", "Python code of a schedule. Tab indents; Escape, then Tab, leaves the editor.");
+  editor.value = SETUP.state.code || EXAMPLE;
+  message.id = "code-message";
+  message.setAttribute("role", "status");
+  area.append(lineNumbers, editor);
+  lineNumbers.setAttribute("aria-hidden", "true");
+  row.append(makeButton("run-code", "Run", "Run the code (Ctrl+Enter)", runCode),
+    makeButton("code-from-timeline", "Start from the timeline", "Replace the code by the order of the timeline", async () => {
+      const got = await question({ state: shown, export: "python" });
+      if (got.error) return showProblem(got.error);
+      editor.value = got.text;
+      number();
+    }));
+  if (!SETUP.code) message.textContent = "This studio was started with --no-code and runs no code.";
+  for (const element of [editor, ...row.children]) element.disabled = !SETUP.code;
+  code.append(area, row, message);
+  let leaving = false;
+  editor.onscroll = number;
+  editor.oninput = () => { badLine = 0; number(); clearTimeout(typing); typing = setTimeout(runCode, 400); };
+  editor.onkeydown = (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); runCode(); }
+    if (event.key === "Tab" && !event.shiftKey && !leaving) { event.preventDefault(); document.execCommand("insertText", false, "    "); }
+    leaving = event.key === "Escape" || (leaving && event.key === "Shift");
+    if (event.key === "Escape") event.stopPropagation();
+  };
+  const actions = make("div", undefined, "actions"), done = make("output");
+  done.id = "done";
+  actions.append(makeButton("undo", "Undo", "Undo (Ctrl+Z)", () => go(past, future)), makeButton("redo", "Redo", "Redo (Ctrl+Shift+Z)", () => go(future, past)),
+    makeMenu("Export", [["sched", "program (.sched)"], ["python", "Python"], ["csv", "torch CSV"]], save),
+    makeMenu("Copy", [["command", "as CLI"], ["python", "as Python"], ["link", "address"]], copy), done);
+  panel.append(tabs, ...panes, actions);
+  const center = make("div", undefined, "center"), problem = make("div"), verdict = make("section"), stage = $("stage");
+  problem.id = "problem";
+  problem.setAttribute("role", "alert");
+  problem.hidden = true;
+  verdict.id = "verdict";
+  verdict.setAttribute("aria-live", "polite");
+  stage.replaceWith(center);
+  center.append(problem, stage);
+  center.before(panel);
+  root.querySelector("aside").prepend(verdict);
+  root.addEventListener("keydown", (event) => {
+    if (!(event.ctrlKey || event.metaKey) || event.key.toLowerCase() !== "z" || event.target.matches("input[type=text], textarea")) return;
+    event.preventDefault();
+    event.shiftKey ? go(future, past) : go(past, future);
+  });
+  const keys = root.querySelector("#keys dl");
+  for (const [key, text] of [[["drag, ", make("kbd", "["), " ", make("kbd", "]")], "move an instruction to another place on its rank"],
+    [[make("kbd", "Ctrl"), " ", make("kbd", "Z")], "undo; with Shift, redo"]])
+    keys.append(make("dt"), make("dd", text)), keys.lastChild.previousSibling.append(...key);
+  selectTab(SETUP.state.code ? "code" : "controls");
+  tabs.hidden = !!SETUP.answers;
+  showUndo();
+  number();
+}
+
+// The state in the address. Its code is shown, and runs only when the user says so.
+function readAddress() {
+  if (location.hash.length < 2) return null;
+  try {
+    const state = JSON.parse(decodeURIComponent(location.hash.slice(1)));
+    if (typeof state.options !== "object") return null;
+    return state;
+  } catch { return null; }
+}
+
+function beginStudio() {
+  build();
+  const given = readAddress();
+  fillControls(shown);
+  if (given && JSON.stringify(given) !== kept) {
+    const code = given.code && given.code !== SETUP.state.code;
+    if (code) {
+      editor.value = given.code;
+      selectTab("code");
+      given.code = "";
+    }
+    fillControls(given);
+    shown = given;
+    kept = JSON.stringify(given);
+    ask(given).then(() => { if (code) { $("code-message").textContent = "This code is from the address. Read it, then press Run."; number(); } });
+  } else receive(SETUP.answer, shown);
+}
+beginStudio();

@@ -1,0 +1,185 @@
+"""The state of a studio: a schedule, a program or code, and the options of the command line.
+
+The values of options are texts, as on the command line. So the state can be written as a command,
+and errors name its options.
+"""
+
+from __future__ import annotations
+
+import shlex
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final
+
+from schedir.commands.common.program_options import PROGRAM_OPTIONS, unknown_option_error
+from schedir.commands.common.schedule_options import (
+    make_request,
+    parse_byte_option,
+    parse_costs,
+    parse_sizes,
+)
+from schedir.errors import UsageError
+from schedir.io.command_line import option_name, option_words
+from schedir.io.program_request import Request
+from schedir.io.source_loader import Source
+from schedir.ir.program import Program
+
+# The options that are no fields of a program and no options of passes.
+PREDICTION_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "costs": parse_costs,
+    "sizes": parse_sizes,
+    "memory_limit": parse_byte_option,
+    "progress_model": str,
+}
+
+
+class CodeError(UsageError):
+    """Code of the editor that cannot be used; `line` is the line of the error, or 0."""
+
+    def __init__(self, fact: str, *, line: int = 0, hint: str = "") -> None:
+        super().__init__(fact, hint=hint, fields=["code"])
+        self.line: int = line
+
+
+@dataclass(frozen=True)
+class StudioState:
+    """What a studio shows.
+
+    Args:
+        schedule: The name of a built-in schedule, with its options in brackets.
+        program: The text of a program, which replaces the schedule.
+        code: Python code with a schedule function, which replaces the schedule.
+        function: The name of the function in `code`. "" means the last function of the code.
+        run: True if the studio shows the run with which it was started.
+        other: The name of a built-in schedule to compare with. Costs and sizes are then per rank,
+            as for `schedir compare`.
+        challenge: The name of the challenge that the user solves.
+        options: The text of each option that is set, by name: those of `schedir options`, and
+            `costs`, `sizes`, `memory_limit` and `progress_model`.
+    """
+
+    schedule: str = "one_f_one_b"
+    program: str = ""
+    code: str = ""
+    function: str = ""
+    run: bool = False
+    other: str = ""
+    challenge: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: object) -> StudioState:
+        """Return the state in a JSON object, with the defaults for missing keys.
+
+        Args:
+            data: The object, such as `dataclasses.asdict` returns.
+
+        Raises:
+            UsageError: A key is unknown, or a value has a wrong type.
+        """
+        known = {f.name: type(f.default) for f in fields(cls)} | {"options": dict}
+        if not isinstance(data, dict) or not data.keys() <= known.keys():
+            raise UsageError(f"a state is an object with the keys {', '.join(known)}")
+        for name, value in data.items():
+            if not isinstance(value, known[name]):
+                raise UsageError(f"{name} of a state has a wrong type", fields=[name])
+        options = data.get("options", {})
+        if not all(isinstance(text, str) for pair in options.items() for text in pair):
+            raise UsageError("the options of a state are texts", fields=["options"])
+        given = {name: text for name, text in options.items() if text.strip()}
+        return cls(**data | {"options": given})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as a JSON object."""
+        return asdict(self)
+
+
+def make_state_request(state: StudioState, source: Source) -> Request:
+    """Return the request for a source with the options of a state.
+
+    Options that the source defines itself are left out: the shape of a program, and everything
+    but the prediction for a lowered program or a run.
+
+    Args:
+        state: The state.
+        source: The schedule, program or run.
+
+    Raises:
+        UsageError: An option is unknown, or its value is invalid.
+    """
+    loaded = source.schedule_or_program
+    args = Namespace(**dict.fromkeys([*PROGRAM_OPTIONS, *PREDICTION_OPTIONS]), relower=False)
+    args.overlap = False
+    for name, text in state.options.items():
+        if applies_to(name, loaded):
+            setattr(args, name, _parse_option(name, text.strip()))
+    return make_request(
+        args,
+        source,
+        lower_drafts=isinstance(loaded, Program),
+        for_comparison=bool(state.other) and not state.run,
+    )
+
+
+def applies_to(name: str, loaded: object) -> bool:
+    """Return whether an option applies to a schedule or a program.
+
+    Args:
+        name: The name of the option.
+        loaded: The schedule or the program.
+    """
+    if not isinstance(loaded, Program) or name in PREDICTION_OPTIONS:
+        return True
+    option = PROGRAM_OPTIONS.get(name)
+    return option is None or (loaded.is_draft and not option.is_shape_option)
+
+
+def _parse_option(name: str, text: str) -> Any:
+    """Return the value of an option. Errors have the option's name in `fields`."""
+    if name not in PROGRAM_OPTIONS and name not in PREDICTION_OPTIONS:
+        raise unknown_option_error(name)
+    if text.startswith("@"):
+        raise UsageError(f"{name}: the studio reads no files", fields=[name])
+    flag = f"--{name.replace('_', '-')}"
+    try:
+        if name in PREDICTION_OPTIONS:
+            return PREDICTION_OPTIONS[name](text)
+        flag = option_name(name)
+        return PROGRAM_OPTIONS[name].kind.parse(text)
+    except (ValueError, ArgumentTypeError) as error:
+        raise UsageError(f"{flag} {error}", fields=[name]) from None
+    except UsageError as error:
+        error.fields = error.fields or (name,)
+        raise
+
+
+def format_options(options: Mapping[str, str]) -> list[str]:
+    """Return options as words of the command line.
+
+    Args:
+        options: The text of each option, by name.
+    """
+    words = []
+    for name, text in options.items():
+        if name in PREDICTION_OPTIONS:
+            words += [f"--{name.replace('_', '-')}", text]
+        else:
+            words += option_words(name, text)
+    return words
+
+
+def format_command(state: StudioState, file: str = "") -> str:
+    """Return the command that draws what a state shows.
+
+    Args:
+        state: The state.
+        file: The file of the run, or the name of a file for a program or code.
+    """
+    if state.code:
+        file = f"{file or 'mine.py'}:{state.function or 'FUNCTION'}"
+    source = file if state.run or state.code else file or "mine.sched"
+    if not (state.run or state.code or state.program):
+        source = state.schedule
+    words = ["draw", source] if not state.other else ["compare", source, state.other]
+    return shlex.join(["schedir", *words, *format_options(state.options)])

@@ -1,0 +1,108 @@
+"""Build the page of a studio, which a server answers or which has its answers."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+from schedir.analysis.progress_models import MODELS
+from schedir.commands.common.program_options import PROGRAM_OPTIONS
+from schedir.commands.studio.answers import Studio
+from schedir.commands.studio.challenges import describe_challenges
+from schedir.commands.studio.state import StudioState
+from schedir.errors import UsageError
+from schedir.io.files import atomic_write
+from schedir.schedules import get_built_in_schedules
+from schedir.viz.html_page import build_page
+
+_COST_HELP: Final = "time of {} of one stage and microbatch, or one per stage: 1:1:2"
+_HELP: Final = {
+    "F": _COST_HELP.format("a forward"),
+    "B": _COST_HELP.format("a full backward"),
+    "I": _COST_HELP.format("the gradient of the inputs; by default half of B"),
+    "W": _COST_HELP.format("the weight gradients; by default half of B"),
+    "send": "time of a message between two ranks",
+    "factors": "factors by which the computes of each stage take longer: 1:1:1.5",
+    "other_costs": "further costs, as in --costs: step=1,R=1",
+    "saved": "bytes of the activations that a forward saves, per stage and microbatch",
+    "other_sizes": "further sizes, as in --sizes: params=2GB,activation=16MB",
+    "memory_limit": "the most bytes that a rank may use",
+    "progress_model": "the order in which the transport runs the messages of a rank",
+    "more": "options of `schedir options`, separated by spaces",
+}
+
+
+def build_studio_page(
+    studio: Studio, state: dict[str, Any], answers: dict[str, Any] | None = None
+) -> str:
+    """Return the page of a studio.
+
+    Args:
+        studio: The studio.
+        state: The state that the page shows first.
+        answers: The answer for each schedule, if the page has no server.
+    """
+    first = studio.answer({"state": state})
+    shown = studio.answer({}) if "error" in first else first  # has the words and colours
+    data = shown | {
+        "runs": [],
+        "tables": None,
+        "state": state,
+        "schedules": sorted(get_built_in_schedules() if answers is None else answers),
+        "models": [*MODELS],
+        "help": _collect_help(),
+        "code": studio.expand_code is not None,
+        "answer": first,
+        "challenges": [] if answers is not None else describe_challenges(),
+        "answers": answers,
+    }
+    folder = files(__package__) / "page"
+    style, script = (
+        (folder / name).read_text(encoding="utf-8") for name in ("studio.css", "studio.js")
+    )
+    policy = "" if answers is not None else "; connect-src 'self'"
+    return build_page(data, title="schedir studio", script=script, style=style, policy=policy)
+
+
+def export_page(studio: Studio, state: StudioState, folder: str) -> str:
+    """Write a page with the timelines of all built-in schedules of a shape.
+
+    Args:
+        studio: The studio.
+        state: The first state. Its schedule is shown first.
+        folder: The folder, which is created.
+
+    Returns:
+        A line with the name of the file.
+
+    Raises:
+        UsageError: The state has no built-in schedule, or the file cannot be written.
+    """
+    if state.code or state.program or state.run:
+        raise UsageError("--export shows built-in schedules, not a file", fields=["source"])
+    answers = {}
+    for schedule in dict.fromkeys([state.schedule, *sorted(get_built_in_schedules())]):
+        options = state.to_json() | {"schedule": schedule}
+        answer = studio.answer({"state": options})
+        if "error" not in answer:
+            answers[schedule] = answer
+        elif schedule == state.schedule:
+            raise UsageError(answer["error"]["message"])
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--export {folder}: {error.strerror}") from None
+    path = Path(folder) / "index.html"
+    with atomic_write(path) as temporary:
+        page = build_studio_page(studio, state.to_json(), answers)
+        temporary.write_text(page, encoding="utf-8")
+    return f"wrote {path}, with {len(answers)} schedules\n"
+
+
+def _collect_help() -> dict[str, str]:
+    """Return what each control changes, by name."""
+    options = {name: option.help for name, option in PROGRAM_OPTIONS.items()}
+    options["ranks"] = options["ranks"].partition(" (")[0]
+    options["microbatches"] = options["microbatches"].partition(" (")[0]
+    return options | _HELP

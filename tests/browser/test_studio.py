@@ -1,0 +1,439 @@
+"""The studio in a real browser: controls, code, edits by hand, causes of idle time, addresses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from schedir.commands.studio import DEFAULTS
+from schedir.commands.studio.answers import Studio
+from schedir.commands.studio.code_process import CodeRunner
+from schedir.commands.studio.server import StudioServer
+from schedir.commands.studio.state import StudioState
+from schedir.commands.studio.studio_page import export_page
+from schedir.compiler.compile import compile
+from schedir.compiler.relower import extract_compute
+from schedir.extras import MissingPackageError
+from schedir.io.source_loader import Source
+from schedir.io.timeline_file import save_timeline
+from schedir.ir.text_format import to_text
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
+from schedir.viz.html_page import build_widget_script, dump_json
+from schedir.viz.page_data import build_table, describe_run, describe_runs
+from tests.browser.chromium import Chromium
+from tests.pure.test_studio import BACKWARD_FIRST, CODE, HANG
+
+ANSWERED = "+(document.documentElement?.dataset.answered || 0)"
+Opener = Callable[..., Chromium]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[CodeRunner]:
+    made = CodeRunner(300_000, max_seconds=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def studio(chromium: Chromium, runner: CodeRunner) -> Iterator[Opener]:
+    """Opens a studio; at the end, it asked nobody else and nothing complained."""
+    servers: list[StudioServer] = []
+
+    def opened(
+        state: StudioState | None = None, *, run: Source | None = None, code: bool = True,
+        address: str = "", scheme: str = "light",
+    ) -> Chromium:  # fmt: skip
+        own = Studio(run, runner.expand if code else None)
+        server = StudioServer(own, (state or StudioState(options=DEFAULTS)).to_json())
+        servers.append(server)
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        chromium.prefer(scheme)
+        chromium.call("Page.navigate", url=server.url + address)
+        chromium.until(lambda: bool(chromium.js(f"{ANSWERED} > 0")))
+        return chromium
+
+    chromium.said.clear()
+    chromium.asked.clear()
+    yield opened
+    hosts = {f"http://127.0.0.1:{server.server_port}/" for server in servers}
+    asked = {url.partition("?")[0] for url in chromium.asked if not url.startswith("data:image/")}
+    assert asked <= hosts and chromium.said == []
+    chromium.call("Page.navigate", url="about:blank")
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def text(browser: Chromium, name: str) -> str:
+    shown = f"((e) => e.checkVisibility() ? e.innerText : '')(document.getElementById('{name}'))"
+    return re.sub("[\u2000-\u200a]+", " ", str(browser.js(shown)))
+
+
+def value(browser: Chromium, name: str) -> str:
+    return str(browser.js(f"document.getElementById('{name}').value"))
+
+
+def answered(browser: Chromium, act: Callable[[], object]) -> None:
+    """Do something, and wait until its answer is drawn."""
+    before = browser.js(ANSWERED)
+    act()
+    browser.until(lambda: bool(browser.js(f"{ANSWERED} > {before}")))
+
+
+def enter(browser: Chromium, name: str, entered: str) -> None:
+    """Type a text into a control, in place of the one that it has."""
+    element, command = f"document.getElementById('{name}')", "document.execCommand"
+    browser.js(f"{element}.focus(); {element}.select()")
+    typed = f"{command}('insertText', false, {json.dumps(entered)}) || {command}('delete')"
+    answered(browser, lambda: browser.js(typed))
+    browser.js("document.activeElement.blur()")
+
+
+def choose(browser: Chromium, name: str, chosen: str) -> None:
+    """Choose an entry of a list."""
+    chosen, element = json.dumps(chosen), f"document.getElementById('{name}')"
+    events = "".join(f"{element}.dispatchEvent(new Event('{e}'));" for e in ("input", "change"))
+    answered(browser, lambda: browser.js(f"{element}.value = {chosen}; {events} 0"))
+
+
+def press(browser: Chromium, name: str) -> None:
+    left, top = browser.js(
+        f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])"
+        f"(document.getElementById('{name}').getBoundingClientRect())"
+    )
+    browser.click(left, top)
+
+
+def place(browser: Chromium, t: float, rank: int = 0) -> tuple[float, float]:
+    """Where a time is on the row of a rank, when the complete run is in view."""
+    left, top, width = browser.js(
+        "(({x, y, width}) => [x, y, width])(document.getElementById('canvas')"
+        ".getBoundingClientRect())"
+    )
+    span = float(re.search(r"span\s+([\d.]+)", text(browser, "facts")).group(1))  # type: ignore[union-attr]
+    high = 128 if rank else 0  # of a rank, with its messages and curves
+    return left + 96 + (t / span + 0.005) / 1.02 * (width - 96), top + 70 + 25 + rank * high
+
+
+def drag(browser: Chromium, start: tuple[float, float], end: tuple[float, float]) -> None:
+    browser.mouse("mouseMoved", *start)
+    browser.mouse("mousePressed", *start, button="left", clickCount=1)
+    for part in (0.5, 1):
+        x = start[0] + part * (end[0] - start[0])
+        browser.mouse("mouseMoved", x, end[1], button="left", buttons=1)
+    browser.mouse("mouseReleased", *end, button="left", clickCount=1)
+
+
+def test_controls_change_the_timeline(studio: Opener) -> None:
+    browser = studio()
+    assert "span 34.6" in text(browser, "facts") and "This is one_f_one_b" in text(
+        browser, "verdict"
+    )
+    choose(browser, "control-schedule", "zb_h1")
+    assert browser.js("document.querySelector('h1').innerText") == "zb_h1"
+    assert "This is zb_h1" in text(browser, "verdict")
+    slider = "document.getElementById('slider-microbatches')"
+    browser.js(f"{slider}.focus()")
+    answered(browser, lambda: browser.key("ArrowRight"))
+    assert value(browser, "control-microbatches") == "9" and "9 microbatches" in text(
+        browser, "summary"
+    )
+    enter(browser, "control-ranks", "2")
+    assert "2 ranks" in text(browser, "summary")
+    assert browser.js("document.querySelectorAll('#tables tbody tr').length") == 2
+    enter(browser, "control-factors", "1:3")
+    assert "F=1:3,B=2:6" in json.loads(browser.js("decodeURIComponent(location.hash.slice(1))"))[
+        "options"]["costs"]  # fmt: skip
+    enter(browser, "control-factors", "1:2:3")
+    assert "3 numbers for 2 stages" in text(browser, "problem")
+    assert browser.js("document.getElementById('control-factors').ariaInvalid") == "true"
+    enter(browser, "control-factors", "")
+    assert text(browser, "problem") == ""
+    enter(browser, "control-memory_limit", "1GB")
+    assert "needs 2 GB, but the limit is 1 GB" in text(browser, "problem")
+    enter(browser, "control-recompute", "all")
+    enter(browser, "control-memory_limit", "")
+    assert "R recompute" in text(browser, "legend")
+    enter(browser, "control-dp", "2")
+    choose(browser, "control-zero", "3")
+    assert "unshard" in text(browser, "legend")
+    choose(browser, "control-progress_model", "per_edge")
+    assert "finishes under per_edge" in text(browser, "verdict")
+    press(browser, "undo")
+    browser.until(lambda: "finishes under per_device" in text(browser, "verdict"))
+    press(browser, "redo")
+    browser.until(lambda: "finishes under per_edge" in text(browser, "verdict"))
+
+
+def test_code_is_run_and_its_errors_are_at_their_lines(studio: Opener) -> None:
+    browser = studio()
+    press(browser, "code-tab")
+    assert "def mine(" in value(browser, "editor")
+
+    def write(code: str) -> None:
+        enter(browser, "editor", code)
+
+    write(CODE.replace("rank, microbatches)", "rnk, microbatches)"))
+    assert text(browser, "code-message").startswith("Line 5: ")
+    assert browser.js("document.querySelector('.editor pre b').innerText") == "5"
+    write(CODE)
+    assert "This is one_f_one_b" in text(browser, "verdict") and text(browser, "problem") == ""
+    assert value(browser, "control-ranks") == "4"
+    write(BACKWARD_FIRST)
+    picture = "decodeURIComponent(document.querySelector('#problem img').src)"
+    assert "F 0.0 gives only later" in text(browser, "problem")
+    assert ">B 0.0<" in browser.js(picture) and ">F 0.0<" in browser.js(picture)
+    write(HANG)
+    assert "2 ranks wait for each other" in text(browser, "problem")
+    assert browser.js(picture).count("marker-end") == 2
+    write("def f(r, p, m):\n    while True: pass")
+    assert "did not finish within 1 s" in text(browser, "code-message")
+    write(CODE)
+    press(browser, "controls-tab")
+    enter(browser, "control-ranks", "3")
+    assert "mine, predicted: 3 ranks" in text(browser, "summary")
+
+
+def test_no_code_runs_if_the_user_forbids_it(studio: Opener) -> None:
+    browser = studio(code=False)
+    press(browser, "code-tab")
+    assert browser.js("document.getElementById('editor').disabled")
+    got = browser.js(
+        "fetch('/', {method: 'POST', headers: {'X-Studio-Token': new URLSearchParams("
+        "location.search).get('token')}, body: JSON.stringify({state: {code: 'x = 1'}})})"
+        ".then((r) => r.json()).then((a) => a.error.fact)"
+    )
+    assert "--no-code" in got
+
+
+def test_an_instruction_is_dragged_refused_and_undone(studio: Opener) -> None:
+    browser = studio()
+    answered(browser, lambda: drag(browser, place(browser, 13.3), place(browser, 8)))
+    assert "until compute #4 of rank 0, which is F 0.4 instead of B 0.0" in text(browser, "verdict")
+    assert "peak in flight 5" in text(browser, "facts")
+    assert browser.js("document.getElementById('control-ranks').disabled")
+    answered(browser, lambda: drag(browser, place(browser, 12), place(browser, 0.2)))
+    assert "Not moved: B 0.0 needs the saved activations" in text(browser, "problem")
+    assert "peak in flight 5" in text(browser, "facts")
+    enter(browser, "control-B", "3")
+    assert "peak in flight 5" in text(browser, "facts")
+    answered(browser, lambda: press(browser, "undo"))
+    answered(browser, lambda: press(browser, "undo"))
+    assert "This is one_f_one_b." in text(browser, "verdict")
+    assert not browser.js("document.getElementById('control-ranks').disabled")
+
+
+def test_keys_alone_move_an_instruction_and_explain_idle_time(studio: Opener) -> None:
+    browser = studio()
+    browser.js("document.getElementById('canvas').focus()")
+    browser.key("ArrowRight")
+    assert text(browser, "selected").startswith("F 0.0")
+    assert "in flight\n1 while it runs" in text(browser, "selected")
+    answered(browser, lambda: browser.key("]"))
+    browser.until(lambda: text(browser, "selected").startswith("F 0.0"))
+    assert "which is F 0.1 instead of F 0.0" in text(browser, "verdict")
+    assert "start\n1\n" in text(browser, "selected")
+    answered(browser, lambda: browser.key("["))
+    browser.until(lambda: "This is one_f_one_b." in text(browser, "verdict"))
+    browser.key("b")
+    told = text(browser, "selected")
+    assert told.startswith("rank 3 is idle") or told.startswith("rank 0 is idle")
+    browser.until(lambda: "CHANGES THAT SHORTEN THE STEP" in text(browser, "selected"))
+    browser.key("b")
+    assert text(browser, "selected") != told
+
+
+def test_idle_time_has_its_cause_its_chain_and_a_remedy(studio: Opener) -> None:
+    browser = studio()
+    browser.click(*place(browser, 7))
+    browser.until(lambda: "10% LESS OF A COST" in text(browser, "selected"))
+    told = text(browser, "selected")
+    assert told.startswith("rank 0 is idle") and "warmup: B 1.0 on rank 1" in told
+    assert "waits for\nB 1.0, rank 1" in told and "B of stage 3\nidle 6.6 → 6.4" in told
+    assert "zb_v" in told.partition("CHANGES THAT SHORTEN THE STEP")[2]
+
+
+def test_a_program_of_a_file_and_a_run(studio: Opener, tmp_path: Path) -> None:
+    program = compile("zb_h1", ranks=2, microbatches=4)
+    browser = studio(StudioState(program=to_text(program), options=DEFAULTS))
+    assert "This is zb_h1" in text(browser, "verdict")
+    assert browser.js("document.getElementById('control-zero').disabled")
+    run = simulate(program)
+    spans = run.spans.copy()
+    spans["start"], spans["end"] = spans["start"] * 1e-3, spans["end"] * 1e-3
+    save_timeline(Timeline(program, spans, "measured", "s"), tmp_path / "x.timeline")
+    browser = studio(StudioState(run=True), run=Source(str(tmp_path / "x.timeline")))
+    names = browser.js("[...document.querySelectorAll('#runs button')].map((b) => b.innerText)")
+    assert names == ["predicted", "measured", "both"] and "ms" in text(browser, "facts")
+    choose(browser, "control-schedule", "gpipe")
+    assert "This is gpipe" in text(browser, "verdict")
+
+
+def test_names_and_code_are_shown_as_text(studio: Opener) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    program = extract_compute(compile("gpipe", ranks=2, microbatches=2))
+    named = to_text(program).replace("program gpipe", "program a&lt;b")
+    browser = studio(StudioState(program=named, options=DEFAULTS))
+    assert browser.js("document.querySelector('h1').textContent") == "a&lt;b"
+    enter(browser, "control-more", f"{name}=1")
+    enter(browser, "control-other_costs", name)
+    assert name.split()[0] in text(browser, "problem")
+    press(browser, "code-tab")
+    enter(browser, "editor", f"raise ValueError({name!r})")
+    assert name in text(browser, "code-message") and browser.js("document.images.length") == 0
+
+
+def test_an_address_has_the_state_and_runs_no_code(studio: Opener) -> None:
+    state = {"schedule": "zb_v", "options": {"ranks": "2", "microbatches": "5"}}
+    browser = studio(address=f"#{json.dumps(state)}")
+    browser.until(lambda: "This is zb_v" in text(browser, "verdict"))
+    assert value(browser, "control-microbatches") == "5"
+    browser = studio(address=f"#{json.dumps(state | {'code': CODE})}")
+    browser.until(lambda: "press Run" in text(browser, "code-message"))
+    assert "This is zb_v" in text(browser, "verdict") and value(browser, "editor") == CODE
+    answered(browser, lambda: press(browser, "run-code"))
+    assert "mine, predicted: 2 ranks" in text(browser, "summary")
+
+
+def test_two_schedules_are_compared_with_linked_cursors(studio: Opener) -> None:
+    browser = studio()
+    choose(browser, "control-other", "zb_h1")
+    names = browser.js("[...document.querySelectorAll('#runs button')].map((b) => b.innerText)")
+    assert names == ["one_f_one_b", "zb_h1", "both"]
+    assert "Compared with zb_h1: span +" in text(browser, "verdict")
+    before = browser.picture()
+    browser.mouse("mouseMoved", *place(browser, 0.5))
+    assert browser.picture() != before and "zb_h1\n0, 1 long" in text(browser, "tip")
+    choose(browser, "control-other", "forward_only")
+    choose(browser, "control-other", "")
+    assert text(browser, "runs") == ""
+
+
+def test_what_is_seen_is_exported_and_copied(studio: Opener) -> None:
+    browser = studio()
+    browser.js(
+        "navigator.clipboard.writeText = async (text) => { window.copied = text; };"
+        "URL.createObjectURL = (blob) => { blob.text().then((text) => { window.saved = text; });"
+        " return '#'; }; 0"
+    )
+    menus = "document.querySelectorAll('.actions select')"
+    for menu, entry, holds in (
+        (1, "command", "copied.startsWith('schedir draw one_f_one_b --ranks 4')"),
+        (1, "python", "copied.includes(\"schedir.compile('one_f_one_b', ranks=4\")"),
+        (1, "link", "copied.startsWith('http://127.0.0.1')"),
+        (0, "sched", "saved.startsWith('schedir 1\\nprogram one_f_one_b')"),
+        (0, "python", "saved.includes('def one_f_one_b(rank, ranks, microbatches)')"),
+        (0, "csv", "saved.startsWith('0F0,0F1')"),
+    ):
+        browser.js(
+            f"window.copied = window.saved = ''; {menus}[{menu}].value = '{entry}';"
+            f"{menus}[{menu}].dispatchEvent(new Event('change')); 0"
+        )
+        browser.until(lambda holds=holds: bool(browser.js(holds)))  # type: ignore[misc]
+
+
+def test_a_challenge_is_solved(studio: Opener) -> None:
+    browser = studio()
+    press(browser, "challenges-tab")
+    answered(browser, lambda: press(browser, "challenge-zero-bubble"))
+    assert "Not yet: the span is 33, the goal is 27." in text(browser, "challenge-status")
+    press(browser, "controls-tab")
+    choose(browser, "control-schedule", "zb_h1")
+    press(browser, "challenges-tab")
+    assert "your schedule is optimal" in text(browser, "challenge-status")
+    assert text(browser, "challenge-zero-bubble").startswith("\u2713")
+    answered(browser, lambda: press(browser, "challenge-a-hang"))
+    assert "2 ranks wait" in text(browser, "problem") and "lead = min(rank" in value(
+        browser, "editor"
+    )
+    press(browser, "code-tab")
+    enter(browser, "editor", CODE)
+    press(browser, "challenges-tab")
+    assert "Solved: the span is 33" in text(browser, "challenge-status")
+    answered(browser, lambda: press(browser, "leave-challenge"))
+    assert browser.js("document.getElementById('challenge-status')") is None
+
+
+def test_an_exported_page_needs_no_server(chromium: Chromium, tmp_path: Path) -> None:
+    export_page(Studio(), StudioState(options=DEFAULTS), str(tmp_path))
+    chromium.said.clear()
+    chromium.asked.clear()
+    chromium.call("Page.navigate", url=(tmp_path / "index.html").as_uri())
+    chromium.until(lambda: bool(chromium.js(f"{ANSWERED} > 0")))
+    choose(chromium, "control-schedule", "zb_v")
+    assert "This is zb_v" in text(chromium, "verdict")
+    assert chromium.js("document.getElementById('control-ranks').disabled")
+    answered(chromium, lambda: drag(chromium, place(chromium, 0.5), place(chromium, 3)))
+    assert "precomputed timelines" in text(chromium, "problem")
+    chromium.key("b")
+    chromium.until(lambda: "precomputed" in text(chromium, "selected"))
+    assert all(url.startswith("file:") for url in chromium.asked) and chromium.said == []
+
+
+def test_a_stopped_studio_is_told(studio: Opener) -> None:
+    browser = studio()
+    browser.js("fetch = () => Promise.reject(new Error('gone')); 0")
+    enter(browser, "control-ranks", "3")
+    assert "The studio has stopped" in text(browser, "problem")
+
+
+def test_the_widget_of_a_notebook_shows_the_timeline(chromium: Chromium, tmp_path: Path) -> None:
+    run = simulate(compile("gpipe", ranks=2, microbatches=2))
+    data = describe_runs([run]) | {
+        "title": "gpipe", "summary": describe_run(run), "tables": [build_table(run, "predicted")]
+    }  # fmt: skip
+    script = build_widget_script().replace("export default { render };", "")
+    call = f"const model = {{ get: () => {json.dumps(dump_json(data))} }};\n" + (
+        "for (const el of document.querySelectorAll('div')) render({ model, el });"
+    )
+    page = tmp_path / "cell.html"
+    page.write_text(
+        f"<!doctype html><meta charset=utf-8><div></div><div></div>"
+        f"<script type=module>{script}{call}</script>",
+        encoding="utf-8",
+    )
+    chromium.said.clear()
+    chromium.call("Page.navigate", url=page.as_uri())
+    roots = "[...document.querySelectorAll('div > div')].map((host) => host.shadowRoot)"
+    ready = f"{roots}.filter((root) => root.host.dataset.ready).length"
+    chromium.until(lambda: bool(chromium.js(f"{ready} === 2")))
+    words = f"{roots}.map((root) => root.querySelector('#facts').innerText)"
+    assert all("bubble" in shown for shown in chromium.js(words)) and chromium.said == []
+
+
+def test_the_widget_needs_anywidget() -> None:
+    from schedir import viz
+
+    run = simulate(compile("gpipe", ranks=2, microbatches=2))
+    try:
+        shown: Any = viz.widget(run)
+    except MissingPackageError as error:
+        assert "schedir[notebook]" in error.hint
+    else:
+        assert json.loads(shown.data)["title"] == "gpipe"
+
+
+def test_interrupting_the_command_leaves_no_process(tmp_path: Path) -> None:
+    started = subprocess.Popen(
+        [sys.executable, "-m", "schedir", "studio", "zb_h1", "--no-browser"],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert started.stdout is not None
+    line = started.stdout.readline()
+    assert re.match(r"studio: http://127\.0\.0\.1:\d+/\?token=.{20,}", line)
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    os.kill(started.pid, signal.SIGINT)
+    assert started.wait(10) == 130
+    started.stdout.close()
+    assert children and not [child for child in children if Path(f"/proc/{child}").exists()]

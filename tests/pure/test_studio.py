@@ -1,0 +1,447 @@
+"""The studio without a browser: answers, edits, exports, code, and the requests it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir.commands.common.schedule_options import (
+    add_compile_options,
+    add_source,
+    make_request,
+    parse_costs,
+)
+from schedir.commands.studio import DEFAULTS, MAX_INSTRUCTIONS, read_options
+from schedir.commands.studio.answers import Studio
+from schedir.commands.studio.challenges import CHALLENGES
+from schedir.commands.studio.code_process import CodeRunner, expand_code
+from schedir.commands.studio.server import TOKEN_HEADER, StudioServer
+from schedir.commands.studio.state import CodeError, StudioState, format_command
+from schedir.commands.studio.studio_page import export_page
+from schedir.compiler.compile import compile
+from schedir.compiler.relower import extract_compute
+from schedir.errors import UsageError
+from schedir.io import torch_csv
+from schedir.io.source_loader import Source
+from schedir.io.timeline_file import save_timeline
+from schedir.ir.input_trust import input_limits
+from schedir.ir.text_format import from_text, to_text
+from schedir.predict.simulate import simulate
+from schedir.schedule_search.bounds.lower_bound import lower_bound
+from schedir.schedules import get_built_in_schedules
+from schedir.verify.check import check
+
+STUDIO = Studio()
+CODE = """\
+from schedir import B, F
+
+
+def mine(rank, ranks, microbatches):
+    lead = min(ranks - 1 - rank, microbatches)
+    return lead * F + (microbatches - lead) * (F + B) + lead * B
+"""
+BACKWARD_FIRST = "from schedir import B, F\ndef f(r, p, m):\n    return m * B + m * F\n"
+HANG = "from schedir import B, F\ndef f(r, p, m):\n    return m * F + m * B if r else m * (F + B)\n"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def limits() -> Iterator[None]:
+    """The limits that the command sets."""
+    with input_limits(max_instructions=MAX_INSTRUCTIONS, allow_code=False):
+        yield
+
+
+def state(schedule: str = "one_f_one_b", **options: str) -> dict[str, Any]:
+    return {"schedule": schedule, "options": DEFAULTS | options}
+
+
+def ask(question: object, studio: Studio = STUDIO) -> dict[str, Any]:
+    """The answer, as it arrives in the page."""
+    answer: dict[str, Any] = json.loads(json.dumps(studio.answer(question)))
+    return answer
+
+
+def expand_here(of: StudioState) -> str:
+    return expand_code(of)
+
+
+WITH_CODE = Studio(expand_code=expand_here)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    schedule=st.sampled_from(sorted(get_built_in_schedules())),
+    ranks=st.integers(1, 5),
+    microbatches=st.integers(1, 9),
+    cost=st.sampled_from([0.5, 1, 3]),
+    options=st.sampled_from(
+        [{}, {"zero": "1", "dp": "2"}, {"recompute": "all"}, {"overlap": "yes"}]
+    ),
+)
+def test_an_answer_has_the_figures_of_a_simulation(
+    schedule: str, ranks: int, microbatches: int, cost: float, options: dict[str, str]
+) -> None:
+    given_state = state(
+        schedule, ranks=str(ranks), microbatches=str(microbatches), costs=f"B={cost}", **options
+    )
+    answer = ask({"state": given_state})
+    if "error" in answer:
+        assert answer["error"]["fact"]
+        return
+    [run] = answer["runs"]
+    kinds = {"zero": int, "dp": int, "recompute": str, "overlap": bool}
+    costs = parse_costs(f"B={cost}")
+    program = compile(
+        schedule,
+        ranks=ranks,
+        microbatches=microbatches,
+        costs=costs,
+        **{name: kinds[name](text) for name, text in options.items()},
+    )
+    span = simulate(program, costs).span
+    assert run["span"] == pytest.approx(span)
+    assert run["digest"] == program.digest
+    assert answer["bound"] is None or answer["bound"] <= span * (1 + 1e-9)
+    assert len(answer["tables"][0]["rows"]) == ranks == answer["ranks"]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        None, [], "x", {"state": 3}, {"state": {"other": 1}}, {"state": {"options": {"F": 1}}},
+        {"state": {"schedule": 4}}, {"state": {"run": True}}, {"state": {"program": "rank"}},
+        {"state": {"schedule": "mine.py:f"}}, {"state": {"schedule": "/etc/passwd.sched"}},
+        {"state": {"schedule": "x.timeline"}}, {"state": {"schedule": "<b>"}},
+        {"state": {"other": "mine.py:f"}}, {"state": {"challenge": "none"}},
+        {"state": {"schedule": "interleaved(group=__import__('os'))"}},
+        {"state": {"options": {"costs": "@/etc/hostname"}}},
+        {"state": {"options": {"ranks": "100000", "microbatches": "100000"}}},
+        {"state": {"options": {"ranks": "-1"}}}, {"state": {"options": {"none": "1"}}},
+        {"state": {"code": CODE}}, {"state": {}, "move": [0, 0]}, {"state": {}, "move": [9, 0, 0]},
+        {"state": {}, "move": [0, "0", 0]}, {"state": {}, "export": "exe"},
+        {"state": {}, "export": {}}, {"state": {}, "explain": [0, 10**9]},
+    ],
+)  # fmt: skip
+def test_a_wrong_question_has_an_error(question: object) -> None:
+    assert ask(question)["error"]["fact"]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"ranks": "x"}, "ranks"), ({"zero": "9"}, "zero"), ({"costs": "F=x"}, "costs"),
+     ({"memory_limit": "much"}, "memory_limit"), ({"progress_model": "none"}, "progress_model")],
+)  # fmt: skip
+def test_an_error_names_its_control(options: dict[str, str], field: str) -> None:
+    assert ask({"state": state(**options)})["error"]["fields"] == [field]
+
+
+def test_ranks_that_wait_and_orders_that_are_illegal_are_drawn() -> None:
+    illegal = ask({"state": state() | {"code": BACKWARD_FIRST}}, WITH_CODE)["error"]
+    assert illegal["kind"] == "OrderError"
+    assert [site["text"] for site in illegal["sites"]] == ["B 0.0", "F 0.0"]
+    hang = ask({"state": state() | {"code": HANG}}, WITH_CODE)["error"]
+    assert hang["kind"] == "DeadlockError"
+    assert all(error["picture"].startswith("<svg") for error in (illegal, hang))
+
+
+# ---------------------------------------------------------------- edits and exports
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    schedule=st.sampled_from(["gpipe", "one_f_one_b", "zb_h1", "zb_v", "dualpipe_v"]),
+    data=st.data(),
+)
+def test_a_move_is_checked_and_can_be_undone(schedule: str, data: st.DataObject) -> None:
+    before = state(schedule, ranks="2", microbatches="4", progress_model="per_device")
+    program = STUDIO.make_request(StudioState.from_json(before)).program
+    rank = data.draw(st.integers(0, 1))
+    size = len(program.streams[rank])
+    index, to = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size))
+    answer = ask({"state": before, "move": [rank, index, to]})
+    if "error" in answer:
+        assert answer["error"]["fact"]
+        return
+    moved = from_text(answer["state"]["program"])
+    shown = STUDIO.make_request(StudioState.from_json(answer["state"])).program
+    check(shown, "per_device")
+    assert answer["runs"][0]["digest"] == shown.digest
+
+    def work(of: Any) -> list[list[int]]:
+        return [sorted((stream.words & 0xFFFFFFFFFFFF).tolist()) for stream in of.streams]
+
+    assert work(extract_compute(moved)) == work(extract_compute(program))
+
+
+def test_a_message_moves_in_the_lowered_program() -> None:
+    program = STUDIO.make_request(StudioState.from_json(state())).program
+    texts = [str(instr) for instr in program.streams[1]]
+    index = texts.index("send_act 1.0")
+    answer = ask({"state": state(), "move": [1, index, index + 2]})
+    assert answer["level"] == "lowered"
+    moved = from_text(answer["state"]["program"]).streams[1]
+    assert [str(instr) for instr in moved][index + 1] == "send_act 1.0"
+    refused = ask({"state": state(), "move": [1, texts.index("recv_act 1.0"), len(texts)]})
+    assert refused["error"]["refused"] and refused["error"]["sites"]
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "interleaved(group=4)", "dualpipe_v"])
+def test_exports_give_the_same_program(schedule: str) -> None:
+    given_state = state(schedule, costs="F=1,B=2:3:2:3:2:3:2:3" if "v" in schedule[3:] else "B=2")
+    program = STUDIO.make_request(StudioState.from_json(given_state)).program
+    texts = {
+        name: ask({"state": given_state, "export": name})["text"]
+        for name in ("sched", "python", "call")
+    }
+    assert from_text(texts["sched"]) == program
+    names: dict[str, Any] = {}
+    exec(texts["python"], names)
+    function = names[program.name]
+    shape = program.shape
+    again = compile(
+        function,
+        ranks=shape.ranks,
+        microbatches=shape.microbatches,
+        stages_per_rank=shape.stages_per_rank,
+        placement=shape.placement,
+    )
+    assert extract_compute(again) == extract_compute(program)
+    called: dict[str, Any] = {"print": lambda *_: None}
+    exec(texts["call"], called)
+    assert called["timeline"].span == pytest.approx(ask({"state": given_state})["runs"][0]["span"])
+
+
+def test_the_csv_of_torch_and_the_call_of_an_edited_program() -> None:
+    edited = ask({"state": state(), "move": [0, 0, 4]})["state"]
+    program = STUDIO.make_request(StudioState.from_json(edited)).program
+    assert ask({"state": edited, "export": "csv"})["text"] == torch_csv.to_csv(program)
+    called: dict[str, Any] = {"print": lambda *_: None}
+    exec(ask({"state": edited, "export": "call"})["text"], called)
+    assert called["program"].digest == program.digest
+
+
+def test_a_gap_has_costs_that_shorten_it() -> None:
+    answer = ask({"state": state(), "explain": [0, 8]})
+    assert all(each["after"] < each["before"] for each in answer["gap"])
+    assert "B of stage 3" in [each["text"] for each in answer["gap"]]
+    assert answer["step"]
+
+
+# ---------------------------------------------------------------- states and sources
+
+
+def test_a_state_is_a_command() -> None:
+    options = {"ranks": "4", "placement": "vee", "costs": "F=1:2", "zero": "1", "overlap": "yes"}
+    words = shlex.split(format_command(StudioState("zb_v", options=options)))
+    assert words[:3] == ["schedir", "draw", "zb_v"] and read_options(words[3:]) == options
+    parser = argparse.ArgumentParser()
+    add_source(parser)
+    add_compile_options(parser)
+    args = parser.parse_args(words[2:])
+    assert make_request(args, args.source).specified["zero"] == 1
+
+
+def test_a_run_is_shown_with_its_prediction(tmp_path: Any) -> None:
+    run = simulate(compile("one_f_one_b", ranks=2, microbatches=4))
+    spans = run.spans.copy()
+    spans["start"], spans["end"] = spans["start"] * 2e-3, spans["end"] * 2e-3
+    save_timeline(type(run)(run.program, spans, "measured", "s"), tmp_path / "x.timeline")
+    studio = Studio(Source(str(tmp_path / "x.timeline")))
+    answer = ask({"state": {"run": True}}, studio)
+    assert [each["label"] for each in answer["runs"]] == ["predicted", "measured"]
+    assert answer["level"] == "run" and answer["recognition"] == "this is one_f_one_b"
+    assert "error" in ask({"state": {"run": True}, "export": "call"}, studio)
+
+
+def test_two_schedules_are_compared_per_rank() -> None:
+    answer = ask({"state": state(costs="F=1,B=2") | {"other": "zb_v"}})
+    one, other = answer["runs"]
+    assert [one["label"], other["label"]] == ["one_f_one_b", "zb_v"]
+    busy = [run["span"] * (1 - run["bubble"]) for run in (one, other)]
+    assert busy[0] == pytest.approx(busy[1])  # the same model
+    assert answer["comparison"].startswith("Compared with zb_v: span +")
+    moved = ask({"state": state() | {"other": "zb_h1"}, "move": [0, 0, 4]})
+    assert len(moved["runs"]) == 2 and moved["state"]["other"] == "zb_h1"
+    odd = state("one_f_one_b", ranks="3") | {"other": "chimera"}
+    assert ask({"state": odd})["error"]["fields"] == ["other"]
+
+
+SOLUTIONS: dict[str, dict[str, Any]] = {
+    "fill-and-drain": {"schedule": "gpipe", "code": ""},
+    "one-forward-one-backward": {"schedule": "one_f_one_b"},
+    "interleaving": {"schedule": "interleaved"},
+    "zero-bubble": {"schedule": "zb_h1"},
+    "v-shape": {"schedule": "zb_v", "memory_limit": "8GB"},
+    "less-memory": {"schedule": "v_half"},
+    "uneven-stages": {"schedule": "zb_h1"},
+    "slow-links": {"schedule": "zb_h2"},
+    "weight-gathers": {"unsharded_stages": ""},
+    "a-hang": {"code": CODE},
+}
+
+
+@pytest.mark.parametrize("name", CHALLENGES)
+def test_a_challenge_begins_unsolved_has_a_solution_and_a_proof(name: str) -> None:
+    challenge = CHALLENGES[name]
+    first = challenge.make_state(name)
+    before = ask({"state": first}, WITH_CODE)
+    assert "error" in before or not before["challenge"]["solved"]
+    solution = SOLUTIONS[name]
+    options = first["options"] | {k: v for k, v in solution.items() if k not in first}
+    solved = {**first, **{k: v for k, v in solution.items() if k in first}, "options": options}
+    after = ask({"state": solved}, WITH_CODE)
+    assert after["challenge"]["solved"], after["challenge"]
+    assert ("optimal" in after["challenge"]["text"]) is (challenge.goal == challenge.bound)
+    easier = {**solved, "options": options | {"microbatches": "2"}}
+    cheated = ask({"state": easier}, WITH_CODE)
+    assert "error" in cheated or "microbatches=" in cheated["challenge"]["text"]
+    request = WITH_CODE.make_request(StudioState.from_json(solved))
+    limit = request.memory_limit
+    proof = lower_bound(
+        request.timeline.program.shape,
+        request.costs,
+        request.sizes if limit else None,
+        limit,
+        split_backward=challenge.split,
+    )
+    assert proof.value == pytest.approx(challenge.bound)
+    assert challenge.bound <= challenge.goal
+
+
+# ---------------------------------------------------------------- code
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [("x = (\n", 1), ("\n\nimport nothing_like_this", 3), ("x = 1", 0), ("raise SystemExit", 1),
+     ("def f(r, p, m):\n    x = 1\n    return x / 0", 3), ("def f(a):\n    return a", 0),
+     ("def f(r, p, m):\n    return 3", 0)],
+)  # fmt: skip
+def test_an_error_of_code_has_its_line(code: str, line: int) -> None:
+    with pytest.raises(CodeError) as caught:
+        expand_code(StudioState(code=code, options=DEFAULTS))
+    assert caught.value.line == line and caught.value.fact
+
+
+def test_code_gives_the_program_of_its_function() -> None:
+    text = expand_code(StudioState(code=CODE, options=DEFAULTS))
+    assert from_text(text).name == "mine"
+    program = compile(from_text(text))
+    assert program.streams == compile("one_f_one_b", ranks=4, microbatches=8).streams
+    two = CODE + "\n\ndef other(r, p, m):\n    return m * (F + B)\n"
+    assert from_text(expand_code(StudioState(code=two, options=DEFAULTS))).name == "other"
+    named = StudioState(code=two, function="mine", options=DEFAULTS)
+    assert expand_code(named) == text
+
+
+def test_code_runs_within_limits() -> None:
+    runner = CodeRunner(1000, max_seconds=20)
+
+    def fails(code: str) -> CodeError:
+        with pytest.raises(CodeError) as caught:
+            runner.expand(StudioState(code=code, options=DEFAULTS))
+        return caught.value
+
+    try:
+        assert "mine" in runner.expand(StudioState(code=CODE, options=DEFAULTS))
+        large = "def f(r, p, m):\n    return bytearray(2 * 10**9)"
+        assert "MemoryError" in fails(large).fact and fails(large).line == 2
+        assert "code 7" in fails("import os\nos._exit(7)").fact
+        assert fails("from schedir import F\ndef f(r, p, m):\n    return 10**6 * F").fact
+        runner._max_seconds = 0.2
+        assert "0.2 s" in fails("while True:\n    pass").fact
+    finally:
+        runner.close()
+    assert all(process.poll() is not None for process in runner._processes)
+
+
+# ---------------------------------------------------------------- requests
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StudioServer]:
+    started = StudioServer(STUDIO, StudioState(options=DEFAULTS).to_json())
+    thread = Thread(target=started.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield started
+    started.shutdown()
+    started.server_close()
+    thread.join()
+
+
+def request(
+    server: StudioServer, method: str, path: str, body: bytes = b"", **headers: str
+) -> tuple[int, str]:
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body or None, named)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, text
+
+
+def test_only_requests_of_the_page_are_answered(server: StudioServer) -> None:
+    page, body = f"/?token={server.token}", json.dumps({"state": state()}).encode()
+    token = {TOKEN_HEADER.replace("-", "_"): server.token}
+    own = f"http://127.0.0.1:{server.server_port}"
+    assert server.server_address[0] == "127.0.0.1"
+    assert request(server, "GET", page)[0] == 200
+    assert request(server, "POST", "/", body, **token)[0] == 200
+    assert request(server, "POST", "/", body, Origin=own, **token)[0] == 200
+    assert request(server, "POST", "/", b"{", **token)[0] == 400
+    assert request(server, "GET", f"/other{page[1:]}")[0] == 404
+    refused = [
+        request(server, "GET", "/"),
+        request(server, "GET", f"{page}x"),
+        request(server, "POST", "/", body),
+        request(server, "POST", "/", body, X_Studio_Token="é"),
+        request(server, "POST", "/", body, Origin="http://example.org", **token),
+        request(server, "POST", "/", body, Origin="null", **token),
+        request(server, "GET", page, Host="example.org"),
+        request(server, "GET", page, Host=f"example.org:{server.server_port}"),
+    ]
+    assert [status for status, _ in refused] == [403] * len(refused)
+    assert not any("one_f_one_b" in text for _, text in refused)
+    assert request(server, "POST", "/", b"x", Content_Length="99999999999")[0] == 413
+    assert request(server, "POST", "/", b"x", Content_Length="-5")[0] == 413
+
+
+def test_an_exported_page_has_the_schedules_of_the_shape(tmp_path: Any) -> None:
+    first = StudioState("zb_h1", options=DEFAULTS | {"ranks": "3"})
+    line = export_page(STUDIO, first, str(tmp_path / "site"))
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert line.startswith("wrote ") and "connect-src" not in page
+    data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    answers = json.loads(data.group(1))["answers"]
+    assert {"zb_h1", "gpipe", "zb_v"} <= answers.keys() and "chimera" not in answers  # 3 is odd
+    for wrong in (StudioState("chimera", options=first.options), StudioState(code="x = 1")):
+        with pytest.raises(UsageError):
+            export_page(STUDIO, wrong, str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError):
+        export_page(STUDIO, first, str(tmp_path / "file"))
+
+
+def test_names_are_text_in_the_page() -> None:
+    name = "</script><img src=x onerror=alert(1)>"
+    program = from_text(to_text(compile("gpipe", ranks=2, microbatches=2)))
+    named = type(program)(name, program.shape, program.streams)
+    hostile = {"schedule": name, "options": {"costs": name, name: name}}
+    built = StudioServer(STUDIO, hostile)
+    text = built.build_page()
+    built.server_close()
+    assert name not in text
+    assert np.array_equal(named.streams[0].words, program.streams[0].words)
