@@ -1,6 +1,6 @@
-"""Show on a terminal that a command is at work, and how far it is.
+"""Show the progress of a command in a line on the terminal.
 
-Rich is imported only when something is shown.
+Rich is imported only when the line is shown, because the import takes time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-# Seconds before a command shows that it is at work. Most commands end earlier.
+# Seconds before the line is shown, if the command does not report progress. Most commands end
+# earlier.
 DELAY: Final = 1.0
 
 
@@ -33,11 +34,12 @@ class _ActivityLine:
     def update(
         self, text: str | None = None, done: float | None = None, total: float | None = None
     ) -> None:
-        """Show the line, with a new text and state of the bar if they are given."""
+        """Show the line, with the new text and the new state of the bar if they are given."""
         with self._lock:
             if self._is_closed:
                 return
-            self._text = self._text if text is None else text
+            if text is not None:
+                self._text = text
             if self._display is None:
                 self._display = _make_display()
                 self._display.add_task(self._text, total=None)
@@ -55,14 +57,16 @@ class _ActivityLine:
                 self._display.stop()
 
 
+# The line of the outermost `show_activity`.
 _current: _ActivityLine | None = None
 
 
 @contextmanager
 def show_activity(text: str) -> Iterator[None]:
-    """Show a line on standard error if the block takes more than `DELAY` seconds.
+    """Show a line on standard error while the block runs.
 
-    It shows nothing if standard error is not a terminal.
+    The line appears after `DELAY` seconds, or at the first call of `show_progress`. It does not
+    appear if standard error is not a terminal.
 
     Args:
         text: The text of the line, until `show_progress` changes it.
@@ -80,12 +84,12 @@ def show_activity(text: str) -> Iterator[None]:
 
 
 def show_progress(text: str, done: float | None = None, total: float | None = None) -> None:
-    """Replace the text of the line that `show_activity` shows. Outside of it, do nothing.
+    """Show the line of `show_activity` with another text. Without such a line, do nothing.
 
     Args:
         text: The new text.
-        done: The part of the work that is done. None shows a bar without an end.
-        total: All of the work, in the same unit.
+        done: The amount of work that is done, in any unit. None keeps the last amount.
+        total: The total amount of work. None keeps the last total. Without any, the bar has no end.
     """
     if _current is not None:
         _current.update(text, done, total)
@@ -102,6 +106,6 @@ def _make_display() -> Progress:
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=False,  # which may be a pipe, although standard error is a terminal
+        redirect_stdout=False,  # Standard output may be a pipe.
         expand=True,
     )

@@ -64,9 +64,9 @@ def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
         The index of the program, for further checks.
 
     Raises:
-        CompletenessError: An instruction is missing, is there twice, or does not belong there.
-            Subclasses are UnmatchedTransferError and ReductionError.
-        GroupError: Instructions are joined that cannot be issued as one.
+        CompletenessError: An instruction is missing, exists twice, or is not needed. Subclasses are
+            UnmatchedTransferError and ReductionError.
+        GroupError: A group has instructions that cannot be issued together.
         LoweringLevelError: The program is a draft, and `is_draft` is False.
         UsageError: `program` is not a program.
     """
@@ -147,6 +147,7 @@ def _require_valid_words(program: Program) -> None:
 
 
 def _require_only_compute(inspector: Inspector) -> None:
+    """Refuse an instruction of a draft that runs no stage."""
     inspector.refuse_first(
         ~inspector.index.is_op(COMPUTE_OPS), lambda at: f"a draft may only have {_COMPUTE_NAMES}"
     )
@@ -161,31 +162,35 @@ def _require_valid_ranges(inspector: Inspector) -> None:
         ix.stage >= shape.stages,
         lambda at: f"there is no stage {ix.stage[at]}: the stages are 0 to {shape.stages - 1}",
     )
-    late = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH)
+    is_per_microbatch = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH)
     inspector.refuse_first(
-        (ix.mb >= shape.microbatches) & ~late,
+        (ix.mb >= shape.microbatches) & is_per_microbatch,
         lambda at: (
             f"there is no microbatch {ix.mb[at]}: the microbatches are 0 to "
             f"{shape.microbatches - 1}" + _describe_excess(inspector, at)
         ),
     )
-    turns = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.OCCURRENCE)
+    is_per_occurrence = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.OCCURRENCE)
     inspector.refuse_first(
-        (ix.mb >= shape.optimizer_steps) & late & ~turns,
+        (ix.mb >= shape.optimizer_steps) & ~is_per_microbatch & ~is_per_occurrence,
         lambda at: f"there is no update {ix.mb[at]}: the last one is {shape.optimizer_steps - 1}",
     )
     inspector.refuse_first(
-        (ix.mb >= ix.occurrences) & turns,
+        (ix.mb >= ix.occurrences) & is_per_occurrence,
         lambda at: f"there is no occurrence {ix.mb[at]}: occurrences of a stage begin at 0",
     )
 
 
 def _describe_excess(inspector: Inspector, at: int) -> str:
-    """Return the text that a stage has more such instructions than microbatches, or ""."""
+    """Return the text that a stage has more such instructions than microbatches, or "".
+
+    B and I of a stage are counted together.
+    """
     ix = inspector.index
-    alike = BACKWARD_OPS if ix.op[at] in BACKWARD_OPS else (ix.op[at],)
-    ops = [op for op in alike if ((ix.op == op) & (ix.stage == ix.stage[at])).any()]
-    number = int((np.isin(ix.op, ops) & (ix.stage == ix.stage[at])).sum())
+    candidates = BACKWARD_OPS if ix.op[at] in BACKWARD_OPS else (ix.op[at],)
+    is_on_stage = ix.stage == ix.stage[at]
+    ops = [op for op in candidates if ((ix.op == op) & is_on_stage).any()]
+    number = int((np.isin(ix.op, ops) & is_on_stage).sum())
     if number <= inspector.shape.microbatches:
         return ""
     names = " and ".join(INSTRUCTIONS[op].text for op in ops)
@@ -196,64 +201,66 @@ def _require_owner_ranks(inspector: Inspector) -> None:
     """Refuse an instruction of a stage on a rank that does not run it."""
     ix, shape = inspector.index, inspector.shape
     wrong = shape.rank_of_stage(ix.stage, ix.mb) != ix.rank
-    for row, here in ix.iterate_rows():
+    for row, at in ix.iterate_rows():
         if row.scope is Scope.RANK:
-            wrong[here] = False
+            wrong[at] = False
         elif row.scope is not Scope.MICROBATCH:  # each stage replica has the instruction
-            wrong[here] = (shape.replica_ranks[:, ix.stage[here]] != ix.rank[here]).all(0)
-    inspector.refuse_first(
-        wrong,
-        lambda at: (
-            f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * (shape.placement_rows > 1)} "
-            f"{'' if shape.placement_rows > 1 else 'is '}on rank "
-            f"{shape.rank_of_stage(ix.stage[at], ix.mb[at])}, "
-            f"not on rank {ix.rank[at]}"
-        ),
-    )
+            wrong[at] = (shape.replica_ranks[:, ix.stage[at]] != ix.rank[at]).all(0)
+
+    def describe_owner(at: int) -> str:
+        stage, mb = ix.stage[at], ix.mb[at]
+        verb = f"runs microbatch {mb}" if shape.placement_rows > 1 else "is"
+        owner = shape.rank_of_stage(stage, mb)
+        return f"stage {stage} {verb} on rank {owner}, not on rank {ix.rank[at]}"
+
+    inspector.refuse_first(wrong, describe_owner)
 
 
 def _require_unique(inspector: Inspector) -> None:
+    """Refuse an instruction that exists twice."""
     ix = inspector.index
     if ix.has_no_duplicates:
         return
     for row, found in ix.iterate_rows():
-        twice = ix.position_by_key[row.op][ix.key[found]] != found
-        if twice.any():
-            one = int(found[twice.argmax()])
-            other = int(ix.position_by_key[row.op][ix.key[one]])
-            kind = _choose_error_type(row)
-            site = inspector.make_site(one)
+        is_duplicate = ix.position_by_key[row.op][ix.key[found]] != found
+        if is_duplicate.any():
+            at = int(found[is_duplicate.argmax()])
+            other = int(ix.position_by_key[row.op][ix.key[at]])
+            site = inspector.make_site(at)
             inspector.refuse(
-                f"{site.instr} exists twice", site, inspector.make_site(other), kind=kind
+                f"{site.instr} exists twice",
+                site,
+                inspector.make_site(other),
+                kind=_choose_error_type(row),
             )
 
 
 def _choose_error_type(row: Row) -> type[CompletenessError]:
     """Return the error type for a missing or surplus instruction of this row."""
-    ends = row.scope in (Scope.STAGE, Scope.RANK) or row.op in REDUCTION_OPS
-    return ReductionError if ends else CompletenessError
+    is_at_update_end = row.scope in (Scope.STAGE, Scope.RANK) or row.op in REDUCTION_OPS
+    return ReductionError if is_at_update_end else CompletenessError
 
 
 def _require_valid_groups(inspector: Inspector) -> None:
-    """Refuse groups of joined instructions other than transfers, or two computes."""
+    """Refuse a group, unless it has only transfers, or exactly two computes."""
     ix = inspector.index
     if not ix.has_joined:
         return
     starts = inspector.program.offsets[:-1]
     starts = starts[starts < len(ix.op)]
-    lone = np.zeros(len(ix.op), bool)
-    lone[starts] = ix.joined[starts]
-    if lone.any():
-        at = int(lone.argmax())
+    wrong = starts[ix.joined[starts]]
+    if len(wrong):
         inspector.refuse(
-            "it is joined, but nothing precedes it", inspector.make_site(at), kind=GroupError
+            "it is joined, but nothing precedes it",
+            inspector.make_site(int(wrong[0])),
+            kind=GroupError,
         )
     begins = np.flatnonzero(~ix.joined)
     sizes = np.diff([*begins.tolist(), len(ix.op)])
-    transfer = ix.is_op(TRANSFER_OPS)
+    is_transfer = ix.is_op(TRANSFER_OPS)
     for begin, size in zip(begins[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
         ops = ix.op[begin : begin + size]
-        if transfer[begin : begin + size].all():
+        if is_transfer[begin : begin + size].all():
             if size > MAX_GROUP_SIZE:
                 inspector.refuse(
                     f"a group has {size} transfers, and the limit is {MAX_GROUP_SIZE}",
@@ -288,21 +295,21 @@ def _require_compute(inspector: Inspector) -> None:
             ix.is_op(TRAINED_STAGE_OPS) & (ix.stage < inspector.program.frozen_stages),
             lambda at: f"stage {ix.stage[at]} is frozen, and has no {INSTRUCTIONS[ix.op[at]].text}",
         )
-    for split, name in ((i, BACKWARD_INPUT), (w, BACKWARD_WEIGHT)):
+    for split, split_op in ((i, BACKWARD_INPUT), (w, BACKWARD_WEIGHT)):
         if (b & split).any():
             key = int((b & split).argmax())
             inspector.refuse(
                 f"stage {inspector.stage[key]} has both a full and a split backward of "
                 f"microbatch {inspector.mb[key]}",
                 inspector.make_key_site(BACKWARD, key),
-                inspector.make_key_site(name, key),
+                inspector.make_key_site(split_op, key),
                 hint="B computes both I and W: keep B, or I and W",
             )
     if (w & ~i).any():
         inspector.refuse_missing(BACKWARD_INPUT, int((w & ~i).argmax()), ", but its W exists")
     if (i & ~w).any():
         inspector.refuse_missing(
-            BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I exists: B is both"
+            BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I exists: B computes both"
         )
     if not (b | i | frozen).all():
         key = int((~(b | i | frozen)).argmax())
@@ -322,17 +329,19 @@ def _require_occurrences(inspector: Inspector) -> None:
             continue
         if inspector.shape.optimizer_steps > 1:
             inspector.refuse(f"{row.text} needs optimizer_steps 1", inspector.make_site(int(at[0])))
-        place = ix.compute_keys(row.scope, at, np.zeros(len(at), np.int64))
-        order = np.argsort(place, kind="stable")
-        first = np.searchsorted(place[order], place[order])
-        wrong = ix.mb[at[order]] != np.arange(len(at)) - first
+        keys = ix.compute_keys(row.scope, at, np.zeros(len(at), np.int64))
+        order = np.argsort(keys, kind="stable")
+        first = np.searchsorted(keys[order], keys[order])
+        expected = np.arange(len(at)) - first
+        wrong = ix.mb[at[order]] != expected
         if wrong.any():
             where = int(at[order[wrong.argmax()]])
-            stage, turn = int(ix.stage[where]), int((np.arange(len(at)) - first)[wrong.argmax()])
+            occurrence = int(expected[wrong.argmax()])
+            site = inspector.make_site(where)
             inspector.refuse(
-                f"{inspector.make_site(where).instr} is at the place of "
-                f"{Instr(row.op, stage, turn)}",
-                inspector.make_site(where),
+                f"{site.instr} is where {Instr(row.op, int(ix.stage[where]), occurrence)} is "
+                "expected",
+                site,
                 hint=f"number the {row.text} of a stage from 0, in order",
             )
 
@@ -345,31 +354,33 @@ def _require_pass_results(inspector: Inspector) -> None:
 
 
 def _require_expected(inspector: Inspector, expected: ExpectedInstructions) -> None:
+    """Refuse a program that lacks a required instruction, or has one that is not required."""
     op, shape = expected.op, inspector.shape
-    per, present = INSTRUCTIONS[op].scope, inspector.is_present(op)
-    should = np.asarray(expected.required, bool)
-    if len(should) != len(present):  # every update, or occurrence, requires the same
-        should = np.resize(should, len(present))
-    if not (should != present).any():
+    scope, present = INSTRUCTIONS[op].scope, inspector.is_present(op)
+    required = np.asarray(expected.required, bool)
+    if len(required) != len(present):  # every update, or occurrence, requires the same
+        required = np.resize(required, len(present))
+    if not (required != present).any():
         return
     kind = _choose_error_type(INSTRUCTIONS[op])
-    if (should & ~present).any():
-        at = int((should & ~present).argmax())
+    if (required & ~present).any():
+        at = int((required & ~present).argmax())
         counterpart = expected.counterpart
-        there = counterpart is not None and inspector.is_present(counterpart)[at]
         sites = (
-            [inspector.make_key_site(counterpart, at)] if counterpart is not None and there else []
+            [inspector.make_key_site(counterpart, at)]
+            if counterpart is not None and inspector.is_present(counterpart)[at]
+            else []
         )
-        if per is Scope.MICROBATCH:
+        if scope is Scope.MICROBATCH:
             inspector.refuse_missing(op, at, "", *sites, hint=expected.hint)
-        time, key = divmod(at, shape.ranks if per is Scope.RANK else shape.replica_ranks.size)
-        rank = key if per is Scope.RANK else int(shape.replica_ranks.reshape(-1)[key])
-        instr = Instr(op, 0 if per is Scope.RANK else key % shape.stages, time)
+        number, key = divmod(at, shape.ranks if scope is Scope.RANK else shape.replica_ranks.size)
+        rank = key if scope is Scope.RANK else int(shape.replica_ranks.reshape(-1)[key])
+        instr = Instr(op, 0 if scope is Scope.RANK else key % shape.stages, number)
         inspector.refuse(
             f"{instr} is missing on rank {rank}", *sites, kind=kind, hint=expected.hint
         )
-    if (present & ~should).any():
-        site = inspector.make_key_site(op, int((present & ~should).argmax()))
+    if (present & ~required).any():
+        site = inspector.make_key_site(op, int((present & ~required).argmax()))
         reason = (
             expected.reason if inspector.program.has_backward else "the program has no backward"
         )

@@ -27,26 +27,29 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 PRODUCT = ("schedir", "kernels", "viz")
 
+# Anchors: the last members of the enums, and the last rows of the tables.
 _LAST = {each: [*each][-1] for each in (Opcode, Value, Lane, Form)}
-_OPCODES, _VALUES, _LANES, _FORMS = (f"    {last.name} = {last}\n" for last in _LAST.values())
-_VALUE_ROWS = f"    ValueRow(\n        _V.{_LAST[Value].name}, "
-_LANE_ROWS = f"    LaneRow(_L.{_LAST[Lane].name}, "
-_FORM_ROWS = f"    FormRow(Form.{_LAST[Form].name}, "
-_INSTRUCTION_ROWS = f"    Row(\n        _O.{_LAST[Opcode].name}, "
+_OPCODE_LIST, _VALUE_LIST, _LANE_LIST, _FORM_LIST = (
+    f"    {last.name} = {last}\n" for last in _LAST.values()
+)
+_VALUE_TABLE = f"    ValueRow(\n        _V.{_LAST[Value].name}, "
+_LANE_TABLE = f"    LaneRow(_L.{_LAST[Lane].name}, "
+_FORM_TABLE = f"    FormRow(Form.{_LAST[Form].name}, "
+_INSTRUCTION_TABLE = f"    Row(\n        _O.{_LAST[Opcode].name}, "
 
-# By instruction, pairs of an anchor and a text, for `opcodes.py` and `instruction_table.py`. The
-# text is inserted after the list that contains the anchor. If the anchor begins with "=", the text
-# replaces the rest of the anchor. {next}, {value}, {lane} and {form} become the next free numbers
+# By name, pairs of an anchor and a text, for `opcodes.py` and `instruction_table.py`. The text is
+# inserted at the end of the list that contains the anchor. If the anchor begins with "=", the text
+# replaces the rest of the anchor. {opcode}, {value}, {lane} and {form} become the next free numbers
 # of opcodes, values, lanes and forms.
 EDITS: dict[str, list[tuple[str, str]]] = {
     "stash": [
-        (_OPCODES, "    Stash = {next}\n    Unstash = {next}\n"),
-        (_LANES, "    TO_DISK = {lane}\n    FROM_DISK = {lane}\n"),
-        (_LANE_ROWS, """\
+        (_OPCODE_LIST, "    Stash = {opcode}\n    Unstash = {opcode}\n"),
+        (_LANE_LIST, "    TO_DISK = {lane}\n    FROM_DISK = {lane}\n"),
+        (_LANE_TABLE, """\
     LaneRow(_L.TO_DISK, False, "starts", "copies to the disk, without the host"),
     LaneRow(_L.FROM_DISK, False, "starts", "copies from the disk, without the host"),
 """),
-        (_INSTRUCTION_ROWS, """\
+        (_INSTRUCTION_TABLE, """\
     Row(_O.Stash, "stash", _L.TO_DISK, _MB, (_V.SAVED,), (_V.SAVED,), (),
         "Moves saved activations to the disk.", cost="stash",
         changes=(Change(_V.SAVED, "device", "disk"),), traffic=Traffic("disk", ("saved",))),
@@ -56,22 +59,22 @@ EDITS: dict[str, list[tuple[str, str]]] = {
 """),
     ],
     "judge": [
-        (_OPCODES, "    Judge = {next}\n"),
-        (_VALUES, "    VERDICT = {value}\n"),
-        (_VALUE_ROWS, '    ValueRow(_V.VERDICT, _RANK, _ALL, "the verdict"),\n'),
+        (_OPCODE_LIST, "    Judge = {opcode}\n"),
+        (_VALUE_LIST, "    VERDICT = {value}\n"),
+        (_VALUE_TABLE, '    ValueRow(_V.VERDICT, _RANK, _ALL, "the verdict"),\n'),
         ('="step", _L.COMPUTE, _RANK,\n        needs=(\n            ',
          '"step", _L.COMPUTE, _RANK,\n        needs=(\n            _V.VERDICT, '),
-        (_INSTRUCTION_ROWS, """\
+        (_INSTRUCTION_TABLE, """\
     Row(_O.Judge, "judge", _L.DP, _RANK, (_V.GRAD,), (_V.VERDICT,), (),
         "Sums the number of gradients that are not finite over all ranks.", cost="judge",
         partner=_O.Judge, group="model", host_sync="always"),
 """),
     ],
     "compress": [
-        (_OPCODES, "    Compress = {next}\n    Decompress = {next}\n"),
-        (_FORMS, "    PACKED = {form}\n"),
-        (_FORM_ROWS, '    FormRow(Form.PACKED, "the value in fewer bytes", size="packed"),\n'),
-        (_INSTRUCTION_ROWS, """\
+        (_OPCODE_LIST, "    Compress = {opcode}\n    Decompress = {opcode}\n"),
+        (_FORM_LIST, "    PACKED = {form}\n"),
+        (_FORM_TABLE, '    FormRow(Form.PACKED, "the value in fewer bytes", size="packed"),\n'),
+        (_INSTRUCTION_TABLE, """\
     Row(_O.Compress, "compress", _L.COMPUTE, _MB, (_V.ACT_OUT,), (_V.ACT_OUT,), (),
         "Packs an activation.", cost="compress", form=Form.PACKED,
         traffic=Traffic("hbm", moves_per_byte=2)),
@@ -83,20 +86,20 @@ EDITS: dict[str, list[tuple[str, str]]] = {
 }  # fmt: skip
 EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
     "log": [
-        (_OPCODES, "    ToHost = {next}\n    Log = {next}\n"),
-        (_OPCODES, "    SumSent = {next}\n    SendSum = {next}\n    RecvSum = {next}\n"),
-        (_OPCODES, "    CompareSum = {next}\n"),
-        (_VALUES, "    SEEN = {value}\n    MASK = {value}\n"),
-        (_VALUES, "    SUM_OUT = {value}\n    SUM_IN = {value}\n"),
-        (_VALUE_ROWS, """\
+        (_OPCODE_LIST, "    ToHost = {opcode}\n    Log = {opcode}\n"),
+        (_OPCODE_LIST, "    SumSent = {opcode}\n    SendSum = {opcode}\n    RecvSum = {opcode}\n"),
+        (_OPCODE_LIST, "    CompareSum = {opcode}\n"),
+        (_VALUE_LIST, "    SEEN = {value}\n    MASK = {value}\n"),
+        (_VALUE_LIST, "    SUM_OUT = {value}\n    SUM_IN = {value}\n"),
+        (_VALUE_TABLE, """\
     ValueRow(_V.SEEN, _MB, _ONCE, "the logged value", "seen"),
     ValueRow(_V.MASK, _MB, _ONCE, "the mask", "mask"),
     ValueRow(_V.SUM_OUT, _MB, _ONCE, "the sum", "sum", peer=PeerRule.NEXT, is_optional=True),
     ValueRow(_V.SUM_IN, _MB, _ONCE, "the sum", "sum", peer=PeerRule.PREVIOUS,
              local_source=_V.SUM_OUT, is_optional=True),
 """),
-        (_LANES, "    COPY = {lane}\n    NOTES = {lane}\n"),
-        (_LANE_ROWS, """\
+        (_LANE_LIST, "    COPY = {lane}\n    NOTES = {lane}\n"),
+        (_LANE_TABLE, """\
     LaneRow(_L.COPY, False, "starts", "copies to the host"),
     LaneRow(_L.NOTES, False, "starts", "work of the host"),
 """),
@@ -106,7 +109,7 @@ EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
          "gives=(_V.GRAD_OUT, _V.WGRAD, _V.SKIP_GRAD_OUT),\n        frees=(_V.MASK, _V.SAVED, "),
         ('="B", _L.COMPUTE, _MB,\n        needs=(',
          '"B", _L.COMPUTE, _MB,\n        needs=(_V.MASK, '),
-        (_INSTRUCTION_ROWS, """\
+        (_INSTRUCTION_TABLE, """\
     Row(_O.ToHost, "to_host", _L.COPY, _MB, (_V.SEEN,), (_V.SEEN,), (),
         "Moves the logged value to the host.", cost="to_host",
         changes=(Change(_V.SEEN, "device", "host"),)),
@@ -125,10 +128,10 @@ EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
 """),
     ],
     "tape": [
-        (_OPCODES, "    OffloadTape = {next}\n    ReloadTape = {next}\n"),
-        (_LANES, "    TAPES = {lane}\n"),
-        (_LANE_ROWS, '    LaneRow(_L.TAPES, False, "starts", "copies of deferred gradients"),\n'),
-        (_INSTRUCTION_ROWS, """\
+        (_OPCODE_LIST, "    OffloadTape = {opcode}\n    ReloadTape = {opcode}\n"),
+        (_LANE_LIST, "    TAPES = {lane}\n"),
+        (_LANE_TABLE, '    LaneRow(_L.TAPES, False, "starts", "copies of deferred gradients"),\n'),
+        (_INSTRUCTION_TABLE, """\
     Row(_O.OffloadTape, "offload_tape", _L.TAPES, _MB, (_V.DEFERRED_WGRAD,), (_V.DEFERRED_WGRAD,),
         (),
         "Moves deferred weight gradients to the host.", cost="move",
@@ -138,14 +141,14 @@ EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
 """),
     ],
     "clamp": [
-        (_OPCODES, "    Clamp = {next}\n    Copy = {next}\n"),
-        (_VALUES, "    CLAMPED = {value}\n"),
-        (_VALUE_ROWS, '    ValueRow(_V.CLAMPED, _STAGE, _ALL, "the clamped gradient"),\n'),
+        (_OPCODE_LIST, "    Clamp = {opcode}\n    Copy = {opcode}\n"),
+        (_VALUE_LIST, "    CLAMPED = {value}\n"),
+        (_VALUE_TABLE, '    ValueRow(_V.CLAMPED, _STAGE, _ALL, "the clamped gradient"),\n'),
         ("=_V.GRAD, _V.NORM, _V.SHARDED_PARAMS, _V.SNAPSHOT,",
          "_V.CLAMPED, _V.SHARDED_PARAMS, _V.SNAPSHOT,"),
         ("=gives=(_V.PARAMS, _V.LOCAL_NORM),\n        frees=(_V.GRAD, _V.NORM),",
          "gives=(_V.PARAMS, _V.LOCAL_NORM),\n        frees=(_V.CLAMPED,),"),
-        (_INSTRUCTION_ROWS, """\
+        (_INSTRUCTION_TABLE, """\
     Row(_O.Clamp, "clamp", _L.COMPUTE, _STAGE, (_V.GRAD, _V.NORM), (_V.CLAMPED,),
         (_V.GRAD, _V.NORM), "Clamps a stage's gradient.", cost="clamp"),
     Row(_O.Copy, "copy", _L.COMPUTE, _RANK, (_V.PARAMS,), (), (),
@@ -155,12 +158,12 @@ EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
 }  # fmt: skip
 
 
-# The new instructions that the imported tree has.
+# The opcodes that `copy_tree` has added to the tree that is imported.
 NEW = {
     Opcode[name]
     for edits in (EDITS | EDITS_WITHOUT_HANDLERS).values()
     for _, what in edits
-    for name in re.findall(r"(\w+) = \{next\}", what)
+    for name in re.findall(r"(\w+) = \{opcode\}", what)
     if name in Opcode.__members__
 }
 
@@ -168,7 +171,7 @@ NEW = {
 def copy_folders(folder: Path, *sources: str) -> None:
     """Copy folders of the tree with their compiled modules, which are valid in the copy.
 
-    The names of compiled modules that Python is writing end with a number.
+    A file `*.pyc.NUMBER` is a compiled module that Python is still writing, and is left out.
     """
     for source in sources:
         shutil.copytree(ROOT / source, folder / source, symlinks=True,
@@ -188,21 +191,21 @@ def copy_tree(folder: Path, *names: str) -> Path:
     copy_folders(folder, *PRODUCT, "tests")
     files = [folder / "schedir/ir/isa" / name for name in ("opcodes.py", "instruction_table.py")]
     texts = [file.read_text() for file in files]
-    numbers = dict(zip(("next", "value", "lane", "form"), map(len, _LAST), strict=True))
+    next_numbers = {each.__name__.lower(): len(each) for each in _LAST}
     for name in names:
         for anchor, text in (EDITS | EDITS_WITHOUT_HANDLERS)[name]:
-            for key in numbers:
-                while f"{{{key}}}" in text:
-                    text = text.replace(f"{{{key}}}", str(numbers[key]), 1)
-                    numbers[key] += 1
+            for kind in next_numbers:
+                while f"{{{kind}}}" in text:
+                    text = text.replace(f"{{{kind}}}", str(next_numbers[kind]), 1)
+                    next_numbers[kind] += 1
             if anchor.startswith("="):
                 old = anchor[1:]
             else:
                 old = _find_rest_of_list(next(each for each in texts if anchor in each), anchor)
                 text = old + text
-            (k,) = (k for k, each in enumerate(texts) if old in each)
-            assert texts[k].count(old) == 1, (name, old)
-            texts[k] = texts[k].replace(old, text)
+            (index,) = (k for k, each in enumerate(texts) if old in each)
+            assert texts[index].count(old) == 1, (name, old)
+            texts[index] = texts[index].replace(old, text)
     for file, text in zip(files, texts, strict=True):
         file.write_text(text)
     for name in names:

@@ -33,13 +33,14 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 Floats = NDArray[np.float64]
-# The collectives that move or sum the weights and gradients of a stage, by the name of the cost.
-# `_UNUSED_COLLECTIVES[zero > 0]` has those that programs at this ZeRO level do not have.
+# The collectives that gather or sum the weights and gradients of a stage, by the name of the cost.
 _RING_BY_COST: Final = {
     row.cost: row.ring for row in INSTRUCTIONS if row.ring is not None and row.ring.size
 }
 _ALL_TO_ALL_COSTS: Final = dict.fromkeys(INSTRUCTIONS[op].cost for op in EP_COLLECTIVE_OPS)
-_UNUSED_COLLECTIVES: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
+# Costs of collectives that only programs with ZeRO have, and that only programs without it have.
+_ZERO_COLLECTIVES: Final = {"reduce_scatter", "unshard"}
+_NON_ZERO_COLLECTIVES: Final = {"reduce_grads"}
 # Sizes of messages between neighbours, by cost.  The cluster does not price messages along skips.
 _SIZES_BY_MESSAGE: Final = {
     row.cost: {
@@ -60,8 +61,9 @@ _MICROBATCH_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Sco
 # ZeRO shards these.  A cluster requires them, unless no instruction of the program uses them.
 _MODEL_STATE_SIZES: Final = frozenset(OPTIMIZER_STEP_SIZES)
 _EXAMPLE_SIZES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
+# Numbers of processes.  The mesh has shape (dp, ranks, tp), and a process group has one dimension.
 Processes = NDArray[np.int64]
-# Returns the groups of processes, one row each, for the ranks that have replicas of a stage.
+# Takes the ranks that have replicas of a stage, and returns their process groups, one in each row.
 GroupFunction = Callable[[Processes], Processes]
 
 
@@ -161,14 +163,13 @@ def fill_cluster_costs(
     """
     filled = _split_backward_cost(costs)
     filler = _CostFiller(cluster, shape, sizes, mesh, zero, ep)
-    traits = {
+    attributes = {
         "checkpoint_snapshots": checkpoint_snapshots,
         "optimizer_placement": optimizer_placement,
     }
-    for name, fill in filler.get_cost_functions(traits).items():
+    for name, compute_cost in filler.get_cost_functions(attributes).items():
         if name not in costs.specified:
-            each = fill()
-            filled[name] = from_grid(each[:1] if (each == each[:1]).all() else each)
+            filled[name] = _to_cost(compute_cost())
     return replace(costs, **filled)
 
 
@@ -185,7 +186,7 @@ def fill_offload_costs(
     Args:
         cluster: The cluster.
         shape: Shape of the pipeline.
-        sizes: Bytes of values. `saved` is moved, or `checkpoint` if a forward is recomputed.
+        sizes: Bytes of values. `saved` is moved, or `recompute_inputs` if a forward is recomputed.
         costs: The costs that are given, in seconds.
         tier: "host" for the copies between device and host, "disk" for those between host and disk.
         recomputed: Pairs of (stage, microbatch) whose forward saves only its inputs.
@@ -196,7 +197,7 @@ def fill_offload_costs(
     Raises:
         UsageError: `saved`, or the bandwidth of the tier, is missing.
     """
-    both, transfer = {
+    both, compute_time = {
         "host": (("offload", "reload"), cluster.host_transfer_time),
         "disk": (("offload_to_disk", "reload_from_disk"), cluster.disk_transfer_time),
     }[tier]
@@ -205,16 +206,10 @@ def fill_offload_costs(
     if names and not size.any():
         raise _make_missing_size_error(names[0], "saved=1.2GB")
     if recomputed:
-        wide = (shape.stages, shape.microbatches)
-        size, small = (
-            np.broadcast_to(sizes.per_microbatch(n, shape), wide)
-            for n in ("saved", "recompute_inputs")
-        )
-        again = np.zeros(wide, bool)
-        again[tuple(np.array([*recomputed]).T)] = True
-        size = np.where(again, small, size)
-    each = _compute_times(transfer, size)
-    cost = from_grid(each[:1] if (each == each[:1]).all() else each)
+        is_recomputed = np.zeros((shape.stages, shape.microbatches), bool)
+        is_recomputed[tuple(np.array([*recomputed]).T)] = True
+        size = np.where(is_recomputed, sizes.per_microbatch("recompute_inputs", shape), size)
+    cost = _to_cost(_compute_times(compute_time, size))
     return replace(costs, **dict.fromkeys(names, cost))
 
 
@@ -224,8 +219,8 @@ def _split_backward_cost(costs: Costs) -> dict[str, Cost]:
     halves = [name for name in ("I", "W") if name in specified]
     if "F" not in specified or not ("B" in specified or len(halves) == 2):
         raise CostsError(
-            "the cost of F, and that of B (or those of I and W), do not follow from a cluster: "
-            "give them in seconds",
+            "a cluster does not determine the costs of F and B (or F, I and W): give them in "
+            "seconds",
             hint="--costs F=0.012,B=0.024, or Costs(F=0.012, B=0.024)",
         )
     if len(halves) == 1:
@@ -237,7 +232,7 @@ def _split_backward_cost(costs: Costs) -> dict[str, Cost]:
 
 
 class _CostFiller:
-    """Computes the costs of a shape on a cluster. Each cost has the form that `to_grid` returns."""
+    """Computes the costs of a shape on a cluster, as arrays like those of `to_grid`."""
 
     def __init__(
         self,
@@ -264,10 +259,11 @@ class _CostFiller:
         Returns:
             The functions. A cost that programs do not have is left out.
         """
+        unused = _NON_ZERO_COLLECTIVES if self.zero else _ZERO_COLLECTIVES
         rings = [
             cost
             for cost, ring in _RING_BY_COST.items()
-            if cost not in _UNUSED_COLLECTIVES[self.zero > 0]
+            if cost not in unused
             and (ring.size in _MODEL_STATE_SIZES or self._has_sizes([ring.size]))
         ]
         messages = [cost for cost, names in _SIZES_BY_MESSAGE.items() if self._has_sizes(names)]
@@ -280,9 +276,9 @@ class _CostFiller:
                 else self._has_sizes(traffic.sizes)
             )
         ]
-        by_stage = (
-            attributes["optimizer_placement"] != "device"
-        )  # Each stage then has its own step, and OptimizerStep takes no time.
+        # With the optimizer state off the device, each stage has its own step. OptimizerStep then
+        # takes no time.
+        has_stage_steps = attributes["optimizer_placement"] != "device"
         return {
             "send": self.compute_send,
             **{cost: partial(self.compute_message, cost) for cost in messages},
@@ -294,7 +290,7 @@ class _CostFiller:
                 if self.ep > 1
             },
             "reduce_norm": self.compute_reduce_norm,
-            "step": (lambda: np.zeros((1, 1))) if by_stage else self.compute_step,
+            "step": (lambda: np.zeros((1, 1))) if has_stage_steps else self.compute_step,
             **{cost: partial(self.compute_traffic, cost) for cost in moved},
         }
 
@@ -335,18 +331,17 @@ class _CostFiller:
 
     def _find_links(self) -> tuple[Floats, Floats]:
         """Return bandwidth and latency of the slowest link from each stage, shape (stages,)."""
+        bandwidth = np.full(self.shape.stages, inf)
         latency = np.full(self.shape.stages, self.cluster.latency)
-        nodes, links = self.mesh // self.cluster.gpus_per_node, np.full(self.shape.stages, inf)
-        within, between = (
-            self.cluster.nvlink_bandwidth,
-            min(self.cluster.nvlink_bandwidth, self.cluster.network_bandwidth),
-        )
+        nodes = self.mesh // self.cluster.gpus_per_node
+        within_node = self.cluster.nvlink_bandwidth
+        between_nodes = min(within_node, self.cluster.network_bandwidth)
         for stage in np.flatnonzero(self._is_sent_onward).tolist():
             a, b = self.shape.replica_ranks[:, stage], self.shape.replica_ranks[:, stage + 1]
-            across = (nodes[:, a] != nodes[:, b]).any()
-            links[stage] = between if across else within
-            latency[stage] = self.cluster.max_latency if across else self.cluster.latency
-        return links, latency
+            leaves_node = (nodes[:, a] != nodes[:, b]).any()
+            bandwidth[stage] = between_nodes if leaves_node else within_node
+            latency[stage] = self.cluster.max_latency if leaves_node else self.cluster.latency
+        return bandwidth, latency
 
     def compute_gather(self, cost: str) -> Floats:
         """Return the time of the all-gather of the values that a stage receives.
@@ -359,7 +354,7 @@ class _CostFiller:
         """
         if self.tp == 1:
             return np.zeros((1, 1))
-        links = self._find_slowest_links(lambda holders: self.mesh[:, holders].reshape(-1, self.tp))
+        links = self._find_slowest_links(lambda ranks: self.mesh[:, ranks].reshape(-1, self.tp))
         return (self.tp - 1) * self._compute_messages(
             self._find_changed_bytes(cost) / self.tp, links
         )
@@ -391,18 +386,18 @@ class _CostFiller:
         return np.array(rows)
 
     def _find_changed_bytes(self, cost: str) -> Floats:
-        """Return the bytes of each stage's value whose form the instructions of a cost change.
+        """Return the bytes of the value of each stage that a change of form with this cost changes.
 
-        The largest of several values counts. `Sizes` has the bytes of a boundary at its earlier
-        stage.
+        If the instructions with the cost change several values, the largest counts. `Sizes` has the
+        bytes of a boundary at its earlier stage.
         """
         act, grad = self._find_sent_bytes(cost)
         sizes = [
-            each if across.is_downstream else _shift_to_next_stage(each)
+            each if peer.is_downstream else _shift_to_next_stage(each)
             for row in INSTRUCTIONS
             if row.cost == cost
             for kind in row.gives
-            if (across := VALUES[kind].peer) is not None
+            if (peer := VALUES[kind].peer) is not None
             for each in [grad if kind in TRAINING_VALUES else act]
         ]
         return reduce(np.maximum, sizes)  # Shapes can be (stages, microbatches) and (stages, 1).
@@ -420,15 +415,15 @@ class _CostFiller:
     @property
     def _is_sent_onward(self) -> NDArray[np.bool_]:
         """Return a mask of the stages whose activation goes to another rank."""
-        holders = self.shape.replica_ranks
-        return np.append((holders[:, 1:] != holders[:, :-1]).any(0), False)
+        ranks = self.shape.replica_ranks
+        return np.append((ranks[:, 1:] != ranks[:, :-1]).any(0), False)
 
     def _compute_messages(self, size: Floats, links: tuple[Floats, Floats]) -> Floats:
         """Return the seconds of one message of each stage. A message of 0 bytes takes no time."""
         bandwidth, latency = links
         return np.where(size > 0, latency[:, None] + size / bandwidth[:, None], 0.0)
 
-    # ------------------------------------------------------------ once a step
+    # ------------------------------------------------------------ collectives and memory traffic
 
     def compute_ring(self, cost: str) -> Floats:
         """Return the time of a collective on the weights or gradients of a stage.
@@ -441,39 +436,39 @@ class _CostFiller:
         """
         ring, rows = _RING_BY_COST[cost], self.shape.placement_rows
         members = {"tp": self.tp, "dp": self.dp, "stage_replicas": rows}[ring.members]
-        # With ZeRO, each rank reduces only the part of the gradient that its replica has.
-        parts = self.dp if ring.members == "stage_replicas" and self.zero else 1
+        # With ZeRO, each rank reduces only the shard of the gradient that its replica has.
+        shards = self.dp if ring.members == "stage_replicas" and self.zero else 1
         if members == 1:
             return np.zeros((1, 1))
 
-        def groups(holders: Processes) -> Processes:
+        def get_groups(ranks: Processes) -> Processes:
             if ring.members == "stage_replicas":
-                return self.mesh[:, holders].swapaxes(1, 2).reshape(-1, rows)
+                return self.mesh[:, ranks].swapaxes(1, 2).reshape(-1, rows)
             if ring.members == "tp":
-                return self.mesh[:, holders].reshape(-1, self.tp)
-            return self.mesh[:, holders].reshape(self.dp, -1).T
+                return self.mesh[:, ranks].reshape(-1, self.tp)
+            return self.mesh[:, ranks].reshape(self.dp, -1).T
 
         each = self.sizes.per_microbatch(ring.size, self.shape)
         if not each.any():
             raise _make_missing_size_error(cost, f"{ring.size}=2GB")
-        message = self._compute_messages(each / parts / members, self._find_slowest_links(groups))
+        links = self._find_slowest_links(get_groups)
+        message = self._compute_messages(each / shards / members, links)
         return ring.rounds * (members - 1) * message
 
-    def _find_slowest_links(self, groups: GroupFunction) -> tuple[Floats, Floats]:
+    def _find_slowest_links(self, get_groups: GroupFunction) -> tuple[Floats, Floats]:
         """Return bandwidth and latency of the slowest group of each stage, shape (stages,)."""
+        ranks_by_stage = [tuple(ranks) for ranks in self.shape.replica_ranks.T.tolist()]
         links: dict[tuple[int, ...], tuple[float, float]] = {}
-        for holders in map(tuple, self.shape.replica_ranks.T.tolist()):
-            if holders not in links:
-                each = groups(np.array(holders))
-                nodes = each // self.cluster.gpus_per_node
-                _, unlike = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
-                links[holders] = (
-                    min(map(self.cluster.bandwidth, each[unlike])),
-                    max(map(self.cluster.latency_of, each[unlike])),
-                )
-        columns = np.array(
-            [links[holders] for holders in map(tuple, self.shape.replica_ranks.T.tolist())]
-        )
+        for ranks in {*ranks_by_stage}:
+            groups = get_groups(np.array(ranks))
+            nodes = groups // self.cluster.gpus_per_node
+            # Groups with the same distances between their nodes have links of the same speed.
+            _, different = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
+            links[ranks] = (
+                min(map(self.cluster.bandwidth, groups[different])),
+                max(map(self.cluster.latency_of, groups[different])),
+            )
+        columns = np.array([links[ranks] for ranks in ranks_by_stage])
         return columns[:, 0], columns[:, 1]
 
     def compute_reduce_norm(self) -> Floats:
@@ -507,11 +502,9 @@ class _CostFiller:
             return each / self.cluster.hbm_bandwidth
         if traffic.link == "dram":
             return each / self._require_dram_bandwidth(cost)
-        transfer = {
-            "host": self.cluster.host_transfer_time,
-            "disk": self.cluster.disk_transfer_time,
-        }
-        return _compute_times(transfer[traffic.link], each)
+        if traffic.link == "host":
+            return _compute_times(self.cluster.host_transfer_time, each)
+        return _compute_times(self.cluster.disk_transfer_time, each)
 
     def _sum_microbatch_sizes(self, cost: str, names: Collection[str]) -> Floats:
         """Return the bytes that an instruction on a microbatch moves.
@@ -547,26 +540,26 @@ class _CostFiller:
             return each
         if is_tp_split(row.op, kind):
             each = each / np.where(self._is_sent_onward, self.tp, 1)[:, None]
-        crosses = np.arange(self.shape.stages) < self.shape.stages - 1
-        each = each * crosses[:, None]
+        has_next_stage = np.arange(self.shape.stages) < self.shape.stages - 1
+        each = each * has_next_stage[:, None]
         return each if peer.is_downstream else _shift_to_next_stage(each)
 
     def _has_sizes(self, names: Iterable[str]) -> bool:
         """Return whether all of some sizes are given."""
         return all(self.sizes.for_stages(name, self.shape.stages).any() for name in names)
 
-    def _compute_form_change(self, cost: str, times: float) -> Floats:
+    def _compute_form_change(self, cost: str, moves_per_byte: float) -> Floats:
         """Return the seconds in which a GPU changes the form of a value in its memory."""
         rows = [row for row in INSTRUCTIONS if row.cost == cost]
-        splits = [row.op in TP_SPLIT_OPS for row in rows]
-        if self.tp == 1 and all(splits):
+        if self.tp == 1 and all(row.op in TP_SPLIT_OPS for row in rows):
             return np.zeros((1, 1))
-        is_part = [
-            split or is_tp_split(row.op, row.gives[0])
-            for row, split in zip(rows, splits, strict=True)
-        ]
-        size = self._find_changed_bytes(cost) / (self.tp if all(is_part) else 1)
-        each = np.maximum(times * size / self.cluster.hbm_bandwidth, self.cluster.kernel_us / 1e6)
+        moves_only_part = all(
+            row.op in TP_SPLIT_OPS or is_tp_split(row.op, row.gives[0]) for row in rows
+        )
+        size = self._find_changed_bytes(cost) / (self.tp if moves_only_part else 1)
+        each = np.maximum(
+            moves_per_byte * size / self.cluster.hbm_bandwidth, self.cluster.kernel_us / 1e6
+        )
         return np.where(size > 0, each, 0.0)
 
     def _sum_sizes(self, cost: str, names: Collection[str], shards: int = 1) -> Floats:
@@ -597,19 +590,19 @@ class _CostFiller:
         return self.cluster.dram_bandwidth
 
     def compute_step(self) -> Floats:
-        """Return the time of the optimizer step of each rank. The k-th number is that of rank k.
+        """Return the time of the optimizer step of each rank. The k-th number is for rank k.
 
         Returns:
             Seconds, shape (stages, 1). If there are more ranks than stages, the last number is the
             maximum of the remaining ranks.
         """
-        touched = self._sum_sizes("step", OPTIMIZER_STEP_SIZES, self.dp if self.zero else 1)
+        moved = self._sum_sizes("step", OPTIMIZER_STEP_SIZES, self.dp if self.zero else 1)
         each = np.zeros(self.shape.stages)
-        for rank, own in enumerate(self.shape.stages_on_rank):
+        for rank, stages in enumerate(self.shape.stages_on_rank):
             # Numbers after the last rank are not used, so it is safe to set all of them.
             here = slice(min(rank, self.shape.stages - 1), None)
             last = each[here].max() if rank >= self.shape.stages else 0.0
-            each[here] = max(last, touched[list(own)].sum() / self.cluster.hbm_bandwidth)
+            each[here] = max(last, moved[list(stages)].sum() / self.cluster.hbm_bandwidth)
         return each[:, None]
 
 
@@ -635,8 +628,13 @@ def _sum_named_sizes(each: Mapping[str, Floats], names: Collection[str]) -> Floa
 
 def _compute_times(compute_time: Callable[[float], float], sizes: Floats) -> Floats:
     """Return the time of each size, in the shape of the sizes."""
-    values, place = np.unique(sizes, return_inverse=True)
-    return np.array([compute_time(float(value)) for value in values])[place].reshape(sizes.shape)
+    values, index = np.unique(sizes, return_inverse=True)
+    return np.array([compute_time(float(value)) for value in values])[index].reshape(sizes.shape)
+
+
+def _to_cost(each: Floats) -> Cost:
+    """Return an array of times as a cost: one number or row if all stages are equal."""
+    return from_grid(each[:1] if (each == each[:1]).all() else each)
 
 
 def _shift_to_next_stage(each: Floats) -> Floats:

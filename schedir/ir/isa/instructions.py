@@ -29,8 +29,6 @@ from schedir.ir.isa.table_schema import Scope as Scope
 from schedir.ir.isa.table_schema import Traffic as Traffic
 from schedir.ir.isa.table_schema import ValueRow as ValueRow
 
-_RANK = Scope.RANK
-
 OPCODE_BY_TEXT: Final = {row.text: row.op for row in INSTRUCTIONS}
 
 
@@ -160,8 +158,8 @@ GRADS_CHECK_OPS: Final = find_producers(Value.GRADS_CHECKED)
     BACKWARD_WEIGHT_OPS,
 )
 (RECOMPUTE,) = (op for op in find_modifiers(Value.SAVED) if op in COMPUTE_OPS)
-# Instructions that add to a stage's sum of gradients.  The second constant has them for the weights
-# without a deferred gradient, and for those with one.
+# Instructions that add to a stage's sum of gradients.  The second constant divides them by weight:
+# first those for weights whose gradient is never deferred, then those for all other weights.
 GRAD_ADDING_OPS: Final = find_producers(Value.WGRAD)
 GRAD_ADDING_OPS_BY_WEIGHT: Final = (
     tuple(op for op in GRAD_ADDING_OPS if Value.DEFERRED_WGRAD not in INSTRUCTIONS[op].needs),
@@ -178,7 +176,7 @@ BOUNDARY_GRAD_OPS: Final = tuple(
 # Instructions that only trained stages have.
 TRAINED_STAGE_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS
-    if row.scope is not _RANK and row.op not in FORWARD_OPS
+    if row.scope is not Scope.RANK and row.op not in FORWARD_OPS
     and TRAINING_VALUES & {*row.needs, *row.gives}
 )  # fmt: skip
 
@@ -193,18 +191,20 @@ LOCAL_HANDOVER: Final = {
 # For each value, the instructions off the compute lane that use it.  In a program without them, the
 # order of the compute lane alone decides when a slot is free.
 OPS_OFF_COMPUTE_LANE: Final = {
-    row.value: tuple(
-        r.op for r in INSTRUCTIONS
-        if row.value in {*r.needs, *r.gives, *r.frees} and r.lane is not Lane.COMPUTE
+    value.value: tuple(
+        row.op for row in INSTRUCTIONS
+        if value.value in {*row.needs, *row.gives, *row.frees} and row.lane is not Lane.COMPUTE
     )
-    for row in VALUES
+    for value in VALUES
 }  # fmt: skip
-# For each value, the instructions that use it and do not run a stage.
+# For each value, the instructions that need or give it and do not run a stage.
 NON_COMPUTE_USERS: Final = {
-    row.value: frozenset(
-        r.op for r in INSTRUCTIONS if row.value in {*r.needs, *r.gives} and not r.is_compute
+    value.value: frozenset(
+        row.op
+        for row in INSTRUCTIONS
+        if value.value in {*row.needs, *row.gives} and not row.is_compute
     )
-    for row in VALUES
+    for value in VALUES
 }
 # Values with a number of slots that can be chosen: those that cross boundaries, and those that an
 # instruction off the compute lane makes, changes or frees.
@@ -212,8 +212,8 @@ SLOT_VALUES: Final = BOUNDARY_VALUES + tuple(
     row.value for row in VALUES
     if row.value not in BOUNDARY_VALUES and row.size and OPS_OFF_COMPUTE_LANE[row.value]
 )  # fmt: skip
-# Values that take memory from the start of the instruction that makes them to the end of the one
-# that frees them, if no number of slots is given.
+# Values with a size that do not cross boundaries.  If no number of slots is given, they take memory
+# from the start of the instruction that makes them to the end of the one that frees them.
 NON_BOUNDARY_VALUES: Final = tuple(
     row.value for row in VALUES if row.size and row.value not in BOUNDARY_VALUES
 )
@@ -221,20 +221,20 @@ NON_BOUNDARY_VALUES: Final = tuple(
 
 @cache
 def find_possible_givers(op: Opcode, value: Value) -> tuple[Opcode, ...]:
-    """Return the instructions that can give a value to an instruction, last in the chain first.
+    """Return the instructions that can give a value to an instruction, the latest one first.
 
-    An instruction that needs and gives the value changes it in place, such as TPGatherAct.  It
-    comes between the maker and all other readers.  Several of them run in the order of
-    `find_modifiers`.
+    An instruction that needs and gives the value, such as TPGatherAct, changes it in place.  It
+    runs after the producer of the value and before all other readers.  Several such instructions
+    run in the order of `find_modifiers`.
 
     Args:
         op: The opcode of the instruction that needs the value.
         value: The kind of value.
     """
-    changed = find_modifiers(value)
-    if op in changed:
-        changed = changed[: changed.index(op)]
-    return (*reversed(changed), *find_producers(value))
+    modifiers = find_modifiers(value)
+    if op in modifiers:
+        modifiers = modifiers[: modifiers.index(op)]
+    return (*reversed(modifiers), *find_producers(value))
 
 
 @cache
@@ -248,11 +248,13 @@ def is_tp_split(op: Opcode, value: Value) -> bool:
         op: The opcode of an instruction that needs or gives the value.
         value: The kind of value.
     """
-    splits = {*find_modifiers(value)} & {*TP_SPLIT_OPS}
-    is_first = op in find_producers(value)
-    earlier = frozenset() if is_first else splits & {*find_possible_givers(op, value)}
+    changes = {*find_modifiers(value)} & {*TP_SPLIT_OPS}
+    if not changes:
+        return False
+    is_producer = op in find_producers(value)
+    is_after_change = not is_producer and not changes.isdisjoint(find_possible_givers(op, value))
     is_received = VALUES[value].local_source is not None
-    return bool(splits) and bool(earlier) is not is_received
+    return not is_after_change if is_received else is_after_change
 
 
 class Instr(NamedTuple):

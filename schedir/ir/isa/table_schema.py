@@ -81,16 +81,17 @@ class ValueRow(NamedTuple):
             If both stages are on one rank, the two are the same tensor.
         converted_from: A value that is freed when this one is made, and the field of `Sizes` with
             the bytes of both together.
-        program_attribute: An attribute of programs.  The value exists only in programs that do not
-            have the default of the attribute or, with `attribute_values`, have one of these.
+        program_attribute: An attribute of programs.  The value exists only in programs with one of
+            `attribute_values`.  If these are empty, it exists in programs that do not have the
+            default of the attribute.
         initial_tier: One of TIERS, for a value that exists from the start and that no instruction
             makes or frees.  It is on this tier, or on the one that the program's
             `program_attribute` names, and has memory there all the time.  Each replica has its
             part of it.
         attribute_values: See `program_attribute`.
-        reserved_memory: For a value with additional memory all the time: one of TIERS, and the
+        reserved_memory: Additional memory that the value has all the time: one of TIERS, and the
             field of `Sizes` with the bytes.  A replica has a part of it if it has a part of the
-            optimizer's state.
+            optimizer state.
         is_training_only: True if the value exists only in programs that train, and only for stages
             that are not frozen.
         size_fallback: The field of `Sizes` that is used if `size` is not given.
@@ -164,13 +165,13 @@ class LaneRow(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A change of the state of a value by an instruction that needs and gives it.
+    """A change of the state of a value by an instruction that needs and gives the value.
 
     A state is one of TIERS, or a field of `Sizes` with the bytes of the value.  The instruction
     that makes a value leaves it in the first state of its changes, and on the first of TIERS.  An
     instruction that only reads the value needs it on that tier and in its last state.  An
-    instruction that reads it in another state has a change from that state to itself.  It need not
-    give the value.
+    instruction that reads it in another state has a change from that state to itself.  Such an
+    instruction need not give the value.
 
     Attributes:
         value: The value.
@@ -217,10 +218,10 @@ class Traffic(NamedTuple):
         moves_per_byte: Number of times that each byte is moved.
         is_always_sharded: True if each replica moves 1/dp of the bytes at every level of ZeRO, also
             at level 0.
-        program_attribute: "checkpoint_snapshots" or "optimizer_placement", if the instruction is in
-            all programs with some values of this attribute.  A cluster then requires the sizes for
-            such a program.  If it is "", the instruction has no cost when the sizes are not given.
-        attribute_values: These values of the attribute.
+        program_attribute: "checkpoint_snapshots" or "optimizer_placement", if all programs with one
+            of `attribute_values` have the instruction.  A cluster requires the sizes for such a
+            program.  If it is "", the instruction has no cost when the sizes are not given.
+        attribute_values: The values of the attribute with which programs have the instruction.
     """
 
     link: Literal["hbm", "host", "disk", "dram"]
@@ -246,15 +247,16 @@ class Row(NamedTuple):
         doc: The effect of the instruction, as sentences for the documentation.
         cost: The field of `Costs` with its time.
         peer: For a message, the stage on its other side.
-        partner: The opcode on other ranks that it is matched with; for a collective, its own.
+        partner: The opcode of the same message or collective on other ranks.  For a collective, it
+            is the row's own opcode.
         group: For a collective of pipeline ranks, its members: all ranks ("model"), those that have
             the stage ("stage_replicas"), or those that share a tied weight ("tied_weights").  The
             last needs and gives the values of all stages with a tied weight together.
         host_sync: "always" if a blocking host waits for all earlier instructions of the lane;
             "replicas" if it does so only with data-parallel replicas.
         changes: The changes of values that it needs and gives.
-        ring: For a collective, its bytes.  A collective of the processes of one pipeline rank, such
-            as its replicas, has a ring and no `partner`: programs do not list these processes.
+        ring: For a collective, its bytes.  A collective of the processes of one pipeline rank, for
+            example of its replicas, has no `partner`: programs do not list these processes.
         needs_all_stages: True if it needs the values of all stages of its rank, not only of its own
             stage.
         host_sync_lanes: Lanes on which a blocking host waits for all earlier instructions.

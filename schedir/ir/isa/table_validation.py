@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from enum import IntEnum
-from itertools import chain
 from keyword import iskeyword
 from typing import Final, get_args, get_type_hints
 
@@ -38,22 +37,22 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import Program
 
-# The scopes that an instruction of each kind of group may have.  A rank then has one instruction
-# for a collective, and does not wait for itself.
+# The scopes that a collective of each group may have.  With another scope, a rank would have
+# several instructions for one collective, and wait for itself.
 _GROUP_SCOPES: Final = {
     "model": (Scope.RANK,),
     "stage_replicas": (Scope.STAGE, Scope.OCCURRENCE),
     "tied_weights": (Scope.STAGE,),
 }
+# Rules of values that instructions can change in place.
 _CHAINED_RULES: Final = (ProducerRule.ONCE, ProducerRule.LATEST)
-# The giver is the nearest earlier one in the Stream.
+# Rules that choose the nearest earlier producer in the Stream.
 _LATEST_RULES: Final = (ProducerRule.LATEST, ProducerRule.LATEST_OR_START)
-# Attributes that a value can depend on: with the default of the attribute, the value does not
-# exist.
+# Attributes of programs that a `ValueRow` can name: they have a default.
 _DEFAULTED_ATTRIBUTES: Final = {
     f.name for f in fields(Program) if f.metadata and f.default is not MISSING
 }
-# Values with a begin and an end, between which they take memory.
+# Rules of values that can have a size: an instruction makes them, and memory is counted from there.
 _LIFETIME_RULES: Final = (*_CHAINED_RULES, ProducerRule.ALL)
 _SKIP_PEERS: Final = (PeerRule.SKIP_TO, PeerRule.SKIP_FROM)
 _NEIGHBOR_SIZES: Final = {"activation", "activation_grad"}
@@ -80,13 +79,15 @@ def require_tables(
     Raises:
         TableError: A row breaks a rule.
     """
-    of_forms = _find_order_faults(Form, [row.form for row in forms])
-    for fault in chain(of_forms, find_table_faults(rows, values, lanes)):
+    for fault in find_table_faults(rows, values, lanes, forms):
         raise TableError(fault)
 
 
 def find_table_faults(
-    rows: Sequence[Row], values: Sequence[ValueRow], lanes: Sequence[LaneRow]
+    rows: Sequence[Row],
+    values: Sequence[ValueRow],
+    lanes: Sequence[LaneRow],
+    forms: Sequence[FormRow],
 ) -> Iterator[str]:
     """Yield the broken rules of the tables, row by row.
 
@@ -94,10 +95,12 @@ def find_table_faults(
         rows: The table of instructions.
         values: The table of values.
         lanes: The table of lanes.
+        forms: The table of forms.
 
     Yields:
         A sentence with the name of the row.
     """
+    yield from _find_order_faults(Form, [row.form for row in forms])
     yield from _find_order_faults(Opcode, [row.op for row in rows])
     yield from _find_order_faults(Value, [value.value for value in values])
     yield from _find_order_faults(Lane, [lane.lane for lane in lanes])
@@ -117,11 +120,11 @@ def find_table_faults(
 
 def _find_order_faults(enum_type: type[IntEnum], members: Sequence[IntEnum]) -> Iterator[str]:
     """Yield rows that are not at the index of their number, and numbers without a row."""
-    for place, one in enumerate(members):
-        if one != place:
-            yield f"{one.name} is number {one}, but its row is at index {place}"
-    for one in [*enum_type][len(members) :]:
-        yield f"{one.name} has no row"
+    for index, member in enumerate(members):
+        if member != index:
+            yield f"{member.name} is number {member}, but its row is at index {index}"
+    for member in [*enum_type][len(members) :]:
+        yield f"{member.name} has no row"
 
 
 def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
@@ -141,7 +144,8 @@ def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{name}: programs have no attribute {value.program_attribute!r} with a default"
     if value.size and value.producer_rule not in _LIFETIME_RULES:
         rule = value.producer_rule.name
-        yield f"{name}: a value with a size must begin and end, not be {rule}"
+        possible = ", ".join(each.name for each in _LIFETIME_RULES)
+        yield f"{name}: a value with a size must have a producer rule of {possible}, not {rule}"
     freers = [row for row in rows if kind in row.frees]
     if value.producer_rule is ProducerRule.ONCE and value.scope is Scope.MICROBATCH:
         if not freers:
@@ -168,7 +172,7 @@ def _find_initial_tier_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[
     """Yield broken rules of a value that exists from the start."""
     kind, name = value.value, value.value.name
     if value.initial_tier not in TIERS:
-        yield f"{name}: its tier must be {' or '.join(TIERS)}, not {value.initial_tier!r}"
+        yield f"{name}: its initial_tier must be {' or '.join(TIERS)}, not {value.initial_tier!r}"
     if value.producer_rule is not ProducerRule.LATEST:
         yield f"{name}: it exists at the start, so its producer rule must be LATEST"
     for row in rows:
@@ -205,12 +209,14 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
         if row.peer in _SKIP_PEERS and row.cost not in ("", "send"):
             yield f"a cluster has no price for a message along a skip with the cost {row.cost!r}"
     elif row.partner not in (None, row.op):
-        yield "without a peer, its partner must be its own kind"
+        yield "without a peer, its partner must be its own opcode"
     elif row.partner is None and row.group:
         yield f"it has the group {row.group!r}, but no partner"
     elif row.partner is not None and row.scope not in _GROUP_SCOPES.get(row.group, ()):
-        can = " or ".join(per.name for per in _GROUP_SCOPES.get(row.group, ())) or "a group"
-        yield f"its group is {row.group!r}, which needs {can}, not {row.scope.name}"
+        possible = " or ".join(scope.name for scope in _GROUP_SCOPES.get(row.group, ()))
+        yield (
+            f"its group is {row.group!r}, which needs {possible or 'a group'}, not {row.scope.name}"
+        )
 
 
 def _find_price_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]) -> Iterator[str]:
@@ -230,7 +236,12 @@ def _find_price_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]
     known = {
         *(value.size for value in values),
         *OPTIMIZER_STEP_SIZES,
-        *(state for each in rows for change in each.changes for state in change[1:]),
+        *(
+            state
+            for each in rows
+            for change in each.changes
+            for state in (change.before, change.after)
+        ),
     } - {"", *TIERS}
     used = [ring.size] if ring is not None else traffic.sizes if traffic is not None else ()
     for size in filter(None, used):
@@ -259,7 +270,7 @@ def _find_price_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]
 
 
 def _get_price(row: Row) -> tuple[object, ...]:
-    """Return what defines the price of an instruction, apart from its sizes."""
+    """Return the columns that rows with the same cost must have in common."""
     return row.scope, row.ring, row.traffic, row.peer is not None
 
 
@@ -269,35 +280,31 @@ def _find_value_use_faults(
     """Yield broken rules of the values that an instruction needs, gives and changes."""
     for kind in {*row.needs, *row.gives}:
         value = values[kind]
-        once = value.producer_rule is ProducerRule.ONCE or value.scope is Scope.MICROBATCH
-        if (
-            value.producer_rule in (*_CHAINED_RULES, *_LATEST_RULES)
-            and once
-            and row.scope is not value.scope
-        ):
+        rule = value.producer_rule
+        if rule is ProducerRule.ONCE or (rule in _LATEST_RULES and value.scope is Scope.MICROBATCH):
+            is_wrong_scope = row.scope is not value.scope
+        elif rule in _LATEST_RULES or (rule is ProducerRule.ALL and value.size):
+            is_wrong_scope = value.scope is Scope.STAGE and row.scope is Scope.RANK
+        else:
+            is_wrong_scope = False
+        if is_wrong_scope:
             yield (
                 f"{kind.name} is one for each {value.scope.name}, but the instruction is one "
                 f"for each {row.scope.name}"
             )
         if row.peer and value.peer is not row.peer:
             yield f"{kind.name} and its message have different peers"
-        again = value.producer_rule in _LATEST_RULES or (
-            value.producer_rule is ProducerRule.ALL and value.size
-        )
-        if again and value.scope is Scope.STAGE and row.scope is Scope.RANK:
-            yield f"{kind.name} is one for each STAGE, but the instruction is one for each RANK"
-        if value.producer_rule is ProducerRule.VERSION and kind in row.gives and row.scope not in (
-            Scope.STAGE, Scope.RANK,
-        ):  # fmt: skip
+        if rule is not ProducerRule.VERSION:
+            continue
+        if kind in row.gives and row.scope not in (Scope.STAGE, Scope.RANK):
             yield f"{kind.name} is changed once in each update, not once for each {row.scope.name}"
-        if (
-            value.producer_rule is ProducerRule.VERSION
-            and row.scope is Scope.RANK
-            and kind in row.needs
-        ):
+        if kind in row.needs and row.scope is Scope.RANK:
             for giver in rows:
                 if kind in giver.gives and giver.scope is Scope.STAGE:
-                    yield f"{kind.name} comes from {giver.op.name}, one for each STAGE"
+                    yield (
+                        f"{giver.op.name} gives {kind.name} once for each STAGE, but the "
+                        "instruction is one for each RANK"
+                    )
     if row.form is not None:
         yield from _find_form_faults(row, rows, values)
     changed = [change.value for change in row.changes]
@@ -320,29 +327,33 @@ def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow])
     (kind,) = row.gives
     if values[kind].peer in _SKIP_PEERS:
         yield f"{kind.name} crosses along a skip: a cluster has no price for its forms"
-    handed = values[kind].local_source
-    others = (
-        [value.value for value in values if value.local_source is kind] if handed is None else []
-    )
-    changed = [one.gives for one in rows if one.form is row.form]
-    if changed.count((kind,)) > 1:
+    source = values[kind].local_source
+    if source is None:
+        counterparts = [value.value for value in values if value.local_source is kind]
+    else:
+        counterparts = [source]
+    with_form = [one.gives for one in rows if one.form is row.form]
+    if with_form.count((kind,)) > 1:
         yield f"{kind.name} has several instructions that change this form"
-    for other in others if handed is None else [handed]:
-        if (other,) not in changed:
+    for other in counterparts:
+        if (other,) not in with_form:
             yield f"no instruction changes this form of {other.name}, at the other end"
 
 
 def _find_change_faults(change: Change, row: Row, values: Sequence[ValueRow]) -> Iterator[str]:
     """Yield broken rules of a change of a value's state."""
     kind, before, after = change
-    tiers = [state in TIERS for state in (before, after)]
+    is_tier_before, is_tier_after = before in TIERS, after in TIERS
     if kind not in row.needs:
         yield f"it changes {kind.name}, which it does not need"
     elif kind not in row.gives and before != after:
         yield f"it changes {kind.name}, but does not give it"
-    if not (before and after) or tiers[0] != tiers[1]:
-        yield f"{kind.name} must change its tier or its size, not {before!r} to {after!r}"
+    if not (before and after) or is_tier_before != is_tier_after:
+        yield (
+            f"{kind.name} must change from tier to tier or from size to size, not from {before!r} "
+            f"to {after!r}"
+        )
     if values[kind].producer_rule not in _CHAINED_RULES:
         yield f"{kind.name} has no states: its producer rule is {values[kind].producer_rule.name}"
-    if kind in BOUNDARY_VALUES and not all(tiers):
+    if kind in BOUNDARY_VALUES and not (is_tier_before and is_tier_after):
         yield f"{kind.name} crosses between stages: a form, not a change, must change its bytes"

@@ -1,8 +1,9 @@
-"""ZeRO-Offload: copy gradients to the host, step there, and copy the new weights back.
+"""Copy gradients to the host, run the optimizer step there, and copy the new weights back.
 
-Forwards and backwards run on the device. The optimizer state and its step are on the host. A step
-covers one stage at a time. With several updates, the host steps one update while the device
-computes the next one on older weights (section 5.2 of the paper, delayed parameter update).
+This is ZeRO-Offload. Forwards and backwards run on the device. The optimizer state and its step are
+on the host. A step covers one stage at a time. With several updates, the host steps one update
+while the device computes the next one on older weights (section 5.2 of the paper, delayed parameter
+update).
 
 References:
     ZeRO-Offload, arXiv 2101.06840, section 4.
@@ -50,10 +51,7 @@ def insert_host_steps(program: Program) -> Program:
     shape, index = program.shape, InstructionIndex.from_program(program)
     givers = index.find_all_positions(find_possible_givers(Opcode.OffloadGrads, Value.GRAD))
     latest = np.full(shape.replica_ranks.size * shape.optimizer_steps, NO_POSITION)
-    time = (
-        None if shape.optimizer_steps > 1 else np.zeros(len(givers), np.int64)
-    )  # programs with occurrences have one update
-    np.maximum.at(latest, index.compute_keys(Scope.STAGE, givers, time), givers)
+    np.maximum.at(latest, index.compute_keys(Scope.STAGE, givers), givers)
     last = latest.reshape(shape.optimizer_steps, *shape.replica_ranks.shape)
     tied = [s for stages in program.trained_ties for s in stages]
     ends = find_update_ends(program)
@@ -66,22 +64,22 @@ def insert_host_steps(program: Program) -> Program:
             trained, at = trained[order], at[order]
             is_local_sum = (index.op[at] == Opcode.ReduceGrads) & (program.dp == 1)
             is_local_sum &= ~np.isin(trained, tied)
-            copies, step, reloads = (pack(op, trained, update) for op in _HOST_STEP_OPS)
-            between = pack(
-                Opcode.CheckGradsFinite, 0, np.array([update] * (shape.optimizer_steps > 1), int)
-            )
-            words += [copies, between, step, reloads]
+            offloads, steps, reloads = (pack(op, trained, update) for op in _HOST_STEP_OPS)
+            # With several updates, the next one may add to the gradients after this check.
+            check_numbers = [update] if shape.optimizer_steps > 1 else []
+            checks = pack(Opcode.CheckGradsFinite, 0, np.array(check_numbers, int))
+            words += [offloads, checks, steps, reloads]
             end = ends[update, rank]
             positions += [
                 np.where(is_local_sum, at + 1, end),
-                np.full(len(between) + 2 * len(at), end),
+                np.full(len(checks) + 2 * len(at), end),
             ]
-            ranks += [np.full(len(between) + 3 * len(at), rank)]
+            ranks += [np.full(len(checks) + 3 * len(at), rank)]
     return insert_at_positions(program, *map(np.concatenate, (positions, ranks, words)))
 
 
 def delay_host_steps(program: Program) -> Program:
-    """Move each optimizer step and its copies of weights before the first use.
+    """Move the optimizer step of each update, and its copies of weights, right before their use.
 
     Until then the host steps, and the rank computes the next update with the weights that it has.
     The first use is a forward with the new weights, a gradient copy that reuses the buffer, or the
@@ -90,52 +88,54 @@ def delay_host_steps(program: Program) -> Program:
     Args:
         program: A program with several updates and steps on the host.
     """
-    index, n = InstructionIndex.from_program(program), len(program)
-    first = np.full(n, n)  # the first instruction that needs each instruction
+    index, n, updates = (
+        InstructionIndex.from_program(program), len(program), program.shape.optimizer_steps
+    )  # fmt: skip
+    first_user = np.full(n, n)  # by giver; n if no later instruction needs it
     for giver in Dataflow.from_program(program).givers:
-        needer = np.flatnonzero(
-            (giver != NO_POSITION) & (giver < np.arange(n))
-        )  # `check` refuses other orders
-        np.minimum.at(first, giver[needer], needer)
-    end = (
-        index.rank.astype(np.int64) * program.shape.optimizer_steps + index.mb
-    )  # the rank and update that an instruction at the end of an update belongs to
+        # `check` refuses a program in which a giver comes after its user.
+        users = np.flatnonzero((giver != NO_POSITION) & (giver < np.arange(n)))
+        np.minimum.at(first_user, giver[users], users)
+    # The rank and the update of each instruction that has an update, as one number.
+    key = index.rank.astype(np.int64) * updates + index.mb
     ends, steps = (index.find_all_positions(ops) for ops in (_RANK_OPS, OPTIMIZER_STEP_OPS))
-    first_end = np.full(program.shape.ranks * program.shape.optimizer_steps + 1, n)
-    np.minimum.at(first_end, end[ends] - 1, ends)  # the first instruction that ends the next update
-    first_end[program.shape.optimizer_steps - 1 :: program.shape.optimizer_steps] = (
-        n  # the last update has no next one
-    )
-    np.minimum.at(first_end, end[steps], first[steps])
+    # By key, the instruction before which the step must be: the first one that ends the next
+    # update, or the first user of the step. The last update of a rank has no next one.
+    deadline = np.full(program.shape.ranks * updates + 1, n)
+    np.minimum.at(deadline, key[ends] - 1, ends)
+    deadline[updates - 1 :: updates] = n
+    np.minimum.at(deadline, key[steps], first_user[steps])
     group_start = np.append(np.maximum.accumulate(np.where(index.joined, 0, np.arange(n))), n)
     moves = index.find_all_positions((Opcode.ReloadWeights, *OPTIMIZER_STEP_OPS))
-    place = 2 * np.arange(n)
-    target = group_start[first_end[end[moves]]]
-    place[moves] = np.where(first_end[end[moves]] < n, 2 * target - 1, place[moves])
-    order = np.argsort(place, kind="stable")
+    target = deadline[key[moves]]
+    # Even numbers are the present positions. An odd number is right before a group.
+    sort_key = 2 * np.arange(n)
+    sort_key[moves] = np.where(target < n, 2 * group_start[target] - 1, sort_key[moves])
+    order = np.argsort(sort_key, kind="stable")
     return replace(program, streams=StreamSlices.from_words(program.words[order], program.offsets))
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    there = program.has_backward and program.optimizer_placement == "cpu_step"
-    once = np.tile(
-        (np.arange(program.shape.stages) >= program.frozen_stages) & there,
+    has_ops = program.has_backward and program.optimizer_placement == "cpu_step"
+    required = np.tile(
+        (np.arange(program.shape.stages) >= program.frozen_stages) & has_ops,
         program.shape.placement_rows,
     )
-    why = f"the program has 'optimizer_placement {program.optimizer_placement}'"
+    reason = f"the program has 'optimizer_placement {program.optimizer_placement}'"
     for op in _HOST_STEP_OPS:
         yield ExpectedInstructions(
-            op,
-            once,
-            why,
-            "each trained stage needs one copy of gradients, one step and one copy of weights",
-        )
-    several = program.shape.optimizer_steps > 1
+            op, required, reason,
+            "each trained stage needs one offload_grads, one host_step and one reload_weights in "
+            "each update",
+        )  # fmt: skip
+    has_several_updates = program.shape.optimizer_steps > 1
+    if has_ops and not has_several_updates:
+        reason = "the program has one update only"
     yield ExpectedInstructions(
         Opcode.CheckGradsFinite,
-        np.full(program.shape.ranks, there and several),
-        why if several or not there else "the program has one update only",
-        "each rank needs one in each update",
+        np.full(program.shape.ranks, has_ops and has_several_updates),
+        reason,
+        "each rank needs one check_grads_finite in each update",
     )
 
 

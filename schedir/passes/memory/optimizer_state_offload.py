@@ -1,8 +1,8 @@
-"""Keep the optimizer state on the host or disk, and load, step and store it stage by stage.
+"""Keep the optimizer state on the host or disk, and reload, step and offload it stage by stage.
 
 ZeRO-Offload keeps the state on the host. ZeRO-Infinity also keeps it on the disk, and brings it to
-the device in parts, through a few buffers on the host. One part is read while another is stepped
-and a third is written. Here a part is the state of a stage.
+the device in parts, through a few buffers on the host. It reads one part while it steps another and
+writes a third. Here a part is the state of a stage.
 
 References:
     ZeRO-Offload, arXiv 2101.06840.
@@ -39,20 +39,28 @@ _DISK_OPS: Final = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
 _DEVICE_SLOTS: Final = Value.STATE.name.lower()
 _HOST_SLOTS: Final = next(name for name, kind in HOST_SLOT_VALUES.items() if kind is Value.STATE)
 _BUFFER_COUNT_TYPE: Final = make_integer_type(1, MAX_STAGES)
-# Buffers on each tier. On the device one is stepped while the next is loaded. On the host one is
-# read while the previous one is written.
+# Buffers on each tier. On the device, the step of one stage overlaps with the reload of the next.
+# On the host, the read of one stage overlaps with the write of the previous one.
 DEFAULT_BUFFERS: Final = 2
+# Placements of states that come to the device stage by stage.
+_OFFLOAD_PLACEMENTS: Final = ("host", "disk")
+# For each option, the placements for which it has an effect.
+_PLACEMENTS_BY_OPTION: Final = {
+    "optimizer_device_buffers": _OFFLOAD_PLACEMENTS,
+    "optimizer_host_buffers": ("disk",),
+}
 
 
 def insert_state_offload(
     program: Program, device_buffers: int | None = None, host_buffers: int | None = None
 ) -> Program:
-    """Append a load, a step and a store of each trained stage to the Stream of each rank.
+    """Append a reload, a step and an offload of each trained stage to the Stream of its ranks.
 
-    Stages have the order in which their gradients are reduced. A load comes after the store that
-    frees its buffer, and one stage later where possible. A blocking host that waits for that store
-    has then issued the next step. With the state on the disk, each stage has a read before its
-    load, and a write after its store. One buffer on the host is left for stores.
+    Stages are in the order in which their gradients are reduced. A reload comes after the offload
+    that frees its buffer. With two or more buffers it comes one stage later, after the next step: a
+    blocking host that waits for the offload has then issued this step. With the state on the disk,
+    each stage has a read before its reload, and a write after its offload. Reads leave one buffer
+    on the host for offloads.
 
     Args:
         program: A program with gradient reductions.
@@ -66,18 +74,11 @@ def insert_state_offload(
     shape, index = program.shape, InstructionIndex.from_program(program)
     givers = index.find_all_positions(find_producers(Value.GRAD))
     last = np.full(shape.replica_ranks.size, NO_POSITION)
-    key = index.compute_keys(Scope.STAGE, givers, np.zeros(len(givers), np.int64))
-    np.maximum.at(last, key, givers)
+    np.maximum.at(last, index.compute_keys(Scope.STAGE, givers), givers)
     reduced = last.reshape(shape.replica_ranks.shape)
-    device_count = (
-        DEFAULT_BUFFERS
-        if device_buffers is None
-        else _BUFFER_COUNT_TYPE.resolve("optimizer_device_buffers", device_buffers, shape)
-    )
-    host_count = (
-        DEFAULT_BUFFERS
-        if host_buffers is None
-        else _BUFFER_COUNT_TYPE.resolve("optimizer_host_buffers", host_buffers, shape)
+    device_count, host_count = (
+        DEFAULT_BUFFERS if count is None else _BUFFER_COUNT_TYPE.resolve(option, count, shape)
+        for option, count in zip(_PLACEMENTS_BY_OPTION, (device_buffers, host_buffers), strict=True)
     )
     ranks, words = [], []
     for rank, own in enumerate(shape.stages_on_rank):
@@ -85,16 +86,18 @@ def insert_state_offload(
         trained = trained[
             np.argsort(reduced[shape.replica_row_of_stage(trained, rank), trained], kind="stable")
         ]
-        load, step, store = (pack(op, trained, 0) for op in _STATE_OPS)
-        rank_words, later = [*load[:device_count]], min(device_count - 1, 1)
+        reload, step, offload = (pack(op, trained, 0) for op in _STATE_OPS)
+        delay = min(device_count - 1, 1)  # steps between an offload and the reload into its buffer
+        rank_words = [*reload[:device_count]]
         for k in range(len(trained)):
-            rank_words += [step[k], store[k]]
-            if k >= later:
-                rank_words += [*load[k - later + device_count :][:1]]
+            rank_words += [step[k], offload[k]]
+            if k >= delay:
+                rank_words += [*reload[k - delay + device_count :][:1]]
         if program.optimizer_placement == "disk":
-            # One buffer is left for stores, unless the remaining loads are so few that they leave
-            # one anyway.
-            reads_ahead = host_count - (len(trained) - device_count >= host_count - 1)
+            # Reads leave one buffer for offloads, unless so few reloads remain that one is free
+            # anyway.
+            must_leave_one = len(trained) - device_count >= host_count - 1
+            reads_ahead = host_count - 1 if must_leave_one else host_count
             rank_words = _add_disk_moves(rank_words, trained, reads_ahead)
         ranks += [rank] * len(rank_words)
         words += rank_words
@@ -106,7 +109,8 @@ def _add_disk_moves(
 ) -> list[int]:
     """Return the instructions of a rank with reads and writes of the disk.
 
-    `reads_ahead` reads come before the first load. If it is 0, each read comes before its own load.
+    `reads_ahead` reads come before the first reload. If it is 0, each read comes just before its
+    own reload.
     """
     reads, writes = (iter(pack(op, trained, 0).tolist()) for op in _DISK_OPS)
     found = [*islice(reads, reads_ahead)]
@@ -128,7 +132,7 @@ def set_device_buffers(program: Program) -> Program:
     The number is the smallest that the order of the Stream allows.
 
     Args:
-        program: A program with loads and stores of states.
+        program: A program with reloads and offloads of states.
     """
     column = SLOT_KINDS.index(Value.STATE)
     fewest, most = count_min_slots(program)[:, column], count_slots(program)[:, column]
@@ -152,46 +156,53 @@ def set_host_buffers(program: Program) -> Program:
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    there = program.has_backward and program.optimizer_placement in _OFFLOAD_PLACEMENTS
-    once = np.tile(
-        (np.arange(program.shape.stages) >= program.frozen_stages) & there,
+    has_ops = program.has_backward and program.optimizer_placement in _OFFLOAD_PLACEMENTS
+    required = np.tile(
+        (np.arange(program.shape.stages) >= program.frozen_stages) & has_ops,
         program.shape.placement_rows,
     )
-    why = f"the program has 'optimizer_placement {program.optimizer_placement}'"
+    reason = f"the program has 'optimizer_placement {program.optimizer_placement}'"
     for op in _STATE_OPS:
         yield ExpectedInstructions(
-            op, once, why, "each trained stage needs one load, one step and one store of its state"
-        )
+            op, required, reason,
+            "each trained stage needs one reload_state, one stage_step and one offload_state",
+        )  # fmt: skip
     for op in _DISK_OPS:
         yield ExpectedInstructions(
-            op, once & (program.optimizer_placement == "disk"), why,
-            "the state of each trained stage needs one read from the disk and one write to it",
+            op, required & (program.optimizer_placement == "disk"), reason,
+            "each trained stage needs one read_state_from_disk and one write_state_to_disk",
         )  # fmt: skip
 
 
+def _find_useless_option(program: Program, options: Options) -> str | None:
+    """Return the first option that is given and has no effect with the placement of the states."""
+    for name, placements in _PLACEMENTS_BY_OPTION.items():
+        is_given = options.extra_options.get(name) is not None
+        if is_given and program.optimizer_placement not in placements:
+            return name
+    return None
+
+
 def _lower(program: Program, options: Options) -> Program:
-    for name, where in _PLACEMENTS_BY_OPTION.items():
-        value = options.extra_options.get(name)
-        if value is not None and program.optimizer_placement not in where:
-            raise UsageError(
-                f"{name} is {value}, but optimizer_placement is {program.optimizer_placement!r}",
-                hint=f'optimizer_placement="{where[0]}", or leave {name} out',
-                fields=[name, "optimizer_placement"],
-            )
+    name = _find_useless_option(program, options)
+    if name is not None:
+        raise UsageError(
+            f"{name} is {options.extra_options[name]}, but optimizer_placement is "
+            f"{program.optimizer_placement!r}",
+            hint=f'optimizer_placement="{_PLACEMENTS_BY_OPTION[name][0]}", or leave {name} out',
+            fields=[name, "optimizer_placement"],
+        )
     return insert_state_offload(
         program, *(options.extra_options.get(name) for name in _PLACEMENTS_BY_OPTION)
     )
 
 
 def _should_run(program: Program, options: Options) -> bool:
-    wrong = any(
-        options.extra_options.get(name) is not None and program.optimizer_placement not in where
-        for name, where in _PLACEMENTS_BY_OPTION.items()
-    )
-    there = program.optimizer_placement in _OFFLOAD_PLACEMENTS and program.used_opcodes.isdisjoint(
-        _STATE_OPS
-    )
-    return wrong or (program.has_backward and there)
+    """Return whether instructions are missing, or `_lower` must refuse an option."""
+    if _find_useless_option(program, options) is not None:
+        return True
+    is_offloaded = program.optimizer_placement in _OFFLOAD_PLACEMENTS
+    return program.has_backward and is_offloaded and program.used_opcodes.isdisjoint(_STATE_OPS)
 
 
 def _read_options(program: Program) -> dict[str, int]:
@@ -204,15 +215,6 @@ def _read_options(program: Program) -> dict[str, int]:
         if slot_counts and program.optimizer_placement in _PLACEMENTS_BY_OPTION[option]:
             found[option] = max(slot_counts)
     return found
-
-
-# Placements of states that come to the device stage by stage; and for each option, the placements
-# for which it has an effect.
-_OFFLOAD_PLACEMENTS: Final = ("host", "disk")
-_PLACEMENTS_BY_OPTION: Final = {
-    "optimizer_device_buffers": _OFFLOAD_PLACEMENTS,
-    "optimizer_host_buffers": ("disk",),
-}
 
 
 PASSES: Final = (

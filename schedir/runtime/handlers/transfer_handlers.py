@@ -34,9 +34,9 @@ from schedir.runtime.value_slots import OutputSlot
 from schedir.transports.transport import ChainedWork, CompletedWork, allocate_bytes, view_tp_shard
 
 _RECEIVE_OF_KIND = {INSTRUCTIONS[op].gives[0]: op for op in RECV_OPS}
-# By form, a function that returns the part of a value's memory that the message uses, as a flat
-# tensor. The module with the handlers of a form adds the function. A form without one uses all of
-# the memory. No form uses more.
+# By form, a function that takes the memory of a value. It returns the part that a message in this
+# form uses, as a flat tensor. No form uses more than this memory. A form without a function uses
+# all of it. The module with the handlers of a form adds the function.
 FORM_LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
@@ -68,9 +68,10 @@ def send(state: State, i: Instr) -> Call:
 def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence[Tensor]], None]:
     """Return a function that fills the output slot of a value, in the layout of its receiver.
 
-    For a stage on this rank, the tensors are laid out as after a message. For a message, one tensor
-    is copied to the static send buffer if there is one, and several tensors are packed as bytes. If
-    instructions change the form of the value, the last of them fills the static buffer.
+    If the receiver is on this rank, the tensors get the layout of a received message. Otherwise
+    they are copied to the static send buffer if there is one. Without it, several tensors are
+    packed as bytes. If instructions change the form of the value, the last of them fills the static
+    buffer.
 
     Args:
         state: The state of the rank.
@@ -83,9 +84,9 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
     out = state.find_slot(kind, i.stage, i.mb)
     layout = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
     if state.find_local_stage(state.program.peer_stage(kind, i.stage), i.mb) is not None:
-        to_layouts = [one.to_message_layout for one in layout.tensors]
+        converters = [tensor.to_message_layout for tensor in layout.tensors]
         return lambda values: out.fill(
-            tuple([as_sent(value) for as_sent, value in zip(to_layouts, values, strict=True)])
+            tuple([convert(value) for convert, value in zip(converters, values, strict=True)])
         )
     buffers = state.service(MessageBuffers)
     buffer = (
@@ -98,9 +99,9 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
     device, size = state.device, layout.nbytes
 
     def fill(memory: Tensor, values: Sequence[Tensor]) -> None:
-        full_value, places = layout.place_tensors(memory)
-        for place, value in zip(places, values, strict=True):
-            place.copy_(value)
+        full_value, views = layout.place_tensors(memory)
+        for view, value in zip(views, values, strict=True):
+            view.copy_(value)
         out.fill(full_value)
 
     if buffer is None:
@@ -146,8 +147,8 @@ def _view_in_form(state: State, memory: Tensor, form_opcodes: Sequence[Opcode]) 
         form = INSTRUCTIONS[op].form
         if form in FORM_LAYOUTS:
             memory = FORM_LAYOUTS[form](memory)
-    split = any(op in TP_SPLIT_OPS for op in form_opcodes)
-    return view_tp_shard(state.transport, memory) if split else memory
+    is_split = any(op in TP_SPLIT_OPS for op in form_opcodes)
+    return view_tp_shard(state.transport, memory) if is_split else memory
 
 
 class ReceivedValue(NamedTuple):
@@ -176,13 +177,14 @@ def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
 
     def wait() -> None:
         arrivals[key].wait()
-        arrivals[key] = CompletedWork()  # A program can wait for a message only once.
+        # The stage waits again, and a message can be waited for only once.
+        arrivals[key] = CompletedWork()
 
     return wait
 
 
 def get_received_value(state: State, i: Instr) -> ReceivedValue:
-    """Return the memory and the wait for an instruction that removes a form from a value.
+    """Return the memory of a received value, for an instruction that removes a form from it.
 
     Args:
         state: The state of the rank.
@@ -190,18 +192,17 @@ def get_received_value(state: State, i: Instr) -> ReceivedValue:
     """
     (kind,) = INSTRUCTIONS[i.op].gives
     full_value, _ = _get_receive_memory(state, i, kind)
-    changed = _list_form_changes(state, i, kind)
-    place = changed.index(i.op)
-    before, after = (
-        _view_in_form(state, full_value, changed[k:]).view(-1) for k in (place, place + 1)
-    )
-    return ReceivedValue(before, after, make_early_wait(state, i, kind))
+    form_changes = _list_form_changes(state, i, kind)
+    k = form_changes.index(i.op)
+    encoded = _view_in_form(state, full_value, form_changes[k:]).view(-1)
+    decoded = _view_in_form(state, full_value, form_changes[k + 1 :]).view(-1)
+    return ReceivedValue(encoded, decoded, make_early_wait(state, i, kind))
 
 
 def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None] | None:
     """Return a function that waits for an input that a message or a collective brings.
 
-    After the message, it also completes the sends that the message proves to have arrived.
+    The function also completes the sends that must have arrived when the message has arrived.
 
     Args:
         state: The state of the rank.
@@ -212,19 +213,19 @@ def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]
         The function, or None if neither a message nor a collective brings the input.
     """
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
-    k = state.index_of.get((_RECEIVE_OF_KIND[kind], i.stage, i.mb))
+    receive = state.index_of.get((_RECEIVE_OF_KIND[kind], i.stage, i.mb))
     collectives = BOUNDARY_COLLECTIVE_OPS + EP_COLLECTIVE_OPS
     ops = (op for op in collectives if kind in INSTRUCTIONS[op].gives)
     has_collective = any((op, i.stage, i.mb) in state.index_of for op in ops)
-    if k is None and not has_collective:
+    if receive is None and not has_collective:
         return None
     sends = state.service(PendingSends)
-    acknowledged_sends = sends.implied_acks.get(k, ()) if k is not None else ()
+    acknowledged_sends = sends.implied_acks.get(receive, ()) if receive is not None else ()
 
     def wait() -> None:
         arrivals.pop(key).wait()
-        for send in acknowledged_sends:
-            sends.complete(send)
+        for position in acknowledged_sends:
+            sends.complete(position)
 
     return wait
 
@@ -233,42 +234,45 @@ def tp_scatter(state: State, i: Instr) -> Call:
     """Link a scatter: keep this tensor-parallel rank's shard of a value, to send it."""
     kind = INSTRUCTIONS[i.op].gives[0]
     out = state.find_slot(kind, i.stage, i.mb)
-    changed = _list_form_changes(state, i, kind)
-    buffers = state.service(MessageBuffers)
-    buffer = buffers.get_send_buffer(kind, out.number, changed) if changed[-1] is i.op else None
-    layout = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
-    buffer = None if buffer is None else layout.slice_part(buffer)
+    form_changes = _list_form_changes(state, i, kind)
+    buffer = None
+    if form_changes[-1] is i.op:  # Only the last change fills the static send buffer.
+        buffers = state.service(MessageBuffers)
+        buffer = buffers.get_send_buffer(kind, out.number, form_changes)
+    if buffer is not None:
+        layout = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
+        buffer = layout.slice_part(buffer)
 
     def run() -> None:
-        shard = _copy_local_part(state, out.peek(), buffer)
+        shard = _copy_local_shard(state, out.peek(), buffer)
         out.free()
         out.fill(shard)
 
     return Call(None, run)
 
 
-def _copy_local_part(state: State, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+def _copy_local_shard(state: State, tensor: Tensor, out: Tensor | None) -> Tensor:
     """Return a copy of this rank's shard: a view would keep the full tensor alive."""
-    part = view_tp_shard(state.transport, tensor.contiguous())
-    return part.clone() if out is None else out.copy_(part)
+    shard = view_tp_shard(state.transport, tensor.contiguous())
+    return shard.clone() if out is None else out.copy_(shard)
 
 
 def gather_message(state: State, i: Instr) -> Call:
     """Link a gather: gather a received value from the shards of the tensor-parallel ranks."""
     kind = INSTRUCTIONS[i.op].gives[0]
     full_value, _ = _get_receive_memory(state, i, kind)
-    flat, part = full_value.view(-1), view_tp_shard(state.transport, full_value)
+    flat, shard = full_value.view(-1), view_tp_shard(state.transport, full_value)
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
-    aside, start = state.transport.side_stream, state.transport.start_collective
+    side_stream, start = state.transport.side_stream, state.transport.start_collective
 
     def wait() -> None:
-        with aside():
+        with side_stream():
             arrivals[key].wait()
 
     def run() -> None:
-        with aside():
+        with side_stream():
             # From now on the stage waits for the gather instead of the message.
-            arrivals[key] = start("all_gather", "tp", flat, part)
+            arrivals[key] = start("all_gather", "tp", flat, shard)
 
     return Call(wait, run)
 
