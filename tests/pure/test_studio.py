@@ -314,7 +314,7 @@ def test_a_challenge_begins_unsolved_has_a_solution_and_a_proof(name: str) -> No
         request.costs,
         request.sizes if limit else None,
         limit,
-        split_backward=challenge.split,
+        split_backward=challenge.includes_split_backwards,
     )
     assert proof.value == pytest.approx(challenge.bound)
     assert challenge.bound <= challenge.goal
