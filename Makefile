@@ -28,11 +28,11 @@ docs: $(READY)
 	$(BIN)/sphinx-build -b html -c docs -E -W --keep-going -q . build/site
 	@echo "open build/site/index.html"
 
-# What `make cpu` has samples of: every script of benchmarks/ on small sizes, all faults and kills of
-# processes, and the tests of NCCL on a CPU; and of `make pure` all cases.
-CAMPAIGN := benchmarks faults kills deaths gpu_tests hangs
+# What `make pure` and `make cpu` have samples of: all examples of each property, all combinations,
+# every script of benchmarks/ on small sizes, all faults and kills of processes, and the tests of
+# NCCL on a CPU.
 campaign: $(READY)
-	ALL_CASES=1 $(BIN)/pytest -n 2 tests/pure $(CAMPAIGN:%=tests/cpu/test_%.py)
+	ALL_CASES=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 tests/pure tests/cpu
 
 # Tests with the lowest and the newest supported torch, which are downloads of gigabytes, and a plain
 # install in each Python of this machine.

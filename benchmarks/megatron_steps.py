@@ -71,7 +71,7 @@ def main() -> int:
         return lacks("megatron-core is not installed", args.smoke)
     head("chunks per rank", "schedule", "ms per step", "ratio to Megatron's (95 %)")
     for chunks, schedules in SCHEDULES.items():
-        case = Case(chunks=chunks, layers=8, hidden=args.hidden, length=args.length)
+        case = Case(chunks=chunks, microbatches=8, layers=8, hidden=args.hidden, length=args.length)
         times = on_ranks(time_steps, case.pp, case, schedules, args.rounds)[0]
         for name, own in times.items():
             ratio = pair_ratios(own, times["Megatron"], 3)[0]

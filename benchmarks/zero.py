@@ -140,7 +140,7 @@ def stages_of(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
     return stages
 
 
-def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
+def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[bytes], Found]:
     """A process: the losses and norms of a run, and what it has of each parameter and moment."""
     torch.manual_seed(0)
     more = {k: v for k, v in dict(case.options).items() if k != "unsharded_stages" or zero == 3}
@@ -170,7 +170,7 @@ def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
     )
     m, numbers = case.shape.microbatches, torch.Generator().manual_seed(1)
     told: list[bytes] = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         x, y = torch.randint(0, VOCAB, (2, m * case.dp, BATCH, CONTEXT), generator=numbers)
         own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
         total = executor.step(x[own], y[own], 1 / y.numel())

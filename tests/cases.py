@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypeVar
+from itertools import combinations, product
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -14,3 +15,27 @@ ALL = bool(os.environ.get("ALL_CASES"))
 def cases(usual: Sequence[T], more: Sequence[T]) -> list[T]:
     """Those that are always tried, and with ALL_CASES=1 those, too, that take the same ways."""
     return [*usual, *(more if ALL else ())]
+
+
+def pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations of values that have each pair of values of two factors at least once.
+
+    With ALL_CASES=1, return all combinations. A tuple is the value of several parameters.
+
+    >>> len(pairs("abcd", "xyz", "12")) if not ALL else 12
+    12
+    """
+    every = [*product(*map(range, map(len, factors)))]
+    if not ALL:
+        left = {pair for one in every for pair in combinations(enumerate(one), 2)}
+        chosen = []
+        while left:
+            best = max(every, key=lambda one: len(left & {*combinations(enumerate(one), 2)}))
+            left -= {*combinations(enumerate(best), 2)}
+            chosen.append(best)
+        every = sorted(chosen)
+    found = [[values[k] for values, k in zip(factors, one, strict=True)] for one in every]
+    return [
+        tuple(x for value in one for x in (value if isinstance(value, tuple) else (value,)))
+        for one in found
+    ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import count
 from types import FunctionType
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from schedir import schedules
 from schedir.analysis.progress_models import MODELS, ProgressModel
@@ -37,6 +37,7 @@ from schedir.schedules.schedule_expansion import expand_schedule as drafted
 from schedir.testing import random_compute_program
 from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
+from tests.cases import ALL
 from tests.mutations_of_snapshots import COPIED
 from tests.mutations_of_states import STEPPED, on_host
 from tests.mutations_of_sums import SUMMED
@@ -60,14 +61,17 @@ def known() -> list[schedule_algebra.Schedule]:
 
 MUTATIONS = edits.MUTATIONS
 
+CORPUS: Final = 0 if ALL else 96  # legal programs of each kind that tests mutate
+
 # Mutants that are all as right as the program they come from; that are seldom worse; and that
 # often swap what may be swapped.
 HARMLESS = (
     "fuse_backward", "split_backward", "ungroup_computes", "drop_sharded_pair", "evaluate",
-    "drop_r", "renumber", "rename", "spell_placement", "reduced_once_less", "stay_on_the_host",
+    "drop_r", "renumber", "rename", "spell_placement", "stay_on_the_host",
 )  # fmt: skip
 RARELY_WRONG = (
     "ungroup", "join_transfers", "join_both_sides", "run_order", "gathered_once_more",
+    "reduced_once_less",
 )  # fmt: skip
 COMMUTING = ("swap_neighbours", "early_receive", "late_send", "join_both_sides", "run_order")
 
@@ -290,15 +294,50 @@ class Trial:
         return "\n".join([f"trial({self.mutation!r}, {self.seed})", *self.disagreements, text])
 
 
-def mutate(name: str, seed: int, share: int = 4, *, mixed: bool = False) -> tuple[Program, Program]:
-    """A legal program, which so many seeds share, and what a mutation made of it.
+class Kind(NamedTuple):
+    """What a mutation needs in a program, as `legal` takes it."""
 
-    In some of them values leave the device, where `mixed`, though the mutation is not of these.
-    Raises a SchedirError where that is no program.
+    first: str | None = None
+    turns: bool = False
+    copies: bool = False
+    away: bool = False
+    stepped: bool = False
+    pieces: bool = False
+
+
+def kind_of(name: str, rng: random.Random, *, mixed: bool) -> Kind:
+    """Return the kind of program for a mutation; `mixed` adds offload to some."""
+    stepped = name in STEPPED
+    return Kind(
+        PREPARED.get(name),
+        away=name in AWAY or (mixed and rng.random() < 0.2),
+        copies=name in COPIED or (stepped and rng.random() < 0.3),
+        turns=name in TURNED or (stepped and rng.random() < 0.3),
+        stepped=stepped,
+        pieces=name in SUMMED,
+    )
+
+
+def mutate(
+    name: str, seed: int, share: int = 4, *, mixed: bool = False, corpus: int = 0
+) -> tuple[Program, Program]:
+    """Return a legal program and its mutant. Raises a SchedirError if the mutant is no program.
+
+    Args:
+        name: The mutation.
+        seed: The seed of the mutant.
+        share: The number of seeds that share a legal program.
+        mixed: Offload in some programs, although the mutation does not concern it.
+        corpus: If positive, all mutations share this number of programs of each kind, because
+            drawing a legal program takes longer than to judge a mutant of it.
     """
     rng = random.Random(f"{name} {seed}")
+    start = rng.randrange(corpus) if corpus else 0
     for again in count():
-        program = base(name, seed // share, again, mixed)
+        if corpus:
+            program = in_corpus(name, (start + again) % corpus + again // corpus * corpus, mixed)
+        else:
+            program = base(name, seed // share, again, mixed)
         mutant = MUTATIONS[name](program, rng)
         if mutant is not None and mutant != program:
             return program, mutant
@@ -309,20 +348,36 @@ def mutate(name: str, seed: int, share: int = 4, *, mixed: bool = False) -> tupl
 def base(name: str, seed: int, again: int, mixed: bool) -> Program:
     """A program for a mutation; `again` counts those in which it found nothing to change."""
     rng = random.Random(f"{name} {seed} {again}")
-    away = name in AWAY or (mixed and rng.random() < 0.2)
-    stepped = name in STEPPED
-    copies = name in COPIED or (stepped and rng.random() < 0.3)
-    pieces = name in SUMMED
-    turns = name in TURNED or (stepped and rng.random() < 0.3)
-    return legal(rng, PREPARED.get(name), turns=turns, copies=copies, away=away, stepped=stepped,
-                 pieces=pieces)  # fmt: skip
+    return legal(rng, **kind_of(name, rng, mixed=mixed)._asdict())
 
 
-def trial(name: str, seed: int, models: Sequence[ProgressModel] = MODELS, share: int = 4) -> Trial:
+def in_corpus(name: str, number: int, mixed: bool) -> Program:
+    """Return a program for a mutation from those that all mutations share."""
+    return legal_of_kind(kind_of(name, random.Random(number), mixed=mixed), number)
+
+
+@lru_cache(2048)
+def legal_of_kind(kind: Kind, number: int) -> Program:
+    """Return a legal program of a kind, the same for each number."""
+    return legal(random.Random(f"{kind} {number}"), **kind._asdict())
+
+
+def any_legal(seed: int, *, turns: bool = False) -> Program:
+    """Return a legal program, one of those that mutations share."""
+    return legal_of_kind(Kind(turns=turns), seed % CORPUS if CORPUS else seed)
+
+
+def trial(
+    name: str,
+    seed: int,
+    models: Sequence[ProgressModel] = MODELS,
+    share: int = 4,
+    corpus: int = 0,
+) -> Trial:
     """Make a mutant of a legal program, and hear checker and oracle under some models."""
     rng = random.Random(seed)
     try:
-        program, mutant = mutate(name, seed, share, mixed=True)
+        program, mutant = mutate(name, seed, share, mixed=True, corpus=corpus)
     except SchedirError:
         return Trial(name, seed, "no program")
     wrong, differ = [], []

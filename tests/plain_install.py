@@ -7,6 +7,7 @@ runs its commands in an empty folder, and prints its size and the time until a f
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -54,23 +55,50 @@ REFUSED = (
 )
 
 
-def use(python: Path, folder: Path) -> None:
+# Runs the arguments of several interpreters in one, and prints how each ends.
+ONE_PROCESS = """
+import contextlib, io, json, sys, traceback
+from schedir.__main__ import main
+ends = []
+for argv in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(argv[2:]) if argv[0] == "-m" else exec(argv[1], {})
+        except SystemExit as end:
+            code = end.code
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    ends.append((code or 0, out.getvalue(), err.getvalue()))
+print(json.dumps(ends))
+"""
+
+
+def use(python: Path, folder: Path, *, in_one_process: bool = False) -> None:
     """Run each command in an empty folder.
 
     Args:
         python: The interpreter of an environment without torch.
         folder: Where commands run and write.
+        in_one_process: Run all commands in one process, which takes less time.
 
     Raises:
         AssertionError: A command failed, wrote no file, or did not refuse to run without torch.
     """
     _write_inputs(folder)
-    for line, written in WORKS:
-        done = _run(python, folder, "-m", "schedir", *line.split())
+    works = [("-m", "schedir", *line.split()) for line, _ in WORKS]
+    if in_one_process:
+        text = json.dumps([*works, *REFUSED])
+        done = _run(python, folder, "-c", ONE_PROCESS, text=text)
+        assert done.returncode == 0, done.stderr
+        ends = [subprocess.CompletedProcess[str](python, *end) for end in json.loads(done.stdout)]
+    else:
+        ends = [_run(python, folder, *argv) for argv in (*works, *REFUSED)]
+    for (line, written), done in zip(WORKS, ends, strict=False):
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         assert written is None or (folder / written).stat().st_size > 0, line
-    for argv in REFUSED:
-        done = _run(python, folder, *argv)
+    for argv, done in zip(REFUSED, ends[len(WORKS) :], strict=True):
         assert done.returncode == (2 if argv[0] == "-m" else 1), (argv, done.stdout, done.stderr)
         assert "needs torch, which is not installed" in done.stderr, (argv, done.stderr)
         assert "hint: pip install 'schedir[torch]'" in done.stderr, (argv, done.stderr)
@@ -89,10 +117,18 @@ def _write_inputs(folder: Path) -> None:
         recorder.save(folder / "dumps")
 
 
-def _run(python: Path, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+def _run(
+    python: Path, folder: Path, *argv: str, text: str = ""
+) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(
-        [python, *argv], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [python, *argv],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        input=text,
     )
 
 

@@ -209,6 +209,23 @@ class Dataflow:
             needs[k, needer] = giver
         return needs
 
+    def find_missing_giver(self) -> tuple[int, Value] | None:
+        """Return the first instruction whose value no instruction gives, and the value, or None.
+
+        Values with states are left out: `stale_reads` has these.  So is an instruction that runs a
+        stage, because some of its values are optional.
+        """
+        for row, needer in self.index.iterate_rows():
+            if row.is_compute:
+                continue
+            for k, kind in enumerate(self._get_needed_values(row)):
+                if VALUES[kind].producer_rule is not ProducerRule.ONCE or self.get_chains(kind):
+                    continue
+                missing = self.givers[k, needer] == NO_POSITION
+                if missing.any():
+                    return int(needer[missing][0]), kind
+        return None
+
     @property
     def stale_reads(self) -> list[StaleRead]:
         """Return the reads of values that do not exist at that moment and will not exist later."""

@@ -15,10 +15,7 @@ from schedir.analysis.memory.buffer_slots import (
     count_slots,
 )
 from schedir.errors import ExecutionError, InstructionSite, describe_exception
-from schedir.ir.isa.instructions import (
-    Instr,
-    Value,
-)
+from schedir.ir.isa.instructions import LOCAL_HANDOVER, Instr, Value
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import list_stream_numbers
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
@@ -254,6 +251,8 @@ class State:
     def find_slot(self, kind: Value, stage: int, mb: int, index: int | None = None) -> Slot:
         """Return the slot of a value.
 
+        A value that another stage of this rank hands over is in the output slot of that stage.
+
         Args:
             kind: The kind of the value.
             stage: The stage.
@@ -261,6 +260,9 @@ class State:
             index: The index in the stream of the instruction that reads or fills the slot. A value
                 may be in several slots, one after the other. The default is the last one.
         """
+        if (kind, stage, mb) not in self.slot_assignment and kind in LOCAL_HANDOVER:
+            stage = self.program.peer_stage(kind, stage)
+            kind, _ = LOCAL_HANDOVER[kind]
         fills = self.slot_assignment[kind, stage, mb]
         last = max(fill for fill in fills if index is None or fill <= index)
         if kind in OUTPUT_KINDS:
@@ -269,6 +271,8 @@ class State:
 
     def get_outgoing_tensors(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
         """Return the tensors of a value that is in its slot, before it is sent or handed over.
+
+        It must still have the form in which the stage computed it.
 
         Args:
             kind: The kind of the value, an output or the gradient of an input.

@@ -14,6 +14,7 @@ from schedir.errors import (
     ReductionError,
     require_type,
 )
+from schedir.ir.dataflow import Dataflow
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import (
     BACKWARD,
@@ -26,6 +27,7 @@ from schedir.ir.isa.instructions import (
     REDUCTION_OPS,
     TRAINED_STAGE_OPS,
     TRANSFER_OPS,
+    VALUES,
     Instr,
     Row,
     Scope,
@@ -92,7 +94,18 @@ def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
         require_form_pairs(inspector)
         _require_pass_results(inspector)
         require_group_members(inspector)
+        _require_givers(inspector)
     return index
+
+
+def _require_givers(inspector: Inspector) -> None:
+    """Refuse an instruction whose value no instruction gives."""
+    missing = Dataflow.from_program(inspector.program).find_missing_giver()
+    if missing is not None:
+        at, kind = missing
+        inspector.refuse(
+            f"it needs {VALUES[kind].phrase}, which no instruction gives", inspector.make_site(at)
+        )
 
 
 def _require_plausible_size(program: Program) -> None:

@@ -169,10 +169,14 @@ def resumed(executor: Executor | InProcessExecutor, folder: Path, name: str) -> 
 
 
 def all_of(
-    rank: int, base: Layout, layouts: dict[str, Layout], models: dict[str, Model], folder: Path
+    rank: int,
+    base: Layout,
+    layouts: dict[str, dict[str, Layout]],
+    models: dict[str, Model],
+    folder: Path,
 ) -> None:
-    """A process: a run under one layout, and three more steps under each of some others."""
+    """A process: a run under one layout, and three more steps under each of a model's layouts."""
     for name, model in models.items():
         trained(base, model, folder / name)
-        for other, layout in layouts.items():
+        for other, layout in layouts[name].items():
             resumed(executor_of(layout, model), folder / name, other)

@@ -35,7 +35,7 @@ class Case:
     pp: int = 2
     tp: int = 1
     chunks: int = 1
-    microbatches: int = 8
+    microbatches: int = 4
     layers: int = 4
     hidden: int = 32
     length: int = 16

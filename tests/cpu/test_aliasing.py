@@ -23,6 +23,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import forward_only, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cases import pairs
 from tests.cpu.chained import (
     BOUNDARY,
     MICROBATCHES,
@@ -252,13 +253,13 @@ class Writes(Layer):
         return super().forward(functional.dropout(x.add_(1), 0.5, True, inplace=True))
 
 
-@pytest.mark.parametrize("says_so", [False, True])
 @pytest.mark.parametrize(
-    "what",
-    ["input", "view of input", "expanded", "transposed", "weight", "view of weight", "saved"],
-)
-@pytest.mark.parametrize(
-    "name", ["1f1b, fewest slots", "zb_h1", "two stages per rank", *ON_ONE_RANK]
+    ("name", "what", "says_so"),
+    pairs(
+        ["1f1b, fewest slots", "zb_h1", "two stages per rank", *ON_ONE_RANK],
+        ["input", "view of input", "expanded", "transposed", "weight", "view of weight", "saved"],
+        [False, True],
+    ),
 )
 def test_a_stage_that_changes_what_another_has(name: str, what: str, says_so: bool) -> None:
     """A copy is changed, or the stage is refused; nothing else changes in any case."""

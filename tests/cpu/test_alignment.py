@@ -22,6 +22,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import interleaved, interleaved_zb
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cases import pairs
 from tests.cpu.spawn import run
 
 ROWS, WIDTH, EXTRA = 3, 5, 7  # odd, so that a tensor packed after another one is not aligned
@@ -101,9 +102,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize(
+    ("schedule", "option", "seed"), pairs([interleaved, interleaved_zb], [*OPTIONS], [None, 0])
+)
 def test_in_process(schedule: Any, option: str, seed: int | None) -> None:
     program = schedir.compile(schedule, PipelineShape(2, 4, 2), **OPTIONS[option])
     assert not misplaced(program, seed=seed)

@@ -42,6 +42,10 @@ MODELS = {
     "float32": Model(optimizer=ADAM),
     "bfloat16, dropped, clipped": Model(half=True, dropout=0.1, clip=True, optimizer=ADAM),
 }
+# The second model has a main copy of its weights, random numbers and a norm, with these layouts.
+HALF = ("zero 1", "zero 3", "split backwards", "two holders", "slices and replicas", "one rank")
+CASES = [(name, model) for model in MODELS for name in ALIKE | OTHERS
+         if model == "float32" or name in HALF]  # fmt: skip
 
 
 whole = cache(read_whole)
@@ -51,11 +55,11 @@ whole = cache(read_whole)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of a run of six steps, and of three more under every layout, of every model."""
     folder, every = tmp_path_factory.mktemp("checkpoints"), ALIKE | OTHERS
-    several = {name: one for name, one in every.items() if one.processes == BASE.processes}
-    run(all_of, BASE.processes, BASE, several, MODELS, folder)
-    for model in MODELS:
-        for name in every.keys() - several:
-            resumed(in_process(every[name], MODELS[model]), folder / model, name)
+    several = [case for case in CASES if every[case[0]].processes == BASE.processes]
+    layouts = {model: {n: every[n] for n, m in several if m == model} for model in MODELS}
+    run(all_of, BASE.processes, BASE, layouts, MODELS, folder)
+    for name, model in [case for case in CASES if case not in several]:
+        resumed(in_process(every[name], MODELS[model]), folder / model, name)
     return folder
 
 
@@ -68,22 +72,19 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", ALIKE | OTHERS)
+@pytest.mark.parametrize(("name", "model"), CASES)
 def test_any_layout_reads_what_was_written(name: str, model: str, folder: Path) -> None:
     assert not differing(whole(folder / model, 3), whole(folder / model / name, 3))
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[0] in ALIKE])
 def test_layouts_that_sum_alike_go_on_with_the_bits_of_one_run(
     name: str, model: str, folder: Path
 ) -> None:
     assert not differing(whole(folder / model, 6), whole(folder / model / name, 6))
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[0] in OTHERS])
 def test_any_layout_goes_on(name: str, model: str, folder: Path) -> None:
     """But for slices that drop out each its own of their heads, and so another in each layout."""
     found = differing(whole(folder / model, 6), whole(folder / model / name, 6))

@@ -1,4 +1,4 @@
-"""Steps on the host under the next update: the bits of the same delay on the device."""
+"""The CPU optimizer with weight delay: it steps while the next update is computed."""
 
 from __future__ import annotations
 
@@ -82,12 +82,6 @@ def world_of(
     )
 
 
-def poisoned(world: InProcessExecutor) -> InProcessExecutor:
-    """While the host steps a stage, who reads its module's own weights finds NaN."""
-    poison_weights(world)
-    return world
-
-
 @settings(max_examples=25)
 @given(st.sampled_from(CASES), st.sampled_from([adam, momentum]), st.integers(0, 2**32 - 1))
 def test_a_microbatch_uses_its_version_whatever_takes_how_long(
@@ -96,7 +90,8 @@ def test_a_microbatch_uses_its_version_whatever_takes_how_long(
     """In random legal orders, with a plain loop over kept versions."""
     schedule, shape = case
     right = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer)
-    world = poisoned(world_of(schedule, shape, "cpu_step", optimizer))
+    world = world_of(schedule, shape, "cpu_step", optimizer)
+    poison_weights(world)
     slow = [lane for k, lane in enumerate((Lane.HOST, Lane.D2H, Lane.H2D)) if seed >> k & 1]
     event(f"slow: {len(slow)} lanes")
     for k, rank in enumerate(world.executors):
@@ -120,14 +115,7 @@ def _late(step: Any, *what: Any) -> None:
     [
         (1, "bfloat16", {"clip_grad_norm": True, "tied_weights": True}),
         (1, "AdamW", {"clip_grad_norm": True, "frozen_stages": 1, "checkpoint_snapshots": True}),
-        (0, "NAdam", {"tied_weights": True, "offload": "all"}),
         (4, "Adam, groups", {"clip_grad_norm": True, "recompute": "all"}),
-        (
-            6,
-            "AdamW, fused",
-            {"clip_grad_norm": True, "offload": "all", "buffer_sharing": "minimal"},
-        ),
-        (7, "bfloat16", {"clip_grad_norm": True}),
     ],
 )
 def test_the_bits_are_those_of_steps_on_the_device(case: int, make: str, how: Any) -> None:
@@ -139,7 +127,7 @@ def test_the_bits_are_those_of_steps_on_the_device(case: int, make: str, how: An
             schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
         )
         world = made(program, MAKES[make], half=half)
-        world = poisoned(world) if states == "cpu_step" else world
+        poison_weights(world)
         found.append(
             [*stepped(world, 0, 1, 2), *left(world), *(r.grad_norm for r in world.executors)]
         )

@@ -21,6 +21,7 @@ from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.schedules import one_f_one_b, pipedream_2bw
+from tests.cases import pairs
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
 
 
@@ -145,22 +146,22 @@ SPOILS = [
 ]
 
 
-@pytest.mark.parametrize("spoil", SPOILS, ids=str)
-@pytest.mark.parametrize("schedule", [one_f_one_b, zb])
+OPTIMIZERS: list[tuple[Any, torch.dtype]] = [
+    (adamw(), torch.float32),
+    (adamw(fused=True), torch.float32),
+    (sgd(), torch.float32),
+    (sgd(fused=True), torch.float32),
+    (Stranger, torch.float32),
+    (Averaged, torch.float32),
+    (Around, torch.float32),
+    (hooked, torch.float32),
+    (adamw(), torch.bfloat16),
+    (adamw(fused=True), torch.bfloat16),
+]
+
+
 @pytest.mark.parametrize(
-    ("make", "dtype"),
-    [
-        (adamw(), torch.float32),
-        (adamw(fused=True), torch.float32),
-        (sgd(), torch.float32),
-        (sgd(fused=True), torch.float32),
-        (Stranger, torch.float32),
-        (Averaged, torch.float32),
-        (Around, torch.float32),
-        (hooked, torch.float32),
-        (adamw(), torch.bfloat16),
-        (adamw(fused=True), torch.bfloat16),
-    ],
+    ("make", "dtype", "schedule", "spoil"), pairs(OPTIMIZERS, [one_f_one_b, zb], SPOILS)
 )
 def test_what_is_not_finite_is_as_if_it_had_not_been(
     make: Any, dtype: torch.dtype, schedule: Any, spoil: dict[str, Any]

@@ -1,7 +1,6 @@
 """Hugging Face's GPT-2, cut by hand: the example on processes, and beside the whole model."""
 
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ from schedir import PipelineShape
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
-from tests.cpu.training import ROOT, finish, script, start
+from tests.cpu.training import ROOT, launched, script
 
 pytest.importorskip("transformers")
 EXAMPLE = ROOT / "examples/gpt2.py"
 
 
 def test_four_processes_print_what_one_does(tmp_path: Path) -> None:
-    code, alone, err = finish(start([sys.executable, str(EXAMPLE)]))
+    code, alone, err = launched([str(EXAMPLE)], tmp_path / "alone")
     assert code == 0, err
     assert alone == script(EXAMPLE, 4, tmp_path / "four")
     losses = [float(line.split()[-1]) for line in alone.splitlines()]

@@ -16,6 +16,7 @@ from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import chimera, interleaved, one_f_one_b
 from schedir.transports.in_process import cuda_streams
+from tests.cases import pairs
 from tests.cpu.happens_before import Races
 from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits, zb
 from tests.cpu.virtual_gpu import install
@@ -61,9 +62,10 @@ def run(
     return gradients(stages)
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
-@pytest.mark.parametrize(("schedule", "shape"), PLANS)
+@pytest.mark.parametrize(
+    ("schedule", "shape", "buffer_sharing", "static"),
+    pairs(PLANS, [None, "minimal"], [False, True]),
+)
 def test_nothing_races(
     schedule: Any,
     shape: PipelineShape,

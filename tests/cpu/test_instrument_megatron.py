@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 import schedir
 from schedir import PipelineShape, schedules
 from schedir.errors import DeadlockError
+from schedir.transports.local_processes import run_processes
 from tests.cpu.megatrons import WIDTH, chunks_of, on_cpu
 from tests.cpu.ranges import ELSEWHERE, computes, imported, profiled
-from tests.cpu.spawn import run_fresh
 from tests.museum.cases import cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -91,8 +92,9 @@ def in_megatron(rank: int, folder: str) -> dict[str, list[str]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
     """The folder of the traces, and the ranges of each rank."""
     folder = tmp_path_factory.mktemp("traces")
-    # Megatron keeps its process groups in its modules, where a later test would find them.
-    return folder, run_fresh(in_megatron, RANKS, str(folder))
+    # Forks of this process have Megatron loaded. It keeps its process groups in its modules.
+    forks = get_context("fork")
+    return folder, run_processes(in_megatron, RANKS, str(folder), context=forks, timeout=240)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import cache, partial
+from multiprocessing import get_context
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from schedir import B, F, compile
 from schedir.errors import SchedirError, UsageError
-from tests.cpu import spawn
+from schedir.transports.local_processes import run_processes
 from tests.cpu.megatron_gpt import (
     Case,
     Comparison,
@@ -28,6 +29,9 @@ from tests.cpu.megatron_gpt import (
 )
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+# Forks of this process have Megatron loaded, which takes a second in each new process.
+run_forks = partial(run_processes, context=get_context("fork"), timeout=240)
 
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -85,8 +89,8 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
         "evaluation": ("zb_h1", Case(forward_only=True)),
     },
     4: {
-        "pp4": ("zb_h1", Case(pp=4)),
-        "pp4-zb_v": ("zb_v", replace(VEE, pp=4, layers=8)),
+        "pp4": ("zb_h1", Case(pp=4, microbatches=8)),
+        "pp4-zb_v": ("zb_v", replace(VEE, pp=4, layers=8, microbatches=8)),
         "dp2": ("zb_h1", Case(ddp={"overlap_grad_reduce": True})),
         "dp2-aligned": ("zb_h1", Case(ddp={"overlap_grad_reduce": True}, aligned=True)),
         "dp2-sharded": ("interleaved_zb", Case(chunks=2, ddp=DISTRIBUTED)),
@@ -100,7 +104,7 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
 def run_all(processes: int) -> dict[str, list[Comparison]]:
     """The runs with this number of processes: starting processes takes longer than the runs."""
     runs = RUNS[processes]
-    per_process = spawn.run(compare_all, processes, [*runs.values()])
+    per_process = run_forks(compare_all, processes, [*runs.values()])
     return dict(zip(runs, map(list, zip(*per_process, strict=True)), strict=True))
 
 
@@ -145,8 +149,8 @@ def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[Sc
 WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
     "loop": ("zb_v", LOOP, {}, "is stage 2 of zb_v, so post_process must be False, but it is True"),
     "chunks": ("one_f_one_b", LOOP, {}, "does not run the 2 model chunks"),
-    "microbatches": (compile("gpipe", ranks=2, microbatches=4), Case(), {}, "4 microbatches"),
-    "dp": (compile("gpipe", ranks=2, microbatches=8, dp=2), Case(), {}, "dp 2"),
+    "microbatches": (compile("gpipe", ranks=2, microbatches=8), Case(), {}, "8 microbatches"),
+    "dp": (compile("gpipe", ranks=2, microbatches=4, dp=2), Case(), {}, "dp 2"),
     "replicas": ("dualpipe", LOOP, {}, "several ranks"),
     "tied": ("zb_v", replace(VEE, tied=True), {}, "share_embeddings_and_output_weights"),
     "order": (forwards_in_descending_order, Case(), {}, "ascending order"),
@@ -158,7 +162,7 @@ WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
 
 def test_refused_on_all_ranks_before_the_first_message() -> None:
     runs = [run[:3] for run in WRONG.values()]
-    for name, *errors in zip(WRONG, *spawn.run(fail_all, 2, runs), strict=True):
+    for name, *errors in zip(WRONG, *run_forks(fail_all, 2, runs), strict=True):
         assert str(errors[0]) == str(errors[1]), name
         assert WRONG[name][3] in str(errors[0]), (name, str(errors[0]))
 
@@ -176,7 +180,7 @@ def run_probes() -> dict[str, list[Any]]:
         step_after_a_failing_one,
         find_wrong_checkpoint_keys,
     ]
-    per_process = spawn.run(run_each, 2, probes)
+    per_process = run_forks(run_each, 2, probes)
     names = [probe.__name__ for probe in probes]
     return dict(zip(names, map(list, zip(*per_process, strict=True)), strict=True))
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from examples import bert
-from tests.cpu.training import ROOT, finish, script, start
+from tests.cpu.training import ROOT, launched, script
 
 
 @pytest.mark.parametrize("name", ["bert", "encoder_decoder"])
 def test_four_processes_print_what_one_does(name: str, tmp_path: Path) -> None:
-    code, alone, err = finish(start([sys.executable, "-m", f"examples.{name}"]))
+    code, alone, err = launched(["-m", f"examples.{name}"], tmp_path / "alone")
     assert code == 0, err
     assert alone == script(f"examples.{name}", 4, tmp_path / "four")
     losses = [float(line.split()[-1]) for line in alone.splitlines()]

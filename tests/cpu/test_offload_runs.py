@@ -1,25 +1,17 @@
-"""Offload runs: the bits of what stays, wherever it is meanwhile."""
+"""Activation offload: views of one storage, several programs, and processes."""
 
 from __future__ import annotations
 
-import random
-from copy import deepcopy
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from schedir.compiler.compile import compile, lower
-from schedir.ir.isa.instructions import Opcode
+from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.memory.buffer_sharing import share_slots
-from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions
@@ -28,32 +20,22 @@ from schedir.runtime.offload.activation_offloader import OffloadMoves
 from schedir.schedules import (
     forward_only,
     gpipe,
-    interleaved,
     one_f_one_b,
-    pipedream_2bw,
     zb_h1,
 )
-from schedir.testing import compute_programs
 from schedir.transports.gloo import GlooTransport
 from schedir.verify.check import check
-from tests.cases import cases
-from tests.cpu import many_tensors
 from tests.cpu.moved import moved
 from tests.cpu.spawn import run
 from tests.cpu.test_recompute_runs import (
     BOUNDARY,
     WIDTH,
-    InPlace,
-    Noisy,
-    as_reference,
     batch,
     equal,
     noisy,
     squares,
     state,
 )
-from tests.cpu.test_zoo_runs import ZOO
-from tests.laws import least, shape_of
 
 torch.set_num_threads(1)
 
@@ -62,41 +44,6 @@ def checked(program: Program, slots: str | None = None) -> Program:
     if slots:
         program = share_slots(program, "minimal")
     return check(program, "per_edge")
-
-
-_USUAL = [("dualpipe_v", None), ("zb_h1", "minimal"), ("looped_bfs", "minimal"), ("dualpipe", None)]
-_EACH = [(name, slots) for name in ZOO for slots in (None, "minimal")]
-
-
-@pytest.mark.parametrize(
-    ("name", "slots"), cases(_USUAL, [one for one in _EACH if one not in _USUAL])
-)
-def test_of_the_zoo(name: str, slots: Any) -> None:
-    shape = shape_of(ZOO[name], 2, max(4, least(ZOO[name], 2)))
-    one = shape.placement_rows == 1
-    layer = Noisy if one else (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)))
-    for seed, recompute in enumerate([None, "all"]):
-        program = compile(ZOO[name], shape, progress_model="per_edge", recompute=recompute)
-        program = checked(moved(program, seed), slots)
-        assert {Opcode.Offload, Opcode.Reload} <= program.used_opcodes
-        as_reference(program, noisy(shape.stages, layer))
-
-
-@settings(max_examples=20)
-@given(compute_programs(ranks=3, microbatches=4), st.integers(0, 10**6))
-def test_of_any_draft(draft: Program, seed: int) -> None:
-    """With and without recomputation, slots that are shared, and a disk."""
-    rng = random.Random(seed)
-    program = lower(draft, recompute=lambda s, m: rng.random() < 0.4, recompute_at="late")
-    program = moved(program, seed, share=0.7, spilled=0.4)
-    program = checked(program, rng.choice([None, "minimal"]))
-    with TemporaryDirectory() as folder:
-        as_reference(
-            program,
-            noisy(program.shape.stages, _dropped),
-            steps=1,
-            execution=ExecutionOptions(spill_dir=folder),
-        )
 
 
 def _dropped() -> nn.Module:
@@ -125,77 +72,6 @@ def compared(
         found.append([*totals, *state(stages)])
     assert equal(*found)
     return world
-
-
-def test_of_several_updates(tmp_path: Path) -> None:
-    shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
-    compared(
-        compile(pipedream_2bw, shape, progress_model="per_edge"),
-        lambda: noisy(2, _dropped),
-        folder=tmp_path,
-    )
-
-
-def test_of_skips_and_of_several_tensors() -> None:
-    class Gives(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            y = super().forward(x)
-            return y, torch.sigmoid(y)
-
-    class Takes(nn.Linear):
-        def forward(self, x: Tensor, skip: Tensor | None = None) -> Any:
-            return torch.relu(super().forward(x if skip is None else x * skip))
-
-    def make() -> list[nn.Module]:
-        return [Gives(WIDTH, WIDTH), Takes(WIDTH, WIDTH), Takes(WIDTH, WIDTH)]
-
-    compared(compile(gpipe, PipelineShape(3, 4), skips=[(0, 2)]), make)
-    compared(compile(interleaved, PipelineShape(1, 4, 3), skips=[(0, 2)]), make)  # on one rank
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_of_many_tensors_and_keywords(seed: int) -> None:
-    shape = PipelineShape(2, 4, 2) if seed else PipelineShape(3, 4)
-    stages, boundaries = many_tensors.drawn(shape.stages, seed)
-    inputs, targets, keywords = many_tensors.batch(4)
-    plain, found = deepcopy(stages), []
-    program = compile(interleaved if seed else gpipe, shape, progress_model="per_edge")
-    for each, own in ((program, plain), (checked(moved(program, seed), "minimal"), stages)):
-        world = InProcessExecutor(each, own, loss=many_tensors.loss, boundary=boundaries)
-        total = world.step(inputs, targets, keywords=keywords, order_seed=seed)
-        found.append((total, many_tensors.gradients(own)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert many_tensors.same_bits(found[0][1], found[1][1])
-
-
-def test_of_stages_that_share_a_weight() -> None:
-    def make() -> list[nn.Module]:
-        stages = noisy(3)
-        stages[2].layer.weight = stages[0].layer.weight  # type: ignore[union-attr]
-        return stages
-
-    compared(compile(one_f_one_b, PipelineShape(3, 4), tied_weights=((0, 2),)), make)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "shape"), [(gpipe, PipelineShape(2, 4)), (interleaved, PipelineShape(1, 4, 2))]
-)
-def test_of_stages_that_write_to_their_input(schedule: Any, shape: PipelineShape) -> None:
-    compared(compile(schedule, shape), lambda: noisy(2, InPlace))
-
-
-def test_of_frozen_stages_and_of_half_precision() -> None:
-    boundary = Boundary((2, WIDTH), torch.bfloat16)
-
-    def make() -> list[nn.Module]:
-        stages = [stage.bfloat16() for stage in noisy(3)]
-        stages[0].requires_grad_(False)
-        return stages
-
-    data = [tuple(x.bfloat16() for x in batch(4, k)) for k in range(2)]
-    compared(
-        compile(one_f_one_b, PipelineShape(3, 4), frozen_stages=1), make, data, boundary=boundary
-    )
 
 
 def test_of_views_that_share_memory() -> None:

@@ -12,10 +12,12 @@ import torch
 import schedir
 from benchmarks.zero import Case, differing, train
 from schedir import PipelineShape
+from schedir.checkpoints import Saver, load, save
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import forward_only, gpipe, interleaved, looped_bfs
+from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.spawn import run
 from tests.cpu.stated import ADAMW, MAKES, SHAPES, equal, left, made, poison_weights, stepped
 from tests.cpu.tiny_stages import batch
@@ -162,3 +164,58 @@ def test_programs_beside_each_other(placement: str, tmp_path: Path) -> None:
             losses.append(world.evaluate(x[:2], y[:2], program=looks))
         found.append((losses, left(world)))
     assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
+
+
+MODEL = Model(dropout=0.1, clip=True)
+
+
+def _make_layout(placement: str, folder: Path, model: Model = MODEL, **options: Any) -> Any:
+    layout = Layout(
+        interleaved, PipelineShape(2, 4, 2), options={"optimizer_placement": placement, **options}
+    )
+    return in_process(layout, model, execution=ExecutionOptions(spill_dir=folder))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "half"),
+    [
+        ("host", "device", True),
+        ("device", "host", False),
+        ("disk", "device", True),
+        ("device", "disk", False),
+        ("cpu_step", "device", True),
+        ("host", "cpu_step", False),
+    ],
+)
+def test_a_checkpoint_is_read_with_another_placement(
+    first: str, then: str, half: bool, tmp_path: Path
+) -> None:
+    model = MODEL._replace(half=half)
+    one, other, unbroken = (
+        _make_layout(placement, tmp_path, model) for placement in (first, then, "device")
+    )
+    steps(one, 0, 2)
+    save(one, tmp_path / "saved", step=2, name_map=same)
+    load(other, tmp_path / "saved", name_map=same)
+    steps(other, 2, 4)
+    steps(unbroken, 0, 4)
+    assert equal(left(other), left(unbroken))
+
+
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_a_snapshot_has_the_state_of_its_step(placement: str, tmp_path: Path) -> None:
+    world = _make_layout(placement, tmp_path, checkpoint_snapshots=True)
+    saver = Saver(world, tmp_path / "snapshot", name_map=same)
+    steps(world, 0, 2)
+    save(world, tmp_path / "saved", step=2, name_map=same)
+    saver.schedule_save(2)
+    steps(world, 2, 3)
+    saver.write()
+    steps(world, 3, 4)
+    saver.wait()
+    found = []
+    for folder in ("snapshot", "saved"):
+        other = _make_layout(placement, tmp_path)
+        load(other, tmp_path / folder, name_map=same)
+        found.append(left(other))
+    assert equal(*found)

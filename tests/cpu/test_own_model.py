@@ -1,7 +1,5 @@
 """The page about training your own model: its files run, and its commands print what it shows."""
 
-import os
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -11,8 +9,8 @@ import torch
 
 from schedir.checkpoints import load
 from schedir.runtime import GradientOptions, InProcessExecutor
-from tests.cpu.training import script
-from tests.tutorial import OWN_MODEL, ROOT, numbers_apart, steps
+from tests.cpu.training import Run, script
+from tests.tutorial import OWN_MODEL, numbers_apart, steps
 
 PAGE = list(steps(OWN_MODEL.read_text()))
 
@@ -25,14 +23,10 @@ def run(folder: Path, *argv: str) -> str:
             folder / script_path, int(argv[2]), folder / f"run {script_argv}", *script_argv
         )
     assert argv[0] == "python"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        (sys.executable, *argv[1:]), cwd=folder, env=environment,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Warning: " not in done.stderr
-    return done.stdout
+    words = [str(folder / argv[1]), *argv[2:]]
+    code, out, err = Run(words, folder / "alone", cwd=str(folder)).finish()
+    assert code == 0 and "Warning: " not in err, err
+    return out
 
 
 def test_own_model(

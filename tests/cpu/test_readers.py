@@ -2,14 +2,13 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from schedir.__main__ import main
+from tests.cpu.training import Run
 from tests.pure.test_page_examples import commands
 from tests.tutorial import READERS, ROOT, steps
 
@@ -37,10 +36,9 @@ TRAINS = [
 @pytest.mark.parametrize(("text", "prints"), [train[1:] for train in TRAINS])
 def test_a_run_says_what_the_page_shows(text: str, prints: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    argv = [sys.executable, "-m", *shlex.split(text)]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    _, out, err = Run(shlex.split(text)[1:], tmp_path / "run", cwd=str(tmp_path)).finish()
     shown = ".*".join(map(re.escape, prints.split("...\n")))
-    assert re.fullmatch(shown, done.stdout, flags=re.S), (done.stdout, done.stderr)
+    assert re.fullmatch(shown, out, flags=re.S), (out, err)
 
 
 def test_save_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

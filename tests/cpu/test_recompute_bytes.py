@@ -24,6 +24,7 @@ from schedir.schedules import (
     zb_h1,
     zb_v,
 )
+from tests.cases import pairs
 from tests.cpu import test_recompute_runs as runs
 from tests.cpu.test_recompute_runs import WIDTH, noisy, squares
 from tests.cpu.test_recompute_written import Means
@@ -45,9 +46,10 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("model", ["gpt", "normed"])
-@pytest.mark.parametrize("which", ["all", "late", "some"])
-@pytest.mark.parametrize(("schedule", "shape"), SHAPES)
+@pytest.mark.parametrize(
+    ("schedule", "shape", "which", "model"),
+    pairs(SHAPES, ["all", "late", "some"], ["gpt", "normed"]),
+)
 def test_what_lives_is_what_was_predicted(
     schedule: Any, shape: PipelineShape, which: str, model: str
 ) -> None:

@@ -1,8 +1,7 @@
-"""Recomputation runs: the bits of what is kept, whatever a stage draws, writes to or is given."""
+"""Activation recomputation: autocast, generators, hooks, and refusals."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -10,18 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from schedir.compiler.compile import compile, lower
+from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError, UsageError
-from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
-from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.in_process import InProcessExecutor
@@ -32,15 +27,9 @@ from schedir.schedules import (
     one_f_one_b,
     zb_h1,
 )
-from schedir.testing import compute_programs
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
-from tests.cpu import many_tensors
 from tests.cpu.spawn import run
-from tests.cpu.test_per_microbatch import Last, Packed
-from tests.cpu.test_zoo_runs import ZOO
-from tests.laws import least, shape_of
-from tests.strategies import with_slots
 
 torch.set_num_threads(1)
 WIDTH = 6
@@ -107,151 +96,7 @@ def as_reference(
     return world
 
 
-# ---------------------------------------------------------------- the same bits
-
-
-@pytest.mark.parametrize("slots", [None, "minimal"])
-@pytest.mark.parametrize("name", ZOO)
-def test_of_the_zoo(name: str, slots: Any) -> None:
-    """Dropout and buffers included, in legal orders that a seed picks; of one holder each."""
-    shape = shape_of(ZOO[name], 2, max(4, least(ZOO[name], 2)))
-    program = compile(
-        ZOO[name], shape, progress_model="per_edge", buffer_sharing=slots, recompute="all"
-    )
-    one = shape.placement_rows == 1
-    layer = Noisy if one else (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)))
-    in_order = all(
-        [i.mb for i in s if i.stage == stage and i.op == 0]
-        == sorted(i.mb for i in s if i.stage == stage and i.op == 0)
-        for s in program.streams
-        for stage in range(shape.stages)
-    )
-    assert in_order
-    as_reference(program, noisy(shape.stages, layer))
-
-
-@settings(max_examples=25)
-@given(compute_programs(ranks=3, microbatches=4), st.integers(0, 10**6), st.booleans())
-def test_of_any_draft(draft: Program, seed: int, slots: bool) -> None:
-    rng = random.Random(seed)
-    program = lower(draft, recompute=lambda s, m: rng.random() < 0.6, recompute_at="late")
-    if slots:
-        program = with_slots(program, rng)
-
-    def layer() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25))
-
-    as_reference(program, noisy(program.shape.stages, layer), steps=1)
-
-
-@pytest.mark.parametrize("updates", [2, 4])
-def test_of_several_updates(updates: int) -> None:
-    """R uses the version of the weights that its microbatch uses."""
-
-    def layer() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25))
-
-    from schedir.schedules import pipedream_2bw
-
-    shape = PipelineShape(2, 8, optimizer_steps=updates, weight_delay=1)
-    program = compile(pipedream_2bw, shape, recompute="all", progress_model="per_edge")
-    assert RECOMPUTE in program.used_opcodes
-    plain = compile(pipedream_2bw, shape, progress_model="per_edge")
-    found = []
-    for each in (program, plain):
-        stages = noisy(2, layer)
-        world = InProcessExecutor(
-            each, stages, loss=squares, boundary=BOUNDARY,
-            optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
-        )  # fmt: skip
-        total = world.step(*batch(8), order_seed=3)
-        found.append([total, *(p.detach().clone() for s in stages for p in s.parameters())])
-    assert equal(*found)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_of_many_tensors_and_keywords(seed: int) -> None:
-    shape = PipelineShape(2, 4, 2)
-    schedule = interleaved if seed % 2 else gpipe
-    shape = shape if seed % 2 else PipelineShape(3, 4)
-    stages, boundaries = many_tensors.drawn(shape.stages, seed)
-    inputs, targets, keywords = many_tensors.batch(4)
-    plain, found = deepcopy(stages), []
-    for recompute, own in ((None, plain), ("all", stages)):
-        program = compile(
-            schedule,
-            shape,
-            recompute=recompute,
-            progress_model="per_edge",
-            buffer_sharing="minimal",
-        )
-        assert (RECOMPUTE in program.used_opcodes) == (recompute is not None)
-        world = InProcessExecutor(program, own, loss=many_tensors.loss, boundary=boundaries)
-        total = world.step(inputs, targets, keywords=keywords, order_seed=seed)
-        found.append((total, many_tensors.gradients(own)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert many_tensors.same_bits(found[0][1], found[1][1])
-
-
-def test_where_microbatches_differ() -> None:
-    lengths = (3, 1, 4, 2)
-    boundary = PerMicrobatchBoundary(
-        [(Boundary((n, 4)), Boundary((2,), torch.int64)) for n in lengths]
-    )
-    x = [(torch.randn(n, 4), torch.tensor([0, n - 1])) for n in lengths]
-    y, found = [torch.randn(n, 4) for n in lengths], []
-    for recompute in (None, "all"):
-        program = compile(
-            one_f_one_b, PipelineShape(3, 4), recompute=recompute, buffer_sharing="minimal"
-        )
-        stages = [Packed(0), Packed(1), Last(2)]
-        world = InProcessExecutor(program, stages, loss=squares, boundary=boundary)
-        total = world.step(x, y)
-        found.append([total, *state(stages)])
-    assert equal(*found)
-
-
-def test_of_skips() -> None:
-    class Two(nn.Linear):
-        def forward(self, x: Tensor, skip: Tensor | None = None) -> Any:
-            y = super().forward(x if skip is None else x + skip)
-            return y
-
-    class Gives(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            y = super().forward(x)
-            return y, 2 * y
-
-    found = []
-    for recompute in (None, "all"):
-        torch.manual_seed(0)
-        stages = [Gives(WIDTH, WIDTH), Two(WIDTH, WIDTH), Two(WIDTH, WIDTH)]
-        program = compile(
-            gpipe,
-            PipelineShape(3, 4),
-            skips=[(0, 2)],
-            recompute=recompute,
-            buffer_sharing="minimal",
-        )
-        x, y = batch(4)
-        world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
-        total = world.step(x.requires_grad_(False), y, order_seed=1)
-        found.append([total, *state(stages)])
-    assert equal(*found)
-
-
-def test_of_stages_that_share_a_weight() -> None:
-    found = []
-    for recompute in (None, "all"):
-        stages = noisy(3)
-        stages[2].layer.weight = stages[0].layer.weight  # type: ignore[union-attr]
-        program = compile(
-            one_f_one_b, PipelineShape(3, 4), tied_weights=((0, 2),), recompute=recompute
-        )
-        world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
-        total = world.step(*batch(4), order_seed=1)
-        found.append([total, *state(stages)])
-    assert equal(*found)
+# ---------------------------------------------------------------- same bits
 
 
 def test_under_autocast() -> None:
@@ -295,28 +140,6 @@ def test_between_processes_that_nobody_seeds(shared: bool) -> None:
 
 
 # ---------------------------------------------------------------- what a stage does besides
-
-
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.act, self.layer = nn.ELU(inplace=True), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(self.act(x))
-        return y
-
-
-@pytest.mark.parametrize("slots", [None, "minimal"])
-@pytest.mark.parametrize(
-    ("schedule", "shape"), [(gpipe, PipelineShape(2, 4)), (interleaved, PipelineShape(1, 4, 3))]
-)
-def test_inputs_are_as_they_were(schedule: Any, shape: PipelineShape, slots: Any) -> None:
-    """Also where a stage writes to them."""
-    as_reference(
-        compile(schedule, shape, recompute="all", buffer_sharing=slots),
-        noisy(shape.stages, InPlace),
-    )
 
 
 class Own(nn.Module):

@@ -22,7 +22,6 @@ from schedir.runtime.autograd import split_backward
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
-from schedir.schedules import zb_h1
 from schedir.schedules.schedule_algebra import F, I, W
 from tests.cpu.tiny_layers import Conv1D, N, Square
 from tests.cpu.tiny_stages import gradients, same_bits, zb
@@ -237,22 +236,6 @@ def test_a_split_that_does_not_happen_is_refused() -> None:
                       boundary=Boundary((3, N)))  # fmt: skip
     with pytest.raises(ExecutionError, match="has splittable layers"):
         ranks.step(torch.randn(4, 3, N), torch.randn(4, 3, N))
-
-
-def test_same_bits_of_a_schedule() -> None:
-    """Whole stages of known layers, in a zero-bubble schedule, as in a plain loop."""
-    torch.manual_seed(0)
-    plain = [
-        nn.Sequential(Conv1D(N, N), nn.LayerNorm(N), nn.GELU(), Conv1D(N, N)) for _ in range(3)
-    ]
-    late = [make_backward_splittable(copy.deepcopy(stage), nn.LayerNorm) for stage in plain]
-    x = torch.randn(6, 3, N)
-    run_sequential(plain, x, x, loss=mse_loss)
-    ranks = InProcessExecutor(
-        compile(zb_h1, PipelineShape(3, 6)), late, loss=mse_loss, boundary=Boundary((3, N))
-    )
-    ranks.step(x, x)
-    assert same_bits(gradients(plain), gradients(late))
 
 
 def test_the_page_runs() -> None:

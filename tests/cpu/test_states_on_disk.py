@@ -17,7 +17,6 @@ from torch import Tensor
 import schedir
 from schedir import PipelineShape, Program
 from schedir.analysis.memory.footprint import compute_footprints
-from schedir.checkpoints import Saver, load, save
 from schedir.errors import ExecutionError, ModelError
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
@@ -26,8 +25,7 @@ from schedir.runtime.executor_options import ExecutionOptions
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
-from schedir.schedules import interleaved, looped_bfs
-from tests.cpu.layouts import Layout, Model, in_process, same, steps
+from schedir.schedules import looped_bfs
 from tests.cpu.stated import (
     ADAMW,
     both,
@@ -142,52 +140,6 @@ def test_what_nobody_has_any_more_leaves_room_in_the_file(tmp_path: Path) -> Non
         stepped(world, 1 + k)
         lengths.append(states.spill_file.length)
     assert len({*lengths}) == 1 and all(map(states.is_on_host, states.list_state_tensors(0)))
-
-
-# ---------------------------------------------------------------- checkpoints
-
-
-MODEL = Model(dropout=0.1, clip=True)
-
-
-@pytest.mark.parametrize(("first", "then"), [("disk", "device"), ("device", "disk")])
-def test_a_checkpoint_has_what_lies_on_the_disk(first: str, then: str, tmp_path: Path) -> None:
-    def world(states: str) -> Any:
-        layout = Layout(
-            interleaved, PipelineShape(2, 4, 2), options={"optimizer_placement": states}
-        )
-        return in_process(layout, MODEL, execution=ExecutionOptions(spill_dir=tmp_path))
-
-    one, other, whole = map(world, (first, then, "device"))
-    steps(one, 0, 2)
-    save(one, tmp_path / "saved", step=2, name_map=same)
-    load(other, tmp_path / "saved", name_map=same)
-    steps(other, 2, 4)
-    steps(whole, 0, 4)
-    assert equal(left(other), left(whole))
-
-
-def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
-    layout = Layout(
-        interleaved,
-        PipelineShape(2, 4, 2),
-        options={"optimizer_placement": "disk", "checkpoint_snapshots": True},
-    )
-    world = in_process(layout, MODEL, execution=ExecutionOptions(spill_dir=tmp_path))
-    saver = Saver(world, tmp_path / "beside", name_map=same)
-    steps(world, 0, 2)
-    save(world, tmp_path / "at once", step=2, name_map=same)
-    saver.schedule_save(2)
-    steps(world, 2, 3)
-    saver.write()
-    steps(world, 3, 4)
-    saver.wait()
-    found = []
-    for saved in ("beside", "at once"):
-        other = in_process(layout, MODEL, execution=ExecutionOptions(spill_dir=tmp_path))
-        load(other, tmp_path / saved, name_map=same)
-        found.append(left(other))
-    assert equal(*found)
 
 
 # ---------------------------------------------------------------- what goes wrong

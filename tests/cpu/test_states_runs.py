@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
 import schedir
 from schedir import PipelineShape
 from schedir.analysis.memory.footprint import compute_footprints
-from schedir.checkpoints import Saver, load, save
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
@@ -23,7 +20,6 @@ from schedir.schedules import (
     interleaved,
     looped_bfs,
 )
-from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.stated import (
     ADAMW,
     equal,
@@ -112,52 +108,6 @@ def _look(rank: Executor, run: Any, here: list[int]) -> None:
     ]
     found += [memory for each in moving for _, _, memory in each.tensors]
     here.append(sum(t.nbytes for t in dict.fromkeys(found)))
-
-
-# ---------------------------------------------------------------- checkpoints
-
-
-MODEL = Model(dropout=0.1, clip=True)
-
-
-def layout(states: str, **more: Any) -> Layout:
-    return Layout(
-        interleaved, PipelineShape(2, 4, 2), options={"optimizer_placement": states, **more}
-    )
-
-
-@pytest.mark.parametrize(
-    ("first", "then", "half"), [("host", "device", True), ("device", "host", False)]
-)
-def test_a_checkpoint_has_what_lies_on_the_host(
-    first: str, then: str, half: bool, tmp_path: Path
-) -> None:
-    model = MODEL._replace(half=half) if hasattr(MODEL, "_replace") else MODEL
-    one, other, whole = (in_process(layout(states), model) for states in (first, then, "device"))
-    steps(one, 0, 2)
-    save(one, tmp_path, step=2, name_map=same)
-    load(other, tmp_path, name_map=same)
-    steps(other, 2, 4)
-    steps(whole, 0, 4)
-    assert equal(left(other), left(whole))
-
-
-def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
-    world = in_process(layout("host", checkpoint_snapshots=True), MODEL)
-    saver = Saver(world, tmp_path / "beside", name_map=same)
-    steps(world, 0, 2)
-    save(world, tmp_path / "at once", step=2, name_map=same)
-    saver.schedule_save(2)
-    steps(world, 2, 3)
-    saver.write()
-    steps(world, 3, 4)
-    saver.wait()
-    found = []
-    for folder in ("beside", "at once"):
-        other = in_process(layout("host"), MODEL)
-        load(other, tmp_path / folder, name_map=same)
-        found.append(left(other))
-    assert equal(*found)
 
 
 def test_state_of_elsewhere_is_moved_before_the_next_step() -> None:

@@ -32,6 +32,7 @@ from schedir.training.processes.watchdog import Watchdog
 from schedir.training.step_loop import StepLoop
 from schedir.training.train import build_program, run
 from schedir.training.trainer import _Trainer
+from tests.cases import pairs
 from tests.cpu import spawn
 
 ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train.log_every=100",
@@ -113,11 +114,15 @@ def both(
             yield outcome(config, tmp_path / str(late), patch, late, *sets)
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16"])
-@pytest.mark.parametrize("once", [False, True])
+# With a loss scale of 0.5, the gradient of a float16 loss is never too large.
 @pytest.mark.parametrize(
-    ("what", "scale"), [(infinite_loss, 1024.0), (infinite_gradient, 0.5)]
-)  # of 0.5 the gradient of a float16 loss cannot be said to be too large
+    ("what", "scale", "once", "precision"),
+    pairs(
+        [(infinite_loss, 1024.0), (infinite_gradient, 0.5)],
+        [False, True],
+        ["float32", "float16"],
+    ),
+)
 def test_a_run_that_stops_late_is_one_that_stops_at_once(
     config: str,
     tmp_path: Path,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -114,6 +114,11 @@ def reduced(rank: int, schedule: Any, parts_sharded: bool, runtime: str = "torch
     return [p.grad.to_local() for p in found]  # type: ignore[union-attr]
 
 
+@cache
+def _of_full_backwards(parts_sharded: bool) -> list[list[Tensor]]:
+    return run(reduced, 4, full_backwards, parts_sharded)
+
+
 @pytest.mark.parametrize("parts_sharded", [False, True])
 @pytest.mark.parametrize(
     ("schedule", "runtime"),
@@ -126,7 +131,7 @@ def test_halves_add_up_in_the_type_of_the_reduction(
 
     schedir's executor adds products in float32, and does not round them first.
     """
-    want = run(reduced, 4, full_backwards, parts_sharded)
+    want = _of_full_backwards(parts_sharded)
     got = run(reduced, 4, schedule, parts_sharded, runtime)
     assert [[g.dtype for g in own] for own in got] == [[torch.float32] * len(own) for own in got]
     tolerance = 0.01 if runtime == "schedir" else 0.0

@@ -75,6 +75,8 @@ CASES = {
     "one's own, elsewhere": Case(there_and_back, ((0, 6), (2, 4), (1, 7), (3, 5))),
 }
 KINDS = tuple(TIED)
+# GPT-2 takes all schedules, and each other model takes one with split and one with whole backwards.
+NAMES = {"gpt2": tuple(CASES), "llama": ("ZB-V", "1F1B"), "keywords": ("ZB-V", "interleaved")}
 HOWS = ("theirs", *get_args(Runtime))
 ALL: list[tuple[str, Runtime]] = [(kind, how) for kind in KINDS for how in get_args(Runtime)]
 Key = tuple[str, str, str, str]
@@ -84,14 +86,15 @@ def everything(rank: int) -> dict[Key, Left]:
     """What a rank is left with by each case: a step, `eval`, and another step."""
     left: dict[Key, Left] = {}
     for kind, runtime in ALL:
-        for name, case in CASES.items():
-            pipeline = built(rank, kind, runtime, case)
+        for name in NAMES[kind]:
+            pipeline = built(rank, kind, runtime, CASES[name])
             left[kind, runtime, name, "step"] = pipeline.run(by_hand=False)
             if name == "ZB-V":
                 left[kind, runtime, name, "eval"] = pipeline.run("eval")
                 left[kind, runtime, name, "again"] = pipeline.run(by_hand=False)
-        pipeline = built(rank, kind, runtime, CASES["1F1B"], allow_identical_stages=True)
-        left[kind, runtime, "1F1B", "by hand"] = pipeline.run()
+        if kind == "gpt2":
+            pipeline = built(rank, kind, runtime, CASES["1F1B"], allow_identical_stages=True)
+            left[kind, runtime, "1F1B", "by hand"] = pipeline.run()
     return left
 
 
@@ -119,8 +122,9 @@ def left() -> list[dict[Key, Left]]:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("kind", "runtime"), ALL)
+@pytest.mark.parametrize(
+    ("kind", "runtime", "name"), [(*one, name) for one in ALL for name in NAMES[one[0]]]
+)
 def test_gradients_and_losses_of_one_process(
     left: list[dict[Key, Left]], kind: str, runtime: Runtime, name: str
 ) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from schedir.errors import UsageError
 from schedir.io.source_loader import load_source
-from tests.cpu.training import ROOT, TORCHRUN, finish, start
+from tests.cpu.training import ROOT, script
 
 PAGE = (ROOT / "docs" / "how-to" / "run-in-torch.md").read_text()
 
@@ -71,10 +70,7 @@ def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    script = [sys.executable, *TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")]
-    code_, out, err = finish(start(script, cwd=tmp_path))
-    assert code_ == 0, err
-    assert out == refusal + "done\n"
+    assert script(tmp_path / "train.py", 2, tmp_path / "run") == refusal + "done\n"
 
 
 def test_torchs_names_lead_to_ours() -> None:

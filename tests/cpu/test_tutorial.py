@@ -1,10 +1,8 @@
 """The tutorials on training and on traces, which start processes."""
 
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from schedir.__main__ import main
 from tests.cpu.training import Run, script
 from tests.tutorial import READ_A_TRACE, ROOT, TRAIN_A_MODEL, Step, numbers_apart, steps
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 # How near a prediction is to its run, the machine decides.
 NEAR = (
     r"bubble N%, (predicted N%( and N% unexplained)?"
@@ -36,10 +33,7 @@ def test_a_run_may_be_predicted_or_not() -> None:
 
 
 def run(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command of a page in the current folder, and return what it prints.
-
-    Only examples/traced.py starts a new Python.
-    """
+    """Run a command of a page in the current folder, and return what it prints."""
     words = shlex.split(step.text)
     if words[0] == "torchrun":
         assert words[1] == "--nproc-per-node"
@@ -50,14 +44,11 @@ def run(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     if words[0] == "schedir" and words[1] != "train":
         assert main(words[1:]) == 0, step.text
         return capsys.readouterr().out
-    if words[0] == "schedir":
-        code, out, err = Run(words[1:], folder / f"run {words[2:]}", cwd=str(folder)).finish()
-        assert code == 0, (step.text, out, err)
-        return out
-    argv = [sys.executable, *words[1:]]
-    done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, (step.text, done.stdout, done.stderr)
-    return done.stdout
+    argv = [str(ROOT / words[1]), *words[2:]] if words[0] == "python" else words[1:]
+    logs = folder / f"run {words[2:]}".replace("/", " ")
+    code, out, err = Run(argv, logs, cwd=str(folder), COLUMNS="80").finish()
+    assert code == 0, (step.text, out, err)
+    return out
 
 
 def losses(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Stages with several holders: all have the same gradients, and step to the same bits."""
+"""Stage replicas: all have the same gradients, and step to the same bits."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import bitpipe, chimera, dualpipe
-from schedir.testing.strategies import compute_programs, random_compute_program
+from schedir.testing.strategies import random_compute_program
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.test_processes import step_on_gloo
@@ -31,7 +28,6 @@ from tests.cpu.tiny_stages import (
     expected,
     gpt_executor,
     gpt_stages,
-    gradients,
     own_batch,
     same_bits,
 )
@@ -43,43 +39,6 @@ MIRROR = [
     (chimera, PipelineShape(2, 3, placement="mirror")),
     (bitpipe, PipelineShape(4, 6, placement="mirror-vee")),
 ]
-
-
-@pytest.mark.parametrize(("schedule", "shape"), MIRROR)
-def test_in_process(schedule: Any, shape: PipelineShape) -> None:
-    program = compile(schedule, shape, tied_weights=True, progress_model="per_edge", overlap=True)
-    loss, right = expected(shape, program=program)
-    plain_loss, plain = expected(shape)
-    assert torch.equal(loss, plain_loss)
-    for one, other in zip(right, plain, strict=True):
-        assert all(float((one[n] - other[n]).norm() / other[n].norm()) < 1e-6 for n in one)
-    stages = gpt_stages(shape.stages)
-    ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
-    for seed in range(3):
-        assert torch.equal(ranks.step(*batch(shape.microbatches), order_seed=seed), loss)
-        for holders in shape.replica_ranks.tolist():
-            held = [ranks.executors[r].stages[s].module for s, r in enumerate(holders)]
-            assert same_bits(gradients(held), right)
-
-
-@settings(max_examples=15)
-@given(compute_programs(placements=["rows"]), st.integers(0, 2**16), st.booleans())
-def test_any_holders_in_process(draft: Program, seed: int, tied: bool) -> None:
-    """The bits of the reference that adds in the program's order, and nearly those of a loop."""
-    shape = draft.shape
-    program = compile(draft, tied_weights=tied and shape.stages > 1, progress_model="per_edge")
-    loss, right = expected(shape, bool(program.tied_weights), program)
-    _, plain = expected(shape, bool(program.tied_weights))
-    for one, other in zip(right, plain, strict=True):
-        assert all(float((one[n] - other[n]).norm()) <= 1e-6 * float(other[n].norm()) for n in one)
-    stages = gpt_stages(shape.stages, bool(program.tied_weights))
-    ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
-    for one_seed in (None, seed):
-        got = ranks.step(*batch(shape.microbatches), order_seed=one_seed)
-        assert torch.equal(got, loss)
-        for holders in shape.replica_ranks.tolist():
-            held = [ranks.executors[r].stages[s].module for s, r in enumerate(holders)]
-            assert same_bits(gradients(held), right)
 
 
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
-"""Several updates without a flush: the rule of PipeDream-2BW, held to plain loops."""
+"""Several optimizer steps without a flush: the rule of PipeDream-2BW, weight versions, refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -16,13 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
-from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
-from schedir.schedules.schedule_algebra import EMPTY, B, F, I, RankSchedule, W
+from schedir.schedules import pipedream_2bw
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
@@ -70,14 +69,10 @@ def two_buffered(shape: PipelineShape, inputs: Tensor, targets: Tensor) -> list[
 
 
 def stage_by_stage(
-    shape: PipelineShape,
-    inputs: Tensor,
-    targets: Tensor,
-    optimizer: Any,
-    make: Any = make_tiny_stages,
+    shape: PipelineShape, inputs: Tensor, targets: Tensor, optimizer: Any
 ) -> list[Tensor]:
-    """Any delays: each microbatch on a whole model put together from kept versions."""
-    stages = make(shape.stages)
+    """Return the weights of a plain loop, which assembles each model from old versions."""
+    stages = make_tiny_stages(shape.stages)
     steps = [optimizer(list(stage.parameters())) for stage in stages]
     kept = [[deepcopy(stage)] for stage in stages]
     for u in range(shape.optimizer_steps):
@@ -92,11 +87,9 @@ def stage_by_stage(
     return weights(stages)
 
 
-def in_process(
-    schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 0, make: Any = make_tiny_stages
-) -> list[Tensor]:
+def in_process(schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 0) -> list[Tensor]:
     program = compile(schedule, shape, progress_model="per_edge")
-    stages = make(shape.stages)
+    stages = make_tiny_stages(shape.stages)
     own = weights(stages)
     ranks = InProcessExecutor(
         program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=optimizer
@@ -117,57 +110,6 @@ def test_2bw_is_its_rule(shape: PipelineShape) -> None:
     right = two_buffered(shape, *make_batch(shape.microbatches))
     for seed in range(3):
         assert same(in_process(pipedream_2bw, shape, sgd, seed), right)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "shape"),
-    [
-        (pipedream_2bw, PipelineShape(3, 12, optimizer_steps=4, weight_delay=1)),
-        (split, PipelineShape(3, 12, optimizer_steps=4, weight_delay=1)),
-        (split, PipelineShape(2, 8, optimizer_steps=4, weight_delay=2)),
-        (one_f_one_b, PipelineShape(3, 5, optimizer_steps=5, weight_delay=(2, 1, 0))),  # PipeDream
-        (one_f_one_b, PipelineShape(4, 6, optimizer_steps=6, weight_delay=(3, 2, 1, 0))),
-        (gpipe, PipelineShape(2, 4, optimizer_steps=1)),
-    ],
-)
-def test_every_microbatch_uses_its_version(schedule: Any, shape: PipelineShape) -> None:
-    for optimizer in (sgd, adam):
-        right = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer)
-        for seed in range(2):
-            assert same(in_process(schedule, shape, optimizer, seed), right)
-
-
-def normed(stages: int) -> list[nn.Module]:
-    """Stages of a linear, which is split, and a norm and biases, which are not."""
-    numbers = torch.Generator().manual_seed(0)
-    made = []
-    for _ in range(stages):
-        stage = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.LayerNorm(WIDTH, dtype=torch.float64)
-        )
-        with torch.no_grad():
-            for p in stage.parameters():
-                p.copy_(torch.randn(p.shape, generator=numbers, dtype=p.dtype))
-        made.append(make_backward_splittable(stage))
-    return made
-
-
-def w_at_the_end(r: int, P: int, m: int) -> Iterator[RankSchedule]:
-    """1F1B with its backwards split; each update of four microbatches ends with all its W."""
-    lead = min(P - 1 - r, m)
-    yield lead * F
-    for mb in range(m):
-        yield (F if mb < m - lead else EMPTY) + I
-        if mb % 4 == 3:
-            yield 4 * W
-
-
-@pytest.mark.parametrize("schedule", [split, w_at_the_end])
-def test_what_is_not_split_goes_into_its_update(schedule: Any) -> None:
-    shape = PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)
-    for optimizer in (sgd, adam):
-        right = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer, normed)
-        assert same(in_process(schedule, shape, optimizer, make=normed), right)
 
 
 class Beside(nn.Module):
@@ -248,21 +190,6 @@ def test_evaluation_uses_the_weights_as_they_are() -> None:
     assert ranks.step(inputs, targets) == run_sequential(
         make_tiny_stages(2), inputs, targets, loss=squared_error
     )
-
-
-def test_no_delay_is_one_program_after_the_other() -> None:
-    def flushed(r: int, P: int, m: int) -> RankSchedule:
-        return sum((one_f_one_b(r, P, 4) for _ in range(m // 4)), 0 * F)
-
-    shape, (inputs, targets) = PipelineShape(3, 12, optimizer_steps=3), make_batch(12)
-    right = make_tiny_stages(3)
-    one = InProcessExecutor(
-        compile(one_f_one_b, PipelineShape(3, 4), progress_model="per_edge"),
-        right, loss=squared_error, boundary=BOUNDARY, optimizer=adam,
-    )  # fmt: skip
-    for u in range(3):
-        one.step(inputs[4 * u : 4 * u + 4], targets[4 * u : 4 * u + 4])
-    assert same(in_process(flushed, shape, adam), weights(right))
 
 
 class Odd(nn.Module):

@@ -19,9 +19,9 @@ from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cases import ALL
 from tests.cpu.spawn import run
 
-LEVELS = (1, 2, 3)
 CASES = {
     "1F1B": Case(one_f_one_b, PipelineShape(2, 3)),
     "interleaved, bfloat16": Case(interleaved, PipelineShape(2, 4, 2), half=True),
@@ -40,7 +40,13 @@ CASES = {
 
 def _levels(rank: int, case: Case) -> Any:
     torch.set_num_threads(1)
-    return [train(rank, case, zero) for zero in range(4)]
+    return [train(rank, case, zero, steps=2) for zero in case_levels(case)]
+
+
+def case_levels(case: Case) -> list[int]:
+    """Return 0, 3, and one of the levels between, or both with ALL_CASES=1."""
+    between = [1, 2] if ALL else [1 + [*CASES.values()].index(case) % 2]
+    return [0, *between, 3]
 
 
 @cache
@@ -48,7 +54,7 @@ def _trained(name: str) -> list[list[Any]]:
     """Train a case at each level; return what every process has, by level and rank."""
     case = CASES[name]
     by_rank = run(_levels, case.processes, case)
-    return [[own[zero] for own in by_rank] for zero in range(4)]
+    return [[own[k] for own in by_rank] for k in range(len(by_rank[0]))]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from runpy import run_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.multiprocessing.spawn import start_processes
 
 from schedir.__main__ import main
 from schedir.training.config.config_file import read_config
@@ -127,8 +130,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 class Run:
     """A command of schedir, a module or a script, in a fork of a process that has torch loaded.
 
-    The processes that `schedir train` and torchrun start are forks, too.  A process is one rank of
-    a run if `environment` has the variables of torchrun.
+    The processes that `schedir train`, torchrun and `torch.multiprocessing.spawn` start are forks,
+    too. A process is one rank of a run if `environment` has the variables of torchrun.
     """
 
     def __init__(
@@ -223,6 +226,7 @@ def _process(words: list[str], said: Path, cwd: str, environment: dict[str, str]
     os.chdir(cwd)
     vars(launcher)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _fork_rank})
     vars(subprocess_handler)["Popen"] = _fork_rank
+    vars(torch.multiprocessing)["spawn"] = partial(start_processes, start_method="fork")
     for descriptor, name in ((1, "out"), (2, "err")):
         with (said / name).open("w") as file:
             os.dup2(file.fileno(), descriptor)
@@ -269,7 +273,7 @@ def train(config: str, folder: Path, *sets: str) -> list[float]:
     """The losses of a run of as many processes as it asks for, without a picture unless told."""
     code, out, err = forked(config, folder, "output.record=false", *sets)
     assert code == 0, err
-    assert err == "" and out.startswith("predicted memory ") and "\nstep " in out
+    assert err == "" and out.startswith(("predicted memory ", "zero ")) and "\nstep " in out
     return losses(folder)
 
 

@@ -7,7 +7,7 @@
 Three more are checked without a run, and have no handlers:
 
     log         a second value of a forward, which is moved to the host, and read and freed there;
-                and two readers of activations that are sent
+                and a message with the sum of each activation
     tape        deferred weight gradients that are moved to the host and back
     clamp       a change of each stage's gradient, and an instruction that only reads weights
 
@@ -84,11 +84,16 @@ EDITS: dict[str, list[tuple[str, str]]] = {
 EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
     "log": [
         (_OPCODES, "    ToHost = {next}\n    Log = {next}\n"),
-        (_OPCODES, "    SumSent = {next}\n    SumReceived = {next}\n"),
+        (_OPCODES, "    SumSent = {next}\n    SendSum = {next}\n    RecvSum = {next}\n"),
+        (_OPCODES, "    CompareSum = {next}\n"),
         (_VALUES, "    SEEN = {value}\n    MASK = {value}\n"),
+        (_VALUES, "    SUM_OUT = {value}\n    SUM_IN = {value}\n"),
         (_VALUE_ROWS, """\
     ValueRow(_V.SEEN, _MB, _ONCE, "the logged value", "seen"),
     ValueRow(_V.MASK, _MB, _ONCE, "the mask", "mask"),
+    ValueRow(_V.SUM_OUT, _MB, _ONCE, "the sum", "sum", peer=PeerRule.NEXT, is_optional=True),
+    ValueRow(_V.SUM_IN, _MB, _ONCE, "the sum", "sum", peer=PeerRule.PREVIOUS,
+             local_source=_V.SUM_OUT, is_optional=True),
 """),
         (_LANES, "    COPY = {lane}\n    NOTES = {lane}\n"),
         (_LANE_ROWS, """\
@@ -107,11 +112,15 @@ EDITS_WITHOUT_HANDLERS: dict[str, list[tuple[str, str]]] = {
         changes=(Change(_V.SEEN, "device", "host"),)),
     Row(_O.Log, "log", _L.NOTES, _MB, (_V.SEEN,), (), (_V.SEEN,), "Logs it.", cost="log",
         changes=(Change(_V.SEEN, "host", "host"),)),
-    Row(_O.SumSent, "sum_sent", _L.COMPUTE, _MB, (_V.ACT_OUT,), (_V.ACT_OUT,), (),
+    Row(_O.SumSent, "sum_sent", _L.COMPUTE, _MB, (_V.ACT_OUT,), (_V.ACT_OUT, _V.SUM_OUT), (),
         "Sums an activation that is sent.", cost="sum_sent",
         traffic=Traffic("hbm", ("activation",))),
-    Row(_O.SumReceived, "sum_received", _L.COMPUTE, _MB, (_V.ACT_IN,), (_V.ACT_IN,), (),
-        "Sums a received activation.", cost="sum_received",
+    Row(_O.SendSum, "send_sum", _L.ACT, _MB, (_V.SUM_OUT,), (), (_V.SUM_OUT,), "Sends the sum.",
+        cost="send_sum", peer=PeerRule.NEXT, partner=_O.RecvSum),
+    Row(_O.RecvSum, "recv_sum", _L.ACT, _MB, (), (_V.SUM_IN,), (), "Receives the sum.",
+        peer=PeerRule.PREVIOUS, partner=_O.SendSum),
+    Row(_O.CompareSum, "compare_sum", _L.COMPUTE, _MB, (_V.ACT_IN, _V.SUM_IN), (_V.ACT_IN,),
+        (_V.SUM_IN,), "Compares the sum of a received activation.", cost="compare_sum",
         traffic=Traffic("hbm", ("activation",))),
 """),
     ],
@@ -156,6 +165,16 @@ NEW = {
 }
 
 
+def copy_folders(folder: Path, *sources: str) -> None:
+    """Copy folders of the tree with their compiled modules, which are valid in the copy.
+
+    The names of compiled modules that Python is writing end with a number.
+    """
+    for source in sources:
+        shutil.copytree(ROOT / source, folder / source, symlinks=True,
+                        ignore=shutil.ignore_patterns("*.pyc.*"))  # fmt: skip
+
+
 def copy_tree(folder: Path, *names: str) -> Path:
     """Copy the product and the tests, and add new instructions to the copy.
 
@@ -166,9 +185,7 @@ def copy_tree(folder: Path, *names: str) -> Path:
     Returns:
         The folder.
     """
-    for source in (*PRODUCT, "tests"):
-        shutil.copytree(ROOT / source, folder / source, symlinks=True,
-                        ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+    copy_folders(folder, *PRODUCT, "tests")
     files = [folder / "schedir/ir/isa" / name for name in ("opcodes.py", "instruction_table.py")]
     texts = [file.read_text() for file in files]
     numbers = dict(zip(("next", "value", "lane", "form"), map(len, _LAST), strict=True))

@@ -1,9 +1,9 @@
 """Run new instructions: the bits must be those of the reference, in every legal order.
 
-    python run_checks.py NAMES
+    python run_checks.py NAMES...
 
-It runs in a copy of the tree that has the rows. NAMES are separated by commas. All ranks are in one
-process, except for `compress`.
+It runs in a copy of the tree that has the rows. Each of NAMES is a list that commas separate. All
+ranks are in one process, except for `compress`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class DropoutStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(self.layer(x), 0.25).float().double()
+
+
+# Processes fork from a server that has loaded torch.
+_CONTEXT = get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "schedir.runtime"])
 
 
 def run(program: Program) -> InProcessExecutor:
@@ -91,7 +96,7 @@ def run_in_processes(options: dict[str, Any]) -> None:
             plain = [DropoutStage(stage) for stage in make_tiny_stages(2)]
             wanted = run_sequential(plain, *make_batch(4, 0), loss=squared_error, program=program)
             for rank, total, grads in run_processes(
-                _on_rank, 2 * tp, transport, tp, options, context=get_context("spawn")
+                _on_rank, 2 * tp, transport, tp, options, context=_CONTEXT
             ):
                 assert total is None or torch.equal(total, wanted)
                 for p, grad in zip(plain[rank].parameters(), grads, strict=True):
@@ -118,7 +123,9 @@ def main(names: str) -> None:
         from schedir.runtime.handlers.judge_handlers import VERDICTS
 
         assert [float(v) for v in VERDICTS] == [0.0] * 2 * (3 + 2 + 2 + 2)
+        VERDICTS.clear()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for names in sys.argv[1:]:
+        main(names)

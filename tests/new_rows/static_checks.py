@@ -200,6 +200,26 @@ def judge(folder: str) -> None:
         raise AssertionError("check does not find the deadlock")
 
 
+def check_messages_with_sums() -> None:
+    """No pass inserts the messages: they are complete if each value has a giver."""
+    text = to_flat_text(schedir.compile(one_f_one_b, PipelineShape(2, 1)))
+    for line, more in (
+        ("F 0.0", ["F 0.0", "sum_sent 0.0"]),
+        ("send_act 0.0", ["send_act 0.0", "send_sum 0.0"]),
+        ("F 1.0", ["recv_sum 1.0", "compare_sum 1.0", "F 1.0"]),
+    ):
+        text = text.replace(f"  {line}\n", "".join(f"  {each}\n" for each in more))
+    schedir.check(schedir.from_text(text))
+    for removed, error, *sites in (
+        ("sum_sent 0.0", "CompletenessError", "send_sum 0.0"),
+        ("send_sum 0.0", "UnmatchedTransferError", "recv_sum 1.0"),
+        ("recv_sum 1.0", "UnmatchedTransferError", "send_sum 0.0"),
+    ):
+        assert_refused(move_line(text, removed, ""), error, *sites)
+    late = move_line(text, "sum_sent 0.0", "step")
+    assert_refused(late, "OrderError", "send_act 0.0", "sum_sent 0.0")
+
+
 def log(folder: str) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 4), debug=True)
     sizes = Sizes(saved=10, seen=3, mask=1)
@@ -223,11 +243,12 @@ def log(folder: str) -> None:
     assert_refused(move_line(text, "to_host 0.1", "F 0.1"), "OrderError", "to_host 0.1", "F 0.1")
     assert_refused(move_line(text, "log 0.1", ""), "CompletenessError", "to_host 0.1")
     check_all_readers(program, "log", Costs(F=1, B=2, to_host=0.25, log=0.5), folder)
+    check_messages_with_sums()
     # A row for an activation runs after the scatter at the sender, and after the gather at the
     # receiver. Between the stages of a rank nothing is scattered.
     for tp in 1, 2:
         costs = fill_costs(PipelineShape(2, 8), activation=(8, 6), tp=tp)
-        assert (costs.sum_sent, costs.sum_received) == ((4 / tp, 0), (0, 4)), (tp, costs)
+        assert (costs.sum_sent, costs.compare_sum) == ((4 / tp, 0), (0, 4)), (tp, costs)
         costs = fill_costs(PipelineShape(2, 1, 2, "vee"), activation=(8, 6, 4, 2), tp=tp)
         assert costs.sum_sent == (4 / tp, 3, 2 / tp, 0), (tp, costs)
     by_microbatch = fill_costs(PipelineShape(2, 2), activation=((8, 6), (0, 0)))

@@ -22,7 +22,7 @@ from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.palette import ACCENT_COLOR
 from tests.commands import run_refused_command
 from tests.museum.cases import Case, cases
-from tests.mutants import mutate
+from tests.mutants import CORPUS, mutate
 
 SVG = "{http://www.w3.org/2000/svg}"
 MOVES = ("swap_neighbours", "swap_any", "move_anywhere", "swap_receives", "late_send")
@@ -58,7 +58,7 @@ def arrows(picture: ElementTree.Element) -> int:
 @given(st.integers(0, 2**32), st.sampled_from(MOVES))
 def test_a_deadlock(seed: int, move: str) -> None:
     try:
-        _, program = mutate(move, seed)
+        _, program = mutate(move, seed, corpus=CORPUS)
     except SchedirError:
         assume(False)
     try:

@@ -13,8 +13,9 @@ from schedir.ir.isa.instructions import INSTRUCTIONS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import post_receives_early, start_gathers_early
+from tests.cases import ALL
 from tests.edits import written
-from tests.mutants import legal, refusal, reordered
+from tests.mutants import any_legal, refusal, reordered
 from tests.oracle import Machine
 from tests.strategies import with_slots
 
@@ -100,9 +101,9 @@ def lives(program: Program) -> bool:
 @pytest.mark.parametrize("slots", [False, True])
 def test_checker_equals_hosts_that_wait_for_their_device(slots: bool) -> None:
     verdicts = {True: 0, False: 0}
-    for seed in range(80):
+    for seed in range(80 if ALL else 40):
         rng = random.Random(seed)
-        program = legal(rng)
+        program = any_legal(seed)
         if seed % 2:
             program = reordered(program, rng)
         else:
@@ -120,4 +121,4 @@ def test_checker_equals_hosts_that_wait_for_their_device(slots: bool) -> None:
         else:
             verdicts[True] += 1
             assert lives(program), seed
-    assert min(verdicts.values()) > 10
+    assert min(verdicts.values()) > 5

@@ -6,7 +6,6 @@ CONTRIBUTING has the table, and this holds it to what is counted.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -182,9 +181,7 @@ assert "stash 0.0" in schedir.to_text(program, folded=False)
 
 def _edited(tree: Path, name: str) -> str:
     extension = EXTENSIONS[name]
-    for folder in ("schedir", "kernels", "viz"):
-        shutil.copytree(ROOT / folder, tree / folder, symlinks=True,
-                        ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+    new_rows.copy_folders(tree, *new_rows.PRODUCT)
     for file, line, new in extension.edits:
         path = tree / "schedir" / file
         text = path.read_text() if line else ""

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=CASES.values(), ids=[*CASES], scope="module")
 def found(request: pytest.FixtureRequest) -> MemoryFrontier:
-    return memory_frontier(**request.param, max_evaluations=600)
+    return memory_frontier(**request.param, max_evaluations=200)
 
 
 def test_what_fits_a_smaller_limit_fits_a_larger_one(found: MemoryFrontier) -> None:

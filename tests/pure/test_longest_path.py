@@ -23,7 +23,7 @@ from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import UsageError
 from schedir.ir.program import Program
 from schedir.testing import compute_programs
-from tests.mutants import mutate
+from tests.mutants import CORPUS, mutate
 from tests.strategies import with_slots
 
 
@@ -72,7 +72,7 @@ def test_of_programs(
     change: str, progress_model: ProgressModel, blocking_hosts: bool, seed: int
 ) -> None:
     rng = random.Random(seed)
-    for program in mutate(change, seed):
+    for program in mutate(change, seed, corpus=CORPUS):
         program = with_slots(program, rng)
         ends = known(program, rng) if seed % 3 == 0 else None
         graph = Graph(program, progress_model, blocking_hosts=blocking_hosts)

@@ -29,7 +29,7 @@ from schedir.schedules import interleaved, interleaved_zb
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs, tied_weights
 from schedir.verify.check import check
-from tests.mutants import mutate
+from tests.mutants import CORPUS, mutate
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
 
@@ -83,7 +83,7 @@ def test_nobody_trusts_the_order_that_a_program_brings(
 ) -> None:
     """That of the program before it was changed, or any order, finishes nothing that hangs."""
     rng = random.Random(seed)
-    program, mutant = mutate(rng.choice(REORDER), seed)
+    program, mutant = mutate(rng.choice(REORDER), seed, corpus=CORPUS)
     order = program.message_order
     if made_up:
         order = {

@@ -11,7 +11,7 @@ import pytest
 
 from schedir.analysis.progress_models import MODELS
 from tests.cases import ALL
-from tests.mutants import COMMUTING, HARMLESS, MUTATIONS, RARELY_WRONG, trial
+from tests.mutants import COMMUTING, CORPUS, HARMLESS, MUTATIONS, RARELY_WRONG, trial
 from tests.mutations_of_states import STEPPED
 from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY
@@ -23,7 +23,7 @@ SEED = int(os.environ.get("MUTANTS_SEED", "0"))
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_checker_equals_execution(name: str) -> None:
-    """To repeat a trial: `print(tests.mutants.trial(name, seed))`.
+    """To repeat a trial: `print(tests.mutants.trial(name, seed, corpus=CORPUS))`.
 
     Of what comes in turns, or moves, each is judged under one model, and in turns more of them
     share a program.
@@ -31,7 +31,7 @@ def test_checker_equals_execution(name: str) -> None:
     share, one = TRIALS // 3 if name in TURNED else 4, name in (*TURNED, *AWAY, *STEPPED, *SUMMED)
     models = [[model] if one else MODELS for model in MODELS]
     seeds = range(SEED, SEED + TRIALS)
-    trials = [trial(name, seed, models[seed % len(MODELS)], share) for seed in seeds]
+    trials = [trial(name, seed, models[seed % len(MODELS)], share, CORPUS) for seed in seeds]
     disagreements = [t for t in trials if t.disagreements]
     assert not disagreements, "\n".join(map(str, disagreements[:3]))
     rejected = [t.seed for t in trials if t.outcome == "rejected"]

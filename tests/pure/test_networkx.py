@@ -25,7 +25,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import INSTRUCTIONS
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
-from tests.mutants import mutate
+from tests.mutants import CORPUS, mutate
 from tests.oracle import Machine
 from tests.strategies import with_slots
 
@@ -101,7 +101,7 @@ def whole_costs(rng: random.Random, stages: int) -> Costs:
 @example(568612525, "reduce_early", "per_device")
 @given(st.integers(0, 2**32), st.sampled_from(NAMES), st.sampled_from(MODELS))
 def test_networkx_says_the_same(seed: int, name: str, progress_model: ProgressModel) -> None:
-    _, program = mutate(name, seed)
+    _, program = mutate(name, seed, corpus=CORPUS)
     program = with_slots(program, random.Random(seed))
     priced = whole_costs(random.Random(seed), program.shape.stages)
     try:

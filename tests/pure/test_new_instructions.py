@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import ALL
 from tests.new_rows import EDITS, EDITS_WITHOUT_HANDLERS, PRODUCT, ROOT, copy_tree
 
 
@@ -37,7 +38,9 @@ def test_a_row_needs_at_most_four_files(tmp_path: Path, name: str) -> None:
         str(file.relative_to(tree))
         for folder in PRODUCT
         for file in (tree / folder).rglob("*")
-        if file.is_file() and not _has_same_bytes(file, ROOT / file.relative_to(tree))
+        if file.suffix != ".pyc"
+        and file.is_file()
+        and not _has_same_bytes(file, ROOT / file.relative_to(tree))
     }
     own = {
         "schedir/ir/isa/opcodes.py",
@@ -56,4 +59,4 @@ def test_rows_go_together(tmp_path: Path) -> None:
     tree = copy_tree(tmp_path, *EDITS)
     for name in EDITS:
         _run(tree, "static_checks.py", name, str(tmp_path))
-    assert "with new rows" in _run(tree, "mutation_checks.py", "2")
+    assert "with new rows" in _run(tree, "mutation_checks.py", "2" if ALL else "1")

@@ -47,7 +47,8 @@ def environment(folder: Path) -> Path:
 
 def test_all_commands_that_need_no_torch_work_without_it(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    plain_install.use(environment(tmp_path / "environment"), tmp_path / "empty")
+    python = environment(tmp_path / "environment")
+    plain_install.use(python, tmp_path / "empty", in_one_process=True)
 
 
 def imports_of_the_docs() -> list[str]:

@@ -30,7 +30,7 @@ from schedir.verify.check import build_complete_graph, check
 from tests.commands import run_command
 from tests.commands import run_refused_command as refuses
 from tests.edits import written
-from tests.mutants import legal, mutate, refusal, reordered
+from tests.mutants import CORPUS, any_legal, mutate, refusal, reordered
 from tests.oracle import Machine
 from tests.oracle_host import MESSAGES, SENDING
 from tests.oracle_threads import verdict
@@ -141,7 +141,7 @@ def test_groups_of_both_ways_are_apart_from_what_goes_alone() -> None:
 @given(seeds, st.sampled_from(REORDER), models)
 def test_times_of_any_groups(seed: int, name: str, progress_model: ProgressModel) -> None:
     """The graph and the machine of turns agree on who starts when, however transfers are joined."""
-    _, program = mutate(name, seed)
+    _, program = mutate(name, seed, corpus=CORPUS)
     _agrees(with_slots(program, random.Random(seed)), progress_model, None, seed)
 
 
@@ -180,7 +180,7 @@ def _agrees(
 def test_times_where_small_messages_wait_for_nobody(
     seed: int, name: str, progress_model: ProgressModel, limit: float
 ) -> None:
-    _, program = mutate(name, seed)
+    _, program = mutate(name, seed, corpus=CORPUS)
     eager = EagerMessages(limit, Sizes(activation=2.0, activation_grad=4.0, skip=1.0))
     _agrees(with_slots(program, random.Random(seed)), progress_model, eager, seed)
 
@@ -191,7 +191,7 @@ def test_small_messages_by_execution(
     seed: int, name: str, progress_model: ProgressModel, limit: int, data: st.DataObject
 ) -> None:
     """The checker accepts what runs right where small messages are left behind, and no more."""
-    _, program = mutate(name, seed)
+    _, program = mutate(name, seed, corpus=CORPUS)
     stages = program.shape.stages
     each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
     sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
@@ -211,7 +211,7 @@ def test_the_least_limit_is_the_least(
     seed: int, name: str, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
     """With what a DeadlockError says a program finishes, and with any less it does not."""
-    _, program = mutate(name, seed)
+    _, program = mutate(name, seed, corpus=CORPUS)
     stages = program.shape.stages
     each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
     sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
@@ -345,7 +345,7 @@ def _past_first_uses(program: Program, model: str, seed: int) -> bool:
 @given(seeds, models)
 def test_hosts_meet_where_communicators_are_made(seed: int, progress_model: ProgressModel) -> None:
     rng = random.Random(seed)
-    program = legal(rng)
+    program = any_legal(seed)
     if rng.random() < 0.7:
         program = post_receives_early(reordered(program, rng), "per_edge", rng.randint(1, 3))
     if refusal(program, progress_model):

@@ -42,7 +42,7 @@ from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
-from tests.mutants import MUTATIONS, lowered, mutate, updating
+from tests.mutants import CORPUS, MUTATIONS, lowered, mutate, updating
 from tests.pure.test_check import naive
 from tests.strategies import costs, with_slots
 
@@ -145,7 +145,7 @@ def test_what_is_simulated_is_what_is_right(
     seed: int, name: str, progress_model: ProgressModel
 ) -> None:
     try:
-        program, mutant = mutate(name, seed)
+        program, mutant = mutate(name, seed, corpus=CORPUS)
     except SchedirError:
         return  # its text says none
     if mutant.is_draft:

@@ -14,7 +14,8 @@ from schedir.errors import SchedirError
 from schedir.ir.isa.instructions import COMPUTE_OPS, RECV_OPS
 from schedir.ir.program import JOINED_BIT, Program
 from schedir.passes.communication.transfer_overlap import post_receives_early, start_gathers_early
-from tests.mutants import legal, refusal
+from tests.cases import ALL
+from tests.mutants import any_legal, refusal
 from tests.strategies import with_slots
 
 
@@ -32,9 +33,9 @@ def in_order(program: Program) -> Program:
 @pytest.mark.parametrize("slots", [False, True])
 def test_it_lives_through_anything(slots: bool) -> None:
     groups = 0
-    for seed in range(100):
+    for seed in range(100 if ALL else 50):
         rng = random.Random(seed)
-        program = legal(rng)
+        program = any_legal(seed)
         if seed % 2:
             program = start_gathers_early(
                 post_receives_early(program, "per_edge", rng.choice([1, 3])), 3
@@ -50,16 +51,14 @@ def test_it_lives_through_anything(slots: bool) -> None:
             assert [i for i in was if i.op in COMPUTE_OPS] == [
                 i for i in now if i.op in COMPUTE_OPS
             ]
-    assert groups > 10
+    assert groups > 5
 
 
 def test_only_receives_move() -> None:
     """As long as slots are enough: memory comes and goes as in the Streams."""
     kept = 0
-    for seed in range(100):
-        program = start_gathers_early(
-            post_receives_early(legal(random.Random(seed)), "per_edge", 3), 3
-        )
+    for seed in range(100 if ALL else 50):
+        program = start_gathers_early(post_receives_early(any_legal(seed), "per_edge", 3), 3)
         if program.joined.any():
             continue
         try:
@@ -70,4 +69,4 @@ def test_only_receives_move() -> None:
         for was, now in zip(program.streams, in_order(program).streams, strict=True):
             others = ([i for i in own if i.op not in RECV_OPS] for own in (was, now))
             assert next(others) == next(others)
-    assert kept > 30
+    assert kept > 15

@@ -209,11 +209,11 @@ class Traffic(NamedTuple):
         link: The GPU's memory ("hbm"), the link to the host ("host"), the host's disk ("disk"), or
             the host's memory ("dram").
         sizes: The fields of `Sizes` with the bytes that are moved.  A field that is read and
-            written is there twice.  With ZeRO, each replica moves 1/dp of these bytes, but all of
-            them for an instruction per microbatch.  With tp > 1, the bytes of a value between
-            stages are divided by tp if its row runs where it is split.  If it is empty, the bytes
-            are those of the value that gets another form: all of it, or the rank's part if the form
-            splits it.
+            written is there twice.  For an instruction per microbatch, these are sizes of its own
+            values.  With tp > 1, the bytes of a value between stages are divided by tp where its
+            ranks have parts of it.  With ZeRO, each replica moves 1/dp of weights, gradients and
+            optimizer states.  If `sizes` is empty, the bytes are those of the value that gets
+            another form: all of it, or the rank's part if the form splits it.
         moves_per_byte: Number of times that each byte is moved.
         is_always_sharded: True if each replica moves 1/dp of the bytes at every level of ZeRO, also
             at level 0.

@@ -131,6 +131,7 @@ class Boundary:
         """
         at, rest = divmod(int(memory.storage_offset()) + offset, self.dtype.itemsize)
         assert not rest, "memory is aligned"
+        assert offset + self.nbytes <= memory.nbytes, "the tensor is inside of the memory"
         tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), at, self.shape, self.strides)
 

@@ -20,7 +20,6 @@ from schedir.errors import ModelError
 from schedir.ir.isa.instructions import (
     BOUNDARY_VALUES,
     INSTRUCTIONS,
-    LOCAL_HANDOVER,
     RECOMPUTE,
     Instr,
     Opcode,
@@ -243,10 +242,9 @@ def find_input_slots(state: State, i: Instr) -> list[_InputSlot]:
     """
     input_slots = []
     for kind in _select_boundary_kinds(state, i, INSTRUCTIONS[i.op].needs):
-        other, (made, _) = state.program.peer_stage(kind, i.stage), LOCAL_HANDOVER[kind]
-        local = state.find_local_stage(other, i.mb) is not None
-        slot = state.find_slot(made, other, i.mb) if local else state.find_slot(kind, i.stage, i.mb)
-        input_slots.append(_InputSlot(kind, slot, local))
+        other = state.program.peer_stage(kind, i.stage)
+        is_local = state.find_local_stage(other, i.mb) is not None
+        input_slots.append(_InputSlot(kind, state.find_slot(kind, i.stage, i.mb), is_local))
     return input_slots
 
 
