@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 
 from schedir import __version__
 from schedir.commands import COMMANDS, import_command
+from schedir.commands.common.progress_bar import show_activity
 from schedir.errors import SchedirError, UsageError
 from schedir.extras import broken_package
-from schedir.io.progress_bar import show_activity
 from schedir.ir.cost.number_parsing import parse_integer
 from schedir.ir.input_trust import DEFAULT_MAX_INSTRUCTIONS, input_limits
 from schedir.retired_names import RETIRED_HINTS, find_present_name

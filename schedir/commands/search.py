@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.bound_report import describe_bound
 from schedir.commands.common.least_memory import describe_least_memory
+from schedir.commands.common.progress_bar import show_progress
 from schedir.commands.common.schedule_options import (
     DEFAULT_RANKS,
     MICROBATCHES_PER_RANK,
@@ -28,7 +29,6 @@ from schedir.commands.common.schedule_ranking import (
 from schedir.commands.common.timeline_facts import collect_timeline_facts
 from schedir.errors import UsageError, format_bytes
 from schedir.io.files import atomic_write, require_suffix
-from schedir.io.progress_bar import show_progress
 from schedir.io.terminal import format_json
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape

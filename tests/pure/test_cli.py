@@ -16,8 +16,8 @@ import schedir
 from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS
 from schedir.commands import check
+from schedir.commands.common import progress_bar
 from schedir.compiler.compile import compile
-from schedir.io import progress_bar
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import get_built_in_schedules, gpipe, one_f_one_b

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from warnings import catch_warnings
 
+from schedir.commands.common.progress_bar import show_progress
 from schedir.errors import SchedirError, UsageError
-from schedir.io.progress_bar import show_progress
 from schedir.planner.estimate.schedule_formulas import describe_schedule_names
 
 if TYPE_CHECKING:
