@@ -101,6 +101,10 @@ def run(args: argparse.Namespace) -> int | str:
             webbrowser.open(server.url)
         with input_limits(max_instructions=most, allow_code=False):
             server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        if runner is not None:
+            runner.close()
+        os._exit(130)  # with numba loaded, Python itself would take a second or two to end
     finally:
         if runner is not None:
             runner.close()
