@@ -48,6 +48,7 @@ from schedir.models.attention import attention
 from schedir.models.attention_tiles import compute_device_tiles
 from schedir.models.gpt import Layer
 from schedir.models.gpt_config import GPTConfig
+from schedir.models.parameter_init import LayerParameters
 from schedir.predict.window_tiles import count_layer_flops
 from schedir.tensor_parallel.vocab_parallel import fused_cross_entropy
 
@@ -396,7 +397,7 @@ def _layer(length: int, window: Window | None, options: Any) -> Run:
     if window is not None:
         config = replace(config, window=window[0], stride=window[1])
     where: Any = _where(options)
-    block = Layer(config, 0, None, where)
+    block = Layer(config, 0, LayerParameters.from_config(config, 0, None, where))
     x = torch.randn(1, length, hidden, **where).requires_grad_()
     grad = torch.randn_like(x)
     inputs = [x, *block.parameters()]

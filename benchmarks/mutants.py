@@ -69,6 +69,7 @@ def run(task: Task) -> tuple[str, Counter[str], list[Trial]]:
         models = MODELS if every else [MODELS[seed % len(MODELS)]]
         one = trial(name, seed, models, 4 if every else CHUNK)
         done[one.outcome] += 1
+        done["experts"] += one.mutant is not None and one.mutant.ep > 1
         if one.disagreements:
             differ.append(one)
         if done["rejected"] + done["equivalent"] == programs:
@@ -109,7 +110,8 @@ def main() -> int:
         cells = " | ".join(f"{done[c]:>{len(c)}}" for c in COLUMNS)
         print(f"| {name:<24} | {programs:>8} | {cells} |")
     judged = total["rejected"] + total["equivalent"]
-    print(f"\nseed {options.seed}, {options.jobs} processes, {seconds:.0f} s, "
+    print(f"\n{total['experts']} programs with experts; "
+          f"seed {options.seed}, {options.jobs} processes, {seconds:.0f} s, "
           f"{judged / seconds:.0f} programs per second, each under "
           f"{f'{len(MODELS)} models' if options.only == 'all' else 'one model'}")  # fmt: skip
     return bool(differ)

@@ -61,7 +61,7 @@ def known() -> list[schedule_algebra.Schedule]:
 
 MUTATIONS = edits.MUTATIONS
 
-CORPUS: Final = 0 if ALL else 96  # legal programs of each kind that tests mutate
+CORPUS: Final = 0 if ALL else 48  # legal programs of each kind that tests mutate
 
 # Mutants that are all as right as the program they come from; that are seldom worse; and that
 # often swap what may be swapped.

@@ -402,17 +402,17 @@ def _make_buffer_shard(
 ) -> TensorShard:
     """Return the shard of a buffer.
 
-    Only the first replica writes it, as replicas may differ.
+    Only the first replica that has it writes it, as replicas may differ.
     """
     full_range = ShardRange(tuple(buffer.shape), 0, buffer.numel())
     spec = _make_shard_spec(buffer, full_range, rank, is_flat=False)
-    writes = _is_writer(rank, stage, buffer) and not rank.shard_spec.replica
+    writes = _is_writer(rank, stage, buffer) and not rank.shard_spec.for_tensor(buffer).replica
     return TensorShard(f"buffers/{name}", buffer, spec, writes)
 
 
 def _make_equal_range(p: Tensor, rank: RankCheckpointState) -> ShardRange:
     """Return the equal share that a replica writes of a parameter without a bucket."""
-    n, k = rank.shard_spec.replicas, rank.shard_spec.replica
+    n, k, _ = rank.shard_spec.for_tensor(p)
     return ShardRange(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
 
 

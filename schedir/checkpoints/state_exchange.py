@@ -19,6 +19,7 @@ from schedir.checkpoints.save_requirements import require_savable, require_slice
 from schedir.errors import CheckpointError, UsageError, describe
 from schedir.runtime.checkpoint_state import CheckpointState, RankCheckpointState
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksum
+from schedir.runtime.parameters.buckets import describe_slice, is_expert
 
 
 class RankManifest(NamedTuple):
@@ -30,6 +31,8 @@ class RankManifest(NamedTuple):
         optimizers: The names of the weights that each class of optimizer steps.
         unoptimized: The names of the trained weights that no optimizer steps, if code outside of
             schedir reduces the gradients.
+        experts: The slice of the experts to which a weight belongs, by its name.
+        written_buffers: The names of the buffers that the process writes.
         checksums: When saving, checksums of buffers. Also checksums of each weight with its float32
             copy and optimizer state, if code outside of schedir reduces the gradients.
     """
@@ -38,6 +41,8 @@ class RankManifest(NamedTuple):
     aliases: dict[str, str]
     optimizers: dict[str, list[str]]
     unoptimized: list[str]
+    experts: dict[str, str]
+    written_buffers: list[str]
     checksums: dict[str, list[int]]
 
 
@@ -131,12 +136,14 @@ def gather_checkpoint_states(
 def _build_rank_manifest(
     ranks: Sequence[RankCheckpointState], local_states: Sequence[LocalState], *, is_saving: bool
 ) -> RankManifest:
-    manifest = RankManifest([], {}, {}, [], {})
+    manifest = RankManifest([], {}, {}, [], {}, [], {})
     for rank, local_state in zip(ranks, local_states, strict=True):
         for weight in local_state.weights:
             parts = [*weight.iterate_shards()]
             manifest.tensors.append((parts[0].name, weight.owner_stage, parts[0].meta))
             manifest.aliases.update(dict.fromkeys(weight.aliases, weight.name))
+            if is_expert(weight.parameter):
+                manifest.experts[parts[0].name] = describe_slice(weight.parameter, rank.tp_rank)
             if weight.optimizer is not None and weight.parameter.requires_grad:
                 by = type(weight.optimizer).__name__
                 manifest.optimizers.setdefault(by, []).append(weight.name)
@@ -152,6 +159,8 @@ def _build_rank_manifest(
                 ]
         for stage, part in local_state.buffers:
             manifest.tensors.append((part.name, stage, part.meta))
+            if part.should_write:
+                manifest.written_buffers.append(part.name)
             if is_saving:
                 manifest.checksums[part.name] = [compute_checksum(part.memory.detach())]
     return manifest
@@ -173,11 +182,33 @@ def _require_consistent(manifests: Sequence[RankManifest]) -> None:
                     f"{name} has shape {list(there.shape)} and dtype {there.dtype} in one process, "
                     f"but shape {list(kind.shape)} and dtype {kind.dtype} in process {process}"
                 )
+    _require_complete_experts(manifests)
     for name, before, process in _find_differing_tensors(manifests, "weights/"):
         raise CheckpointError(
             f"{name.removeprefix('weights/')}, or its optimizer state, differs between processes "
             f"{before} and {process}: they are not replicas, or gradients were not reduced",
         )
+
+
+def _require_complete_experts(manifests: Sequence[RankManifest]) -> None:
+    """Raise CheckpointError if two experts have one name, or no process writes a buffer."""
+    slices: dict[str, str] = {}
+    for process, one in enumerate(manifests):
+        for name, own in one.experts.items():
+            if slices.setdefault(name, own) != own:
+                raise CheckpointError(
+                    f"{name} has {slices[name]} in one process, but {own} in process {process}",
+                    hint="pass name_map=..., a function that gives each expert of the complete "
+                    "model a different name",
+                )
+    written = {name for one in manifests for name in one.written_buffers}
+    for one in manifests:
+        for name, *_ in one.tensors:
+            if name.startswith("buffers/") and name not in written:
+                raise CheckpointError(
+                    f"the first replica does not have {name}, which belongs to an expert",
+                    hint="set its attribute `expert_slice`, as for the parameters of the expert",
+                )
 
 
 def _find_differing_tensors(

@@ -109,8 +109,9 @@ def _count_ring_bytes(
         "dp": program.dp,
         "stage_replicas": shape.placement_rows,
     }[ring.members]
-    if ring.size:
-        full_bytes = sizes.for_stages(ring.size, shape.stages)[
+    size = "routed" if ring.members == "ep" and np.any(np.array(sizes.routed)) else ring.size
+    if size:
+        full_bytes = sizes.for_stages(size, shape.stages)[
             InstructionIndex.from_program(program).stage[positions]
         ]
     else:

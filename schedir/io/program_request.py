@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
+
 from schedir.analysis.progress_models import MODELS, ProgressModel, require_model
 from schedir.compiler.compile import check_memory, compile
 from schedir.compiler.relower import adapt_options, extract_compute, infer_options
@@ -24,7 +26,13 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import FORM_CHANGE_OPS, FORMS, INSTRUCTIONS, RECOMPUTE
 from schedir.ir.pipeline.field_schema import Field
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
-from schedir.ir.pipeline.stage_segments import UnsegmentedShape, merge_segments
+from schedir.ir.pipeline.stage_segments import (
+    STAGE_END,
+    TP_LETTERS,
+    UnsegmentedShape,
+    has_collectives,
+    merge_segments,
+)
 from schedir.ir.program import ATTRIBUTE_FIELDS, HEADER_FIELDS, WORD_DTYPE, Program
 from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.memory.offload_placement import DISK_TRIP, HOST_TRIP
@@ -32,7 +40,9 @@ from schedir.passes.pass_types import BufferSharing
 from schedir.passes.splitting.stage_segmentation import (
     SHARED_FIELDS,
     divide_over_stages,
+    parse_segment_letters,
     split_costs,
+    split_shape,
 )
 from schedir.predict.calibrate import calibrate, fill_missing_backwards
 from schedir.predict.simulate import simulate
@@ -451,26 +461,36 @@ class Request:
         if self.cluster is None:
             return self._split_over_stages(costs.with_defaults())
         loaded, unsegmented = self.source.schedule_or_program, self._unsegmented_shape
-        finer = {"stage_segments", "microbatch_chunks"} & self.compile_options.keys()
-        if unsegmented.shape != self.shape:
-            finer |= (
-                {"chunks_per_microbatch"}
-                if unsegmented.shape.stages == self.shape.stages
-                else {"segment_boundaries"}
-            )
-        if finer:
+        if "microbatch_chunks" in self.compile_options or unsegmented.chunks_per_microbatch > 1:
             raise UsageError(
-                "--cluster cannot fill the costs of segments of stages or of microbatch chunks",
+                "--cluster cannot fill the costs of microbatch chunks",
                 hint="leave out --cluster, and give all costs with --costs",
-                fields=["cluster", *finer],
+                fields=["cluster", "microbatch_chunks", "chunks_per_microbatch"],
             )
-        costs = self._split_over_stages(costs)
-        groups: dict[str, Any] = {"tp": 1, "dp": 1, "zero": 0, "checkpoint_snapshots": False}
+        shape, costs = self.shape, self._split_over_stages(costs)
+        groups: dict[str, Any] = {"tp": 1, "dp": 1, "ep": 1, "zero": 0}
+        groups |= {"checkpoint_snapshots": False, "segment_boundaries": ""}
         groups |= {"optimizer_placement": "device"}
         for f in ATTRIBUTE_FIELDS:
             if f.name in groups:
                 value = f.get_value(loaded) if isinstance(loaded, Program) else groups[f.name]
                 groups[f.name] = self.specified.get(f.name, value)
+        letters = groups.pop("segment_boundaries")
+        if (segments := self.compile_options.get("stage_segments")) is not None:
+            segments = self._segment_options.get("stage_segments", segments)
+            each = parse_segment_letters(segments, shape)
+            letters = STAGE_END.join(each)
+            shape = split_shape(shape, np.array([len(own) + 1 for own in each]))
+        if (
+            groups["tp"] > 1
+            and has_collectives(letters, TP_LETTERS)
+            and "tp_reduce" not in costs.specified
+        ):
+            raise UsageError(
+                "--cluster cannot fill the cost of tensor-parallel collectives between segments",
+                hint="--costs tp_reduce=SECONDS",
+                fields=["cluster", "stage_segments", "segment_boundaries"],
+            )
         ops = loaded.used_opcodes if isinstance(loaded, Program) else frozenset[int]()
         for name, op in (
             ("offload", HOST_TRIP.offload_op),
@@ -478,7 +498,7 @@ class Request:
         ):
             groups[name] = self.compile_options.get(name) is not None or op in ops
         return self.cluster.fill_costs(
-            self.shape, self._stage_sizes, costs, **groups, recomputed=recomputed
+            shape, self._stage_sizes, costs, **groups, recomputed=recomputed
         )
 
     @property

@@ -127,7 +127,7 @@ class Stage(nn.Module):
         placement: ParameterPlacement,
         *,
         sequence_parallel: bool = False,
-        make_layer: Callable[..., nn.Module] | None = None,
+        make_layer: Callable[[GPTConfig, int, LayerParameters], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         make_layer = make_layer or Layer
@@ -146,7 +146,13 @@ class Stage(nn.Module):
             )
         self.layers = nn.ModuleDict(
             {
-                str(i): make_layer(config, i, tp, placement, sequence_parallel=sequence_parallel)
+                str(i): make_layer(
+                    config,
+                    i,
+                    LayerParameters.from_config(
+                        config, i, tp, placement, sequence_parallel=sequence_parallel
+                    ),
+                )
                 for i in layers
             }
         )
@@ -307,25 +313,12 @@ class Layer(AttentionLayer):
     """A transformer layer. Tensor-parallel ranks share its heads and its feed-forward width.
 
     Args:
-        config: The configuration of the model.
-        index: The number of the layer in the model.
-        tp: The tensor-parallel group. None is a group of one rank.
-        placement: The device and the type of the parameters.
-        sequence_parallel: True if tensor-parallel ranks also share the tokens.
+        config: See `AttentionLayer`.
+        index: See `AttentionLayer`.
+        weights: See `AttentionLayer`.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        index: int,
-        tp: ProcessGroup | None,
-        placement: ParameterPlacement,
-        *,
-        sequence_parallel: bool = False,
-    ) -> None:
-        weights = make_layer_parameters(
-            config, index, tp, placement, sequence_parallel=sequence_parallel
-        )
+    def __init__(self, config: GPTConfig, index: int, weights: LayerParameters) -> None:
         super().__init__(config, index, weights)
         self.up = weights.make_column_linear("up", 4 * config.hidden)
         self.down = weights.make_row_linear("down", 4 * config.hidden)
@@ -348,31 +341,3 @@ class Layer(AttentionLayer):
         """
         assert self.up.bias is not None
         return bias_gelu(product, self.up.bias)
-
-
-def make_layer_parameters(
-    config: GPTConfig,
-    index: int,
-    tp: ProcessGroup | None,
-    placement: ParameterPlacement,
-    *,
-    sequence_parallel: bool = False,
-) -> LayerParameters:
-    """Return the factory of the parameters of a layer.
-
-    Args:
-        config: See `Layer`.
-        index: See `Layer`.
-        tp: See `Layer`.
-        placement: See `Layer`.
-        sequence_parallel: See `Layer`.
-    """
-    return LayerParameters(
-        config.seed,
-        f"layers.{index}",
-        config.hidden,
-        2 * config.layers,
-        tp,
-        placement,
-        sequence_parallel,
-    )

@@ -121,7 +121,13 @@ class Stage(nn.Module):
         )
         self.layers = nn.ModuleDict(
             {
-                str(i): Layer(config, i, tp, placement, sequence_parallel=sequence_parallel)
+                str(i): Layer(
+                    config,
+                    i,
+                    LayerParameters.from_config(
+                        config, i, tp, placement, sequence_parallel=sequence_parallel
+                    ),
+                )
                 for i in layers
             }
         )
@@ -166,34 +172,23 @@ class Layer(nn.Module):
     Args:
         config: The configuration of the model.
         index: The number of the layer in the model.
-        tp: The tensor-parallel group. None is a group of one rank.
-        placement: The device and the type of the parameters.
-        sequence_parallel: True if tensor-parallel ranks also share the tokens.
+        weights: The factory of the layer's parameters.
     """
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        index: int,
-        tp: ProcessGroup | None,
-        placement: ParameterPlacement,
-        *,
-        sequence_parallel: bool = False,
-    ) -> None:
+    def __init__(self, config: LlamaConfig, index: int, weights: LayerParameters) -> None:
         super().__init__()
         hidden, width = config.hidden, config.ffn_width
         self.head_width, self.queries_per_group = (
             hidden // config.heads,
             config.heads // config.kv_groups,
         )
-        self.window, adds = get_windows(config)[index], 2 * config.layers
-        weights = LayerParameters(
-            config.seed, f"layers.{index}", hidden, adds, tp, placement, sequence_parallel
-        )
+        self.window = get_windows(config)[index]
 
         def norm() -> nn.RMSNorm:
             return mark_sequence_parallel(
-                nn.RMSNorm(hidden, config.eps, **placement), tp, sequence_parallel=sequence_parallel
+                nn.RMSNorm(hidden, config.eps, **weights.placement),
+                weights.tp,
+                sequence_parallel=weights.sequence_parallel,
             )
 
         self.attention_norm = norm()

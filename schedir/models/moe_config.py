@@ -30,7 +30,12 @@ class MoEConfig(GPTConfig):
         experts: The experts of a layer.
         active: The experts that process each token.
         expert_hidden: The units of an expert. 0 is 4 * hidden.
+        shared_experts: The experts that process all tokens, in addition to the `active` ones
+            (DeepSeekMoE, arXiv 2401.06066). Each replica has them. 0 is none.
         aux_loss: The factor of the auxiliary loss.
+        balance_rate: The step of the routing bias after an update, such as 0.001. The bias
+            balances the experts without an auxiliary loss (arXiv 2412.19437, section 2.1.2). 0 is
+            no bias.
         capacity_factor: A rank has a buffer for this many times the tokens that its experts receive
             if the router is perfectly balanced. With more tokens the step raises an error.
 
@@ -41,20 +46,23 @@ class MoEConfig(GPTConfig):
     experts: int = 8
     active: int = 2
     expert_hidden: int = 0
+    shared_experts: int = 0
     aux_loss: float = 0.01
+    balance_rate: float = 0.0
     capacity_factor: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "experts", "active")
-        if self.expert_hidden:
-            require_positive(self, "expert_hidden")
+        for name in ("expert_hidden", "shared_experts"):
+            if getattr(self, name):
+                require_positive(self, name)
         if self.active > self.experts:
             raise UsageError(
                 f"active is {self.active}, but a layer has {self.experts} experts",
                 fields=["active", "experts"],
             )
-        for name, least in (("aux_loss", 0), ("capacity_factor", 1)):
+        for name, least in (("aux_loss", 0), ("balance_rate", 0), ("capacity_factor", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UsageError(f"{name} must be a number, not {describe(value)}", fields=[name])
@@ -74,6 +82,9 @@ class MoEConfig(GPTConfig):
         dense_network = 8 * self.hidden**2 + 5 * self.hidden
         expert = 2 * self.hidden * self.expert_width + self.expert_width + self.hidden
         added_per_layer = self.experts * (expert + self.hidden) - dense_network
+        if self.shared_experts:  # They are one network, with one bias of the output.
+            added_per_layer += self.shared_experts * (expert - self.hidden) + self.hidden
+        added_per_layer += self.experts * (self.balance_rate > 0)
         return super().num_parameters + self.layers * added_per_layer
 
     def compute_capacity(self, tokens: int, ep: int) -> int:

@@ -31,6 +31,7 @@ from schedir.models.language_model import count_tokens as count_tokens
 from schedir.models.moe_config import MoEConfig as MoEConfig
 from schedir.models.parameter_init import LayerParameters
 from schedir.models.partitioning import split_layers
+from schedir.models.routing_bias import make_load_term, make_routing_bias
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.parameters.buckets import mark_expert
 
@@ -122,8 +123,8 @@ class MoEStage(gpt.Stage):
         experts: range,
         placement: ParameterPlacement,
     ) -> None:
-        def make_layer(_: object, index: int, *_unused: object, **_options: object) -> MoELayer:
-            return MoELayer(config, index, experts, placement)
+        def make_layer(_: object, index: int, weights: LayerParameters) -> MoELayer:
+            return MoELayer(config, index, weights, experts)
 
         super().__init__(config, layers, is_first, is_last, None, placement, make_layer=make_layer)
         self.has_all_experts = not layers or len(experts) == config.experts
@@ -153,14 +154,13 @@ class MoELayer(gpt.AttentionLayer):
     Args:
         config: The configuration of the model.
         index: The number of the layer in the model.
+        weights: The factory of the layer's parameters.
         experts: The experts of this rank.
-        placement: The device and the type of the parameters.
     """
 
     def __init__(
-        self, config: MoEConfig, index: int, experts: range, placement: ParameterPlacement
+        self, config: MoEConfig, index: int, weights: LayerParameters, experts: range
     ) -> None:
-        weights = gpt.make_layer_parameters(config, index, None, placement)
         super().__init__(config, index, weights)
         self.num_experts, self.active, self.aux_loss = (
             config.experts,
@@ -168,18 +168,27 @@ class MoELayer(gpt.AttentionLayer):
             config.aux_loss,
         )
         self.router = weights.make_column_linear("router", config.experts, bias=False)
+        self.routing_bias: nn.Parameter | None = None
+        if config.balance_rate:
+            self.routing_bias = make_routing_bias(
+                config.experts, config.balance_rate, weights.placement
+            )
         self.experts = nn.ModuleDict(
             {str(e): Expert(weights, f"experts.{e}", config.expert_width) for e in experts}
         )
         for parameter in self.experts.parameters():
             mark_expert(parameter, experts.start // len(experts), config.experts // len(experts))
 
+        self.has_shared_experts = config.shared_experts > 0
+        if self.has_shared_experts:
+            width = config.shared_experts * config.expert_width
+            self.shared_experts = Expert(weights, "shared_experts", width)
         # A segment keeps a layer if it names one of the layer's submodules. The segment after the
         # experts names this one.
         self.output = nn.Identity()
 
     def route(self, x: Tensor, aux: Tensor) -> Tensors:
-        """Run the attention, and choose the experts of each token.
+        """Run the attention and the shared experts, and choose the experts of each token.
 
         Args:
             x: The residual stream, (b, T, hidden).
@@ -192,10 +201,15 @@ class MoELayer(gpt.AttentionLayer):
         """
         with self.use_dropout_stream():
             x, normed = self.run_attention(x)
+            if self.has_shared_experts:
+                x = self.add_feed_forward(self.shared_experts(normed), x)
         tokens = normed.view(-1, normed.shape[-1])
         logits = self.router(tokens)
         probabilities = logits.to(aux.dtype).softmax(-1)
-        chosen_probabilities, chosen = probabilities.topk(self.active)
+        bias = self.routing_bias
+        scores = probabilities if bias is None else probabilities + bias.detach()
+        chosen = scores.topk(self.active).indices
+        chosen_probabilities = probabilities.gather(-1, chosen)
         gates = chosen_probabilities / chosen_probabilities.sum(-1, keepdim=True)
         order = chosen.view(-1).argsort(stable=True)
         counts = chosen.view(-1).bincount(minlength=self.num_experts)
@@ -205,6 +219,8 @@ class MoELayer(gpt.AttentionLayer):
             share = counts.to(aux.dtype) / order.numel()
             balance = (share * probabilities.mean(0)).sum()
             aux = aux + self.aux_loss * self.num_experts * len(tokens) * balance
+            if bias is not None:
+                aux = aux + make_load_term(bias, counts)
         return rows[order], counts, gates, order, x, aux
 
     def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -243,8 +259,8 @@ class MoELayer(gpt.AttentionLayer):
         outputs = rows[order.argsort()].view(*gates.shape, -1)
         total = (outputs * gates.unsqueeze(-1)).sum(1).to(x.dtype).view_as(x)
         with self.use_dropout_stream():
-            if self.dropout_rate:
-                # Draw the mask of the attention again: the next mask is then that of one process.
+            # Draw the masks of `route` again: the next mask is then that of one process.
+            for _ in range(1 + self.has_shared_experts if self.dropout_rate else 0):
                 F.dropout(x.detach(), self.dropout_rate)
             return self.add_feed_forward(total, x)
 
@@ -294,11 +310,10 @@ def _make_segments(stage: MoEStage) -> list[nn.Module]:
     segments = [[SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
     for number in stage.layers:
         layer_segments = _MoELayerSegments(number)
-        segments[-1].append(
-            layer_segments.make_step(
-                layer_segments.route, "attention_norm", "qkv", "proj", "mlp_norm", "router"
-            )
-        )
+        names = ["attention_norm", "qkv", "proj", "mlp_norm", "router"]
+        names += ["shared_experts"] * layer_segments.get_layer(stage).has_shared_experts
+        names += ["routing_bias"] * (layer_segments.get_layer(stage).routing_bias is not None)
+        segments[-1].append(layer_segments.make_step(layer_segments.route, *names))
         segments.append([layer_segments.make_step(layer_segments.run_experts, "experts")])
         segments.append([layer_segments.make_step(layer_segments.combine, "output")])
     segments[-1].append(SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))

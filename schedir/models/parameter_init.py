@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from schedir.models.gpt_config import GPTConfig
 from schedir.models.language_model import INIT_STD, ParameterPlacement, make_normal_init
+from schedir.models.llama_config import LlamaConfig
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.tensor_parallel.mappings import mark_sequence_parallel
 
@@ -37,6 +39,34 @@ class LayerParameters(NamedTuple):
     tp: ProcessGroup | None
     placement: ParameterPlacement
     sequence_parallel: bool = False
+
+    @staticmethod
+    def from_config(
+        config: GPTConfig | LlamaConfig,
+        index: int,
+        tp: ProcessGroup | None,
+        placement: ParameterPlacement,
+        *,
+        sequence_parallel: bool = False,
+    ) -> LayerParameters:
+        """Return the factory of a layer.
+
+        Args:
+            config: The configuration of the model.
+            index: The number of the layer in the model.
+            tp: See `LayerParameters`.
+            placement: See `LayerParameters`.
+            sequence_parallel: See `LayerParameters`.
+        """
+        return LayerParameters(
+            config.seed,
+            f"layers.{index}",
+            config.hidden,
+            2 * config.layers,
+            tp,
+            placement,
+            sequence_parallel,
+        )
 
     def make_column_linear(self, name: str, k: int, *, bias: bool = True) -> ColumnParallelLinear:
         """Return a linear layer from (..., hidden) to this rank's shard of (..., k).

@@ -183,12 +183,14 @@ class StageTimes(NamedTuple):
 
     Attributes:
         compute: Compute.
-        layer_collectives: Tensor-, context- and expert-parallel collectives that compute does not
-            hide.
+        layer_collectives: Tensor-, context- and expert-parallel collectives that compute of the
+            same microbatch does not hide.
+        all_to_alls: Those of `layer_collectives` that are all-to-alls of experts.
     """
 
     compute: PhaseTimes = PhaseTimes()
     layer_collectives: PhaseTimes = PhaseTimes()
+    all_to_alls: PhaseTimes = PhaseTimes()
 
     @property
     def total(self) -> PhaseTimes:

@@ -56,17 +56,17 @@ def require_program(value: object) -> Program:
 
     Raises:
         UsageError: `value` is not a `Program`.
-        ModelError: The program has expert parallelism and ZeRO, or expert parallelism without an
-            instruction that sends tokens to experts.
+        ModelError: The program has expert parallelism and a ZeRO level above 1, or expert
+            parallelism without an instruction that sends tokens to experts.
     """
     require_type(value, Program, _PROGRAM_EXAMPLE)
     assert isinstance(value, Program)
-    if value.ep > 1 and value.zero:
+    if value.ep > 1 and value.zero > 1:
         raise ModelError(
-            f"the program has ep={value.ep} and zero={value.zero}, but ZeRO shards weights over "
-            "all replicas, and they have different experts",
+            f"the program has ep={value.ep} and zero={value.zero}, but with expert parallelism "
+            "only the optimizer state can be sharded",
             program=value.name,
-            hint="zero=0",
+            hint="zero=1",
         )
     if value.ep > 1 and value.used_opcodes.isdisjoint(EP_COLLECTIVE_OPS):
         raise ModelError(

@@ -138,17 +138,7 @@ def build_checkpoint_state(
     Args:
         states: The state of each rank of this process.
         validate_last_update: A function that validates the last update of all these ranks.
-
-    Raises:
-        CheckpointError: Replicas have different experts. A checkpoint has the weights of one
-            replica.
     """
-    if states[0].program.ep > 1:
-        raise CheckpointError(
-            f"the program has ep={states[0].program.ep}, so replicas have different experts, but a "
-            "checkpoint has the weights of one replica",
-            hint="gather the experts, and save a state dictionary with torch.save",
-        )
     transport: Any = states[0].transport
     while isinstance(transport, TransportWrapper):
         transport = transport.inner
@@ -211,7 +201,7 @@ def _collect_stage_state(state: State, s: int) -> StageCheckpointState:
     stage = state.stages[s]
     found: dict[nn.Parameter, ShardRange] = {}
     for bucket in stage.gradients.buckets:
-        ranges = bucket.list_shard_ranges(state.resources.shard_spec.replica)
+        ranges = bucket.list_shard_ranges()
         each = zip(bucket.parameters, bucket.shapes, ranges, strict=True)
         found |= {p: ShardRange(tuple(shape), low, high) for p, shape, (low, high, _) in each}
     return StageCheckpointState(stage.module, stage.gradients.names, found, stage.parameter_shards)

@@ -31,6 +31,7 @@ from schedir.errors import UsageError, format_bytes
 from schedir.ir.cost.cluster import Cluster
 from schedir.models import gpt
 from schedir.models.gpt_config import GPTConfig
+from schedir.models.parameter_init import LayerParameters
 from schedir.planner.hardware.cluster_fit import (
     MachineMeasurements,
     MeasuredAllReduce,
@@ -309,7 +310,7 @@ def _make_layer_step(
     training step.
     """
     config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=heads, context=sequence)
-    block = gpt.Layer(config, 0, group, tensor_options)
+    block = gpt.Layer(config, 0, LayerParameters.from_config(config, 0, group, tensor_options))
     for p in block.parameters():
         p.grad = torch.zeros_like(p)
     x = torch.randn(size, sequence, hidden, **tensor_options).requires_grad_()

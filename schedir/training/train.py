@@ -21,7 +21,7 @@ from schedir.ir.cost.number_parsing import parse_integer
 from schedir.ir.cost.zero_states import zero_model_states
 from schedir.ir.input_trust import format_trust_options
 from schedir.ir.program import Program
-from schedir.training.config.config_file import read_config
+from schedir.training.config.config_file import locate_setting_errors, read_config
 from schedir.training.config.run_config import Config
 from schedir.training.processes.launcher import launch
 from schedir.training.processes.process_exit import (
@@ -72,7 +72,8 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
     if "RANK" in os.environ:
         return _run_rank(path, overrides)
     config = read_config(path, overrides)
-    program = build_program(config)
+    with locate_setting_errors(path, overrides):
+        program = build_program(config)
     check_memory(config, config.world_size)
     _require_data_files(config)  # before results of an earlier run, which have another remedy
     with interrupt_on_signals(), claim_directories(config):

@@ -211,7 +211,7 @@ class _Trainer:
                 self.executor.record_timestamps = record and logs
                 began, rate = perf_counter(), train.learning_rate(step)
                 for group in self.optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = group.get("balance_rate", rate)
                 batch = self._take_batch(prefetch, step)
                 enter(ProcessPhase.STEP, step + 1)
                 if self.config.output.memory and step == min(start_step + 1, train.steps - 1):

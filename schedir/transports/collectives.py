@@ -19,9 +19,10 @@ CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter"]
 # The members of a collective. "dp" and "params" are the replicas of a stage, for gradients and for
 # weights. "model" has all processes of one replica of the model. "tp" has the tensor-parallel
 # ranks. "ep" and "ep_counts" are the expert-parallel group, for tokens and for their numbers.
-# "expert_dp" has the replicas with the same experts. A tuple has the pipeline ranks that share a
-# stage or a tied weight.
-GroupKey = Literal["dp", "params", "model", "tp", "ep", "ep_counts", "expert_dp"] | tuple[int, ...]
+# "expert_dp" and "expert_params" are the replicas with the same experts. A tuple has the pipeline
+# ranks that share a stage or a tied weight.
+GroupName = Literal["dp", "params", "model", "tp", "ep", "ep_counts", "expert_dp", "expert_params"]
+GroupKey = GroupName | tuple[int, ...]
 
 
 class AllToAll(NamedTuple):

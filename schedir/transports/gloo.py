@@ -53,6 +53,7 @@ def initialise(timeout: float, **init_args: Any) -> torch.device:
 _LANE_OF_GROUP: Final[dict[GroupKey, Lane]] = {
     "tp": Lane.TP,
     "params": Lane.PARAMS,
+    "expert_params": Lane.PARAMS,
     "ep": Lane.EP,
 }
 
@@ -364,6 +365,8 @@ def _list_group_rows(program: Program) -> dict[GroupKey, NDArray[np.int64]]:
             rows["expert_dp"] = groups.reshape(dp // ep, -1).T
     if dp > 1 and program.zero:  # a separate group, so that gathers do not wait for reductions
         rows["params"] = rows["dp"]
+        if "expert_dp" in rows:
+            rows["expert_params"] = rows["expert_dp"]
     for ranks in find_reduction_groups(program.trained_ties, shape):
         rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
     return rows

@@ -23,13 +23,14 @@ def _ended() -> Iterator[None]:
 
 # Files that take the longest, in seconds of a core or of waiting, the longest first.
 LONG = (
-    "test_gpu_tests", "test_ends", "test_checkpoints", "test_nccl_like", "test_resume", "test_zero",
-    "test_faults", "test_warmup", "test_torch_huggingface", "test_tutorial", "test_own_model",
-    "test_per_microbatch", "test_finite", "test_train", "test_train_zero", "test_benchmarks",
-    "test_meeting", "test_slots", "test_ahead", "test_measure", "test_edges", "test_train_ends",
-    "test_readers", "test_new_row_runs", "test_torch_page", "test_recompute_bytes", "test_kills",
-    "test_saver", "test_programs", "test_models", "test_results", "test_hangs", "test_gpu_run",
-    "test_gpt2", "test_torch_own", "test_skips", "test_random", "test_corpus",
+    "test_gpu_tests", "test_ends", "test_kills", "test_torch_face_replicas", "test_numeric_law",
+    "test_nccl_like", "test_megatron", "test_checkpoints", "test_faults", "test_resume",
+    "test_tutorial", "test_warmup", "test_torch_huggingface", "test_zero", "test_train",
+    "test_train_zero", "test_benchmarks", "test_ahead", "test_torch_own", "test_instrument",
+    "test_states_runs", "test_measure", "test_slots", "test_steps", "test_gpt2", "test_finite",
+    "test_new_row_runs", "test_pieces", "test_aliasing", "test_meeting", "test_edges",
+    "test_train_ends", "test_search_runs", "test_models", "test_full_disk", "test_saver",
+    "test_results", "test_hangs", "test_gpu_run", "test_own_model", "test_programs", "test_corpus",
 )  # fmt: skip
 
 

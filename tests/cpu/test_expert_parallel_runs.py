@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from torch import Tensor, nn
 
 from examples.expert_parallel import combined_1f1b
 from schedir import Program, compile
+from schedir.checkpoints import load, save
 from schedir.errors import SchedirError
 from schedir.models.moe_gpt import (
     Expert,
@@ -23,17 +28,30 @@ from schedir.models.moe_gpt import (
     build_stage,
     split_stage,
 )
-from schedir.runtime import Boundary, Executor, GlooTransport, GradientOptions, run_sequential
+from schedir.models.routing_bias import make_adamw_groups, make_load_term, make_routing_bias
+from schedir.runtime import (
+    Boundary,
+    Executor,
+    GlooTransport,
+    GradientOptions,
+    InProcessExecutor,
+    run_sequential,
+)
+from schedir.runtime.boundaries.size_measurement import measure_model_states
+from schedir.runtime.parameters.buckets import ShardSpec, is_expert
+from schedir.training.config.train_config import TrainConfig
+from schedir.training.optimizer import build_optimizer
 from tests.cases import cases
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import moe_executor
 
 CONFIG = MoEConfig(
     vocab=23, layers=4, hidden=16, heads=2, context=5, tied=False, experts=8, expert_hidden=12,
-    aux_loss=0.5,
+    aux_loss=0.5, balance_rate=0.01, shared_experts=2,
 )  # fmt: skip
-RANKS, MICROBATCHES, SAMPLES, EP = 2, 4, 2, 2
+RANKS, MICROBATCHES, SAMPLES, EP, LR = 2, 4, 2, 2, 0.01
 SHARED: dict[str, Any] = {"recompute": "half", "buffer_sharing": "minimal", "overlap": True}
+SHARED["zero"] = 1
 # Schedules, with the stages per rank and options.
 SCHEDULES: dict[str, tuple[str | Callable[..., Any], int, dict[str, Any]]] = {
     "one_f_one_b": ("one_f_one_b", 1, {}),
@@ -73,13 +91,46 @@ def loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") + aux.sum()
 
 
-def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], int]:
-    """Return gradients, the losses of the replicas, and the calls of experts in one process."""
+def make_alone(replicas: int, folder: Path) -> tuple[InProcessExecutor, MoEStage]:
+    """Make a model, and an executor that has run a step with the microbatches of all replicas."""
+    stage = skew_routing(build_stage(CONFIG, 0, 1, dtype=torch.float64))
+    program = compile("gpipe", ranks=1, microbatches=replicas * MICROBATCHES)
+    alone = InProcessExecutor(
+        program, [stage], loss=loss, boundary=(1,),
+        optimizer=make_adamw,
+    )  # fmt: skip
+    step_alone(alone, replicas)
+    save(alone, folder, step=1, name_map=keep_name)
+    return alone, stage
+
+
+def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    others, groups = make_adamw_groups(parameters, parameters)
+    return torch.optim.AdamW([{"params": others}, *groups], LR)
+
+
+def step_alone(alone: InProcessExecutor, replicas: int) -> float:
+    batches = map(draw_batch, range(replicas))
+    inputs, targets = map(torch.cat, zip(*batches, strict=True))
+    return float(alone.step(inputs, targets, 1 / 32))
+
+
+def keep_name(stage: int, name: str) -> str:
+    return name
+
+
+def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], list[tuple[str, int]]]:
+    """Return gradients, the losses of the replicas, and the calls of experts in one process.
+
+    A call is the name of the expert and the number of its tokens.
+    """
     model = skew_routing(build_stage(CONFIG, 0, 1, dtype=torch.float64))
-    calls: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, Expert):
-            module.register_forward_hook(lambda expert, *_: calls.append(expert))
+    calls: list[tuple[str, int]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Expert) and ".experts." in name:
+            module.register_forward_hook(
+                lambda _, inputs, output, name=name: calls.append((name, len(inputs[0])))
+            )
     losses = []
     for replica in range(replicas):
         total = torch.zeros(())
@@ -94,11 +145,11 @@ def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], int]:
             for name, p in model.named_parameters()
         },
         losses,
-        len(calls),
+        calls,
     )
 
 
-def train_in_processes(rank: int, replicas: int) -> dict[str, Any]:
+def train_in_processes(rank: int, replicas: int, folder: str) -> dict[str, Any]:
     """Return gradients, loss and gradient norm of this process, by schedule."""
     found: dict[str, Any] = {}
     for name, (schedule, stages_per_rank, options) in SCHEDULES.items():
@@ -109,40 +160,106 @@ def train_in_processes(rank: int, replicas: int) -> dict[str, Any]:
             blocking_hosts=True, clip_grad_norm=True, **options,
         )  # fmt: skip
         transport = GlooTransport(program)
-        executor = moe_executor(
-            program, transport, CONFIG, SAMPLES, dtype=torch.float64, prepare=skew_routing,
-            loss=loss, gradients=GradientOptions(max_norm=torch.inf),
+        make = partial(
+            moe_executor, program, transport, CONFIG, SAMPLES, dtype=torch.float64,
+            prepare=skew_routing, loss=loss, gradients=GradientOptions(max_norm=torch.inf),
         )  # fmt: skip
-        total = executor.step(*draw_batch(transport.dp_rank), 1 / 32)
-        modules = [stage.module for stage in executor.stages.values()]
-        gradients = {n: p.grad for module in modules for n, p in module.named_parameters()}
-        found[name] = gradients, total, executor.grad_norm
+        executor, batch = make(), draw_batch(transport.dp_rank)
+        total = executor.step(*batch, 1 / 32)
+        found[name] = [*iterate_gradients(executor)], total, executor.grad_norm
+        if program.zero:
+            found["resumed"] = resume(partial(make, make_optimizer=make_adamw), folder, batch)
         transport.shut_down()
     return found
 
 
+def iterate_gradients(executor: Executor) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield the name, the first element and the elements of each gradient of this process."""
+    for stage in executor.stages.values():
+        for bucket in stage.gradients.buckets:
+            for p, (low, *_) in zip(bucket.parameters, bucket.list_shard_ranges(), strict=True):
+                if p.grad is not None:  # there are elements of it in the shard
+                    is_shard = executor.program.zero
+                    yield stage.gradients.names[p], low if is_shard else 0, p.grad.flatten()
+
+
+def resume(make: Callable[[], Executor], folder: str, batch: tuple[Tensor, Tensor]) -> Any:
+    """Return the losses of the steps after the one that one process has saved."""
+    losses, before, again = [], make(), make()
+    load(before, folder, step=1, name_map=keep_name)
+    losses.append(before.step(*batch, 1 / 32))
+    save(before, f"{folder}/ranks", step=2, name_map=keep_name)
+    load(again, f"{folder}/ranks", step=2, name_map=keep_name)
+    losses += [executor.step(*batch, 1 / 32) for executor in (before, again)]
+    for stage, other in zip(before.stages.values(), again.stages.values(), strict=True):
+        for p, q in zip(stage.module.parameters(), other.module.parameters(), strict=True):
+            assert torch.equal(p, q)
+    return losses
+
+
 @pytest.mark.parametrize("replicas", cases([2], [4]))
-def test_gradients_are_those_of_one_process(replicas: int) -> None:
+def test_gradients_are_those_of_one_process(replicas: int, tmp_path: Path) -> None:
     expected, losses, calls = train_alone(replicas)
-    assert 0 < calls < replicas * MICROBATCHES * CONFIG.layers * CONFIG.experts
+    assert 0 < len(calls) < replicas * MICROBATCHES * CONFIG.layers * CONFIG.experts
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 0.1
     norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt()
-    ranks = run(train_in_processes, RANKS * replicas, replicas)
-    for name in SCHEDULES:
-        seen = set[str]()
+    alone, stage = make_alone(replicas, tmp_path)
+    loads = Counter[str]()
+    for name, tokens in calls:
+        loads[name] += tokens
+    for number, layer in stage.layers.items():
+        of_layer = [loads[f"layers.{number}.experts.{e}"] for e in range(CONFIG.experts)]
+        mean = sum(of_layer) / CONFIG.experts
+        signs = [(n < mean) - (n > mean) for n in of_layer]
+        assert isinstance(layer, MoELayer) and layer.routing_bias is not None
+        steps = [CONFIG.balance_rate * sign for sign in signs]
+        assert layer.routing_bias.tolist() == pytest.approx(steps, rel=1e-6)
+    ranks = run(train_in_processes, RANKS * replicas, replicas, str(tmp_path))
+    for name, (_, _, options) in SCHEDULES.items():
+        counts = Counter[str]()
         for process, result in enumerate(ranks):
             gradients, total, own_norm = result[name]
-            for parameter, gradient in gradients.items():
-                assert (gradient - expected[parameter]).abs().max() < 1e-12, (name, parameter)
+            for parameter, low, gradient in gradients:
+                full = expected[parameter].flatten()[low : low + gradient.numel()]
+                assert (gradient - full).abs().max() < 1e-12, (name, parameter)
+                counts[parameter] += gradient.numel()
             if total is not None:
                 assert total.item() == pytest.approx(losses[process // RANKS].item(), rel=1e-12)
             assert own_norm.item() == pytest.approx(norm.item(), rel=1e-12)
-            seen |= gradients.keys()
-        assert seen == expected.keys()
+        for parameter, full in expected.items():
+            copies = replicas // EP if ".experts." in parameter else replicas
+            assert counts[parameter] == full.numel() * (1 if "zero" in options else copies)
+
+    second, third, resumed = (
+        sum(float(losses[step]) for result in ranks if (losses := result["resumed"])[0] is not None)
+        for step in range(3)
+    )
+    assert second == pytest.approx(step_alone(alone, replicas), rel=1e-12) and third == resumed
+    step_alone(alone, replicas)
+    load(alone, tmp_path / "ranks", step=2, name_map=keep_name)
+    assert third == pytest.approx(step_alone(alone, replicas), rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_routing_bias_steps_by_the_sign_of_its_excess(precision: str) -> None:
+    placement: Any = {"device": "cpu", "dtype": getattr(torch, precision)}
+    bias, weight = make_routing_bias(3, 0.5, placement), nn.Parameter(torch.ones(2, 2, **placement))
+    (make_load_term(bias, torch.tensor([5, 1, 0])) / 1e6).backward()  # of a million tokens
+    build_optimizer([weight, bias], TrainConfig(precision=precision)).step()
+    assert bias.tolist() == pytest.approx([-0.5, 0.5, 0.5], rel=1e-3) and weight.sum() == 4
+
+
+def test_optimizer_states_of_experts_have_fewer_shards() -> None:
+    stage = build_stage(CONFIG, 0, 1, ep=2)
+    states = measure_model_states(stage, 8.0, ShardSpec(4, 0, 1), range(4))
+    experts = sum(p.numel() for p in stage.parameters() if is_expert(p))
+    others = sum(p.numel() for p in stage.parameters()) - experts
+    assert states.optimizer / 4 == pytest.approx(8 * (experts / 2 + others / 4), rel=0.01)
 
 
 def test_a_layer_adds_the_outputs_of_its_experts() -> None:
     stage = build_stage(CONFIG, 0, 1, dtype=torch.float64)
+    assert CONFIG.num_parameters == sum(p.numel() for p in stage.parameters())
     (layer,) = get_layers(stage, "0")
     torch.manual_seed(0)
     x = torch.randn(2, 3, CONFIG.hidden, dtype=torch.float64, requires_grad=True)
@@ -151,7 +268,8 @@ def test_a_layer_adds_the_outputs_of_its_experts() -> None:
     output = layer.combine(layer.run_experts(rows, counts), gates, order, stream)
 
     stream, normed = layer.run_attention(x)
-    expected, chosen_counts = stream.clone(), torch.zeros(CONFIG.experts, dtype=torch.float64)
+    expected = stream + layer.shared_experts(normed)
+    chosen_counts = torch.zeros(CONFIG.experts, dtype=torch.float64)
     probabilities = (normed @ layer.router.weight.T).softmax(-1)
     for place in [(b, t) for b in range(2) for t in range(3)]:
         best = probabilities[place].argsort(descending=True)[: CONFIG.active]
@@ -174,9 +292,20 @@ def test_a_layer_adds_the_outputs_of_its_experts() -> None:
     assert layer.route(x, aux)[-1] is aux
 
 
+def drop_expert_rank(stage: int, name: str) -> str:
+    """Return the same names for the experts of both ranks."""
+    return re.sub(r"experts\.(\d)", lambda found: f"experts.{int(found[1]) % 4}", name)
+
+
+def add_buffers(stage: MoEStage) -> None:
+    for layer in get_layers(stage, "0"):
+        for expert in layer.experts.values():
+            expert.register_buffer("sums", torch.zeros(1))
+
+
 def overflow(rank: int) -> list[tuple[str, ...]]:
     """Return the errors of a step with too many tokens, and of arguments that do not fit."""
-    config = replace(CONFIG, layers=2, capacity_factor=1.25)
+    config = replace(CONFIG, layers=2, capacity_factor=1.25, shared_experts=0)
     how: dict[str, Any] = {"dp": EP, "ep": EP, "stage_segments": "dcdc"}
     how |= {"progress_model": "per_edge", "blocking_hosts": True}
     program = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, **how)
@@ -186,20 +315,21 @@ def overflow(rank: int) -> list[tuple[str, ...]]:
     boundaries: dict[int, Any] = build_boundaries(config, [5], stream, EP)
 
     def make(program: Program, boundary: Any, **other: Any) -> Executor:
-        return moe_executor(
-            program, transport, config, SAMPLES, prepare=skew_routing, boundary=boundary, **other
-        )
+        other = {"prepare": skew_routing, "boundary": boundary, "cfg": config} | other
+        return moe_executor(program, transport, samples=SAMPLES, **other)
 
     executor = make(program, boundaries)
-    sharded = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, zero=1, **how)
+    sharded = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, zero=2, **how)
     unsplit = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, dp=EP, ep=EP)
     sent, _, *rest = boundaries[0]
     attempts: list[Callable[[], object]] = [
+        lambda: save(executor, "unused", step=0, name_map=drop_expert_rank),
+        lambda: save(make(program, boundaries, prepare=add_buffers), "unused", step=0),
         lambda: executor.step(*draw_batch(rank)),
+        lambda: make(program, boundaries, cfg=replace(config, expert_hidden=12 + 4 * rank)),
         lambda: make(sharded, boundaries),
         lambda: make(program, boundaries | {0: (sent, Boundary((CONFIG.experts,)), *rest)}),
         lambda: make(program, boundaries | {0: (sent, Boundary((3,), torch.int64), *rest)}),
-        executor.checkpoint_state,
         lambda: stage(draw_batch(rank)[0][0]),
         lambda: make(program, boundaries, experts=(0, 1)),
         lambda: make(program, boundaries, experts=(1 - rank, 2)),
@@ -217,16 +347,19 @@ def overflow(rank: int) -> list[tuple[str, ...]]:
 
 def test_too_many_tokens_are_one_error_on_all_ranks() -> None:
     first, second = run(overflow, EP)
-    step, zero, dtype, number, checkpoint, stage, whole, swapped, unsplit, alone = first
-    assert first[:6] == second[:6] and unsplit == second[8]
+    names, buffers, step, width, zero, dtype, number, *others = first
+    stage, whole, swapped, unsplit, alone = others
+    assert first[:8] == second[:8] and unsplit == second[10]
     # 2 samples of 5 tokens from 2 replicas, with 2 experts each.
     assert step == (
         "ModelError: replica 0 of rank 0 gets 40 tokens of microbatch 0 for its experts in stage "
         "3, but the capacity of its buffer is 25 tokens",
         "dispatch 3.0",
     )
-    assert "zero=1" in zero[0] and "ep=2" in checkpoint[0] and "segments" in stage[0]
+    assert "the shapes of the experts in stage 1" in width[0]
+    assert "zero=2" in zero[0] and "segments" in stage[0]
+    assert "experts 1 of 2 in process 1" in names[0] and "experts.4.sums" in buffers[0]
     assert "number of rows of each expert" in dtype[0] and "[3]" in number[0]
     assert "slice 0 of 1" in whole[0] and "slice 1 of 2" in swapped[0]
-    assert "has slice 0 of 2" in whole[0] and "has slice 1 of 2" in second[6][0]
+    assert "has slice 0 of 2" in whole[0] and "has slice 1 of 2" in second[8][0]
     assert "no dispatch" in unsplit[0] and "the other experts are missing" in alone[0]

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from schedir.models.gpt import Layer
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.language_model import ParameterPlacement
+from schedir.models.parameter_init import LayerParameters
 from schedir.predict.activation_bytes import (
     ACTIVATION_TERMS,
     Recompute,
@@ -124,8 +125,8 @@ def expected(
 def ours(s: int, b: int, h: int, a: int, tp: Any = None, *, sequence: bool = False) -> list[int]:
     config = GPTConfig(vocab=8, layers=1, hidden=h, heads=a, context=s)
     where: ParameterPlacement = {"device": "cpu", "dtype": torch.bfloat16}
-    layer = Layer(config, 0, tp, where, sequence_parallel=sequence)
-    return kept(layer, _input(s // (tp.size() if sequence else 1), b, h))
+    weights = LayerParameters.from_config(config, 0, tp, where, sequence_parallel=sequence)
+    return kept(Layer(config, 0, weights), _input(s // (tp.size() if sequence else 1), b, h))
 
 
 def _input(s: int, b: int, h: int) -> Tensor:

@@ -12,6 +12,7 @@ from schedir.errors import ConfigError
 from schedir.training.config.config_file import read_config
 from schedir.training.config.model_kinds import MODEL_KINDS, get_model_kind
 from schedir.training.model_factory import MODELS
+from schedir.training.train import run as train_run
 from tests.cpu.training import CONFIG, alone, losses, train
 
 LLAMA = ["model.kind=llama", "model.layers=4", "model.heads=4", "model.kv_heads=2",
@@ -52,21 +53,27 @@ def test_processes_train_what_one_does(
 
 
 MOE = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false", "pipeline.tp=1",
-       "train.evaluate_every=6", "data.validation=0.1", "train.evaluate_batches=2"]  # fmt: skip
+       "model.shared_experts=1", "model.balance_rate=0.01",
+       "train.evaluate_every=6", "data.validation=0.1", "train.evaluate_batches=2",
+       "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
 
 
 def test_replicas_with_some_experts_train_what_one_process_does(
     config: str, tmp_path: Path
 ) -> None:
     ep = ["pipeline.dp=2", "pipeline.ep=2", "pipeline.stage_segments=layers",
-          "pipeline.schedule=zb_h1", "pipeline.stages_per_rank=1"]  # fmt: skip
+          "pipeline.schedule=zb_h1", "pipeline.stages_per_rank=1", "pipeline.zero=1",
+          f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=6"]  # fmt: skip
+    one = [*MOE, "pipeline.microbatches=6", "train.steps=8"]
     found = train(config, tmp_path / "four", *MOE, *ep)
-    expected = alone(config, tmp_path / "one", *MOE, "pipeline.microbatches=6")
-    assert found == pytest.approx(expected, rel=1e-5) and found[-1] < found[0]
-    (_, (_, loss, *_)), (_, (_, expected_loss, *_)) = (
+    expected = alone(config, tmp_path / "one", *one)
+    assert found == pytest.approx(expected[:6], rel=1e-5) and found[-1] < found[0]
+    (_, (_, loss, *_)), (_, (_, expected_loss, *_), *_) = (
         evaluated(tmp_path / run) for run in ("four", "one")
     )
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    resumed = alone(config, tmp_path / "on", *one, *ep[-2:])
+    assert resumed[-2:] == pytest.approx(expected[-2:], rel=1e-5)
 
 
 def test_kinds_are_the_same_in_both_tables() -> None:
@@ -90,8 +97,7 @@ EP = ["model.kind=moe", "pipeline.tp=1", "pipeline.dp=2", "pipeline.ep=2",
         (["model.kind=moe"], "has no tensor parallelism"),
         ([*EP, "pipeline.stage_segments=1"], "need segments"),
         ([*EP, "model.experts=3"], "does not divide 3 experts"),
-        ([*EP, "pipeline.zero=1"], "zero does not support ep = 2"),
-        ([*EP, "train.checkpoint_dir=saved"], "checkpoint_dir does not support ep = 2"),
+        ([*EP, "pipeline.zero=2"], "zero is 2, but with ep = 2"),
         ([*EP, "pipeline.frozen_stages=1"], "no frozen stages"),
         ([*EP, "model.active=9"], "active is 9, but a layer has 8 experts"),
         ([*EP, "model.capacity_factor=0.5"], "capacity_factor is 0.5"),
@@ -103,6 +109,12 @@ def test_what_a_kind_has_not_is_refused(config: str, sets: list[str], field: str
     with pytest.raises(ConfigError) as error:
         read_config(config, sets)
     assert field in f"{error.value.fact} {error.value.hint} {error.value.location}"
+
+
+def test_settings_that_no_program_has_are_refused_with_their_line(config: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        train_run(config, [*EP, "pipeline.ep=2", "pipeline.dp=3"])
+    assert error.value.location == "--set pipeline.ep=2" and {*error.value.fields} == {"ep", "dp"}
 
 
 @pytest.mark.parametrize("kind", ["bert", "encoder_decoder"])

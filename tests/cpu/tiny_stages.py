@@ -102,6 +102,7 @@ def moe_executor(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[moe_gpt.MoEStage], object] = lambda stage: None,
     lr: float | None = None,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     experts: tuple[int, int] | None = None,
     **options: Any,
 ) -> Executor:
@@ -122,8 +123,10 @@ def moe_executor(
             prepare(stage)
             modules.update(enumerate(moe_gpt.split_stage(stage), first[s]))
     if lr is not None:
+        make_optimizer = partial(torch.optim.AdamW, lr=lr)
+    if make_optimizer is not None:
         parameters = [p for module in modules.values() for p in module.parameters()]
-        options["optimizer"] = torch.optim.AdamW(parameters, lr)
+        options["optimizer"] = make_optimizer(parameters)
     stream = Boundary((samples, cfg.context, cfg.hidden), dtype)
     numbers = [len(letters) + 1 for letters in segments]
     boundary = moe_gpt.build_boundaries(cfg, numbers, stream, ep)

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from examples.expert_parallel import combined_1f1b
 from schedir import (
+    Cluster,
     Costs,
     PipelineShape,
     Program,
+    Sizes,
     check,
     compile,
     from_text,
@@ -21,13 +23,17 @@ from schedir import (
     simulate,
     to_text,
 )
+from schedir.compiler.compile import check_memory
 from schedir.errors import (
     CompletenessError,
+    MemoryLimitError,
     OrderError,
     SchedirError,
     ShapeError,
     UsageError,
 )
+from schedir.io.program_request import Request
+from schedir.io.source_loader import Source
 from schedir.io.torch_compatibility import require_torch_support
 from schedir.ir.isa.instructions import BACKWARD_OPS, EP_COLLECTIVE_OPS, Opcode
 from schedir.predict.bubble_causes import IdleCause, idleness
@@ -140,3 +146,43 @@ def test_torch_schedules_have_no_all_to_alls() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2), **EXPERTS)
     with pytest.raises(UsageError, match="between the segments"):
         require_torch_support(program, compute_only=False, supported_ops=frozenset(Opcode))
+
+
+def test_memory_has_the_rows_that_dispatch_leaves() -> None:
+    program = compile(schedules.one_f_one_b, ranks=2, microbatches=4, **EXPERTS)
+    rows = Sizes(activation=2, saved=10, routed=3, expert_buffer=5)
+    by_hand = Sizes(activation=(10, 10, 2, 10, 10, 2), saved=10)
+    peaks = [simulate(program, sizes=one).peak_memory.tolist() for one in (rows, by_hand)]
+    assert peaks[0] == peaks[1]
+    limit = max(peaks[0]) - 1
+    with pytest.raises(MemoryLimitError):
+        check_memory(program, rows, limit)
+    check_memory(program, replace(rows, routed=0, expert_buffer=0), limit)
+
+
+@pytest.mark.parametrize(("ranks", "bandwidth"), [(4, 25e9), (2, 300e9)])
+def test_a_cluster_prices_all_to_alls_by_the_link_of_their_group(
+    ranks: int, bandwidth: float
+) -> None:
+    """Neighbouring replicas are on two nodes of 4 GPUs if each has 4 ranks, else on one."""
+    cluster = Cluster(
+        nodes=2, gpus_per_node=4, flops=312e12, memory=80e9, hbm_bandwidth=2e12,
+        nvlink_bandwidth=300e9, network_bandwidth=25e9, latency=1e-5,
+    )  # fmt: skip
+    sizes = Sizes(activation=1e6, params=1e9, grads=1e9, optimizer=4e9, routed=32e6)
+    shape, costs = PipelineShape(ranks, 4), Costs(F=0.01, B=0.02)
+    filled = cluster.fill_costs(shape, sizes, costs, dp=8 // ranks, ep=2)
+    assert filled.dispatch == filled.combine == pytest.approx(1e-5 + 16e6 / bandwidth)
+    specified = {"ranks": ranks, "microbatches": 4, "dp": 8 // ranks, "ep": 2}
+    request = Request(
+        Source("one_f_one_b"), specified, {}, costs, cluster, sizes,
+        compile_options={"stage_segments": "dc"},
+    )  # fmt: skip
+    assert request.program_costs.dispatch == filled.dispatch
+    assert exposed_time(request.program, request.program_costs) > 0
+    for change in ({"stage_segments": "fgdc", "tp": 2}, {"microbatch_chunks": 2}):
+        options = {k: v for k, v in change.items() if k != "tp"}
+        tp = {"tp": 2, "dp": 4 // ranks * 2} if "tp" in change else {}
+        other = replace(request, compile_options=options, specified=specified | tp)
+        with pytest.raises(UsageError, match="--cluster cannot fill"):
+            _ = other.timeline

@@ -13,13 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import Cluster, Costs, planner, simulate
+from schedir import Cluster, Costs, compile, planner, simulate
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Opcode
 from schedir.planner.config_export import build_pipeline_shape, plan_program
 from schedir.planner.estimate import closed_form
-from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
+from schedir.planner.estimate.instruction_costs import (
+    compute_costs,
+    compute_stage_times,
+    time_joined_pair,
+)
 from schedir.planner.estimate.simulated_estimate import simulate_plan
+from schedir.planner.parallel_plan import PhaseTimes, StageTimes
 from schedir.planner.plan_columns import PlanColumns
 from schedir.planner.schedule_improvement import improve_schedule
 from schedir.planner.transformer.layer_division_search import (
@@ -28,6 +33,7 @@ from schedir.planner.transformer.layer_division_search import (
 )
 from schedir.planner.transformer.memory_estimate import ADAM, count_layer_params
 from schedir.predict.activation_bytes import Recompute
+from schedir.schedules.schedule_algebra import B, F, overlapped_pair
 
 MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
 NODE = Cluster(nodes=1, gpus_per_node=8, flops=250e12, memory=80e9, hbm_bandwidth=1.7e12,
@@ -267,3 +273,41 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
         model, where, plans, plans.compute_shares(model), ADAM
     )
     assert told == pytest.approx([max(found[0] + found[2], found[1] + found[3])], rel=1e-9)
+
+
+@pytest.mark.parametrize("sent", [0.1, 0.5, 2.0])
+def test_a_joined_pair_hides_all_to_alls_as_a_program_of_segments_does(sent: float) -> None:
+    """The pair takes the time between a forward and a backward that run alone."""
+    layers = 3
+    segments = 2 * layers + 1
+    program = compile(
+        lambda *_: F + overlapped_pair(F, B) + B, ranks=1, microbatches=2, dp=2, ep=2,
+        stage_segments="dc" * layers,
+    )  # fmt: skip
+    span = simulate(program, Costs(F=1, B=2, dispatch=sent, combine=sent)).span
+    total = 2 * layers * sent
+    times = StageTimes(
+        PhaseTimes(F=segments, I=segments, W=segments),
+        *[PhaseTimes(F=total, I=total)] * 2,
+    )
+    pair = time_joined_pair(times, layers, 3 * segments + 2 * total)
+    assert pair == pytest.approx(span - (segments + total) - (2 * segments + total))
+    assert pair >= max(3 * segments, 2 * total)
+
+
+def test_only_joined_schedules_hide_all_to_alls() -> None:
+    where = replace(cluster(8), nodes=2)
+    zb_v, dualpipe_v = (
+        planner.simulate_plan(
+            MIXED,
+            where,
+            planner.ParallelPlan(
+                pp=2, dp=8, ep=4, microbatches=16, stages_per_rank=2, schedule=schedule
+            ),
+        )
+        for schedule in ("zb_v", "dualpipe_v")
+    )
+    for estimate in (zb_v, dualpipe_v):
+        assert sum(estimate.breakdown) == pytest.approx(estimate.step_time)
+    assert dualpipe_v.breakdown.compute == pytest.approx(zb_v.breakdown.compute, rel=0.02)
+    assert dualpipe_v.breakdown.layer_collectives < 0.7 * zb_v.breakdown.layer_collectives

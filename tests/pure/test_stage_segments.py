@@ -284,7 +284,7 @@ def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]
     ]
     assert [row["span"] for row in spans] == [60, 60]
     cluster = "--cluster=examples/selene.toml"
-    assert "the costs of segments of stages" in commands.run_refused_command(
+    assert "the costs of microbatch chunks" in commands.run_refused_command(
         capsys, *how, "-O", "chunks_per_microbatch=2", cluster
     )
 

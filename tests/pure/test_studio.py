@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedir.__main__ import main
 from schedir.commands.common.schedule_options import (
     add_compile_options,
     add_source,
@@ -243,7 +244,7 @@ def test_a_gap_has_costs_that_shorten_it() -> None:
 
 def test_a_state_is_a_command() -> None:
     options = {"ranks": "4", "placement": "vee", "costs": "F=1:2", "zero": "1", "overlap": "yes"}
-    words = shlex.split(format_command(StudioState("zb_v", options=options)))
+    words = shlex.split(format_command(StudioState("zb_v", options=options), "zb_v"))
     assert words[:3] == ["schedir", "draw", "zb_v"] and read_options(words[3:]) == options
     parser = argparse.ArgumentParser()
     add_source(parser)
@@ -313,7 +314,7 @@ def test_a_challenge_begins_unsolved_has_a_solution_and_a_proof(name: str) -> No
         request.costs,
         request.sizes if limit else None,
         limit,
-        split_backward=challenge.split,
+        split_backward=challenge.includes_split_backwards,
     )
     assert proof.value == pytest.approx(challenge.bound)
     assert challenge.bound <= challenge.goal
@@ -416,6 +417,20 @@ def test_only_requests_of_the_page_are_answered(server: StudioServer) -> None:
     assert not any("one_f_one_b" in text for _, text in refused)
     assert request(server, "POST", "/", b"x", Content_Length="99999999999")[0] == 413
     assert request(server, "POST", "/", b"x", Content_Length="-5")[0] == 413
+
+
+def test_a_mistake_on_the_command_line_is_one_error(
+    server: StudioServer, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(CODE)
+    for words in (
+        ["none.sched"], ["none.timeline"], ["none.py:f"], ["no_schedule"], ["--relower"],
+        ["--port", str(server.server_port)], ["--port", "-1"], ["--port", "99999"],
+        ["--no-code", f"{tmp_path}/mine.py:mine"], ["--ranks", "x"],
+    ):  # fmt: skip
+        assert main(["studio", "--no-browser", *words]) == 2
+        shown = capsys.readouterr()
+        assert "Error" in shown.err and "Traceback" not in shown.err and not shown.out
 
 
 def test_an_exported_page_has_the_schedules_of_the_shape(tmp_path: Any) -> None:

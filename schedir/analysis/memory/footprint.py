@@ -435,6 +435,7 @@ def compute_footprints(
         UsageError: See `compute_static_memory`.
     """
     shape = program.shape
+    sizes = sizes.add_expert_rows(program.shape, program.segment_boundaries)
     always = compute_static_memory(program, sizes, tier)
     changed = sum(
         (sizes.for_stages(name, shape.stages) for name in sizes.static_sizes if name != "buffers"),

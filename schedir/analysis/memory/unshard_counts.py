@@ -79,6 +79,8 @@ def describe_sharding(program: Program) -> str:
     ]
     cut = f"{', '.join(most)} and {last}" if most else last
     text = f"zero {program.zero}: {cut} split into {program.dp} shards, one per replica"
+    if program.ep > 1:
+        text += f", and of experts into {program.dp // program.ep}"
     found = count_unshards(program)
     if not any(found.unshards):
         return text

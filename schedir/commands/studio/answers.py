@@ -21,7 +21,7 @@ from schedir.commands.studio.state import (
     make_state_request,
 )
 from schedir.compiler.schedule_recognition import recognize
-from schedir.errors import ConfigError, ParseError, SchedirError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.cost.cost_fields import COST_BY_OPCODE
@@ -122,11 +122,11 @@ class Studio:
             options.pop(name, None)
         other = replace(state, options=options)
         try:
-            compared = make_state_request(other, load_built_in(state.other, "other"))
-            return describe_request(request, state, compared.timeline)
+            compared = make_state_request(other, load_built_in(state.other, "other")).timeline
         except SchedirError as error:
             error.fields = ("other",)
             raise
+        return describe_request(request, state, compared)
 
     def _move(self, state: StudioState, request: Request, move: object) -> dict[str, Any]:
         """Return the answer for the state after a move, or the reason of its refusal."""
@@ -208,7 +208,7 @@ def describe_request(
         "ranks": shape.ranks,
         "microbatches": shape.microbatches,
         "stages": shape.stages,
-        "command": format_command(state, str(request.source) if state.run else ""),
+        "command": format_command(state, timeline.program.name, str(request.source)),
     }
 
 
@@ -263,14 +263,13 @@ def describe_error(error: SchedirError, request: Request | None = None) -> dict[
         error: The error.
         request: The request that raised it, or None.
     """
-    line = error.line if isinstance(error, CodeError | ParseError | ConfigError) else 0
     return {
         "kind": type(error).__name__,
         "fact": error.fact,
         "message": str(error),
         "hint": error.hint,
         "fields": list(error.fields),
-        "line": line if isinstance(error, CodeError) else 0,
+        "line": error.line if isinstance(error, CodeError) else 0,
         "sites": [
             {"rank": site.rank, "index": site.index, "text": str(site.instr), "note": site.note}
             for site in error.sites

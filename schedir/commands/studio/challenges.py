@@ -23,7 +23,7 @@ class Challenge(NamedTuple):
         schedule: The schedule of the first state.
         code: The code of the first state, or "".
         start: Options of the first state that a solution may change.
-        split: True if the bound includes schedules with split backwards.
+        includes_split_backwards: True if the bound includes schedules with split backwards.
     """
 
     title: str
@@ -35,7 +35,7 @@ class Challenge(NamedTuple):
     schedule: str = "one_f_one_b"
     code: str = ""
     start: tuple[tuple[str, str], ...] = ()
-    split: bool = True
+    includes_split_backwards: bool = True
 
     def make_state(self, name: str) -> dict[str, Any]:
         """Return the first state, as JSON.
@@ -72,7 +72,7 @@ CHALLENGES: Final = {
         "The ranks work one after the other: each microbatch passes forward and back before the "
         "next one begins. Let several microbatches fill the pipeline.",
         "A rank can run all its forwards before its first backward.",
-        21, 21, _FULL | {"microbatches": "4"}, code=_ONE_BY_ONE, split=False,
+        21, 21, _FULL | {"microbatches": "4"}, code=_ONE_BY_ONE, includes_split_backwards=False,
     ),
     "one-forward-one-backward": Challenge(
         "One forward, one backward",
@@ -80,7 +80,7 @@ CHALLENGES: Final = {
         "that fits, and that takes no more time than GPipe.",
         "A rank frees the memory of a microbatch with its backward. Choose a schedule that "
         "alternates.",
-        33, 33, _FULL | {"memory_limit": "4GB"}, schedule="gpipe", split=False,
+        33, 33, _FULL | {"memory_limit": "4GB"}, schedule="gpipe", includes_split_backwards=False,
     ),
     "interleaving": Challenge(
         "Interleaving",
@@ -89,7 +89,7 @@ CHALLENGES: Final = {
         "Compare looped_dfs with interleaved.",
         28.5, 28.5,
         _SHAPE | {"costs": "F=0.5,I=0.5,W=0.5", "stages_per_rank": "2", "memory_limit": "11GB"},
-        schedule="looped_dfs", split=False,
+        schedule="looped_dfs", includes_split_backwards=False,
     ),
     "zero-bubble": Challenge(
         "Zero bubble",
@@ -143,7 +143,7 @@ CHALLENGES: Final = {
         "A hang to mend",
         "These ranks wait for each other, and the job hangs. Find the mistake in the code.",
         "How many forwards does rank 0 need before its first backward can come back?",
-        33, 33, _FULL | {"memory_limit": "4GB"}, code=_HANG, split=False,
+        33, 33, _FULL | {"memory_limit": "4GB"}, code=_HANG, includes_split_backwards=False,
     ),
 }  # fmt: skip
 
@@ -185,7 +185,7 @@ def judge(request: Request, state: StudioState) -> dict[str, Any] | None:
     if span > challenge.goal * (1 + RELATIVE_TOLERANCE):
         return {"solved": False, "text": f"Not yet: the span is {span:.6g}, the goal is "
                 f"{challenge.goal:g}."}  # fmt: skip
-    kind = "" if challenge.split else " with full backwards"
+    kind = "" if challenge.includes_split_backwards else " with full backwards"
     proof = f"no schedule{kind} within this memory is shorter than {challenge.bound:g}"
     optimal = abs(span / challenge.bound - 1) <= RELATIVE_TOLERANCE
     verdict = f"; your schedule is optimal, because {proof}" if optimal else f"; {proof}"

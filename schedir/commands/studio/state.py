@@ -169,17 +169,20 @@ def format_options(options: Mapping[str, str]) -> list[str]:
     return words
 
 
-def format_command(state: StudioState, file: str = "") -> str:
+def format_command(state: StudioState, name: str, run_file: str = "") -> str:
     """Return the command that draws what a state shows.
 
     Args:
         state: The state.
-        file: The file of the run, or the name of a file for a program or code.
+        name: The name of the program that it shows.
+        run_file: The file of the run, if the state shows it.
     """
-    if state.code:
-        file = f"{file or 'mine.py'}:{state.function or 'FUNCTION'}"
-    source = file if state.run or state.code else file or "mine.sched"
-    if not (state.run or state.code or state.program):
-        source = state.schedule
+    source = state.schedule
+    if state.run:
+        source = run_file
+    elif state.program:
+        source = "mine.sched"
+    elif state.code:
+        source = f"mine.py:{name}"
     words = ["draw", source] if not state.other else ["compare", source, state.other]
     return shlex.join(["schedir", *words, *format_options(state.options)])

@@ -459,6 +459,7 @@ class Cluster:
         tp: int = 1,
         dp: int = 1,
         zero: int = 0,
+        ep: int = 1,
         checkpoint_snapshots: bool = False,
         optimizer_placement: str = "device",
         offload: bool = False,
@@ -481,6 +482,8 @@ class Cluster:
         - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a ring for the stage's
           `grads`, and `unshard`, an all-gather of its `params`. Both run over the replicas, at the
           slowest link of their ring. Each takes half the time of an all-reduce of the same bytes.
+        - With `ep` above 1: `dispatch` and `combine`, all-to-alls of `routed` bytes among `ep`
+          replicas, within nodes or between them (`all_to_all_time`).
         - `reduce_norm`: an all-reduce of 8 bytes over all processes of a replica.
         - `step`: it reads and writes `params` and `optimizer`, and reads `grads`, at
           `hbm_bandwidth`. With `zero` from 1 on, it moves 1/dp of these bytes.
@@ -515,6 +518,7 @@ class Cluster:
             tp: Size of the tensor-parallel groups.
             dp: Number of data-parallel replicas.
             zero: ZeRO level, 0 to 3.
+            ep: Number of replicas that share the experts. It divides `dp`.
             checkpoint_snapshots: If True, programs copy snapshots to the host.
             optimizer_placement: Place of the optimizer state: "device", "host", "disk" or
                 "cpu_step".
@@ -529,7 +533,7 @@ class Cluster:
 
         Raises:
             UsageError: shape.ranks x tp x dp is not the number of GPUs, `mesh` has another shape,
-                or a size or a bandwidth that is needed is missing.
+                a size or a bandwidth that is needed is missing, or `ep` does not divide `dp`.
             CostsError: F or the backwards are missing.
 
         Example:
@@ -555,6 +559,8 @@ class Cluster:
                 f"cluster has {self.nodes} x {self.gpus_per_node} = {self.gpu_count} GPUs",
                 fields=["nodes", "gpus_per_node", "ranks", "tp", "dp"],
             )
+        if dp % ep:
+            raise UsageError(f"ep {ep} does not divide dp {dp}", fields=["ep", "dp"])
         mesh = make_process_mesh(shape.ranks, tp, dp) if mesh is None else mesh
         if mesh.shape != (dp, shape.ranks, tp):
             raise UsageError(
@@ -569,6 +575,7 @@ class Cluster:
             costs,
             mesh,
             zero,
+            ep,
             checkpoint_snapshots=checkpoint_snapshots,
             optimizer_placement=optimizer_placement,
         )

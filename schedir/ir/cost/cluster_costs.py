@@ -18,6 +18,7 @@ from schedir.ir.cost.per_stage_values import from_grid, to_grid
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import (
     BOUNDARY_GATHER_OPS,
+    EP_COLLECTIVE_OPS,
     INSTRUCTIONS,
     OPTIMIZER_STEP_SIZES,
     TP_SPLIT_OPS,
@@ -36,6 +37,7 @@ Floats = NDArray[np.float64]
 _RING_BY_COST: Final = {
     row.cost: row.ring for row in INSTRUCTIONS if row.ring is not None and row.ring.size
 }
+_ALL_TO_ALL_COSTS: Final = dict.fromkeys(INSTRUCTIONS[op].cost for op in EP_COLLECTIVE_OPS)
 # Costs of collectives that only programs with ZeRO have, and that only programs without it have.
 _ZERO_COLLECTIVES: Final = {"reduce_scatter", "unshard"}
 _NON_ZERO_COLLECTIVES: Final = {"reduce_grads"}
@@ -123,6 +125,9 @@ class ClusterPrices(Protocol):
     def small_all_reduce_time(self, size: float, processes: Processes) -> float:
         """See `Cluster.small_all_reduce_time`."""
 
+    def all_to_all_time(self, size: float, processes: Processes) -> float:
+        """See `Cluster.all_to_all_time`."""
+
 
 def fill_cluster_costs(
     cluster: ClusterPrices,
@@ -131,6 +136,7 @@ def fill_cluster_costs(
     costs: Costs,
     mesh: Processes,
     zero: int,
+    ep: int,
     *,
     checkpoint_snapshots: bool,
     optimizer_placement: str,
@@ -144,6 +150,7 @@ def fill_cluster_costs(
         costs: See `Cluster.fill_costs`.
         mesh: See `Cluster.fill_costs`.
         zero: See `Cluster.fill_costs`.
+        ep: See `Cluster.fill_costs`.
         checkpoint_snapshots: See `Cluster.fill_costs`.
         optimizer_placement: See `Cluster.fill_costs`.
 
@@ -155,7 +162,7 @@ def fill_cluster_costs(
         CostsError: F or the backwards are missing.
     """
     filled = _split_backward_cost(costs)
-    filler = _CostFiller(cluster, shape, sizes, mesh, zero)
+    filler = _CostFiller(cluster, shape, sizes, mesh, zero, ep)
     attributes = {
         "checkpoint_snapshots": checkpoint_snapshots,
         "optimizer_placement": optimizer_placement,
@@ -228,10 +235,16 @@ class _CostFiller:
     """Computes the costs of a shape on a cluster, as arrays like those of `to_grid`."""
 
     def __init__(
-        self, cluster: ClusterPrices, shape: PipelineShape, sizes: Sizes, mesh: Processes, zero: int
+        self,
+        cluster: ClusterPrices,
+        shape: PipelineShape,
+        sizes: Sizes,
+        mesh: Processes,
+        zero: int,
+        ep: int,
     ) -> None:
         self.cluster, self.shape, self.sizes = cluster, shape, sizes
-        self.mesh, self.zero = mesh, zero
+        self.mesh, self.zero, self.ep = mesh, zero, ep
         self.dp, self.tp = int(mesh.shape[0]), int(mesh.shape[2])
 
     def get_cost_functions(
@@ -271,6 +284,11 @@ class _CostFiller:
             **{cost: partial(self.compute_message, cost) for cost in messages},
             **{cost: partial(self.compute_gather, cost) for cost in _GATHER_COSTS},
             **{cost: partial(self.compute_ring, cost) for cost in rings},
+            **{
+                cost: partial(self.compute_all_to_all, cost)
+                for cost in _ALL_TO_ALL_COSTS
+                if self.ep > 1
+            },
             "reduce_norm": self.compute_reduce_norm,
             "step": (lambda: np.zeros((1, 1))) if has_stage_steps else self.compute_step,
             **{cost: partial(self.compute_traffic, cost) for cost in moved},
@@ -340,6 +358,32 @@ class _CostFiller:
         return (self.tp - 1) * self._compute_messages(
             self._find_changed_bytes(cost) / self.tp, links
         )
+
+    def compute_all_to_all(self, cost: str) -> Floats:
+        """Return the time of an all-to-all of the expert-parallel group, for balanced experts.
+
+        Args:
+            cost: Name of the cost.
+
+        Returns:
+            Seconds of the slowest group, shape (stages, microbatches) or (stages, 1).
+        """
+        size = self.sizes.per_microbatch("routed", self.shape)
+        if not size.any():
+            raise _make_missing_size_error(cost, "routed=32MB")
+        groups = self.mesh.reshape(self.dp // self.ep, self.ep, -1, self.tp)
+        rows = []
+        for each, holders in zip(size, self.shape.replica_ranks.T, strict=True):
+            own = groups[:, :, holders].swapaxes(1, 3).reshape(-1, self.ep)
+            nodes = own // self.cluster.gpus_per_node
+            _, unlike = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
+            rows.append(
+                [
+                    max(self.cluster.all_to_all_time(s, own[k]) for k in unlike)
+                    for s in each.tolist()
+                ]
+            )
+        return np.array(rows)
 
     def _find_changed_bytes(self, cost: str) -> Floats:
         """Return the bytes of the value of each stage that a change of form with this cost changes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -14,10 +14,12 @@ from schedir.ir.cost.per_stage_values import (
     PerStage,
     add_fields,
     expand_by_stage,
+    from_grid,
     to_grid,
     to_per_stage,
 )
 from schedir.ir.isa.instructions import FORMS, INSTRUCTIONS, TIERS, VALUES, Scope
+from schedir.ir.pipeline.stage_segments import EP_LETTERS, STAGE_END
 from schedir.retired_names import explain_wrong_calls
 
 if TYPE_CHECKING:
@@ -53,12 +55,14 @@ MICROBATCH_SIZES: Final = {
         if row.converted_from and row.scope is Scope.MICROBATCH
     ),
     *_FORM_SIZES,
+    "routed",
+    "expert_buffer",
 }
 # The size that is used instead of a missing one.
 _FALLBACK_SIZES: Final = (
     {row.size: row.size_fallback for row in VALUES if row.size_fallback}
     | dict.fromkeys(_FORM_SIZES, "activation")
-    | {"version": "params"}
+    | {"version": "params", "expert_buffer": "routed"}
 )
 
 # The sizes that a stage needs during the complete step.  `model_states` is their sum.
@@ -101,6 +105,11 @@ class Sizes:
         version: An older version of the parameters. A program with several optimizer steps keeps
             one for each version in use. The default is `params`.
         skip: Value that a stage sends along a skip connection (`Program.skips`), by source stage.
+        routed: Rows that a segment sends to experts, in addition to `activation`: tokens x experts
+            per token x hidden size x bytes per number.
+        expert_buffer: Buffer in which the rows for the experts of a rank arrive: `routed` x
+            capacity factor. It exists from `dispatch` on, together with the rows that the rank
+            sends. The default is `routed`, for perfectly balanced experts.
 
     A program with norm_check="after_step" needs all model states but the buffers a second time.
 
@@ -135,6 +144,8 @@ class Sizes:
     buffers: Size = 0.0
     version: Size | None = None
     skip: Size = 0.0
+    routed: Size = 0.0
+    expert_buffer: Size | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -228,6 +239,24 @@ class Sizes:
         """
         for f in fields(self):
             self.per_microbatch(f.name, shape)
+
+    def add_expert_rows(self, shape: PipelineShape, segment_boundaries: str) -> Sizes:
+        """Return sizes in which activations at all-to-alls of experts include the rows of tokens.
+
+        Args:
+            shape: Shape of the pipeline.
+            segment_boundaries: See `Program`. The rows are at the boundaries with d or c.
+        """
+        rows = sum(self.per_microbatch(name, shape) for name in ("routed", "expert_buffer"))
+        letters = f"{segment_boundaries:{STAGE_END}<{shape.stages}}"
+        has_rows = np.array([[letter in EP_LETTERS] for letter in letters])
+        if not np.any(rows) or not has_rows.any():
+            return self
+        both = {
+            name: from_grid(self.per_microbatch(name, shape) + rows * has_rows)
+            for name in ("activation", "activation_grad")
+        }
+        return replace(self, routed=0.0, expert_buffer=None, **both)
 
     def _expand(self, name: str, stages: int, microbatches: int | None) -> NDArray[np.float64]:
         if name == "saved_and_deferred" and self.saved_and_deferred is None:

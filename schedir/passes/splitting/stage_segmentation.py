@@ -235,7 +235,7 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
     boundaries = STAGE_END.join(letters).translate(str.maketrans(alone, NO_COLLECTIVE * len(alone)))
     return replace(
         program,
-        shape=_split_shape(program.shape, number, chunks),
+        shape=split_shape(program.shape, number, chunks),
         streams=tuple(
             Stream(_split_stream(own, program.shape.sequence_chunks, number, first, chunks))
             for own in program.streams
@@ -293,7 +293,17 @@ def _split_stream(
     return found
 
 
-def _split_shape(shape: PipelineShape, segment_counts: Words, chunks: int) -> PipelineShape:
+def split_shape(shape: PipelineShape, segment_counts: Words, chunks: int = 1) -> PipelineShape:
+    """Return the shape of a program whose stages are split into segments.
+
+    Args:
+        shape: The shape of the stages.
+        segment_counts: The number of segments of each stage.
+        chunks: Number of chunks of each microbatch.
+
+    Raises:
+        UsageError: Stage replicas would share the chunks differently from the microbatches.
+    """
     parts, more = shape.microbatch_row_offsets, shape.microbatches * chunks
     if (segment_counts > 1).any():
         rows = tuple(tuple(np.repeat(row, segment_counts).tolist()) for row in shape.replica_ranks)

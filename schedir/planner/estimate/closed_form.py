@@ -131,7 +131,7 @@ def estimate_breakdowns(
     transfers = np.maximum(
         transfers, 2 * plans.microbatches * v * mean_boundary_time * (p > 1) - there(busy)
     )
-    compute, tensor = rank.stage_times
+    compute, tensor, _ = rank.stage_times
     data = _estimate_data_parallel(
         model, cluster, plans, shares, memory_table, constants, state_bytes, rank, placement
     )
@@ -227,7 +227,7 @@ def _compute_part_work(
     names = ["tp", "microbatch_size", "recompute", "sequence_parallel", "cp", "ep"]
     names += ["pp"] if constants.crossing_us or bool((plans.ep > 1).any()) else []
     names += ["dp"] if constants.crossing_us else []
-    work = np.zeros((len(plans), 3, 12))
+    work = np.zeros((len(plans), 3, 16))
     for half in (False, True):
         mine = np.flatnonzero(split == half)
         some = plans.select(mine)
@@ -236,10 +236,10 @@ def _compute_part_work(
             [compute_work(part, model, cluster, choice, constants) for part in _MODEL_PARTS]
             for choice in (some.plan_at(model, i) for i in first.tolist())
         ]
-        work[mine] = np.array(each).reshape(-1, 3, 12)[which]
+        work[mine] = np.array(each).reshape(-1, 3, 16)[which]
     for part in range(3):
         columns = work[:, part].T[:, :, None]
-        yield GpuWork(*(PhaseTimes(*columns[k : k + 4]) for k in (0, 4, 8)))
+        yield GpuWork(*(PhaseTimes(*columns[k : k + 4]) for k in (0, 4, 8, 12)))
 
 
 def _apply_formulas(

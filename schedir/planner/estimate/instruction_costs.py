@@ -119,8 +119,10 @@ def compute_costs(
             ),
         )
     if plan.ep > 1:
+        layers = get_layers_per_stage(model, plan)
         stage_costs = replace(
             stage_costs,
+            FB=tuple(map(time_joined_pair, stage_times, layers, (F + I + W).tolist())),
             **_compute_expert_costs(cluster, plan, shape, process_mesh, numbers, state_bytes),
         )
     replicas = plan.dp * plan.cp
@@ -143,6 +145,28 @@ def compute_costs(
         gathers = to_grid(costs.unshard) + latency * tensors[:, None]
         exposed_reductions["unshard"] = from_grid(gathers)
     return replace(costs, **exposed_reductions)
+
+
+def time_joined_pair(times: StageTimes, layers: int, alone: float) -> float:
+    """Return the time of a forward that is joined with the backward of another microbatch.
+
+    The segments of their layers alternate, and the all-to-alls of one run beside the compute of
+    the other one (arXiv 2412.19437, section 3.2.1). The segments of each are taken as equal.
+
+    Args:
+        times: The times of one microbatch in the stage.
+        layers: The number of layers of the stage.
+        alone: The time of both, one after the other.
+    """
+    segments, a2a = 2 * layers + 1, times.all_to_alls
+    both = ((times.total.F, a2a.F), (alone - times.total.F, a2a.B))
+    computed = exchanged = 0.0
+    ready = [0.0, 0.0]
+    for _ in range(segments):
+        for k, (total, sent) in enumerate(both):
+            computed = max(computed, ready[k]) + (total - sent) / segments
+            exchanged = ready[k] = max(exchanged, computed) + sent / (segments - 1 or 1)
+    return computed
 
 
 def _compute_expert_costs(

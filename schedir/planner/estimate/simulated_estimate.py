@@ -311,9 +311,16 @@ def break_down_step(
     work = np.isin(op, COMPUTE_OPS)
     each = _split_compute_time(stage_times, recompute_ahead)[:, op[work], spans["stage"][work]]
     pair = np.cumsum(~second[work]) - 1  # Two instructions that overlap have one span together.
-    alone = np.bincount(pair, each.sum(0))
+    alone, collectives = np.bincount(pair, each.sum(0)), np.bincount(pair, each[2])
     pair_times = took[work][~second[work]]
-    share = np.divide(pair_times, alone, out=np.zeros_like(pair_times), where=alone > 0)[pair]
+    # A joined pair is shorter than both alone, as far as compute hides its all-to-alls.
+    hidden = np.clip(alone - pair_times, 0, collectives)
+    exposed = np.divide(
+        collectives - hidden, collectives, where=collectives > 0, out=np.zeros_like(hidden)
+    )
+    each[2] *= exposed[pair]
+    left = alone - hidden
+    share = np.divide(pair_times, left, out=np.zeros_like(pair_times), where=left > 0)[pair]
     compute, recompute, tensor = (each * share).sum(1).tolist()
     waits = idleness(run)
     waits = waits[waits["rank"] == rank]
@@ -342,7 +349,7 @@ def _split_compute_time(
 
     The parts are compute, recomputation and collectives, in seconds.
     """
-    compute, tensor = (
+    compute, tensor, _ = (
         np.array(each).T for each in zip(*stage_times, strict=True)
     )  # by phase and stage
     result = np.zeros((3, len(Opcode), len(stage_times)))

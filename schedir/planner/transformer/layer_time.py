@@ -25,11 +25,13 @@ class GpuWork(NamedTuple):
         gpu: Compute of the GPU.
         layer_collectives: Collectives that compute does not hide.
         host: The time that the host takes to issue the kernels, ahead of the GPU.
+        all_to_alls: Those of `layer_collectives` that are all-to-alls of experts.
     """
 
     gpu: PhaseTimes = PhaseTimes()
     layer_collectives: PhaseTimes = PhaseTimes()
     host: PhaseTimes = PhaseTimes()
+    all_to_alls: PhaseTimes = PhaseTimes()
 
     def plus(self, other: GpuWork, count: float = 1.0) -> GpuWork:
         """See `PhaseTimes.plus`.
@@ -48,14 +50,14 @@ class GpuWork(NamedTuple):
         backward, I and W share the wait in proportion to their host time. Values are numbers or
         arrays.
         """
-        gpu, tensor, host = self
+        gpu, tensor, host, all_to_alls = self
         busy = gpu.plus(tensor)
         most, halves = np.maximum, host.I + host.W
         wait = most(0.0, halves - busy.I - busy.W) / np.where(halves > 0, halves, 1.0)
         waits = PhaseTimes(
             most(0.0, host.F - busy.F), host.I * wait, host.W * wait, most(0.0, host.R - busy.R)
         )
-        return StageTimes(gpu.plus(waits), tensor)
+        return StageTimes(gpu.plus(waits), tensor, all_to_alls)
 
 
 def layer_time(
@@ -271,20 +273,27 @@ def _compute_work_cached(
     gpu = _sum_phases([*products.values(), *map(op_times.time_memory_pass, passes)])
     gpu = PhaseTimes().plus(gpu, 1 / constants.speed_share)
     host = _sum_phases(op_times.time_issue(one) for some in ops for one in some)
-    tensor = _sum_phases(
+    exposed = [
         op_times.time_exposed_collective(one, products.get(one.overlapped_gemm, PhaseTimes()), core)
         for one in collectives
-    )
+    ]
+    tensor = _sum_phases(exposed)
+    all_to_alls = PhaseTimes()
+    for one, times in zip(collectives, exposed, strict=True):
+        if one.kind == "all_to_all":
+            all_to_alls = all_to_alls.plus(times)
     if part == "layer" and plan.recompute == "full":
-        gpu, tensor, host = (each._replace(R=each.F) for each in (gpu, tensor, host))
+        gpu, tensor, host, all_to_alls = (
+            each._replace(R=each.F) for each in (gpu, tensor, host, all_to_alls)
+        )
     elif part == "layer" and plan.recompute == "selective":
         issued = _sum_phases(
             op_times.time_issue(one) for some in ops[:2] for one in some if one.is_attention_core
         )
         gpu, host = gpu._replace(R=core.F), host._replace(R=issued.F)
     if not op_times.has_gpu:  # The same cores issue the kernels and compute, one after the other.
-        return GpuWork(gpu.plus(host), tensor)
-    return GpuWork(gpu, tensor, host)
+        return GpuWork(gpu.plus(host), tensor, all_to_alls=all_to_alls)
+    return GpuWork(gpu, tensor, host, all_to_alls)
 
 
 def _sum_phases(phases: Iterable[PhaseTimes]) -> PhaseTimes:

@@ -79,7 +79,7 @@ def measure_model_states(
         )
     tied = getattr(module, "tied_weight", None)
     alone = [p for p in trained if p is tied]
-    buckets = make_buckets(trained, BUCKET_BYTES, shard_spec.replicas, alone, aligned=True)
+    buckets = make_buckets(trained, BUCKET_BYTES, shard_spec, alone, aligned=True)
     grads = float(sum(b.numel * b.grad_dtype.itemsize for b in buckets))
     if not shard_spec.zero:
         return ModelStates(params, grads, _measure_optimizer_state(trained, optimizer_state))
@@ -88,7 +88,8 @@ def measure_model_states(
     for k in replicas:
         shards = []
         for bucket in buckets:
-            for low, high, _ in bucket.list_shard_ranges(k):
+            own = shard_spec._replace(replica=k).for_tensor(bucket.parameters[0])
+            for low, high, _ in bucket.list_shard_ranges(own.replica):
                 if high > low:
                     numbers = torch.empty(high - low, dtype=bucket.dtype, device="meta")
                     shards.append(nn.Parameter(numbers))

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedir.ir.isa.instructions import GRADS_CHECK_OPS, Instr, Opcode
 from schedir.ir.pipeline.tied_weights import find_sharing_ranks
 from schedir.runtime.autograd.random_streams import UPDATE
 from schedir.runtime.parameters.buckets import ShardSpec, is_expert, is_summed_over_tp
 from schedir.runtime.parameters.gradient_buffers import (
+    GradientBuffers,
     compute_sum_of_squares,
     is_tp_sharded,
     poison_if_nan,
@@ -30,6 +31,7 @@ from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.runtime.services.pending_reductions import PendingReductions
 from schedir.runtime.services.stage_weight_versions import StageWeightVersions, find_weight_versions
 from schedir.runtime.services.update_checks import OptimizerSteps, UpdateChecks
+from schedir.transports.collectives import GroupKey
 from schedir.transports.transport import ChainedWork, Work
 
 
@@ -42,15 +44,13 @@ def reduce_grads(state: State, i: Instr) -> Call:
     scale_flat = make_scaler(state, i.stage, i.mb)
     reductions = state.service(PendingReductions)
     start, at = state.transport.start_collective, state.index_of[i]
-    program = state.program
 
     def begin(k: int) -> list[Work]:
-        flat = scale_flat(k)
-        has_experts = program.ep > 1 and is_expert(gradients.buckets[k].parameters[0])
-        if program.dp == (program.ep if has_experts else 1):
+        flat, bucket = scale_flat(k), gradients.buckets[k]
+        if bucket.shard_spec.replicas == 1:
             return []
         with state.observer.attribute_to(at):
-            return [start("all_reduce", "expert_dp" if has_experts else "dp", flat, flat)]
+            return [start("all_reduce", bucket.get_group("dp"), flat, flat)]
 
     reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin, versions)
     return Call(None, lambda: reductions.works.extend(reduction.end()))
@@ -209,37 +209,42 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
         )
     ]
 
-    of_replicas = state.transport.start_collective
-    experts = [
-        view
-        for gradients, p in counted
-        if state.program.ep > 1 and is_expert(p)
-        for view in (views[p] for views in gradients.shard_views.values())
-    ]
-    if experts:
-        counted = [(gradients, p) for gradients, p in counted if not is_expert(p)]
-    parts = [
-        [gradients.shard_views[k][p] for gradients, p in counted]
-        for k in state.resources.shard_spec.shard_indices
-    ]
+    start, spec = state.transport.start_collective, state.resources.shard_spec
 
-    def own() -> Tensor:
-        zero = partial(torch.zeros, (), dtype=torch.float64, device=state.device)
-        sums = [
-            zero() if (sum_ := compute_sum_of_squares(part)) is None else sum_ for part in parts
+    def make_sum(
+        counted: list[tuple[GradientBuffers, nn.Parameter]], spec: ShardSpec, group: GroupKey
+    ) -> Callable[[], Tensor]:
+        parts = [
+            [gradients.shard_views[p][k] for gradients, p in counted]
+            for k in range(len(spec.shard_indices))
         ]
-        each = torch.stack(sums)
-        if len(parts) < state.resources.shard_spec.replicas:
-            each = each.new_empty(state.resources.shard_spec.replicas)
-            of_replicas("all_gather", "dp", each, torch.stack(sums)).wait()
-        if not experts:
-            return each.sum()
-        squares = compute_sum_of_squares(experts)
-        expert_total = zero() if squares is None else squares
-        of_replicas("all_reduce", "ep", expert_total, expert_total).wait()
-        return each.sum() + expert_total
 
-    return own
+        def compute() -> Tensor:
+            zero = partial(torch.zeros, (), dtype=torch.float64, device=state.device)
+            sums = [
+                zero() if (sum_ := compute_sum_of_squares(part)) is None else sum_ for part in parts
+            ]
+            each = torch.stack(sums)
+            if len(parts) < spec.replicas:
+                each = each.new_empty(spec.replicas)
+                start("all_gather", group, each, torch.stack(sums)).wait()
+            return each.sum()
+
+        return compute
+
+    experts = [(gradients, p) for gradients, p in counted if state.program.ep > 1 and is_expert(p)]
+    if not experts:
+        return make_sum(counted, spec, "dp")
+    common = [(gradients, p) for gradients, p in counted if not is_expert(p)]
+    compute_common = make_sum(common, spec, "dp")
+    compute_experts = make_sum(experts, spec.for_tensor(experts[0][1]), "expert_dp")
+
+    def compute() -> Tensor:
+        of_common, of_experts = compute_common(), compute_experts()
+        start("all_reduce", "ep", of_experts, of_experts).wait()
+        return of_common + of_experts
+
+    return compute
 
 
 def optimizer_step(state: State, i: Instr) -> Call:

@@ -60,7 +60,7 @@ def reduce_scatter(state: State, i: Instr) -> Call:
     From ZeRO level 2 on, each occurrence adds its result to the shard, and releases the full
     buffers.
     """
-    gradients, shard_spec = state.stages[i.stage].gradients, state.resources.shard_spec
+    gradients = state.stages[i.stage].gradients
     start, at = state.transport.start_collective, state.index_of[i]
     reductions = state.service(PendingReductions)
     is_last_occurrence = not any(j[:2] == i[:2] and j.mb > i.mb for j in state.stream)
@@ -68,18 +68,17 @@ def reduce_scatter(state: State, i: Instr) -> Call:
 
     def keep_shard(k: int) -> None:
         if gradients.is_grad_sharded:
-            shard = gradients.buckets[k].get_shard(gradients.flat[k], shard_spec.replica)
+            shard = gradients.buckets[k].get_shard(gradients.flat[k])
             kept = gradients.reduced_flat[k]
             kept.add_(shard) if i.mb else kept.copy_(shard)
             gradients.release(k)
 
     def begin(k: int) -> list[Work]:
         flat, bucket = scale_flat(k), gradients.buckets[k]
-        if shard_spec.replicas == 1 or not flat.numel():
+        if bucket.shard_spec.replicas == 1 or not flat.numel():
             return [ChainedWork(CompletedWork(), partial(keep_shard, k))]
         with state.observer.attribute_to(at):
-            shard = bucket.get_shard(flat, shard_spec.replica)
-            work = start("reduce_scatter", "dp", shard, flat)
+            work = start("reduce_scatter", bucket.get_group("dp"), bucket.get_shard(flat), flat)
             return [ChainedWork(work, partial(keep_shard, k))]
 
     reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin)

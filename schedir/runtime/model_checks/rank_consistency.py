@@ -14,7 +14,7 @@ from schedir.runtime.model_checks.tied_weight_requirements import (
     StageFingerprints,
     fingerprint_parameters,
 )
-from schedir.runtime.parameters.buckets import is_expert, is_summed_over_tp
+from schedir.runtime.parameters.buckets import describe_slice, is_expert, is_summed_over_tp
 from schedir.runtime.parameters.mixed_precision import OptimizerLike
 from schedir.runtime.rank_resources import RankOptions
 from schedir.transports.transport import Transport
@@ -81,13 +81,14 @@ def collect_facts(
         fingerprints: The fingerprints of each stage's parameters.
     """
     facts: dict[str, str] = {}
-    tp_slice = f"slice {transport.tp_rank}"
-    expert_slice = f"{tp_slice}, experts {transport.dp_rank % program.ep} of {program.ep}"
+    tp_rank = transport.tp_rank
     for s, module in stages.items():
-        has_experts = any(map(is_expert, module.parameters()))
-        facts |= _describe_parameters(
-            module, f"stage {s}, {expert_slice if has_experts else tp_slice}"
-        )
+        # The last name is that of experts, if the stage has experts and other parameters.
+        slices = [f"slice {tp_rank}", *(describe_slice(p, tp_rank) for p in module.parameters())]
+        facts |= _describe_parameters(module, f"stage {s}, {max(slices)}")
+        shapes = [_describe_shape(p) for p in module.parameters() if is_expert(p)]
+        if shapes:  # The ranks of a group send each other rows for these experts.
+            facts[f"the shapes of the experts in stage {s}, slice {tp_rank}"] = ", ".join(shapes)
         summed = [
             f"{name} {_describe_shape(p)}"
             for name, p in module.named_parameters()
@@ -101,8 +102,8 @@ def collect_facts(
             facts[f"the tied weight, slice {transport.tp_rank}"] = _describe_shape(weight)
     for s, parameters in fingerprints.items():
         for p in parameters:
-            is_own = is_expert(stages[s].get_parameter(p.names[0]))
-            label = f"{p.names[0]} in stage {s}, {expert_slice if is_own else tp_slice}"
+            own = describe_slice(stages[s].get_parameter(p.names[0]), tp_rank)
+            label = f"{p.names[0]} in stage {s}, {own}"
             facts[f"the values of {label}"] = p.values_digest
             if p.optimizer_options:
                 facts[f"the optimizer's options for {label}"] = p.optimizer_options

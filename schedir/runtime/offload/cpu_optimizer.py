@@ -60,7 +60,6 @@ class _HostParameters:
         self,
         stage: StageState,
         parameters: Sequence[nn.Parameter],
-        replica: int,
         all_host_copies: dict[nn.Parameter, nn.Parameter],
     ) -> None:
         pinned = (
@@ -72,7 +71,7 @@ class _HostParameters:
         ]
         views = dict(gradients.bound_views)
         if stage.sharded_parameters is not None:
-            views = gradients.shard_views[replica]
+            views = {p: view for p, (view,) in gradients.shard_views.items()}
         self.stage, self.parameters = stage, [p for p in parameters if p in views]
         self.refresh_weights()
         self.host_copies: dict[nn.Parameter, nn.Parameter] = {}
@@ -152,7 +151,6 @@ class CpuOptimizer(HostOptimizerState):
         device: The device of the rank.
         names: The names of the parameters, for errors.
         stages: All stages of the rank.
-        replica: The number of the data-parallel replica.
     """
 
     replaces_parameters = True
@@ -165,9 +163,8 @@ class CpuOptimizer(HostOptimizerState):
         device: torch.device,
         names: Mapping[Tensor, str],
         stages: Mapping[int, StageState],
-        replica: int,
     ) -> None:
-        self.stages, self.replica = stages, replica
+        self.stages = stages
         self.host_parameters: dict[int, _HostParameters] = {}
         # The parameters on the host. They stay the same objects, because an optimizer may use them
         # as keys of its state.
@@ -200,7 +197,7 @@ class CpuOptimizer(HostOptimizerState):
             if s not in self.host_parameters:
                 parameters: Any = [parameter_of_main.get(p, p) for p in own]
                 self.host_parameters[s] = _HostParameters(
-                    self.stages[s], parameters, self.replica, self.host_copies
+                    self.stages[s], parameters, self.host_copies
                 )
             else:
                 self.host_parameters[s].refresh_weights()

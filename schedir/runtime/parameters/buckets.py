@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
+from schedir.transports.collectives import GroupKey
 
 CPU_ALIGNMENT: Final = 64  # bytes to which torch aligns memory of a CPU
+_EXPERT_GROUPS: Final[dict[str, GroupKey]] = {"dp": "expert_dp", "params": "expert_params"}
 
 
 class ShardSpec(NamedTuple):
@@ -38,6 +40,17 @@ class ShardSpec(NamedTuple):
         """The indices of the shards of the reduced gradient that this replica keeps."""
         return range(self.replica, self.replica + 1) if self.zero else range(self.replicas)
 
+    def for_tensor(self, tensor: Tensor) -> ShardSpec:
+        """Return the numbers of the replicas that have the same tensor.
+
+        These are all replicas. Only every `ep`-th of them has the same experts.
+
+        Args:
+            tensor: A parameter or buffer.
+        """
+        _, ep = get_expert_slice(tensor) or (0, 1)
+        return self._replace(replicas=max(self.replicas // ep, 1), replica=self.replica // ep)
+
     def shards_state(self, kind: str) -> bool:
         """Return whether a replica keeps only its shard of a kind of state between steps.
 
@@ -45,6 +58,9 @@ class ShardSpec(NamedTuple):
             kind: "params", "grads" or "optimizer".
         """
         return self.zero >= SHARDED_FROM_LEVEL[kind]
+
+
+UNSHARDED: Final = ShardSpec()
 
 
 def is_summed_over_tp(parameter: Tensor) -> bool:
@@ -59,17 +75,17 @@ def is_summed_over_tp(parameter: Tensor) -> bool:
     return getattr(parameter, "summed_over_tp", None) is True
 
 
-def get_expert_slice(parameter: Tensor) -> tuple[int, int] | None:
-    """Return which slice of a layer's experts the expert of a parameter belongs to.
+def get_expert_slice(tensor: Tensor) -> tuple[int, int] | None:
+    """Return which slice of a layer's experts the expert of a tensor belongs to.
 
     Args:
-        parameter: The parameter.
+        tensor: A parameter or buffer.
 
     Returns:
-        The attribute `expert_slice` of the parameter: the rank in the expert-parallel group, and
-        the size of the group. None if the parameter belongs to no expert.
+        The attribute `expert_slice` of the tensor: the rank in the expert-parallel group, and the
+        size of the group. None if the tensor belongs to no expert.
     """
-    return getattr(parameter, "expert_slice", None)
+    return getattr(tensor, "expert_slice", None)
 
 
 def is_expert(parameter: Tensor) -> bool:
@@ -81,6 +97,17 @@ def is_expert(parameter: Tensor) -> bool:
         parameter: The parameter.
     """
     return get_expert_slice(parameter) is not None
+
+
+def describe_slice(tensor: Tensor, tp_rank: int) -> str:
+    """Return which part of the model's tensor a process has, as a text.
+
+    Args:
+        tensor: A parameter or buffer.
+        tp_rank: The tensor-parallel rank of the process.
+    """
+    experts = get_expert_slice(tensor)
+    return f"slice {tp_rank}" + (f", experts {experts[0]} of {experts[1]}" if experts else "")
 
 
 def mark_expert(parameter: Any, ep_rank: int, ep: int) -> None:
@@ -98,19 +125,20 @@ class Bucket:
     """Parameters with consecutive places in a flat tensor, which is split into shards.
 
     The end of the tensor is padded, so that all shards have the same length. `numel` is the number
-    of elements with padding, and `offsets` has the first element of each parameter.
+    of elements with padding, and `offsets` has the first element of each parameter. There is a
+    shard for each replica that has these parameters (`shard_spec`).
 
     Args:
         parameters: The parameters. They have one type, gradient type and device.
-        shard_count: The number of shards.
+        shard_spec: This replica, and all replicas.
         aligned: If True, each parameter begins on a cache line, as in memory of its own. The
             results of matrix products may depend on the alignment.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], shard_count: int, *, aligned: bool
+        self, parameters: Sequence[nn.Parameter], shard_spec: ShardSpec, *, aligned: bool
     ) -> None:
-        self.parameters, self.shard_count = [*parameters], shard_count
+        self.parameters, self.shard_spec = [*parameters], shard_spec.for_tensor(parameters[0])
         self.shapes = [p.shape for p in parameters]
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.grad_dtype = parameters[0].grad_dtype or self.dtype
@@ -120,7 +148,7 @@ class Bucket:
             begin = -(-end // alignment) * alignment
             self.offsets.append(begin)
             end = begin + p.numel()
-        self.numel = -(-end // shard_count) * shard_count
+        self.numel = -(-end // self.shard_spec.replicas) * self.shard_spec.replicas
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the views of parameters in a flat tensor, with their shapes.
@@ -133,37 +161,48 @@ class Bucket:
             for begin, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
-    def get_shard(self, flat: Tensor, index: int) -> Tensor:
+    def get_group(self, purpose: Literal["dp", "params"]) -> GroupKey:
+        """Return the group of the replicas that have these parameters.
+
+        Args:
+            purpose: "dp" for gradients, "params" for weights.
+        """
+        _, ep = get_expert_slice(self.parameters[0]) or (0, 1)
+        return purpose if ep == 1 else _EXPERT_GROUPS[purpose]
+
+    def get_shard(self, flat: Tensor, index: int | None = None) -> Tensor:
         """Return a view of one shard of a flat tensor.
 
         Args:
             flat: A flat tensor of `numel` elements.
-            index: The index of the shard.
+            index: The index of the shard. By default it is that of this replica.
         """
-        return flat.view(self.shard_count, -1)[index]
+        index = self.shard_spec.replica if index is None else index
+        return flat.view(self.shard_spec.replicas, -1)[index]
 
-    def list_shard_ranges(self, index: int) -> Iterator[tuple[int, int, int]]:
+    def list_shard_ranges(self, index: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Yield the elements of each parameter that are in a shard.
 
         Args:
-            index: The index of the shard.
+            index: The index of the shard. By default it is that of this replica.
 
         Yields:
             The first element, the element after the last one, and the offset of the first one in
             the shard. The range is empty if no element of the parameter is in the shard.
         """
-        size = self.numel // self.shard_count
+        index = self.shard_spec.replica if index is None else index
+        size = self.numel // self.shard_spec.replicas
         for begin, shape in zip(self.offsets, self.shapes, strict=True):
             low = min(max(index * size - begin, 0), shape.numel())
             high = min(max((index + 1) * size - begin, low), shape.numel())
             yield low, high, begin + low - index * size if high > low else 0
 
-    def split_shard(self, shard: Tensor, index: int) -> list[Tensor]:
+    def split_shard(self, shard: Tensor, index: int | None = None) -> list[Tensor]:
         """Return a view of each parameter's elements in a shard, 1-dim and possibly empty.
 
         Args:
             shard: The shard, flat.
-            index: The index of the shard.
+            index: The index of the shard. By default it is that of this replica.
         """
         return [shard[at : at + high - low] for low, high, at in self.list_shard_ranges(index)]
 
@@ -171,7 +210,7 @@ class Bucket:
 def make_buckets(
     parameters: Sequence[nn.Parameter],
     max_bytes: float = math.inf,
-    shard_count: int = 1,
+    shard_spec: ShardSpec = UNSHARDED,
     separate_parameters: Collection[nn.Parameter] = (),
     *,
     aligned: bool = False,
@@ -185,7 +224,7 @@ def make_buckets(
     Args:
         parameters: The parameters, in the order of the module.
         max_bytes: The most bytes of a bucket's gradients. A single parameter may have more.
-        shard_count: The number of shards of each bucket.
+        shard_spec: This replica, and all replicas, which have a shard of each bucket.
         separate_parameters: Parameters that get a bucket each, such as tied weights. Their shards
             then have the same elements as the shards of the copies in other stages.
         aligned: If True, each parameter begins on a cache line.
@@ -204,7 +243,7 @@ def make_buckets(
         )
         kinds.setdefault(key, []).append(p)
     return [
-        Bucket(run, shard_count, aligned=aligned)
+        Bucket(run, shard_spec, aligned=aligned)
         for (_, dtype, *_), alike in kinds.items()
         for run in _split_into_runs(
             alike, dtype.itemsize if isinstance(dtype, torch.dtype) else 1, max_bytes

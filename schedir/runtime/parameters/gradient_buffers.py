@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
-from schedir.runtime.parameters.buckets import Bucket, ShardSpec, make_buckets
+from schedir.runtime.parameters.buckets import UNSHARDED, Bucket, ShardSpec, make_buckets
 
 GradientViews = list[tuple[nn.Parameter, Tensor]]
 CopyLookup = Callable[[nn.Parameter], Iterable[nn.Parameter]]
-_UNSHARDED: Final = ShardSpec()
 
 
 class GradientBuffers:
@@ -37,8 +35,8 @@ class GradientBuffers:
         reduced_flat: The buffers after the reduction, by bucket. With ZeRO they have only this
             replica's shard. From level 2 on they have memory of their own, and the memory of `flat`
             exists from `allocate` to `release`.
-        shard_views: The reduced gradients, by shard and parameter. They have all shards, or with
-            ZeRO only the shard of this replica.
+        shard_views: The reduced gradient of each parameter, by shard. With ZeRO it has only the
+            shard of this replica.
         is_allocated: True if gradients may be accumulated into the buffers.
     """
 
@@ -46,16 +44,16 @@ class GradientBuffers:
         self,
         module: nn.Module,
         max_bucket_bytes: float | None = math.inf,
-        shard_spec: ShardSpec = _UNSHARDED,
+        shard_spec: ShardSpec = UNSHARDED,
         tied: Collection[nn.Parameter] = (),
     ) -> None:
         self.module = module
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.parameters = [*self.names]
-        shared, self.is_grad_sharded = shard_spec != _UNSHARDED, shard_spec.shards_state("grads")
+        shared, self.is_grad_sharded = shard_spec != UNSHARDED, shard_spec.shards_state("grads")
         self.buckets: list[Bucket] = []
         if max_bucket_bytes is not None:
-            layout = (shard_spec.replicas, tied if shared else ())
+            layout = (shard_spec, tied if shared else ())
             self.buckets = make_buckets(self.parameters, max_bucket_bytes, *layout, aligned=shared)
         self.flat = [
             torch.zeros(b.numel, dtype=b.grad_dtype, device=b.device) for b in self.buckets
@@ -72,23 +70,16 @@ class GradientBuffers:
         self.view_offsets = self._find_view_offsets()
         self.reduced_flat = self.flat
         if shard_spec.zero:
-            shards = [
-                b.get_shard(flat, shard_spec.replica)
-                for b, flat in zip(self.buckets, self.flat, strict=True)
-            ]
+            shards = [b.get_shard(flat) for b, flat in zip(self.buckets, self.flat, strict=True)]
             self.reduced_flat = [*map(torch.zeros_like, shards)] if self.is_grad_sharded else shards
-        self.shard_views: dict[int, dict[nn.Parameter, Tensor]] = {
-            k: {
-                p: shard_view
-                for b, reduced in zip(self.buckets, self.reduced_flat, strict=True)
-                for p, shard_view in zip(
-                    b.parameters,
-                    b.split_shard(reduced if shard_spec.zero else b.get_shard(reduced, k), k),
-                    strict=True,
-                )
-            }
-            for k in shard_spec.shard_indices
-        }
+        self.shard_views: dict[nn.Parameter, list[Tensor]] = {}
+        for b, reduced in zip(self.buckets, self.reduced_flat, strict=True):
+            views_by_shard = [
+                b.split_shard(reduced if shard_spec.zero else b.get_shard(reduced, k), k)
+                for k in b.shard_spec.shard_indices
+            ]
+            each = map(list, zip(*views_by_shard, strict=True))
+            self.shard_views |= zip(b.parameters, each, strict=True)
         self.is_allocated = not self.is_grad_sharded
         for k in range(len(self.flat)) if self.is_grad_sharded else ():
             self.release(k)

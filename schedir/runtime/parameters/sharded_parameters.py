@@ -88,13 +88,12 @@ class ShardedParameters:
             alias_shards: For parameters of other stages in `aliases`, the shards of their buckets,
                 which have one parameter each.
         """
-        k = self.shard_spec.replica
         for bucket in self.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             views = bucket.views(flat)
             for p, view in zip(bucket.parameters, views, strict=True):
                 view.copy_(p)
-            shard = bucket.get_shard(flat, k)
+            shard = bucket.get_shard(flat)
             if self.aliases.get(bucket.parameters[0]) in alias_shards:
                 shard = alias_shards[self.aliases[bucket.parameters[0]]]
             elif not self.keeps_full_weights:
@@ -104,9 +103,7 @@ class ShardedParameters:
             self.flat.append(flat)
             self.shards.append(shard)
             self.full_views += zip(bucket.parameters, views, strict=True)
-            self.parameter_shards |= zip(
-                bucket.parameters, bucket.split_shard(shard, k), strict=True
-            )
+            self.parameter_shards |= zip(bucket.parameters, bucket.split_shard(shard), strict=True)
             # Each parameter's full memory is freed at once, to keep the peak of memory low.
             for p in bucket.parameters:
                 p.grad = None
@@ -164,11 +161,12 @@ class ShardedParameters:
         Args:
             collective: Starts a collective, see `Transport.start_collective`.
         """
-        for flat, shard in zip(self.flat, self.shards, strict=True):
+        for bucket, flat, shard in zip(self.buckets, self.flat, self.shards, strict=True):
             if not self.keeps_full_weights:
                 flat.untyped_storage().resize_(flat.nbytes)
-            if self.shard_spec.replicas > 1 and flat.numel():
-                self.gather_works.append(collective("all_gather", "params", flat, shard))
+            if bucket.shard_spec.replicas > 1 and flat.numel():
+                group = bucket.get_group("params")
+                self.gather_works.append(collective("all_gather", group, flat, shard))
             elif flat.data_ptr() != shard.data_ptr():
                 flat.copy_(shard)
         self.is_unsharded = True
@@ -225,11 +223,11 @@ class ShardedParameters:
         if not self.is_in_step or self.summoned_flat:
             return
         self.is_in_step = False
-        gradient_shards = self.gradients.shard_views[self.shard_spec.replica]
         for p, shard in self.parameter_shards.items():
             p.grad = None
             p.data = shard
-            p.grad = gradient_shards[p] if shard.numel() else None
+            (gradient_shard,) = self.gradients.shard_views[p]
+            p.grad = gradient_shard if shard.numel() else None
 
     def require_unwritten(self) -> None:
         """Raise ModelError if a step wrote to a weight or replaced its `data`.
@@ -274,9 +272,9 @@ class ShardedParameters:
             shard.new_zeros(bucket.numel)
             for bucket, shard in zip(self.buckets, self.shards, strict=True)
         ]
-        for flat, shard in zip(self.summoned_flat, self.shards, strict=True):
-            if self.shard_spec.replicas > 1 and flat.numel():
-                collective("all_gather", "params", flat, shard).wait()
+        for bucket, flat, shard in zip(self.buckets, self.summoned_flat, self.shards, strict=True):
+            if bucket.shard_spec.replicas > 1 and flat.numel():
+                collective("all_gather", bucket.get_group("params"), flat, shard).wait()
             else:
                 flat.copy_(shard)
         for bucket, flat in zip(self.buckets, self.summoned_flat, strict=True):
@@ -305,7 +303,7 @@ class ShardedParameters:
                     if p.data_ptr() != view.data_ptr():
                         view.copy_(p)
                 if bucket.parameters[0] not in self.aliases:  # another stage writes the shard
-                    shard.copy_(bucket.get_shard(flat, self.shard_spec.replica))
+                    shard.copy_(bucket.get_shard(flat))
         finally:
             self.to_resting_state()
 

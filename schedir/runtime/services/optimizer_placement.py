@@ -52,8 +52,7 @@ class OptimizerPlacement(RankService):
                 file = tiers.open_spill_file(program.name)
                 self.optimizer_state = DiskOptimizerState(*given, tiers, file)
             elif program.optimizer_placement == "cpu_step":
-                replica = resources.shard_spec.replica
-                self.optimizer_state = CpuOptimizer(*given, resources.stages, replica)
+                self.optimizer_state = CpuOptimizer(*given, resources.stages)
             else:
                 self.optimizer_state = HostOptimizerState(*given)
         except ModelError as error:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from schedir.errors import CheckpointError
 from schedir.runtime.model_checks.tied_weight_requirements import fingerprint_parameters
+from schedir.runtime.parameters.buckets import describe_slice
 from schedir.runtime.parameters.sharded_parameters import (
     require_sharded_state,
     shard_optimizer_state,
@@ -40,7 +41,7 @@ class ShardedStages(ProgramService):
             weights.shard_weights(alias_shards)
             for bucket, shard in zip(weights.buckets, weights.shards, strict=True):
                 alias_shards |= dict.fromkeys(bucket.parameters[:1], shard)
-                ranges = bucket.list_shard_ranges(weights.shard_spec.replica)
+                ranges = bucket.list_shard_ranges()
                 for p, shape, (low, high, _) in zip(
                     bucket.parameters, bucket.shapes, ranges, strict=True
                 ):
@@ -116,9 +117,11 @@ class ShardedStages(ProgramService):
 
 def _checksum_parameters(state: State) -> dict[str, str]:
     """Return the checksums of the parameters by description, for `check_agreement`."""
-    modules = {s: stage.module for s, stage in state.stages.items()}
+    modules, tp_rank = {s: one.module for s, one in state.stages.items()}, state.transport.tp_rank
     return {
-        f"the values of {p.names[0]} in stage {s}, slice {state.transport.tp_rank}": p.values_digest
+        f"the values of {name} in stage {s}, "
+        f"{describe_slice(modules[s].get_parameter(name), tp_rank)}": p.values_digest
         for s, own in fingerprint_parameters(modules).items()
         for p in own
+        for name in p.names[:1]
     }

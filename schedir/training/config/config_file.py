@@ -69,8 +69,7 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
         SchedirError: The file cannot be read, or the configuration is wrong for a reason that is
             not a setting.
     """
-    given = dict(_read_file_settings(path))
-    given.update(map(_parse_override, overrides))
+    given = _read_settings(path, overrides)
     with _locate_errors(path, given):
         sections = get_section_classes(
             given[_MODEL_KIND_KEY].value if _MODEL_KIND_KEY in given else "gpt"
@@ -116,6 +115,25 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
             has_backward=True, frozen_stages=frozen, max_instructions=max_instructions_of_file
         )
         return config
+
+
+@contextmanager
+def locate_setting_errors(path: str, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Add the position of a setting to an error about it, within this context.
+
+    Args:
+        path: The path of the configuration, a TOML file.
+        overrides: Settings that replace those of the file.
+
+    Raises:
+        ConfigError: An error within the context was about a setting.
+    """
+    with _locate_errors(path, _read_settings(path, overrides)):
+        yield
+
+
+def _read_settings(path: str, overrides: Sequence[str]) -> _Settings:
+    return dict(_read_file_settings(path)) | dict(map(_parse_override, overrides))
 
 
 def _read_file_settings(path: str) -> Iterator[tuple[tuple[str, str], _SettingValue]]:

@@ -379,7 +379,7 @@ function shift(by) {
 }
 
 studio = {
-  hint: "Drag an instruction along its rank to move it. An order that cannot work is refused.",
+  get hint() { return answer.level === "run" ? "" : "Drag an instruction along its rank to move it. An order that cannot work is refused."; },
   grab(hit) {
     if (!hit || hit.k === undefined || !canEdit(hit.run)) return false;
     if (xOf(hit.run.end[hit.k]) - xOf(hit.run.start[hit.k]) < 6) return false;
