@@ -226,13 +226,9 @@ def _require_unique(inspector: Inspector) -> None:
         if is_duplicate.any():
             at = int(found[is_duplicate.argmax()])
             other = int(ix.position_by_key[row.op][ix.key[at]])
-            site = inspector.make_site(at)
-            inspector.refuse(
-                f"{site.instr} exists twice",
-                site,
-                inspector.make_site(other),
-                kind=_choose_error_type(row),
-            )
+            sites = [inspector.make_site(position) for position in (at, other)]
+            kind = _choose_error_type(row)
+            inspector.refuse(f"{sites[0].instr} exists twice", *sites, kind=kind)
 
 
 def _choose_error_type(row: Row) -> type[CompletenessError]:
@@ -250,11 +246,8 @@ def _require_valid_groups(inspector: Inspector) -> None:
     starts = starts[starts < len(ix.op)]
     wrong = starts[ix.joined[starts]]
     if len(wrong):
-        inspector.refuse(
-            "it is joined, but nothing precedes it",
-            inspector.make_site(int(wrong[0])),
-            kind=GroupError,
-        )
+        site = inspector.make_site(int(wrong[0]))
+        inspector.refuse("it is joined, but nothing precedes it", site, kind=GroupError)
     begins = np.flatnonzero(~ix.joined)
     sizes = np.diff([*begins.tolist(), len(ix.op)])
     is_transfer = ix.is_op(TRANSFER_OPS)

@@ -236,12 +236,8 @@ def _find_price_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]
     known = {
         *(value.size for value in values),
         *OPTIMIZER_STEP_SIZES,
-        *(
-            state
-            for each in rows
-            for change in each.changes
-            for state in (change.before, change.after)
-        ),
+        *(change.before for each in rows for change in each.changes),
+        *(change.after for each in rows for change in each.changes),
     } - {"", *TIERS}
     used = [ring.size] if ring is not None else traffic.sizes if traffic is not None else ()
     for size in filter(None, used):
