@@ -17,18 +17,31 @@ settings.load_profile("schedir")
 
 
 # Without ALL_CASES=1, a property is tried with this share of its examples, but with no fewer than
-# LEAST of them. The numeric law takes all, because it replaces tests of single features.
-SHARE, LEAST, WHOLE = 0.4, 12, {"test_numeric_law"}
+# MIN_EXAMPLES. The numeric law takes all, because it replaces tests of single features.
+EXAMPLE_SHARE, MIN_EXAMPLES = 0.4, 12
+FILES_WITH_ALL_EXAMPLES = {"test_numeric_law"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Reduce the number of examples of each property."""
-    tests = {item.obj for item in items if isinstance(item, pytest.Function)
-             and hasattr(item.obj, "hypothesis") and item.path.stem not in WHOLE}  # fmt: skip
-    for test in () if ALL else tests:
-        every = test._hypothesis_internal_use_settings
-        few = min(every.max_examples, max(LEAST, round(SHARE * every.max_examples)))
-        test._hypothesis_internal_use_settings = settings(every, max_examples=few)
+    """Reduce the number of examples of each property.
+
+    hypothesis has no public way to change the settings of a test: its own pytest plugin uses the
+    same attribute.
+    """
+    if ALL:
+        return
+    tests = {
+        item.obj
+        for item in items
+        if isinstance(item, pytest.Function)
+        and hasattr(item.obj, "hypothesis")
+        and item.path.stem not in FILES_WITH_ALL_EXAMPLES
+    }
+    for test in tests:
+        own = test._hypothesis_internal_use_settings
+        share = max(MIN_EXAMPLES, round(EXAMPLE_SHARE * own.max_examples))
+        number = min(own.max_examples, share)
+        test._hypothesis_internal_use_settings = settings(own, max_examples=number)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -46,9 +59,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is loaded by its end stays: to look through it for garbage took a tenth of all tests'
-    time, and more of those that make many small objects; and a quarter of its own. What tests
-    make is looked through seldom, because little of it is garbage that only a search finds."""
+    """Spare the garbage collector the objects that exist when all tests are collected.
+
+    They stay until the end. To search them took a tenth of the time of all tests. Tests leave
+    little garbage that only a search finds, so the thresholds are high.
+    """
     gc.disable()
     try:
         return (yield)
