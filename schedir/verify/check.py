@@ -51,7 +51,7 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import HOST_SLOT_VALUES, Program, Proof
 from schedir.passes.splitting.frozen_stages import drop_frozen_backwards
 from schedir.retired_names import explain_wrong_calls
-from schedir.verify.completeness import require_complete
+from schedir.verify.completeness import require_complete, require_givers
 
 # ---------------------------------------------------------------- segments of a sequence
 
@@ -288,13 +288,16 @@ def build_complete_graph(
     """
     if not program.proofs:
         require_complete(program, is_draft=False)
-    return Graph.from_program(
+    graph = Graph.from_program(
         program,
         progress_model,
         blocking_hosts=blocking_hosts,
         host_device_sync=host_device_sync,
         eager_messages=eager_messages,
     )
+    if not program.proofs:
+        require_givers(program, graph.flow)
+    return graph
 
 
 def prove(graph: Graph, earliest_times: EarliestTimes | None = None) -> None:

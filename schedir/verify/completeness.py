@@ -94,15 +94,22 @@ def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
         require_form_pairs(inspector)
         _require_pass_results(inspector)
         require_group_members(inspector)
-        _require_givers(inspector)
     return index
 
 
-def _require_givers(inspector: Inspector) -> None:
-    """Refuse an instruction whose value no instruction gives."""
-    missing = Dataflow.from_program(inspector.program).find_missing_giver()
+def require_givers(program: Program, flow: Dataflow) -> None:
+    """Check that the value that an instruction needs is given by another one.
+
+    Args:
+        program: The program, which `require_complete` accepts.
+        flow: The flow of its values.
+
+    Raises:
+        CompletenessError: No instruction gives the value.
+    """
+    missing = flow.find_missing_giver()
     if missing is not None:
-        at, kind = missing
+        (at, kind), inspector = missing, Inspector(program, flow.index)
         inspector.refuse(
             f"it needs {VALUES[kind].phrase}, which no instruction gives", inspector.make_site(at)
         )
