@@ -38,6 +38,7 @@ from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
 
+MAX_RANKS: Final = 256  # the page takes seconds to draw more ranks
 _MAX_CHANGES: Final = 5  # changes that the page lists
 _COMPARISON_NOTE: Final = (
     "In a comparison, costs and sizes are per rank. schedir divides them over the stages of a rank."
@@ -94,9 +95,16 @@ class Studio:
             state: The state.
 
         Raises:
-            SchedirError: The state is invalid.
+            SchedirError: The state is invalid, or has more ranks than the page can draw quickly.
         """
-        return make_state_request(state, self._load_source(state))
+        request = make_state_request(state, self._load_source(state))
+        if (ranks := request.shape.ranks) > MAX_RANKS:
+            raise UsageError(
+                f"ranks is {ranks}: the page draws at most {MAX_RANKS} ranks",
+                hint="schedir draw draws more ranks",
+                fields=["ranks"],
+            )
+        return request
 
     def _load_source(self, state: StudioState) -> Source:
         if state.run:
