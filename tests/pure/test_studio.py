@@ -253,6 +253,19 @@ def test_a_state_is_a_command() -> None:
     assert make_request(args, args.source).specified["zero"] == 1
 
 
+def test_a_command_names_the_exported_file_and_the_function() -> None:
+    edited = ask({"state": state(schedule="interleaved"), "move": [0, 0, 4]})
+    file = ask({"state": edited["state"], "export": "sched"})["file"]
+    assert file == "interleaved.sched"
+    assert edited["command"].split()[:4] == ["schedir", "draw", file, "--costs"]
+    for code, name in (
+        (CODE, "mine"), (f"{CODE}\nalias = mine\n", "alias"),
+        ("from schedir import B, F\nbrief = lambda r, p, m: m * (F + B)", "brief"),
+    ):  # fmt: skip
+        answer = ask({"state": state() | {"code": code}}, WITH_CODE)
+        assert answer["command"].startswith(f"schedir draw {name}.py:{name} --ranks 4")
+
+
 def test_a_run_is_shown_with_its_prediction(tmp_path: Any) -> None:
     run = simulate(compile("one_f_one_b", ranks=2, microbatches=4))
     spans = run.spans.copy()

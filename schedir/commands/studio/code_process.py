@@ -150,7 +150,7 @@ def expand_code(state: StudioState) -> str:
 
 
 def _load_function(state: StudioState) -> FunctionType:
-    """Execute the code, and return its schedule function."""
+    """Execute the code, and return its schedule function, which has its name in the code."""
     namespace: dict[str, Any] = {"__name__": "schedule", "__file__": _FILE}
     exec(compile(state.code, _FILE, "exec"), namespace)
     functions = {
@@ -162,14 +162,16 @@ def _load_function(state: StudioState) -> FunctionType:
         functions = (
             {state.function: functions[state.function]} if (state.function in functions) else {}
         )
-    takes_shape = [each for each in functions.values() if len(signature(each).parameters) >= 3]
+    takes_shape = [name for name, each in functions.items() if len(signature(each).parameters) >= 3]
     if not takes_shape:
         name = state.function or "schedule"
         raise CodeError(
             f"the code has no function {name}(rank, ranks, microbatches)",
             hint=f"def {name}(rank, ranks, microbatches): return microbatches * (F + B)",
         )
-    return takes_shape[-1]
+    function = functions[takes_shape[-1]]
+    function.__name__ = takes_shape[-1]  # of a lambda it would be "<lambda>"
+    return function
 
 
 def _find_line(error: BaseException) -> int:

@@ -433,6 +433,8 @@ studio = {
 
 // ---------------------------------------------------------------- what a person does
 
+const say = (text) => { $("done").textContent = text; };
+
 async function save(format) {
   const got = await question({ state: shown, export: format });
   if (got.error) return showProblem(got.error);
@@ -441,19 +443,24 @@ async function save(format) {
   away.download = got.file;
   away.click();
   setTimeout(() => URL.revokeObjectURL(away.href), 10000);
-  $("done").textContent = `saved ${got.file}`;
+  say(`saved ${got.file}`);
 }
 
 async function copy(what) {
   let text = location.href;
-  if (what === "command") text = answer.command;
+  if (what === "command") {
+    if ($("stage").classList.contains("stale")) return say("Mend the error first: the timeline shows an earlier state.");
+    text = answer.command;
+  }
   if (what === "python") {
     const got = await question({ state: shown, export: "call" });
     if (got.error) return showProblem(got.error);
     ({ text } = got);
   }
   await navigator.clipboard.writeText(text);
-  $("done").textContent = `copied ${{ command: "the command", python: "the Python code", link: "the address" }[what]}`;
+  const [file] = shown.program || shown.code ? answer.command.split(" ")[2].split(":") : [""];
+  say(what === "command" && file ? `copied the command: export ${file} first, then run it`
+    : `copied ${{ command: "the command", python: "the Python code", link: "the address" }[what]}`);
 }
 
 function makeControl([name, label, kind, values = [], placeholder = ""]) {
