@@ -436,10 +436,12 @@ def test_a_mistake_on_the_command_line_is_one_error(
     server: StudioServer, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(CODE)
+    (tmp_path / "bad.sched").write_text("abc")
     for words in (
         ["none.sched"], ["none.timeline"], ["none.py:f"], ["no_schedule"], ["--relower"],
         ["--port", str(server.server_port)], ["--port", "-1"], ["--port", "99999"],
-        ["--no-code", f"{tmp_path}/mine.py:mine"], ["--ranks", "x"],
+        ["--no-code", f"{tmp_path}/mine.py:mine"], ["--ranks", "x"], [f"{tmp_path}/bad.sched"],
+        [f"{tmp_path}/mine.py:nope"],
     ):  # fmt: skip
         assert main(["studio", "--no-browser", *words]) == 2
         shown = capsys.readouterr()

@@ -322,7 +322,7 @@ function runCode() {
   if (!editor.value.trim()) return;
   const same = shown.code && editor.value === SETUP.state.code;
   const state = { ...writeState(), code: editor.value, program: "", run: false, function: same ? SETUP.state.function : "" };
-  if (shown.program || shown.run) state.options = { ...state.options, ranks: `${answer.ranks}`, microbatches: `${answer.microbatches}` };
+  if ((shown.program || shown.run) && answer.ranks) state.options = { ...state.options, ranks: `${answer.ranks}`, microbatches: `${answer.microbatches}` };
   ask(state);
   fillSchedules(state);
   commit();
