@@ -460,6 +460,11 @@ def test_an_exported_page_has_the_schedules_of_the_shape(tmp_path: Any) -> None:
     for wrong in (StudioState("chimera", options=first.options), StudioState(code="x = 1")):
         with pytest.raises(UsageError):
             export_page(STUDIO, wrong, str(tmp_path))
+    assert export_page(STUDIO, first, str(tmp_path / "site")) == line  # replaces its own page
+    (tmp_path / "index.html").write_text("<title>mine</title>")
+    with pytest.raises(UsageError, match="did not write it"):
+        export_page(STUDIO, first, str(tmp_path))
+    assert (tmp_path / "index.html").read_text() == "<title>mine</title>"
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError):
         export_page(STUDIO, first, str(tmp_path / "file"))
