@@ -107,6 +107,20 @@ def choose(browser: Chromium, name: str, chosen: str) -> None:
     answered(browser, lambda: browser.js(f"{element}.value = {chosen}; {events} 0"))
 
 
+def run_code(browser: Chromium, code: str) -> None:
+    """Type code into the editor, and run it."""
+    type_code(browser, code)
+    answered(browser, lambda: press(browser, "run-code"))
+
+
+def type_code(browser: Chromium, code: str) -> None:
+    browser.js("document.getElementById('editor').focus()")
+    browser.js(
+        "document.getElementById('editor').select();"
+        f"document.execCommand('insertText', false, {json.dumps(code)})"
+    )
+
+
 def press(browser: Chromium, name: str) -> None:
     left, top = browser.js(
         f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])"
@@ -182,7 +196,7 @@ def test_code_is_run_and_its_errors_are_at_their_lines(studio: Opener) -> None:
     assert "def mine(" in value(browser, "editor")
 
     def write(code: str) -> None:
-        enter(browser, "editor", code)
+        run_code(browser, code)
 
     write(CODE.replace("rank, microbatches)", "rnk, microbatches)"))
     assert text(browser, "code-message").startswith("Line 5: ")
@@ -197,12 +211,26 @@ def test_code_is_run_and_its_errors_are_at_their_lines(studio: Opener) -> None:
     write(HANG)
     assert "2 ranks wait for each other" in text(browser, "problem")
     assert browser.js(picture).count("marker-end") == 2
-    write("def f(r, p, m):\n    while True: pass")
+    endless = "def f(r, p, m):\n    while True: pass"
+    type_code(browser, endless)
+    assert "2 ranks wait for each other" in text(browser, "problem")  # typing runs nothing
+    assert browser.js("document.getElementById('code-from-timeline').disabled")
+    before = browser.js(ANSWERED)
+    press(browser, "run-code")
+    browser.until(lambda: "running…" in text(browser, "verdict"))
+    assert browser.js("document.getElementById('run-code').disabled")
+    assert text(browser, "problem") == "" and browser.js(ANSWERED) == before
+    browser.until(lambda: bool(browser.js(f"{ANSWERED} > {before}")))
     assert "did not finish within 3 s" in text(browser, "code-message")
     write(CODE)
     press(browser, "controls-tab")
     enter(browser, "control-ranks", "3")
     assert "mine, predicted: 3 ranks" in text(browser, "summary")
+    answered(browser, lambda: press(browser, "undo"))
+    assert "mine, predicted: 4 ranks" in text(browser, "summary")
+    press(browser, "code-tab")
+    answered(browser, lambda: press(browser, "undo"))
+    assert value(browser, "editor") == endless and "press Run" in text(browser, "code-message")
 
 
 def test_no_code_runs_if_the_user_forbids_it(studio: Opener) -> None:
@@ -290,7 +318,7 @@ def test_names_and_code_are_shown_as_text(studio: Opener) -> None:
     enter(browser, "control-other_costs", name)
     assert name.split()[0] in text(browser, "problem")
     press(browser, "code-tab")
-    enter(browser, "editor", f"raise ValueError({name!r})")
+    run_code(browser, f"raise ValueError({name!r})")
     assert name in text(browser, "code-message") and browser.js("document.images.length") == 0
 
 
@@ -357,12 +385,21 @@ def test_a_challenge_is_solved(studio: Opener) -> None:
     assert "2 ranks wait" in text(browser, "problem") and "lead = min(rank" in value(
         browser, "editor"
     )
+    assert text(browser, "facts") == ""  # the timeline of the challenge before is gone
     press(browser, "code-tab")
-    enter(browser, "editor", CODE)
+    run_code(browser, CODE)
     press(browser, "challenges-tab")
     assert "Solved: the span is 33" in text(browser, "challenge-status")
+    answered(browser, lambda: press(browser, "challenge-a-hang"))
     answered(browser, lambda: press(browser, "leave-challenge"))
     assert browser.js("document.getElementById('challenge-status')") is None
+    assert text(browser, "problem") == value(browser, "control-memory_limit") == ""
+    assert "span 34.6" in text(browser, "facts") and "mine" in value(browser, "editor")
+    browser.js("window.loadedBefore = 1")
+    browser.call("Page.reload")
+    browser.until(lambda: bool(browser.js(f"!window.loadedBefore && {ANSWERED} > 0")))
+    press(browser, "challenges-tab")
+    assert text(browser, "challenge-zero-bubble").startswith("\u2713")
 
 
 def test_an_exported_page_needs_no_server(chromium: Chromium, tmp_path: Path) -> None:

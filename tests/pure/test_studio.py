@@ -359,6 +359,25 @@ def test_code_gives_the_program_of_its_function() -> None:
     assert expand_code(named) == text
 
 
+def test_code_runs_again_only_if_the_question_allows_it() -> None:
+    runs: list[str] = []
+
+    def expand(of: StudioState) -> str:
+        runs.append(of.code)
+        return expand_code(of)
+
+    studio, changed = Studio(expand_code=expand), state() | {"code": f"# changed\n{CODE}"}
+    first = state() | {"code": CODE}
+    assert ask({"state": first, "run_code": False}, studio)["error"]["hint"] == "press Run"
+    for each in (first, changed, first | {"options": first["options"] | {"costs": "F=2"}}):
+        assert "error" not in ask({"state": each}, studio)
+    assert runs == [CODE, changed["code"]]
+    for each in (first, changed):
+        assert "error" not in ask({"state": each, "run_code": False}, studio)
+    assert "error" not in ask({"state": state(ranks="3") | {"code": CODE}}, studio)
+    assert len(runs) == 3
+
+
 def test_code_runs_within_limits() -> None:
     runner = CodeRunner(1000, max_seconds=20)
 

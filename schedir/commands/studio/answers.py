@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.commands.common.bound_report import describe_run_bound, find_lower_bound
+from schedir.commands.common.program_options import PROGRAM_OPTIONS
 from schedir.commands.common.timeline_facts import describe_costs
 from schedir.commands.studio.challenges import judge
 from schedir.commands.studio.edits import export_program, find_draft, move_instruction
@@ -39,6 +41,7 @@ from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
 
 MAX_RANKS: Final = 256  # the page takes seconds to draw more ranks
+_MAX_DRAFTS: Final = 16  # drafts of code that a studio keeps
 _MAX_CHANGES: Final = 5  # changes that the page lists
 _COMPARISON_NOTE: Final = (
     "In a comparison, costs and sizes are per rank. schedir divides them over the stages of a rank."
@@ -58,6 +61,7 @@ class Studio:
 
     run: Source | None = None
     expand_code: Callable[[StudioState], str] | None = None
+    _drafts: dict[str, str] = field(default_factory=dict, init=False)  # of code that has run
 
     def answer(self, question: object) -> dict[str, Any]:
         """Return the answer to a question of the page.
@@ -65,7 +69,8 @@ class Studio:
         Args:
             question: An object with `state`, and perhaps with one of these keys: `move` (a rank,
                 the index of an instruction, and the index that it comes before), `export` (a
-                format), or `explain` (a rank, and the index of the instruction after a gap).
+                format), or `explain` (a rank, and the index of the instruction after a gap). If
+                `run_code` is False, the draft of code comes from an earlier run.
 
         Returns:
             For a state its data, or its error. A move has the data of the new state and the state
@@ -76,7 +81,7 @@ class Studio:
             if not isinstance(question, dict):
                 raise UsageError("a question is an object with a state")
             state = StudioState.from_json(question.get("state", {}))
-            request = self.make_request(state)
+            request = self.make_request(state, run_code=question.get("run_code") is not False)
             if "move" in question:
                 return self._move(state, request, question["move"])
             if "export" in question:
@@ -88,16 +93,17 @@ class Studio:
         except SchedirError as error:
             return {"error": describe_error(error, request)}
 
-    def make_request(self, state: StudioState) -> Request:
+    def make_request(self, state: StudioState, *, run_code: bool = True) -> Request:
         """Return the request of a state.
 
         Args:
             state: The state.
+            run_code: False refuses code that did not run before.
 
         Raises:
             SchedirError: The state is invalid, or has more ranks than the page can draw quickly.
         """
-        request = make_state_request(state, self._load_source(state))
+        request = make_state_request(state, self._load_source(state, run_code))
         if (ranks := request.shape.ranks) > MAX_RANKS:
             raise UsageError(
                 f"ranks is {ranks}: the page draws at most {MAX_RANKS} ranks",
@@ -106,7 +112,7 @@ class Studio:
             )
         return request
 
-    def _load_source(self, state: StudioState) -> Source:
+    def _load_source(self, state: StudioState, run_code: bool) -> Source:
         if state.run:
             if self.run is None:
                 raise UsageError("this studio was started without a run", fields=["run"])
@@ -114,10 +120,30 @@ class Studio:
         if state.program:
             return Source.from_loaded(from_text(state.program), "the program")
         if state.code:
-            if self.expand_code is None:
-                raise CodeError("this studio was started with --no-code and runs no code")
-            return Source.from_loaded(from_text(self.expand_code(state)), "the code")
+            return Source.from_loaded(from_text(self._find_draft(state, run_code)), "the code")
         return load_built_in(state.schedule, "schedule")
+
+    def _find_draft(self, state: StudioState, run_code: bool) -> str:
+        """Return the text of the draft of a state's code, perhaps from an earlier run."""
+        if self.expand_code is None:
+            raise CodeError("this studio was started with --no-code and runs no code")
+        options = {
+            name: text
+            for name, text in state.options.items()
+            if name in PROGRAM_OPTIONS and PROGRAM_OPTIONS[name].is_shape_option
+        }
+        state = StudioState(
+            code=state.code, function=state.function, other=state.other, options=options
+        )
+        key = json.dumps(state.to_json(), sort_keys=True)
+        if key not in self._drafts:
+            if not run_code:
+                raise CodeError("this code has no result for these options", hint="press Run")
+            draft = self.expand_code(state)
+            for old in [*self._drafts][: 1 - _MAX_DRAFTS]:
+                self._drafts.pop(old, None)
+            self._drafts[key] = draft
+        return self._drafts[key]
 
     def _describe(self, request: Request, state: StudioState) -> dict[str, Any]:
         """Return the answer for a request, perhaps with a schedule to compare with."""
