@@ -442,9 +442,11 @@ def test_every_control_has_a_name_a_key_and_room(studio: Opener, scheme: str, wi
 
 def test_a_stopped_studio_is_told(studio: Opener) -> None:
     browser = studio()
-    browser.js("fetch = () => Promise.reject(new Error('gone')); 0")
-    enter(browser, "control-ranks", "3")
-    assert "The studio has stopped" in text(browser, "problem")
+    gone = "Promise.reject(new Error('gone'))"
+    for ranks, response in (("3", gone), ("5", f"Promise.resolve({{ ok: true, json: () => {gone} }})")):
+        browser.js(f"fetch = () => {response}; document.getElementById('problem').hidden = true; 0")
+        enter(browser, "control-ranks", ranks)
+        assert "The studio has stopped" in text(browser, "problem")
 
 
 def test_the_widget_of_a_notebook_shows_the_timeline(chromium: Chromium, tmp_path: Path) -> None:

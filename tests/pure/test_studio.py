@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from http.client import HTTPConnection
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import numpy as np
@@ -397,6 +397,15 @@ def test_code_runs_within_limits() -> None:
     finally:
         runner.close()
     assert all(process.poll() is not None for process in runner._processes)
+
+
+def test_code_that_runs_when_the_studio_stops_has_an_error() -> None:
+    runner = CodeRunner(1000, max_seconds=20)
+    stop = Timer(1, runner.close)
+    stop.start()
+    with pytest.raises(CodeError, match="the studio has stopped"):
+        runner.expand(StudioState(code="while True:\n    pass", options=DEFAULTS))
+    stop.join()
 
 
 # ---------------------------------------------------------------- requests
