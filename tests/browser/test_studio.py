@@ -176,8 +176,11 @@ def test_controls_change_the_timeline(studio: Opener) -> None:
     assert text(browser, "problem") == ""
     enter(browser, "control-memory_limit", "1GB")
     assert "needs 2 GB, but the limit is 1 GB" in text(browser, "problem")
-    enter(browser, "control-recompute", "all")
+    assert "offload=fit moves them to the host" in text(browser, "problem")
     enter(browser, "control-memory_limit", "")
+    enter(browser, "control-recompute", "fit")
+    assert "activations 1.2GB rank limit 40GB" in text(browser, "problem")
+    enter(browser, "control-recompute", "all")
     assert "R recompute" in text(browser, "legend")
     enter(browser, "control-dp", "2")
     choose(browser, "control-zero", "3")
@@ -443,7 +446,10 @@ def test_every_control_has_a_name_a_key_and_room(studio: Opener, scheme: str, wi
 def test_a_stopped_studio_is_told(studio: Opener) -> None:
     browser = studio()
     gone = "Promise.reject(new Error('gone'))"
-    for ranks, response in (("3", gone), ("5", f"Promise.resolve({{ ok: true, json: () => {gone} }})")):
+    for ranks, response in (
+        ("3", gone),
+        ("5", f"Promise.resolve({{ ok: true, json: () => {gone} }})"),
+    ):
         browser.js(f"fetch = () => {response}; document.getElementById('problem').hidden = true; 0")
         enter(browser, "control-ranks", ranks)
         assert "The studio has stopped" in text(browser, "problem")

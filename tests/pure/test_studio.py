@@ -140,7 +140,8 @@ def test_a_wrong_question_has_an_error(question: object) -> None:
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"ranks": "x"}, "ranks"), ({"ranks": "257", "microbatches": "4"}, "ranks"), ({"zero": "9"}, "zero"), ({"costs": "F=x"}, "costs"),
+    [({"ranks": "x"}, "ranks"), ({"ranks": "257", "microbatches": "4"}, "ranks"),
+     ({"zero": "9"}, "zero"), ({"costs": "F=x"}, "costs"),
      ({"memory_limit": "much"}, "memory_limit"), ({"progress_model": "none"}, "progress_model")],
 )  # fmt: skip
 def test_an_error_names_its_control(options: dict[str, str], field: str) -> None:

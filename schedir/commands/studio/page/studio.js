@@ -42,6 +42,7 @@ const GROUPS = [
     ["more", "options", "text", [], "tp=2 clip_grad_norm"],
   ]],
 ];
+const LABELS = Object.fromEntries(GROUPS.flatMap(([, list]) => list));
 const SHAPE = ["schedule", "ranks", "microbatches", "stages_per_rank", "placement"];
 const PREDICTION = ["other", ...COMPUTES, "send", "factors", "other_costs", "saved", "other_sizes", "memory_limit", "progress_model"];
 const TABS = { controls: "Controls", code: "Code", ...(SETUP.challenges.length ? { challenges: "Challenges" } : {}) };
@@ -269,7 +270,7 @@ function showProblem(error, stale = !!error && !error.refused) {
   setStale(stale);
   if (!error) return bar.replaceChildren();
   const row = make("div", undefined, "row"), text = make("p");
-  text.append(make("b", error.refused ? "Not moved: " : ""), error.fact);
+  text.append(make("b", error.refused ? "Not moved: " : ""), nameControls(error.fact));
   const close = make("button", "Close");
   close.onclick = () => { bar.hidden = true; canvas.focus(); };
   row.append(text, close);
@@ -279,7 +280,7 @@ function showProblem(error, stale = !!error && !error.refused) {
     list.append(...error.sites.slice(0, 8).map((site) => make("li", `rank ${site.rank} #${site.index}: ${site.text} ${site.note}`)));
     if (!error.picture) bar.append(list);
   }
-  if (error.hint) bar.append(make("p", error.hint, "hint"));
+  if (error.hint) bar.append(make("p", nameControls(error.hint), "hint"));
   if (error.picture) {
     const image = make("img"), places = error.sites.map((site) => `rank ${site.rank} #${site.index} ${site.text} ${site.note}`);
     image.alt = `The instructions of the ranks: ${places.join("; ")}`;
@@ -296,6 +297,14 @@ function showRunning() {
   $("verdict").replaceChildren(make("h2", "Verdict"), make("p", "running…"));
   $("run-code").disabled = true;
   $("code-message").textContent = "";
+}
+
+// A message, with the controls of the page in place of the options of the command line.
+function nameControls(text) {
+  if (text.includes("schedir ")) return text; // a command
+  const label = (_, name) => LABELS[name] ?? name;
+  return text.replace(/, or sizes=Sizes.*$/, "").replace(/\w+="\w+" \(-O (\w+=\w+)\)/g, "$1").replace(/-O (\w+)/g, label)
+    .replace(/--sizes saved=/g, `${LABELS.saved} `).replace(/--memory-limit/g, LABELS.memory_limit);
 }
 
 // What is shown belongs to an earlier state.
