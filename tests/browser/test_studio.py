@@ -293,6 +293,13 @@ def test_idle_time_has_its_cause_its_chain_and_a_remedy(studio: Opener) -> None:
     assert told.startswith("rank 0 is idle") and "warmup: B 1.0 on rank 1" in told
     assert "waits for\nB 1.0, rank 1" in told and "B of stage 3\nidle 6.6 → 6.4" in told
     assert "zb_v" in told.partition("CHANGES THAT SHORTEN THE STEP")[2]
+    buttons = "[...document.querySelectorAll('#selected button')]"
+    change = f"{buttons}.find((e) => e.innerText.startsWith('zb_v'))"
+    answered(browser, lambda: browser.js(f"{change}.click()"))
+    assert value(browser, "control-schedule") == "zb_v" and "span 27 " in text(browser, "facts")
+    assert value(browser, "control-F") == "0.5" and value(browser, "control-saved") == "0.5GB"
+    answered(browser, lambda: press(browser, "undo"))
+    assert value(browser, "control-schedule") == "one_f_one_b"
 
 
 def test_a_program_of_a_file_and_a_run(studio: Opener, tmp_path: Path) -> None:

@@ -237,7 +237,13 @@ def test_a_gap_has_costs_that_shorten_it() -> None:
     answer = ask({"state": state(), "explain": [0, 8]})
     assert all(each["after"] < each["before"] for each in answer["gap"])
     assert "B of stage 3" in [each["text"] for each in answer["gap"]]
-    assert answer["step"]
+    changed = {each["state"]["schedule"]: each for each in answer["step"] if each["state"]}
+    assert {"zb_v", "one_f_one_b"} <= changed.keys()
+    for each in changed.values():
+        shown = ask({"state": each["state"]})["runs"][0]
+        assert f"span {shown['span']:.4g}" in each["run"]
+    assert changed["zb_v"]["state"]["options"]["costs"] == "F=0.5,B=1,send=0.1"
+    assert changed["zb_v"]["state"]["options"]["sizes"] == "saved=0.5GB"
 
 
 # ---------------------------------------------------------------- states and sources

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import isclose
 from typing import Any, Final
 
 import numpy as np
@@ -30,12 +32,13 @@ from schedir.ir.cost.cost_fields import COST_BY_OPCODE
 from schedir.ir.cost.costs import Cost
 from schedir.ir.cost.per_stage_values import from_grid, to_grid
 from schedir.ir.isa.instructions import COMPUTE_OPS, Opcode
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.calibrate import simulate_at_mean_times
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.predict.what_if import MIN_SAVING, advise
+from schedir.predict.what_if import MIN_SAVING, SimulatedChange, advise
 from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
@@ -88,7 +91,7 @@ class Studio:
                 file, text = export_program(request, question["export"])
                 return {"file": file, "text": text}
             if "explain" in question:
-                return explain_gap(request, *_read_integers(question["explain"], 2))
+                return explain_gap(request, state, *_read_integers(question["explain"], 2))
             return self._describe(request, state)
         except SchedirError as error:
             return {"error": describe_error(error, request)}
@@ -326,17 +329,19 @@ def _draw_error(error: SchedirError, request: Request) -> str:
     return ""
 
 
-def explain_gap(request: Request, rank: int, index: int) -> dict[str, Any]:
+def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> dict[str, Any]:
     """Return what shortens a gap of a rank, and what shortens the step.
 
     Args:
         request: The request of a predicted run.
+        state: The state of the request.
         rank: The rank.
         index: The index of the first instruction after the gap in the rank's Stream.
 
     Returns:
         `gap`: the costs that shorten the gap if they are 10% lower, with the new length.
-        `step`: changes that shorten the step, as `explain` prints them.
+        `step`: changes that shorten the step, as `explain` prints them. Each has the state that
+            shows it, or None if no built-in schedule does.
     """
     timeline, costs = request.timeline, request.prediction_costs
     if not 0 <= rank < timeline.ranks or not 0 <= index < len(timeline.program.streams[rank]):
@@ -345,11 +350,63 @@ def explain_gap(request: Request, rank: int, index: int) -> dict[str, Any]:
     return {
         "gap": [] if costs is None else _find_gap_costs(request, rank, index),
         "step": [
-            {"text": change.description, "saved": change.saved_share, "run": change.describe()}
+            {
+                "text": change.description,
+                "saved": change.saved_share,
+                "run": change.describe(),
+                "state": find_changed_state(state, request.shape, change),
+            }
             for change in advice.changes[:_MAX_CHANGES]
             if change.saved_share >= MIN_SAVING
         ],
     }
+
+
+def find_changed_state(
+    state: StudioState, shape: PipelineShape, change: SimulatedChange
+) -> dict[str, Any] | None:
+    """Return the state with the built-in schedule and the shape of a change, as JSON.
+
+    Args:
+        state: The state.
+        shape: The shape of its program.
+        change: The change.
+
+    Returns:
+        The state, or None if its run takes another time than that of the change.
+    """
+    draft = change.row.draft
+    if state.run or draft is None or draft.name not in get_built_in_schedules():
+        return None
+    factor = shape.stages / draft.shape.stages
+    options = {name: text for name, text in state.options.items() if name != "placement"}
+    for name in ("ranks", "microbatches", "stages_per_rank"):
+        options[name] = str(getattr(draft.shape, name))
+    for name, fields in (("costs", ("F", "B", "I", "W")), ("sizes", ("saved",))):
+        if name in options:
+            options[name] = scale_fields(options[name], fields, factor)
+    changed = replace(state, schedule=draft.name, program="", code="", options=options)
+    with suppress(SchedirError):
+        source = load_built_in(changed.schedule, "schedule")
+        if isclose(make_state_request(changed, source).timeline.span, change.run.span):
+            return changed.to_json()
+    return None
+
+
+def scale_fields(text: str, names: tuple[str, ...], factor: float) -> str:
+    """Return costs or sizes in which single numbers are multiplied.
+
+    Args:
+        text: The costs or sizes, as on the command line.
+        names: The fields to multiply.
+        factor: The factor.
+    """
+    field_value = re.compile(rf"\s*({'|'.join(names)})\s*=\s*([\d.]+)([A-Za-z]*)\s*")
+    parts = []
+    for part in text.split(","):
+        match = field_value.fullmatch(part)
+        parts.append(f"{match[1]}={float(match[2]) * factor:g}{match[3]}" if match else part)
+    return ",".join(parts)
 
 
 def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, Any]]:

@@ -416,6 +416,15 @@ async function move(run, k, { next, previous, same }) {
     }
 }
 
+// A change that shortens the step. Clicking it shows it, if a built-in schedule has it.
+function changeOf({ text, run, state: changed }) {
+  if (!changed) return `${text}: ${run}`;
+  const made = make("button", `${text}: ${run}`, "link");
+  made.type = "button";
+  made.onclick = () => { restore(changed); commit(); };
+  return made;
+}
+
 // One place earlier or later on its row.
 function shift(by) {
   const { chosen } = state;
@@ -471,7 +480,7 @@ studio = {
       if (got.gap.length) lines.push(make("h2", "10% less of a cost"), table(got.gap.slice(0, 5).map((each) =>
         [each.text, `idle ${short(each.before)} → ${short(each.after)}, span ${short(each.span)}`])));
       else lines.push(make("p", "No cost on its chain shortens it by itself."));
-      if (got.step.length) lines.push(make("h2", "Changes that shorten the step"), table(got.step.map((each) => [`−${percent(each.saved)}`, `${each.text}: ${each.run}`])));
+      if (got.step.length) lines.push(make("h2", "Changes that shorten the step"), table(got.step.map((each) => [`−${percent(each.saved)}`, changeOf(each)])));
       else lines.push(make("p", "No change that schedir tries shortens the step."));
     }
     place.replaceChildren(...lines);
