@@ -107,6 +107,20 @@ def choose(browser: Chromium, name: str, chosen: str) -> None:
     answered(browser, lambda: browser.js(f"{element}.value = {chosen}; {events} 0"))
 
 
+def run_code(browser: Chromium, code: str) -> None:
+    """Type code into the editor, and run it."""
+    type_code(browser, code)
+    answered(browser, lambda: press(browser, "run-code"))
+
+
+def type_code(browser: Chromium, code: str) -> None:
+    browser.js("document.getElementById('editor').focus()")
+    browser.js(
+        "document.getElementById('editor').select();"
+        f"document.execCommand('insertText', false, {json.dumps(code)})"
+    )
+
+
 def press(browser: Chromium, name: str) -> None:
     left, top = browser.js(
         f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])"
@@ -162,8 +176,11 @@ def test_controls_change_the_timeline(studio: Opener) -> None:
     assert text(browser, "problem") == ""
     enter(browser, "control-memory_limit", "1GB")
     assert "needs 2 GB, but the limit is 1 GB" in text(browser, "problem")
-    enter(browser, "control-recompute", "all")
+    assert "offload=fit moves them to the host" in text(browser, "problem")
     enter(browser, "control-memory_limit", "")
+    enter(browser, "control-recompute", "fit")
+    assert "activations 1.2GB rank limit 40GB" in text(browser, "problem")
+    enter(browser, "control-recompute", "all")
     assert "R recompute" in text(browser, "legend")
     enter(browser, "control-dp", "2")
     choose(browser, "control-zero", "3")
@@ -182,7 +199,7 @@ def test_code_is_run_and_its_errors_are_at_their_lines(studio: Opener) -> None:
     assert "def mine(" in value(browser, "editor")
 
     def write(code: str) -> None:
-        enter(browser, "editor", code)
+        run_code(browser, code)
 
     write(CODE.replace("rank, microbatches)", "rnk, microbatches)"))
     assert text(browser, "code-message").startswith("Line 5: ")
@@ -197,12 +214,26 @@ def test_code_is_run_and_its_errors_are_at_their_lines(studio: Opener) -> None:
     write(HANG)
     assert "2 ranks wait for each other" in text(browser, "problem")
     assert browser.js(picture).count("marker-end") == 2
-    write("def f(r, p, m):\n    while True: pass")
+    endless = "def f(r, p, m):\n    while True: pass"
+    type_code(browser, endless)
+    assert "2 ranks wait for each other" in text(browser, "problem")  # typing runs nothing
+    assert browser.js("document.getElementById('code-from-timeline').disabled")
+    before = browser.js(ANSWERED)
+    press(browser, "run-code")
+    browser.until(lambda: "running…" in text(browser, "verdict"))
+    assert browser.js("document.getElementById('run-code').disabled")
+    assert text(browser, "problem") == "" and browser.js(ANSWERED) == before
+    browser.until(lambda: bool(browser.js(f"{ANSWERED} > {before}")))
     assert "did not finish within 3 s" in text(browser, "code-message")
     write(CODE)
     press(browser, "controls-tab")
     enter(browser, "control-ranks", "3")
     assert "mine, predicted: 3 ranks" in text(browser, "summary")
+    answered(browser, lambda: press(browser, "undo"))
+    assert "mine, predicted: 4 ranks" in text(browser, "summary")
+    press(browser, "code-tab")
+    answered(browser, lambda: press(browser, "undo"))
+    assert value(browser, "editor") == endless and "press Run" in text(browser, "code-message")
 
 
 def test_no_code_runs_if_the_user_forbids_it(studio: Opener) -> None:
@@ -262,6 +293,13 @@ def test_idle_time_has_its_cause_its_chain_and_a_remedy(studio: Opener) -> None:
     assert told.startswith("rank 0 is idle") and "warmup: B 1.0 on rank 1" in told
     assert "waits for\nB 1.0, rank 1" in told and "B of stage 3\nidle 6.6 → 6.4" in told
     assert "zb_v" in told.partition("CHANGES THAT SHORTEN THE STEP")[2]
+    buttons = "[...document.querySelectorAll('#selected button')]"
+    change = f"{buttons}.find((e) => e.innerText.startsWith('zb_v'))"
+    answered(browser, lambda: browser.js(f"{change}.click()"))
+    assert value(browser, "control-schedule") == "zb_v" and "span 27 " in text(browser, "facts")
+    assert value(browser, "control-F") == "0.5" and value(browser, "control-saved") == "0.5GB"
+    answered(browser, lambda: press(browser, "undo"))
+    assert value(browser, "control-schedule") == "one_f_one_b"
 
 
 def test_a_program_of_a_file_and_a_run(studio: Opener, tmp_path: Path) -> None:
@@ -290,7 +328,7 @@ def test_names_and_code_are_shown_as_text(studio: Opener) -> None:
     enter(browser, "control-other_costs", name)
     assert name.split()[0] in text(browser, "problem")
     press(browser, "code-tab")
-    enter(browser, "editor", f"raise ValueError({name!r})")
+    run_code(browser, f"raise ValueError({name!r})")
     assert name in text(browser, "code-message") and browser.js("document.images.length") == 0
 
 
@@ -357,12 +395,21 @@ def test_a_challenge_is_solved(studio: Opener) -> None:
     assert "2 ranks wait" in text(browser, "problem") and "lead = min(rank" in value(
         browser, "editor"
     )
+    assert text(browser, "facts") == ""  # the timeline of the challenge before is gone
     press(browser, "code-tab")
-    enter(browser, "editor", CODE)
+    run_code(browser, CODE)
     press(browser, "challenges-tab")
     assert "Solved: the span is 33" in text(browser, "challenge-status")
+    answered(browser, lambda: press(browser, "challenge-a-hang"))
     answered(browser, lambda: press(browser, "leave-challenge"))
     assert browser.js("document.getElementById('challenge-status')") is None
+    assert text(browser, "problem") == value(browser, "control-memory_limit") == ""
+    assert "span 34.6" in text(browser, "facts") and "mine" in value(browser, "editor")
+    browser.js("window.loadedBefore = 1")
+    browser.call("Page.reload")
+    browser.until(lambda: bool(browser.js(f"!window.loadedBefore && {ANSWERED} > 0")))
+    press(browser, "challenges-tab")
+    assert text(browser, "challenge-zero-bubble").startswith("\u2713")
 
 
 def test_an_exported_page_needs_no_server(chromium: Chromium, tmp_path: Path) -> None:
@@ -405,9 +452,14 @@ def test_every_control_has_a_name_a_key_and_room(studio: Opener, scheme: str, wi
 
 def test_a_stopped_studio_is_told(studio: Opener) -> None:
     browser = studio()
-    browser.js("fetch = () => Promise.reject(new Error('gone')); 0")
-    enter(browser, "control-ranks", "3")
-    assert "The studio has stopped" in text(browser, "problem")
+    gone = "Promise.reject(new Error('gone'))"
+    for ranks, response in (
+        ("3", gone),
+        ("5", f"Promise.resolve({{ ok: true, json: () => {gone} }})"),
+    ):
+        browser.js(f"fetch = () => {response}; document.getElementById('problem').hidden = true; 0")
+        enter(browser, "control-ranks", ranks)
+        assert "The studio has stopped" in text(browser, "problem")
 
 
 def test_the_widget_of_a_notebook_shows_the_timeline(chromium: Chromium, tmp_path: Path) -> None:

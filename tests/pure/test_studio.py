@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from http.client import HTTPConnection
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import numpy as np
@@ -140,7 +140,8 @@ def test_a_wrong_question_has_an_error(question: object) -> None:
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"ranks": "x"}, "ranks"), ({"zero": "9"}, "zero"), ({"costs": "F=x"}, "costs"),
+    [({"ranks": "x"}, "ranks"), ({"ranks": "257", "microbatches": "4"}, "ranks"),
+     ({"zero": "9"}, "zero"), ({"costs": "F=x"}, "costs"),
      ({"memory_limit": "much"}, "memory_limit"), ({"progress_model": "none"}, "progress_model")],
 )  # fmt: skip
 def test_an_error_names_its_control(options: dict[str, str], field: str) -> None:
@@ -236,7 +237,13 @@ def test_a_gap_has_costs_that_shorten_it() -> None:
     answer = ask({"state": state(), "explain": [0, 8]})
     assert all(each["after"] < each["before"] for each in answer["gap"])
     assert "B of stage 3" in [each["text"] for each in answer["gap"]]
-    assert answer["step"]
+    changed = {each["state"]["schedule"]: each for each in answer["step"] if each["state"]}
+    assert {"zb_v", "one_f_one_b"} <= changed.keys()
+    for each in changed.values():
+        shown = ask({"state": each["state"]})["runs"][0]
+        assert f"span {shown['span']:.4g}" in each["run"]
+    assert changed["zb_v"]["state"]["options"]["costs"] == "F=0.5,B=1,send=0.1"
+    assert changed["zb_v"]["state"]["options"]["sizes"] == "saved=0.5GB"
 
 
 # ---------------------------------------------------------------- states and sources
@@ -251,6 +258,19 @@ def test_a_state_is_a_command() -> None:
     add_compile_options(parser)
     args = parser.parse_args(words[2:])
     assert make_request(args, args.source).specified["zero"] == 1
+
+
+def test_a_command_names_the_exported_file_and_the_function() -> None:
+    edited = ask({"state": state(schedule="interleaved"), "move": [0, 0, 4]})
+    file = ask({"state": edited["state"], "export": "sched"})["file"]
+    assert file == "interleaved.sched"
+    assert edited["command"].split()[:4] == ["schedir", "draw", file, "--costs"]
+    for code, name in (
+        (CODE, "mine"), (f"{CODE}\nalias = mine\n", "alias"),
+        ("from schedir import B, F\nbrief = lambda r, p, m: m * (F + B)", "brief"),
+    ):  # fmt: skip
+        answer = ask({"state": state() | {"code": code}}, WITH_CODE)
+        assert answer["command"].startswith(f"schedir draw {name}.py:{name} --ranks 4")
 
 
 def test_a_run_is_shown_with_its_prediction(tmp_path: Any) -> None:
@@ -346,6 +366,25 @@ def test_code_gives_the_program_of_its_function() -> None:
     assert expand_code(named) == text
 
 
+def test_code_runs_again_only_if_the_question_allows_it() -> None:
+    runs: list[str] = []
+
+    def expand(of: StudioState) -> str:
+        runs.append(of.code)
+        return expand_code(of)
+
+    studio, changed = Studio(expand_code=expand), state() | {"code": f"# changed\n{CODE}"}
+    first = state() | {"code": CODE}
+    assert ask({"state": first, "run_code": False}, studio)["error"]["hint"] == "press Run"
+    for each in (first, changed, first | {"options": first["options"] | {"costs": "F=2"}}):
+        assert "error" not in ask({"state": each}, studio)
+    assert runs == [CODE, changed["code"]]
+    for each in (first, changed):
+        assert "error" not in ask({"state": each, "run_code": False}, studio)
+    assert "error" not in ask({"state": state(ranks="3") | {"code": CODE}}, studio)
+    assert len(runs) == 3
+
+
 def test_code_runs_within_limits() -> None:
     runner = CodeRunner(1000, max_seconds=20)
 
@@ -365,6 +404,15 @@ def test_code_runs_within_limits() -> None:
     finally:
         runner.close()
     assert all(process.poll() is not None for process in runner._processes)
+
+
+def test_code_that_runs_when_the_studio_stops_has_an_error() -> None:
+    runner = CodeRunner(1000, max_seconds=20)
+    stop = Timer(1, runner.close)
+    stop.start()
+    with pytest.raises(CodeError, match="the studio has stopped"):
+        runner.expand(StudioState(code="while True:\n    pass", options=DEFAULTS))
+    stop.join()
 
 
 # ---------------------------------------------------------------- requests
@@ -423,10 +471,12 @@ def test_a_mistake_on_the_command_line_is_one_error(
     server: StudioServer, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(CODE)
+    (tmp_path / "bad.sched").write_text("abc")
     for words in (
         ["none.sched"], ["none.timeline"], ["none.py:f"], ["no_schedule"], ["--relower"],
         ["--port", str(server.server_port)], ["--port", "-1"], ["--port", "99999"],
-        ["--no-code", f"{tmp_path}/mine.py:mine"], ["--ranks", "x"],
+        ["--no-code", f"{tmp_path}/mine.py:mine"], ["--ranks", "x"], [f"{tmp_path}/bad.sched"],
+        [f"{tmp_path}/mine.py:nope"],
     ):  # fmt: skip
         assert main(["studio", "--no-browser", *words]) == 2
         shown = capsys.readouterr()
@@ -445,6 +495,11 @@ def test_an_exported_page_has_the_schedules_of_the_shape(tmp_path: Any) -> None:
     for wrong in (StudioState("chimera", options=first.options), StudioState(code="x = 1")):
         with pytest.raises(UsageError):
             export_page(STUDIO, wrong, str(tmp_path))
+    assert export_page(STUDIO, first, str(tmp_path / "site")) == line  # replaces its own page
+    (tmp_path / "index.html").write_text("<title>mine</title>")
+    with pytest.raises(UsageError, match="did not write it"):
+        export_page(STUDIO, first, str(tmp_path))
+    assert (tmp_path / "index.html").read_text() == "<title>mine</title>"
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError):
         export_page(STUDIO, first, str(tmp_path / "file"))

@@ -135,21 +135,18 @@ def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
     from schedir.commands.studio.state import StudioState
     from schedir.io.files import read_text
     from schedir.io.source_loader import Source
-    from schedir.ir.input_trust import require_code_allowed
 
     options = read_options(args.typed)
     path, colon, function = args.source.rpartition(":")
-    if args.source.endswith(".timeline"):
-        source = Source(args.source)
-        _ = source.timeline  # raises the errors of the file
+    source = Source(args.source)
+    _ = source.schedule_or_program  # raises the errors of the file
+    if source.timeline is not None:
         return StudioState(run=True, options=options), source
     if colon and path.endswith(".py"):
-        require_code_allowed(path)
         state = StudioState(code=read_text(path), function=function, options=DEFAULTS | options)
         return state, None
     if args.source.endswith(".sched"):
         return StudioState(program=read_text(args.source), options=DEFAULTS | options), None
-    _ = Source(args.source).schedule_or_program
     return StudioState(args.source, options=DEFAULTS | options), None
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import isclose
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.commands.common.bound_report import describe_run_bound, find_lower_bound
+from schedir.commands.common.program_options import PROGRAM_OPTIONS
 from schedir.commands.common.timeline_facts import describe_costs
 from schedir.commands.studio.challenges import judge
 from schedir.commands.studio.edits import export_program, find_draft, move_instruction
@@ -28,16 +32,19 @@ from schedir.ir.cost.cost_fields import COST_BY_OPCODE
 from schedir.ir.cost.costs import Cost
 from schedir.ir.cost.per_stage_values import from_grid, to_grid
 from schedir.ir.isa.instructions import COMPUTE_OPS, Opcode
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.calibrate import simulate_at_mean_times
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.predict.what_if import MIN_SAVING, advise
+from schedir.predict.what_if import MIN_SAVING, SimulatedChange, advise
 from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
 
+MAX_RANKS: Final = 256  # the page takes seconds to draw more ranks
+_MAX_DRAFTS: Final = 16  # drafts of code that a studio keeps
 _MAX_CHANGES: Final = 5  # changes that the page lists
 _COMPARISON_NOTE: Final = (
     "In a comparison, costs and sizes are per rank. schedir divides them over the stages of a rank."
@@ -57,6 +64,7 @@ class Studio:
 
     run: Source | None = None
     expand_code: Callable[[StudioState], str] | None = None
+    _drafts: dict[str, str] = field(default_factory=dict, init=False)  # of code that has run
 
     def answer(self, question: object) -> dict[str, Any]:
         """Return the answer to a question of the page.
@@ -64,7 +72,8 @@ class Studio:
         Args:
             question: An object with `state`, and perhaps with one of these keys: `move` (a rank,
                 the index of an instruction, and the index that it comes before), `export` (a
-                format), or `explain` (a rank, and the index of the instruction after a gap).
+                format), or `explain` (a rank, and the index of the instruction after a gap). If
+                `run_code` is False, the draft of code comes from an earlier run.
 
         Returns:
             For a state its data, or its error. A move has the data of the new state and the state
@@ -75,30 +84,38 @@ class Studio:
             if not isinstance(question, dict):
                 raise UsageError("a question is an object with a state")
             state = StudioState.from_json(question.get("state", {}))
-            request = self.make_request(state)
+            request = self.make_request(state, run_code=question.get("run_code") is not False)
             if "move" in question:
                 return self._move(state, request, question["move"])
             if "export" in question:
                 file, text = export_program(request, question["export"])
                 return {"file": file, "text": text}
             if "explain" in question:
-                return explain_gap(request, *_read_integers(question["explain"], 2))
+                return explain_gap(request, state, *_read_integers(question["explain"], 2))
             return self._describe(request, state)
         except SchedirError as error:
             return {"error": describe_error(error, request)}
 
-    def make_request(self, state: StudioState) -> Request:
+    def make_request(self, state: StudioState, *, run_code: bool = True) -> Request:
         """Return the request of a state.
 
         Args:
             state: The state.
+            run_code: False refuses code that did not run before.
 
         Raises:
-            SchedirError: The state is invalid.
+            SchedirError: The state is invalid, or has more ranks than the page can draw quickly.
         """
-        return make_state_request(state, self._load_source(state))
+        request = make_state_request(state, self._load_source(state, run_code))
+        if (ranks := request.shape.ranks) > MAX_RANKS:
+            raise UsageError(
+                f"ranks is {ranks}: the page draws at most {MAX_RANKS} ranks",
+                hint="schedir draw draws more ranks",
+                fields=["ranks"],
+            )
+        return request
 
-    def _load_source(self, state: StudioState) -> Source:
+    def _load_source(self, state: StudioState, run_code: bool) -> Source:
         if state.run:
             if self.run is None:
                 raise UsageError("this studio was started without a run", fields=["run"])
@@ -106,10 +123,30 @@ class Studio:
         if state.program:
             return Source.from_loaded(from_text(state.program), "the program")
         if state.code:
-            if self.expand_code is None:
-                raise CodeError("this studio was started with --no-code and runs no code")
-            return Source.from_loaded(from_text(self.expand_code(state)), "the code")
+            return Source.from_loaded(from_text(self._find_draft(state, run_code)), "the code")
         return load_built_in(state.schedule, "schedule")
+
+    def _find_draft(self, state: StudioState, run_code: bool) -> str:
+        """Return the text of the draft of a state's code, perhaps from an earlier run."""
+        if self.expand_code is None:
+            raise CodeError("this studio was started with --no-code and runs no code")
+        options = {
+            name: text
+            for name, text in state.options.items()
+            if name in PROGRAM_OPTIONS and PROGRAM_OPTIONS[name].is_shape_option
+        }
+        state = StudioState(
+            code=state.code, function=state.function, other=state.other, options=options
+        )
+        key = json.dumps(state.to_json(), sort_keys=True)
+        if key not in self._drafts:
+            if not run_code:
+                raise CodeError("this code has no result for these options", hint="press Run")
+            draft = self.expand_code(state)
+            for old in [*self._drafts][: 1 - _MAX_DRAFTS]:
+                self._drafts.pop(old, None)
+            self._drafts[key] = draft
+        return self._drafts[key]
 
     def _describe(self, request: Request, state: StudioState) -> dict[str, Any]:
         """Return the answer for a request, perhaps with a schedule to compare with."""
@@ -292,17 +329,19 @@ def _draw_error(error: SchedirError, request: Request) -> str:
     return ""
 
 
-def explain_gap(request: Request, rank: int, index: int) -> dict[str, Any]:
+def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> dict[str, Any]:
     """Return what shortens a gap of a rank, and what shortens the step.
 
     Args:
         request: The request of a predicted run.
+        state: The state of the request.
         rank: The rank.
         index: The index of the first instruction after the gap in the rank's Stream.
 
     Returns:
         `gap`: the costs that shorten the gap if they are 10% lower, with the new length.
-        `step`: changes that shorten the step, as `explain` prints them.
+        `step`: changes that shorten the step, as `explain` prints them. Each has the state that
+            shows it, or None if no built-in schedule does.
     """
     timeline, costs = request.timeline, request.prediction_costs
     if not 0 <= rank < timeline.ranks or not 0 <= index < len(timeline.program.streams[rank]):
@@ -311,11 +350,63 @@ def explain_gap(request: Request, rank: int, index: int) -> dict[str, Any]:
     return {
         "gap": [] if costs is None else _find_gap_costs(request, rank, index),
         "step": [
-            {"text": change.description, "saved": change.saved_share, "run": change.describe()}
+            {
+                "text": change.description,
+                "saved": change.saved_share,
+                "run": change.describe(),
+                "state": find_changed_state(state, request.shape, change),
+            }
             for change in advice.changes[:_MAX_CHANGES]
             if change.saved_share >= MIN_SAVING
         ],
     }
+
+
+def find_changed_state(
+    state: StudioState, shape: PipelineShape, change: SimulatedChange
+) -> dict[str, Any] | None:
+    """Return the state with the built-in schedule and the shape of a change, as JSON.
+
+    Args:
+        state: The state.
+        shape: The shape of its program.
+        change: The change.
+
+    Returns:
+        The state, or None if its run takes another time than that of the change.
+    """
+    draft = change.row.draft
+    if state.run or draft is None or draft.name not in get_built_in_schedules():
+        return None
+    factor = shape.stages / draft.shape.stages
+    options = {name: text for name, text in state.options.items() if name != "placement"}
+    for name in ("ranks", "microbatches", "stages_per_rank"):
+        options[name] = str(getattr(draft.shape, name))
+    for name, fields in (("costs", ("F", "B", "I", "W")), ("sizes", ("saved",))):
+        if name in options:
+            options[name] = scale_fields(options[name], fields, factor)
+    changed = replace(state, schedule=draft.name, program="", code="", options=options)
+    with suppress(SchedirError):
+        source = load_built_in(changed.schedule, "schedule")
+        if isclose(make_state_request(changed, source).timeline.span, change.run.span):
+            return changed.to_json()
+    return None
+
+
+def scale_fields(text: str, names: tuple[str, ...], factor: float) -> str:
+    """Return costs or sizes in which single numbers are multiplied.
+
+    Args:
+        text: The costs or sizes, as on the command line.
+        names: The fields to multiply.
+        factor: The factor.
+    """
+    field_value = re.compile(rf"\s*({'|'.join(names)})\s*=\s*([\d.]+)([A-Za-z]*)\s*")
+    parts = []
+    for part in text.split(","):
+        match = field_value.fullmatch(part)
+        parts.append(f"{match[1]}={float(match[2]) * factor:g}{match[3]}" if match else part)
+    return ",".join(parts)
 
 
 def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, Any]]:

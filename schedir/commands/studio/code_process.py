@@ -45,7 +45,7 @@ class CodeRunner:
         self._max_instructions, self._max_seconds = max_instructions, max_seconds
         self._lock = threading.Lock()
         self._processes = {self._start()}
-        self._latest: tuple[object, str] = (None, "")
+        self._is_closed = False
 
     def expand(self, state: StudioState) -> str:
         """Return the text of the draft of a state's code.
@@ -57,24 +57,27 @@ class CodeRunner:
             CodeError: The code is wrong, or exceeds a limit.
         """
         question = state.to_json() | {"max_instructions": self._max_instructions}
-        key = json.dumps(question)
         with self._lock:
-            if self._latest[0] == key:  # only costs or a limit of the parent changed
-                return self._latest[1]
             process = self._processes.pop()
             self._processes |= {process, self._start()}
             try:
-                answer = _communicate(process, key, self._max_seconds)
+                answer = _communicate(process, json.dumps(question), self._max_seconds)
+            except CodeError:
+                if self._is_closed:
+                    raise CodeError(
+                        "the studio has stopped", hint="schedir studio starts it again"
+                    ) from None
+                raise
             finally:
                 _kill(process)
                 self._processes.discard(process)
             if "error" in answer:
                 raise CodeError(answer["error"], line=answer["line"], hint=answer["hint"])
-            self._latest = key, str(answer["text"])
-            return self._latest[1]
+            return str(answer["text"])
 
     def close(self) -> None:
         """End all processes."""
+        self._is_closed = True
         for process in [*self._processes]:
             _kill(process)
 
@@ -150,7 +153,7 @@ def expand_code(state: StudioState) -> str:
 
 
 def _load_function(state: StudioState) -> FunctionType:
-    """Execute the code, and return its schedule function."""
+    """Execute the code, and return its schedule function, which has its name in the code."""
     namespace: dict[str, Any] = {"__name__": "schedule", "__file__": _FILE}
     exec(compile(state.code, _FILE, "exec"), namespace)
     functions = {
@@ -162,14 +165,16 @@ def _load_function(state: StudioState) -> FunctionType:
         functions = (
             {state.function: functions[state.function]} if (state.function in functions) else {}
         )
-    takes_shape = [each for each in functions.values() if len(signature(each).parameters) >= 3]
+    takes_shape = [name for name, each in functions.items() if len(signature(each).parameters) >= 3]
     if not takes_shape:
         name = state.function or "schedule"
         raise CodeError(
             f"the code has no function {name}(rank, ranks, microbatches)",
             hint=f"def {name}(rank, ranks, microbatches): return microbatches * (F + B)",
         )
-    return takes_shape[-1]
+    function = functions[takes_shape[-1]]
+    function.__name__ = takes_shape[-1]  # of a lambda it would be "<lambda>"
+    return function
 
 
 def _find_line(error: BaseException) -> int:

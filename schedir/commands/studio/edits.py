@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from schedir.commands.studio.state import format_file_name
 from schedir.errors import UsageError
 from schedir.io import torch_csv
 from schedir.io.program_request import Request
@@ -129,15 +130,15 @@ def export_program(request: Request, file_format: str) -> tuple[str, str]:
     Raises:
         SchedirError: The format is unknown, or the program cannot be written in it.
     """
-    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in request.program.name) or "mine"
+    name = request.program.name
     if file_format == "sched":
-        return f"{name}.sched", to_text(request.program)
+        return format_file_name(name, "sched"), to_text(request.program)
     if file_format == "csv":
-        return f"{name}.csv", torch_csv.to_csv(request.program)
+        return format_file_name(name, "csv"), torch_csv.to_csv(request.program)
     if file_format == "python":
-        return f"{name}.py", format_python(request.program, find_draft(request))
+        return format_file_name(name, "py"), format_python(request.program, find_draft(request))
     if file_format == "call":
-        return f"{name}.py", format_call(request)
+        return format_file_name(name, "py"), format_call(request)
     raise UsageError(
         f"no format {file_format!r}", hint="the formats are sched, python, csv and call"
     )

@@ -178,11 +178,25 @@ def format_command(state: StudioState, name: str, run_file: str = "") -> str:
         run_file: The file of the run, if the state shows it.
     """
     source = state.schedule
+    options = state.options
+    if state.run or state.program:  # the file has the other options
+        options = {key: text for key, text in options.items() if key in PREDICTION_OPTIONS}
     if state.run:
         source = run_file
     elif state.program:
-        source = "mine.sched"
+        source = format_file_name(name, "sched")
     elif state.code:
-        source = f"mine.py:{name}"
+        source = f"{format_file_name(name, 'py')}:{name}"
     words = ["draw", source] if not state.other else ["compare", source, state.other]
-    return shlex.join(["schedir", *words, *format_options(state.options)])
+    return shlex.join(["schedir", *words, *format_options(options)])
+
+
+def format_file_name(name: str, suffix: str) -> str:
+    """Return the name of the file to which a program is exported.
+
+    Args:
+        name: The name of the program.
+        suffix: The suffix, without its dot.
+    """
+    letters = (letter if letter.isalnum() or letter in "-_" else "_" for letter in name)
+    return f"{''.join(letters) or 'mine'}.{suffix}"

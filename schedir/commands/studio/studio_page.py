@@ -16,6 +16,8 @@ from schedir.io.files import atomic_write
 from schedir.schedules import get_built_in_schedules
 from schedir.viz.html_page import build_page
 
+_TITLE: Final = "schedir studio"
+_MARKER: Final = f"<title>{_TITLE}</title>".encode()  # of pages that may be replaced
 _COST_HELP: Final = "time of {} of one stage and microbatch, or one per stage: 1:1:2"
 _HELP: Final = {
     "F": _COST_HELP.format("a forward"),
@@ -62,7 +64,7 @@ def build_studio_page(
         (folder / name).read_text(encoding="utf-8") for name in ("studio.css", "studio.js")
     )
     policy = "" if answers is not None else "; connect-src 'self'"
-    return build_page(data, title="schedir studio", script=script, style=style, policy=policy)
+    return build_page(data, title=_TITLE, script=script, style=style, policy=policy)
 
 
 def export_page(studio: Studio, state: StudioState, folder: str) -> str:
@@ -77,7 +79,8 @@ def export_page(studio: Studio, state: StudioState, folder: str) -> str:
         A line with the name of the file.
 
     Raises:
-        UsageError: The state has no built-in schedule, or the file cannot be written.
+        UsageError: The state has no built-in schedule, the file cannot be written, or it exists
+            and is no page of a studio.
     """
     if state.code or state.program or state.run:
         raise UsageError("--export shows built-in schedules, not a file", fields=["source"])
@@ -89,11 +92,17 @@ def export_page(studio: Studio, state: StudioState, folder: str) -> str:
             answers[schedule] = answer
         elif schedule == state.schedule:
             raise UsageError(answer["error"]["message"])
+    path = Path(folder) / "index.html"
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_foreign = path.exists() and _MARKER not in path.read_bytes()
     except OSError as error:
         raise UsageError(f"--export {folder}: {error.strerror}") from None
-    path = Path(folder) / "index.html"
+    if is_foreign:
+        raise UsageError(
+            f"--export {folder}: {path} exists, and schedir studio did not write it",
+            hint="choose another folder",
+        )
     with atomic_write(path) as temporary:
         page = build_studio_page(studio, state.to_json(), answers)
         temporary.write_text(page, encoding="utf-8")

@@ -42,10 +42,13 @@ const GROUPS = [
     ["more", "options", "text", [], "tp=2 clip_grad_norm"],
   ]],
 ];
+const LABELS = Object.fromEntries(GROUPS.flatMap(([, list]) => list));
 const SHAPE = ["schedule", "ranks", "microbatches", "stages_per_rank", "placement"];
 const PREDICTION = ["other", ...COMPUTES, "send", "factors", "other_costs", "saved", "other_sizes", "memory_limit", "progress_model"];
 const TABS = { controls: "Controls", code: "Code", ...(SETUP.challenges.length ? { challenges: "Challenges" } : {}) };
-const inputs = {}, sliders = {}, solved = new Set();
+const FROM_TIMELINE = "Replace the code by the order of the timeline";
+const SOLVED = "schedir-solved"; // the key of the solved challenges in the browser's storage
+const inputs = {}, sliders = {}, solved = readSolved();
 let shown = SETUP.state, answer = SETUP.answer, past = [], future = [], kept = JSON.stringify(shown);
 
 // ---------------------------------------------------------------- the state and the controls
@@ -135,35 +138,60 @@ function defaultOf(name) {
 // ---------------------------------------------------------------- questions
 
 async function question(body) {
-  let response;
   if (SETUP.answers) {
-    const known = Object.keys(body).length === 1 && SETUP.answers[body.state.schedule];
+    const known = !["move", "export", "explain"].some((key) => key in body) && SETUP.answers[body.state.schedule];
     return known || { error: { fact: "This page has precomputed timelines. `schedir studio` changes them.", hint: "pip install schedir",
       fields: [], sites: [], picture: "", line: 0, refused: "move" in body } };
   }
   try {
-    response = await fetch("/", { method: "POST", headers: { "Content-Type": "application/json", "X-Studio-Token": TOKEN }, body: JSON.stringify(body) });
+    const response = await fetch("/", { method: "POST", headers: { "Content-Type": "application/json", "X-Studio-Token": TOKEN }, body: JSON.stringify(body) });
+    if (response.ok) return await response.json();
+    return { error: { fact: await response.text(), hint: "", fields: [], sites: [], picture: "", line: 0 } };
   } catch {
     return { error: { fact: "The studio has stopped. Start it again with schedir studio, and open the new address.", hint: "", fields: [], sites: [], picture: "", line: 0, stopped: true } };
   }
-  if (response.ok) return response.json();
-  return { error: { fact: await response.text(), hint: "", fields: [], sites: [], picture: "", line: 0 } };
 }
+
+// A question about what is shown, which runs no code again.
+const questionShown = (body) => question({ ...body, state: shown, run_code: false });
 
 let asking = false, waiting = null, curvesSet = false;
 // Ask for a state. While an answer is awaited, only the latest state is kept.
-async function ask(state) {
+async function ask(state, runsCode = true) {
   shown = state;
-  waiting = state;
+  waiting = { state, run_code: runsCode };
   if (asking) return;
   asking = true;
   while (waiting) {
-    const now = waiting;
+    const now = waiting, late = now.state.code && now.run_code ? setTimeout(showRunning, 300) : 0;
     waiting = null;
-    const got = await question({ state: now });
-    if (!waiting || !got.error) await receive(got, now);
+    const got = await question(now);
+    clearTimeout(late);
+    if (waiting ? !got.error : now.state === shown) await receive(got, now.state);
   }
   asking = false;
+  $("run-code").disabled = !SETUP.code;
+}
+
+// Show another complete state: that of a challenge, or an earlier one, whose code does not run again.
+async function restore(state, runsCode = false) {
+  const other = runsCode || state.challenge !== shown.challenge;
+  if (state.code && (runsCode || state.code !== shown.code)) editor.value = state.code;
+  badLine = 0;
+  number();
+  shown = state;
+  if (other) await clear();
+  fillControls(state);
+  await ask(state, runsCode);
+}
+
+// Show no timeline, so that none stays below the error of another state.
+async function clear() {
+  answer = {};
+  showProblem(null);
+  await update({ ...SETUP, title: "", summary: "", tables: [], bound: null });
+  showVerdict();
+  allow();
 }
 
 async function receive(got, state) {
@@ -171,12 +199,12 @@ async function receive(got, state) {
   if (!got.error) {
     answer = got;
     await update(got);
-    if (got.challenge?.solved) solved.add(state.challenge);
+    if (got.challenge?.solved) keepSolved(state.challenge);
     if (!curvesSet && runs.length * runs[0].ranks <= ROOMY) toggle("curves");
     curvesSet = true;
-    showVerdict();
     allow();
   }
+  showVerdict();
   showCode(got.error, state);
   showChallenges(got);
   host.dataset.answered = `${+(host.dataset.answered || 0) + 1}`;
@@ -200,13 +228,9 @@ async function go(from, to) {
   if (!from.length) return;
   to.push(kept);
   kept = from.pop();
-  const state = JSON.parse(kept);
-  fillControls(state);
-  editor.value = state.code || editor.value;
-  number();
   showUndo();
   saveAddress();
-  await ask(state);
+  await restore(JSON.parse(kept));
 }
 
 function showUndo() {
@@ -227,14 +251,14 @@ function allow() {
     if (!fixed || level !== "run") slide(name);
     if (sliders[name]) sliders[name].disabled ||= input.disabled;
   }
-  if (answer.level !== "schedule" && !shown.code) {
+  if (answer.ranks && answer.level !== "schedule" && !shown.code) {
     inputs.ranks.value = answer.ranks;
     inputs.microbatches.value = answer.microbatches;
   }
-  inputs.stages_per_rank.placeholder = inputs.stages_per_rank.value ? "" : `${answer.stages / answer.ranks}`;
+  inputs.stages_per_rank.placeholder = inputs.stages_per_rank.value || !answer.ranks ? "" : `${answer.stages / answer.ranks}`;
 }
 
-function showProblem(error) {
+function showProblem(error, stale = !!error && !error.refused) {
   const bar = $("problem"), fields = !error ? [] : error.kind === "CostsError" ? ["costs"] : error.fields;
   for (const [name, input] of Object.entries(inputs)) {
     const own = { costs: [...COMPUTES, "send", "factors", "other_costs"], sizes: ["saved", "other_sizes"] };
@@ -243,10 +267,10 @@ function showProblem(error) {
     input.setAttribute("aria-invalid", !!bad);
   }
   bar.hidden = !error;
-  setStale(!!error && !error.refused);
+  setStale(stale);
   if (!error) return bar.replaceChildren();
   const row = make("div", undefined, "row"), text = make("p");
-  text.append(make("b", error.refused ? "Not moved: " : ""), error.fact);
+  text.append(make("b", error.refused ? "Not moved: " : ""), nameControls(error.fact));
   const close = make("button", "Close");
   close.onclick = () => { bar.hidden = true; canvas.focus(); };
   row.append(text, close);
@@ -256,7 +280,7 @@ function showProblem(error) {
     list.append(...error.sites.slice(0, 8).map((site) => make("li", `rank ${site.rank} #${site.index}: ${site.text} ${site.note}`)));
     if (!error.picture) bar.append(list);
   }
-  if (error.hint) bar.append(make("p", error.hint, "hint"));
+  if (error.hint) bar.append(make("p", nameControls(error.hint), "hint"));
   if (error.picture) {
     const image = make("img"), places = error.sites.map((site) => `rank ${site.rank} #${site.index} ${site.text} ${site.note}`);
     image.alt = `The instructions of the ranks: ${places.join("; ")}`;
@@ -265,13 +289,35 @@ function showProblem(error) {
   }
 }
 
+// Code runs, so that what is shown belongs to an earlier state.
+function showRunning() {
+  showProblem(null);
+  setStale(true);
+  root.querySelector("aside").classList.remove("stale");
+  $("verdict").replaceChildren(make("h2", "Verdict"), make("p", "running…"));
+  $("run-code").disabled = true;
+  $("code-message").textContent = "";
+}
+
+// A message, with the controls of the page in place of the options of the command line.
+function nameControls(text) {
+  if (text.includes("schedir ")) return text; // a command
+  const label = (_, name) => LABELS[name] ?? name;
+  return text.replace(/, or sizes=Sizes.*$/, "").replace(/\w+="\w+" \(-O (\w+=\w+)\)/g, "$1").replace(/-O (\w+)/g, label)
+    .replace(/--sizes saved=/g, `${LABELS.saved} `).replace(/--memory-limit/g, LABELS.memory_limit);
+}
+
 // What is shown belongs to an earlier state.
 function setStale(stale) {
   for (const element of [$("stage"), $("facts"), root.querySelector("aside")]) element.classList.toggle("stale", stale);
+  $("code-from-timeline").disabled = stale || !SETUP.code;
+  $("code-from-timeline").title = stale ? "Mend the error first: the timeline shows an earlier state." : FROM_TIMELINE;
 }
 
 function showVerdict() {
-  const panel = $("verdict"), [sentence] = answer.recognition;
+  const panel = $("verdict");
+  if (!answer.recognition) return panel.replaceChildren();
+  const [sentence] = answer.recognition;
   const lines = [make("h2", "Verdict")];
   lines.push(make("p", shown.run ? "A measured run, and its prediction at the mean times." : `Complete, and finishes under ${answer.model}.`));
   const found = make("p", `${sentence.toUpperCase()}${answer.recognition.slice(1)}.`);
@@ -296,7 +342,7 @@ function showVerdict() {
 // ---------------------------------------------------------------- code
 
 const editor = make("textarea"), lineNumbers = make("pre");
-let badLine = 0, typing = 0;
+let badLine = 0;
 
 function number() {
   const count = editor.value.split("\n").length;
@@ -310,19 +356,21 @@ function showCode(error, state) {
   if (line !== badLine) { badLine = line; number(); }
   message.classList.toggle("bad", !!own);
   message.textContent = own ? `${error.line ? `Line ${error.line}: ` : ""}${error.fact}${error.hint ? `\n${error.hint}` : ""}`
-    : state.code ? `The timeline shows this code.` : "";
+    : state.code && !error ? describeCode() : "";
   if (badLine) {
     const top = 10 + (badLine - 1) * 19;
     if (top < editor.scrollTop || top > editor.scrollTop + editor.clientHeight - 19) editor.scrollTop = top - editor.clientHeight / 2;
   }
 }
 
+const describeCode = () => (editor.value === shown.code ? "The timeline shows this code." : "Run shows the timeline of this code.");
+
 function runCode() {
-  clearTimeout(typing);
-  if (!editor.value.trim()) return;
+  if (!editor.value.trim() || $("run-code").disabled) return;
   const same = shown.code && editor.value === SETUP.state.code;
   const state = { ...writeState(), code: editor.value, program: "", run: false, function: same ? SETUP.state.function : "" };
-  if (shown.program || shown.run) state.options = { ...state.options, ranks: `${answer.ranks}`, microbatches: `${answer.microbatches}` };
+  if ((shown.program || shown.run) && answer.ranks) state.options = { ...state.options, ranks: `${answer.ranks}`, microbatches: `${answer.microbatches}` };
+  showRunning();
   ask(state);
   fillSchedules(state);
   commit();
@@ -353,7 +401,7 @@ async function move(run, k, { next, previous, same }) {
   const first = run.offsets[run.rank[k]];
   const before = next >= 0 ? next - first : previous - first + 1;
   const identity = [run.rank[k], run.op[k], run.stage[k], run.mb[k]];
-  const got = await question({ state: shown, move: [identity[0], k - first, before] });
+  const got = await questionShown({ move: [identity[0], k - first, before] });
   if (!got.error) {
     shown = got.state;
     fillControls(shown);
@@ -366,6 +414,15 @@ async function move(run, k, { next, previous, same }) {
       choose(now, j);
       break;
     }
+}
+
+// A change that shortens the step. Clicking it shows it, if a built-in schedule has it.
+function changeOf({ text, run, state: changed }) {
+  if (!changed) return `${text}: ${run}`;
+  const made = make("button", `${text}: ${run}`, "link");
+  made.type = "button";
+  made.onclick = () => { restore(changed); commit(); };
+  return made;
 }
 
 // One place earlier or later on its row.
@@ -415,7 +472,7 @@ studio = {
     const { run, rank, next } = idle, place = make("div", undefined, "soft");
     place.append(make("p", "Computing what would shorten it …"));
     panel.append(place);
-    const got = await question({ state: shown, explain: [rank, next - run.offsets[rank]] });
+    const got = await questionShown({ explain: [rank, next - run.offsets[rank]] });
     if (state.gap !== idle) return;
     const lines = [];
     if (got.error) lines.push(make("p", got.error.fact));
@@ -423,7 +480,7 @@ studio = {
       if (got.gap.length) lines.push(make("h2", "10% less of a cost"), table(got.gap.slice(0, 5).map((each) =>
         [each.text, `idle ${short(each.before)} → ${short(each.after)}, span ${short(each.span)}`])));
       else lines.push(make("p", "No cost on its chain shortens it by itself."));
-      if (got.step.length) lines.push(make("h2", "Changes that shorten the step"), table(got.step.map((each) => [`−${percent(each.saved)}`, `${each.text}: ${each.run}`])));
+      if (got.step.length) lines.push(make("h2", "Changes that shorten the step"), table(got.step.map((each) => [`−${percent(each.saved)}`, changeOf(each)])));
       else lines.push(make("p", "No change that schedir tries shortens the step."));
     }
     place.replaceChildren(...lines);
@@ -433,27 +490,34 @@ studio = {
 
 // ---------------------------------------------------------------- what a person does
 
+const say = (text) => { $("done").textContent = text; };
+
 async function save(format) {
-  const got = await question({ state: shown, export: format });
-  if (got.error) return showProblem(got.error);
+  const got = await questionShown({ export: format });
+  if (got.error) return showProblem(got.error, $("stage").classList.contains("stale"));
   const away = make("a");
   away.href = URL.createObjectURL(new Blob([got.text], { type: "text/plain" }));
   away.download = got.file;
   away.click();
   setTimeout(() => URL.revokeObjectURL(away.href), 10000);
-  $("done").textContent = `saved ${got.file}`;
+  say(`saved ${got.file}`);
 }
 
 async function copy(what) {
   let text = location.href;
-  if (what === "command") text = answer.command;
+  if (what === "command") {
+    if ($("stage").classList.contains("stale")) return say("Mend the error first: the timeline shows an earlier state.");
+    text = answer.command;
+  }
   if (what === "python") {
-    const got = await question({ state: shown, export: "call" });
-    if (got.error) return showProblem(got.error);
+    const got = await questionShown({ export: "call" });
+    if (got.error) return showProblem(got.error, $("stage").classList.contains("stale"));
     ({ text } = got);
   }
   await navigator.clipboard.writeText(text);
-  $("done").textContent = `copied ${{ command: "the command", python: "the Python code", link: "the address" }[what]}`;
+  const [file] = shown.program || shown.code ? answer.command.split(" ")[2].split(":") : [""];
+  say(what === "command" && file ? `copied the command: export ${file} first, then run it`
+    : `copied ${{ command: "the command", python: "the Python code", link: "the address" }[what]}`);
 }
 
 function makeControl([name, label, kind, values = [], placeholder = ""]) {
@@ -522,19 +586,34 @@ function showChallenges(got) {
     status.id = "challenge-status";
     status.setAttribute("role", "status");
     item.append(make("p", text), status, more, makeButton("leave-challenge", "Leave", "Leave the challenge", () => {
-      ask({ ...shown, challenge: "" });
+      restore(outside ? outside.state : { ...SETUP.state, challenge: "" });
+      if (outside) editor.value = outside.text;
+      number();
+      outside = null;
       commit();
     }));
     return item;
   }));
 }
 
+let outside = null; // the state before the challenges, and the text of the editor
+
+// Solved challenges stay marked when the page is loaded again, if the browser keeps them.
+function readSolved() {
+  try { return new Set(JSON.parse(localStorage.getItem(SOLVED))); } catch { return new Set(); }
+}
+
+function keepSolved(name) {
+  solved.add(name);
+  try { localStorage.setItem(SOLVED, JSON.stringify([...solved])); } catch { /* the browser keeps nothing */ }
+}
+
 async function startChallenge(first) {
-  fillControls(first);
-  if (first.code) { editor.value = first.code; number(); }
-  shown = first;
+  if (!shown.challenge) outside = { state: shown, text: editor.value };
+  if (SETUP.challenges.some(({ state: { code } }) => code && code === editor.value)) editor.value = EXAMPLE;
+  const restored = restore(first, true);
   commit();
-  await ask(first);
+  await restored;
   $(`challenge-${first.challenge}`).focus();
 }
 
@@ -601,18 +680,23 @@ function build() {
   area.append(lineNumbers, editor);
   lineNumbers.setAttribute("aria-hidden", "true");
   row.append(makeButton("run-code", "Run", "Run the code (Ctrl+Enter)", runCode),
-    makeButton("code-from-timeline", "Start from the timeline", "Replace the code by the order of the timeline", async () => {
-      const got = await question({ state: shown, export: "python" });
+    makeButton("code-from-timeline", "Start from the timeline", FROM_TIMELINE, async () => {
+      const got = await questionShown({ export: "python" });
       if (got.error) return showProblem(got.error);
       editor.value = got.text;
-      number();
+      editor.oninput();
     }));
   if (!SETUP.code) message.textContent = "This studio was started with --no-code and runs no code.";
   for (const element of [editor, ...row.children]) element.disabled = !SETUP.code;
   code.append(area, row, message);
   let leaving = false;
   editor.onscroll = number;
-  editor.oninput = () => { badLine = 0; number(); clearTimeout(typing); typing = setTimeout(runCode, 400); };
+  editor.oninput = () => {
+    badLine = 0;
+    number();
+    $("code-message").classList.remove("bad");
+    $("code-message").textContent = describeCode();
+  };
   editor.onkeydown = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); runCode(); }
     if (event.key === "Tab" && !event.shiftKey && !leaving) { event.preventDefault(); document.execCommand("insertText", false, "    "); }
