@@ -15,7 +15,7 @@ BUDGET = {
     "schedir": 990,
     "schedir/analysis": 1_890,
     "schedir/checkpoints": 1_940,
-    "schedir/commands": 5_095,
+    "schedir/commands": 5_100,
     "schedir/compiler": 480,
     "schedir/data": 440,
     "schedir/hang_diagnosis": 2_010,

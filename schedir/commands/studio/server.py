@@ -11,6 +11,7 @@ import json
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from secrets import token_urlsafe
+from socketserver import TCPServer
 from traceback import print_exc
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
@@ -51,6 +52,11 @@ class StudioServer(ThreadingHTTPServer):
                 f"--port {port} cannot be used: {reason}",
                 hint="leave out --port: the studio then takes a free port",
             ) from None
+
+    def server_bind(self) -> None:
+        """Bind the socket. The name of the host is not looked up, which can take seconds."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = HOST, self.socket.getsockname()[1]
 
     @property
     def url(self) -> str:
