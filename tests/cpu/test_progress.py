@@ -161,8 +161,9 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
     one = ranks.executors[0]
     inputs, targets = tiny_model.make_batch(3)
     one.runner.begin_step(StepInputs(inputs, targets))
-    for k in range(2):
-        one.runner.run_instruction(k)
+    with one.random_streams.preserve_generators():  # as a step does
+        for k in range(2):
+            one.runner.run_instruction(k)
     one.runner.progress[POSITION_FIELD] = 2
     gpu.host = 1000.0
     assert said(ranks, 0, progress) == [("F 0.2", "in step 1, computes")]
@@ -177,11 +178,12 @@ def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
     for _ in range(3):
         one.runner.begin_step(StepInputs(inputs, targets))
         order = [1, 0, *range(2, len(one.runner.calls))]
-        for k in order:
-            one.runner.run_instruction(k)
-            standing = progress.get_progress()
-            assert standing is not None and standing.step == 1
-            assert {*standing.issued} == {*order[: order.index(k) + 1]}
+        with one.random_streams.preserve_generators():
+            for k in order:
+                one.runner.run_instruction(k)
+                standing = progress.get_progress()
+                assert standing is not None and standing.step == 1
+                assert {*standing.issued} == {*order[: order.index(k) + 1]}
         one.runner.finish_step()
         gpu.host = gpu.over
         assert progress.get_progress() is None
