@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from schedir import __version__
 from schedir.commands import COMMANDS, import_command
@@ -50,6 +50,9 @@ _EXIT_CODES_HELP = (
     "usage, 130 interrupted"
 )
 
+# `train`, like `plan --measure`, prints its own progress.  `studio` runs until the user ends it.
+_WITHOUT_ACTIVITY: Final = {"studio", "train"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
@@ -78,9 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         most = (
             DEFAULT_MAX_INSTRUCTIONS if args.most_instructions is None else args.most_instructions
         )
-        # These run other processes, which print how far they are.
-        prints_itself = argv[0] == "train" or getattr(args, "measure", False)
-        activity = nullcontext() if prints_itself else show_activity(f"schedir {argv[0]}")
+        shows_activity = argv[0] not in _WITHOUT_ACTIVITY and not getattr(args, "measure", False)
+        activity = show_activity(f"schedir {argv[0]}") if shows_activity else nullcontext()
         with (
             input_limits(max_instructions=most, allow_code=code_too),
             _use_plain_warnings(),

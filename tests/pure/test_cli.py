@@ -224,6 +224,8 @@ def test_a_long_command_shows_that_it_is_at_work(
         monkeypatch.setenv("TTY_COMPATIBLE", "1")
         main(["check", "zb_h1", "--ranks", "32", "--microbatches", "500"])
         assert ("schedir check" in capsys.readouterr().err) == is_terminal
+        main(["studio", "--port", "99999", "--no-browser", "--no-code"])  # it would run for hours
+        assert "\x1b" not in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- show
