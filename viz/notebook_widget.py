@@ -13,7 +13,7 @@ from schedir.viz.page_data import build_table, describe_run, describe_runs, labe
 def widget(timeline: Timeline, other: Timeline | None = None) -> Any:
     """Return a widget with the interactive timeline of a run, or of two runs.
 
-    Jupyter, VS Code, Colab and marimo show it. It needs the package anywidget.
+    It needs the package anywidget, whose widgets work in Jupyter, VS Code, Colab and marimo.
 
     Args:
         timeline: The run.

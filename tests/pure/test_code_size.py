@@ -12,7 +12,7 @@ from tests.pure.test_layout import ROOT
 BUDGET = {
     "docs": 1_330,
     "kernels": 480,
-    "schedir": 990,
+    "schedir": 1_000,
     "schedir/analysis": 1_890,
     "schedir/checkpoints": 1_940,
     "schedir/commands": 5_100,

@@ -373,16 +373,13 @@ class _CostFiller:
             raise _make_missing_size_error(cost, "routed=32MB")
         groups = self.mesh.reshape(self.dp // self.ep, self.ep, -1, self.tp)
         rows = []
-        for each, holders in zip(size, self.shape.replica_ranks.T, strict=True):
-            own = groups[:, :, holders].swapaxes(1, 3).reshape(-1, self.ep)
-            nodes = own // self.cluster.gpus_per_node
-            _, unlike = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
-            rows.append(
-                [
-                    max(self.cluster.all_to_all_time(s, own[k]) for k in unlike)
-                    for s in each.tolist()
-                ]
-            )
+        for each, ranks in zip(size, self.shape.replica_ranks.T, strict=True):
+            own = groups[:, :, ranks].swapaxes(1, 3).reshape(-1, self.ep)
+            seconds = [
+                _compute_times(partial(self.cluster.all_to_all_time, processes=group), each)
+                for group in self._drop_equal_groups(own)
+            ]
+            rows.append(reduce(np.maximum, seconds))
         return np.array(rows)
 
     def _find_changed_bytes(self, cost: str) -> Floats:
@@ -460,16 +457,22 @@ class _CostFiller:
         ranks_by_stage = [tuple(ranks) for ranks in self.shape.replica_ranks.T.tolist()]
         links: dict[tuple[int, ...], tuple[float, float]] = {}
         for ranks in {*ranks_by_stage}:
-            groups = get_groups(np.array(ranks))
-            nodes = groups // self.cluster.gpus_per_node
-            # Groups with the same distances between their nodes have links of the same speed.
-            _, different = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
+            groups = self._drop_equal_groups(get_groups(np.array(ranks)))
             links[ranks] = (
-                min(map(self.cluster.bandwidth, groups[different])),
-                max(map(self.cluster.latency_of, groups[different])),
+                min(map(self.cluster.bandwidth, groups)),
+                max(map(self.cluster.latency_of, groups)),
             )
         columns = np.array([links[ranks] for ranks in ranks_by_stage])
         return columns[:, 0], columns[:, 1]
+
+    def _drop_equal_groups(self, groups: Processes) -> Processes:
+        """Return one of all groups that have the same distances between their nodes.
+
+        The links of such groups have the same speed.
+        """
+        nodes = groups // self.cluster.gpus_per_node
+        _, different = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
+        return groups[different]
 
     def compute_reduce_norm(self) -> Floats:
         """Return the time of an all-reduce of one float64 number over all processes of a replica.
