@@ -413,6 +413,8 @@ def test_code_that_runs_when_the_studio_stops_has_an_error() -> None:
     with pytest.raises(CodeError, match="the studio has stopped"):
         runner.expand(StudioState(code="while True:\n    pass", options=DEFAULTS))
     stop.join()
+    with pytest.raises(CodeError, match="the studio has stopped"):
+        runner.expand(StudioState(code=CODE, options=DEFAULTS))
 
 
 # ---------------------------------------------------------------- requests

@@ -58,15 +58,15 @@ class CodeRunner:
         """
         question = state.to_json() | {"max_instructions": self._max_instructions}
         with self._lock:
+            if self._is_closed:
+                raise _make_stop_error()
             process = self._processes.pop()
             self._processes |= {process, self._start()}
             try:
                 answer = _communicate(process, json.dumps(question), self._max_seconds)
             except CodeError:
                 if self._is_closed:
-                    raise CodeError(
-                        "the studio has stopped", hint="schedir studio starts it again"
-                    ) from None
+                    raise _make_stop_error() from None
                 raise
             finally:
                 _kill(process)
@@ -79,7 +79,10 @@ class CodeRunner:
         """End all processes."""
         self._is_closed = True
         for process in [*self._processes]:
-            _kill(process)
+            _send_kill(process)  # A run in another thread then ends, and releases the lock.
+        with self._lock:
+            for process in self._processes:
+                _kill(process)
 
     @staticmethod
     def _start() -> subprocess.Popen[bytes]:
@@ -116,10 +119,19 @@ def _communicate(
     return answer if isinstance(answer, dict) else {}
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started."""
+def _make_stop_error() -> CodeError:
+    return CodeError("the studio has stopped", hint="schedir studio starts it again")
+
+
+def _send_kill(process: subprocess.Popen[bytes]) -> None:
+    """Send a signal that ends a process and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started, and close its pipes."""
+    _send_kill(process)
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
