@@ -331,7 +331,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model", metavar="MODEL",
         help="a name (gpt-175b), a FILE.toml with the numbers below (at top level or in [model]), "
-        "or the config.json of a Hugging Face model; an option below replaces its number",
+        "the config.json of a Hugging Face model, a script.sh with arguments of Megatron-LM, or "
+        "the job.toml of torchtitan; an option below replaces its number",
     )  # fmt: skip
     for name, about in (
         ("layers", "number of layers"),

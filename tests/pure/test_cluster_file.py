@@ -29,7 +29,7 @@ def numbers(name: str) -> st.SearchStrategy[float]:
 
 
 _LEFT_OUT = (
-    "host_bandwidth", "host_memory", "disk_bandwidth", "peak", "num_sms", "processors",
+    "host_bandwidth", "host_memory", "disk_bandwidth", "peak", "fp8_peak", "num_sms", "processors",
     "network_latency", "calibrated_gpus",
 )  # fmt: skip
 
@@ -43,6 +43,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
         if f.name not in _LEFT_OUT or draw(st.booleans())
     }
     said["peak"] = max(said.get("peak", 0), said["flops"])
+    if "fp8_peak" in said:
+        said["fp8_peak"] = max(said["fp8_peak"], said["peak"])
     said["gpus_per_node"] = min(said["gpus_per_node"], MAX_GPUS // int(said["nodes"]))
     return Cluster(**said)  # type: ignore[arg-type]
 
