@@ -19,8 +19,8 @@ from schedir.commands.common.timeline_facts import (
     suggest_page,
 )
 from schedir.errors import SchedirError, format_bytes
-from schedir.io.command_line import option_words
-from schedir.io.terminal import format_json, format_table
+from schedir.io.option_spelling import option_words
+from schedir.io.terminal_output import format_json, format_table
 from schedir.predict.possible_saving import compute_saving, describe_saving
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from schedir.commands.common.program_options import (
     unknown_option_error,
 )
 from schedir.commands.common.schedule_options import DEFAULT_RANKS, MICROBATCHES_PER_RANK
-from schedir.io.command_line import FIELDS_WITH_FLAGS, option_words
-from schedir.io.terminal import format_json
+from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_words
+from schedir.io.terminal_output import format_json
 
 EXAMPLES = """\
   schedir options             all options

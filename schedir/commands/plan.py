@@ -32,7 +32,7 @@ from schedir.commands.common.schedule_options import parse_count, parse_number
 from schedir.errors import SchedirError, UsageError
 from schedir.extras import require_package
 from schedir.io.files import atomic_write, require_writable
-from schedir.io.terminal import format_json, format_table
+from schedir.io.terminal_output import format_json, format_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -28,7 +28,7 @@ from schedir.schedule_search.problem import (
     make_problem,
 )
 from schedir.schedule_search.search import search_schedule
-from schedir.schedule_search.search_budget import require_evaluations, require_seconds
+from schedir.schedule_search.search_arguments import require_evaluations, require_seconds
 from schedir.schedule_search.search_results import SearchResult, SearchStep, combine_numba
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import Schedule, has_free_v

@@ -22,7 +22,7 @@ from schedir.schedule_search.heuristics.local_search import LocalSearch
 from schedir.schedule_search.heuristics.program_builder import BuiltProgram, ProgramBuilder
 from schedir.schedule_search.problem import Objective, SchedulingProblem, make_problem
 from schedir.schedule_search.rank_order import Order
-from schedir.schedule_search.search_budget import (
+from schedir.schedule_search.search_arguments import (
     require_evaluations,
     require_integer,
     require_seconds,

@@ -20,7 +20,7 @@ from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.errors import UsageError
 from schedir.io.directory_lock import DirectoryLock, LockHeldError
 from schedir.io.files import atomic_write, describe_os_error, open_regular_file, require_path
-from schedir.io.terminal import format_json
+from schedir.io.terminal_output import format_json
 from schedir.io.timeline_file import save_timeline
 from schedir.ir.program import Program
 from schedir.predict.calibrate import compute_unexplained_share

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import schedir
 from schedir import PipelineShape
 from schedir.errors import ModelError, ProgramSequenceError, SchedirError
-from schedir.io.terminal import format_error
+from schedir.io.terminal_output import format_error
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.executor import Executor

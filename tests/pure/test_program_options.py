@@ -16,7 +16,7 @@ from schedir.__main__ import _build_parser, main
 from schedir.commands import COMMANDS, import_command
 from schedir.commands.common.program_options import PROGRAM_OPTIONS, parse_option, read_config
 from schedir.errors import UsageError
-from schedir.io.command_line import FIELDS_WITH_FLAGS
+from schedir.io.option_spelling import FIELDS_WITH_FLAGS
 from schedir.retired_names import RENAMED_ATTRIBUTES
 from tests.commands import run_command, run_refused_command
 

@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
 from schedir.errors import UsageError, describe
-from schedir.io.command_line import FIELDS_WITH_FLAGS, option_name
 from schedir.io.files import read_text
+from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_name
 from schedir.io.toml_tables import parse_toml
 from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType
 from schedir.ir.program import HEADER_FIELDS

@@ -15,8 +15,8 @@ from schedir.analysis.progress_models import MODELS
 from schedir.commands.common.program_options import PROGRAM_OPTIONS, add_program_options
 from schedir.errors import SchedirError, ShapeError, UsageError
 from schedir.io.cluster_file import load_cluster
-from schedir.io.command_line import FIELDS_WITH_FLAGS, option_name, option_words
 from schedir.io.files import read_text
+from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_name, option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.cost.cluster import Cluster

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from schedir.commands.common.timeline_facts import suggest_page
 from schedir.errors import MemoryLimitError, SchedirError, UsageError, format_bytes
-from schedir.io.command_line import option_words
+from schedir.io.option_spelling import option_words
 from schedir.ir.isa.instructions import BACKWARD_INPUT
 from schedir.predict.calibrate import (
     MAX_PREDICTION_ERROR,

@@ -20,7 +20,7 @@ from schedir.commands.common.schedule_options import (
     parse_sizes,
 )
 from schedir.errors import UsageError
-from schedir.io.command_line import option_name, option_words
+from schedir.io.option_spelling import option_name, option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.program import Program

@@ -14,7 +14,7 @@ from schedir.schedule_search.bounds.closed_form_bounds import compute_closed_bou
 from schedir.schedule_search.bounds.earliest_start import compute_earliest_bound, make_relaxations
 from schedir.schedule_search.bounds.round_trip import compute_round_trip_bound
 from schedir.schedule_search.problem import Objective, SchedulingProblem, make_problem
-from schedir.schedule_search.search_budget import require_seconds
+from schedir.schedule_search.search_arguments import require_seconds
 from schedir.schedule_search.search_results import LowerBound
 
 # The time to compute one earliest start in pure Python, in seconds.
