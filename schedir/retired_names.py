@@ -285,7 +285,7 @@ def suggest_name(name: str, known_names: Iterable[str]) -> str:
 def explain_wrong_calls(example: str) -> Callable[[_Public], _Public]:
     """Return a decorator of public functions and classes, for calls with wrong arguments.
 
-    Python's own TypeError names neither the present name of an argument nor a call that works.
+    Python's own TypeError does not suggest the new name of an argument, or a call that works.
 
     Args:
         example: A call that works.

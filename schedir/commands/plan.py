@@ -366,7 +366,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--calibrate", metavar="RUNS.csv",
-        help="fit the cluster to one to twenty measured runs of --stack, and write it to -o",
+        help="fit the cluster to at most 20 measured runs of --stack, and write it to -o",
     )  # fmt: skip
     many: Any = group.add_mutually_exclusive_group()
     many.add_argument("--nodes", type=parse_count, metavar="N", help="number of nodes")

@@ -41,8 +41,8 @@ from schedir.runtime.step_inputs import require_input_tensors
 
 # ---------------------------------------------------------------- training state
 
-# Bytes of the trained parameters of a stage, of their gradients and of the optimizer state.
-
+# These functions measure the bytes of a stage's trained parameters, of their gradients and of the
+# optimizer state.
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Any]  # Creates an optimizer of parameters.
 
