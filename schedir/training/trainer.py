@@ -223,8 +223,9 @@ class _Trainer:
                 enter(ProcessPhase.REPORT, step + 1)
                 if step == start_step:
                     self.allocation_count = count_allocations(self.device)
-                # The first step connects and warms up, so its time must not count for the second.
-                # The numbers of a step are checked before it is saved.
+                # The numbers of a step may be read after the next step has been issued. Those of
+                # the first step are read at once: it connects and warms up, and its time must not
+                # count for the second. Those of a step that is reported or saved are read before.
                 late = self.step_queue.can_read_late and step > start_step and not (logs or saves)
                 self._read_steps(int(late))
                 if self.unreported_steps and (logs or saves or self.checkpoints.pending_step):

@@ -113,7 +113,10 @@ def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str])
         ("search --seed 1 --seed 1", "--seed is given twice"),
         ("simulate gpipe -O frozen_stages=0,1", "-O frozen_stages"),
         ("check gpipe --stages_per_rank 2", "did you mean --stages-per-rank?"),
-        ("search --zero 3", "-O zero is an option of the lowering, and search orders compute only"),
+        (
+            "search --zero 3",
+            "-O zero is an option of the lowering, but schedir search only orders computes",
+        ),
         ("import x.csv -o x.sched --updates 2", "a CSV or a trace has its own shape"),
         ("print gpipe --in-flight 3", "see schedir print --help"),
         ("check gpipe -O limit=3GB", "--memory-limit BYTES"),

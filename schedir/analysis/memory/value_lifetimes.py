@@ -240,9 +240,9 @@ def _has_neighbors(
     begin: NDArray[np.int32], end: NDArray[np.int32], here: NDArray[np.bool_],
     made: NDArray[np.bool_], over: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
-    """Return which states directly follow, and which precede, a state of the same value on a tier.
+    """Return masks of the states whose value is on the tier in its previous and in its next state.
 
-    The mask `here` marks the states on the tier.
+    `here` is the mask of the states that are on the tier.
     """
     before, after = np.zeros_like(here), np.zeros_like(here)
     goes_on = np.flatnonzero(~over & np.isin(end, begin))

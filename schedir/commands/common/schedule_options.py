@@ -61,7 +61,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    group = parser.add_argument_group("compiling a schedule; a FILE.sched has its own shape")
+    group = parser.add_argument_group("compiling a schedule (a FILE.sched already has its shape)")
     _add_shape_flags(group)
     _fill_lowering_group(group, has_shape_options=True)
 
@@ -109,7 +109,7 @@ def _require_shape_option(name: str, text: str) -> None:
     """Raise an error for an option of the lowering, because `search` orders computes only."""
     if not PROGRAM_OPTIONS[name].is_shape_option:
         raise UsageError(
-            f"-O {name} is an option of the lowering, and search orders compute only",
+            f"-O {name} is an option of the lowering, but schedir search only orders computes",
             hint="schedir search ... -o found.sched, then schedir simulate found.sched --relower "
             f"-O {shlex.quote(text)}",
             fields=[name],
@@ -332,7 +332,7 @@ def _read_cluster(path: str) -> Cluster:
     preset = get_preset_path(path)
     if preset is not None:
         raise UsageError(
-            f"--cluster {path}: {path} is a name of schedir plan, and this command reads a file",
+            f"--cluster {path}: this command needs a FILE.toml; only schedir plan takes a name",
             hint="schedir examples writes files: set nodes and gpus_per_node in "
             f"examples/clusters/{preset.name}, and give this FILE.toml",
             fields=["cluster"],

@@ -64,8 +64,7 @@ def insert_unshards(program: Program, options: Options) -> Program:
     if given_options and not _has_sharded_weights(program):
         (name, *_) = given_options
         raise UsageError(
-            f"{name} is {given_options[name]}, but with zero {program.zero} weights are not "
-            "sharded",
+            f"{name} is {given_options[name]}, but zero={program.zero} does not shard weights",
             hint=f"zero={SHARDED_FROM_LEVEL['params']}, or leave {name} out",
             fields=[name, "zero"],
         )

@@ -71,7 +71,7 @@ class SoftwareConstants:
         logit_bytes: Bytes of the saved tensors of the loss, for each logit of the last stage.
         gathered_bytes: Bytes for each token and hidden unit that a layer saves unsharded, although
             sequence parallelism shards its input.
-        unsharded_bytes: Bytes per parameter of buffers that ZeRO 1 has besides its states.
+        unsharded_bytes: With ZeRO 1, bytes of additional unsharded buffers for each parameter.
         allocator_share: Bytes that the allocator wastes, as a share of the bytes of tensors.
         reserved_bytes: Bytes of a process without its tensors: GPU context, kernels, and buffers of
             collectives.

@@ -1,4 +1,4 @@
-"""Dispatch policies for list scheduling, and their neighbours."""
+"""Generate dispatch policies for list scheduling, and variations of a policy."""
 
 from __future__ import annotations
 
