@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.checkpoints import dcp_storage
 from schedir.checkpoints.checkpoint_directory import (
     CheckpointDirectory,
@@ -30,7 +31,6 @@ from schedir.checkpoints.state_exchange import (
     warn_of_unoptimized,
 )
 from schedir.errors import CheckpointError, describe
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.checkpoint_state import RUN_OPTIMIZER, Checkpointable
 
 

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from schedir.analysis.memory.footprint import compute_footprints, require_memory_limit
 from schedir.analysis.progress_models import ProgressModel
+from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.compile_options import (
     STUB_PATH,
     CompileOptions,
@@ -38,7 +39,7 @@ from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.memory.offload_placement import DISK_TRIP, HOST_TRIP
 from schedir.passes.pass_registry import LOWERING_PASSES, PASS_OPTIONS
 from schedir.passes.pass_types import BoundaryLayout, BufferSharing, Options, Pass
-from schedir.retired_names import RETIRED_HINTS, explain_wrong_calls, suggest_name
+from schedir.retired_names import RETIRED_HINTS, suggest_name
 from schedir.schedules import find_schedule, get_built_in_schedules
 from schedir.schedules.schedule_algebra import Schedule, get_stages_per_rank
 from schedir.schedules.schedule_expansion import expand_schedule

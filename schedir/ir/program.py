@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ShapeError, describe
 from schedir.ir.cost.sizes import EagerMessages
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL, is_sharded
@@ -55,7 +56,7 @@ from schedir.ir.stream import is_op as is_op
 from schedir.ir.stream import pack as pack
 from schedir.ir.stream import replace_opcode as replace_opcode
 from schedir.ir.stream import unpack as unpack
-from schedir.retired_names import explain_wrong_calls, raise_attribute_error
+from schedir.retired_names import raise_attribute_error
 
 if TYPE_CHECKING:
     from typing import Self

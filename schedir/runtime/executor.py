@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ModelError, require_type
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
-from schedir.retired_names import explain_wrong_calls, raise_attribute_error
+from schedir.retired_names import raise_attribute_error
 from schedir.runtime import arguments
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import (
     BACKWARD_INPUT_OPS,
@@ -23,7 +24,6 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.pipeline.tied_weights import ParameterLocation, TiedWeights, find_sharing_ranks
 from schedir.ir.program import Program
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import (
     count_microbatches,
     require_loss,

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Final, NamedTuple
 
 from schedir.analysis.numba_jit import NumbaStatus
+from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, SchedirError, UsageError, describe
 from schedir.ir.cost.costs import Costs
@@ -20,7 +21,6 @@ from schedir.ir.program import Program
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.retired_names import explain_wrong_calls
 from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.problem import (
     SchedulingProblem,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final, Literal, get_args
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.compile import resolve_shape
 from schedir.errors import UsageError, describe, require_type
 from schedir.ir.cost.costs import Costs
@@ -14,7 +15,6 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.program import Program
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
-from schedir.retired_names import explain_wrong_calls
 from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.cp_sat import SolverResult, import_cp_sat, solve
 from schedir.schedule_search.heuristics.initial_orders import list_initial_orders

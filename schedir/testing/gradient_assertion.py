@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ExecutionError, UsageError, describe
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_callable, require_loss
 from schedir.testing.gradient_comparison import GradientDump, compare_gradients
 from schedir.testing.unpipelined_model import (

@@ -9,8 +9,9 @@ import pytest
 
 import schedir
 from schedir import Costs, PipelineShape, Sizes, planner
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ParseError, SchedirError, UsageError
-from schedir.retired_names import OTHER_ATTRIBUTES, RETIRED_HINTS, explain_wrong_calls
+from schedir.retired_names import OTHER_ATTRIBUTES, RETIRED_HINTS
 
 shape = PipelineShape(2, 4)
 program: Any = schedir.compile(schedir.schedules.gpipe, shape)

@@ -9,6 +9,7 @@ from math import ceil, inf, log2
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import UsageError, describe, require_type
 from schedir.ir.cost.cluster_costs import fill_cluster_costs, fill_offload_costs
 from schedir.ir.cost.costs import Costs
@@ -17,7 +18,6 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.units import parse_cluster_field
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.process_mesh import make_process_mesh
-from schedir.retired_names import explain_wrong_calls
 
 Processes = NDArray[np.int64]
 # The processes of a group.  An integer n means the processes 0 to n - 1.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import CostsError
 from schedir.ir.cost.cost_fields import COST_BY_OPCODE, CostFields
 from schedir.ir.cost.per_stage_values import (
@@ -30,7 +31,6 @@ from schedir.ir.isa.instructions import (
     Opcode,
     Scope,
 )
-from schedir.retired_names import explain_wrong_calls
 
 if TYPE_CHECKING:
     from schedir.ir.instruction_index import InstructionIndex

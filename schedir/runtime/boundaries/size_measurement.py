@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ModelError, describe, describe_exception
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import ModelStates, zero_model_states
 from schedir.ir.pipeline.skip_connections import Skips
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_loss, require_model_stages, require_scalar_loss
 from schedir.runtime.autograd.preserved_state import preserve_module
 from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients

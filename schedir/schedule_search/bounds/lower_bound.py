@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
-from schedir.retired_names import explain_wrong_calls
 from schedir.schedule_search.bounds.closed_form_bounds import compute_closed_bound
 from schedir.schedule_search.bounds.earliest_start import compute_earliest_bound, make_relaxations
 from schedir.schedule_search.bounds.round_trip import compute_round_trip_bound
