@@ -61,7 +61,9 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    group = parser.add_argument_group("compiling a schedule; a FILE.sched has its own shape")
+    group = parser.add_argument_group(
+        "compiling a schedule; a FILE.sched has fixed ranks, microbatches and placement"
+    )
     _add_shape_flags(group)
     _fill_lowering_group(group, has_shape_options=True)
 
