@@ -466,10 +466,8 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
 def _end_batch(ops: list[RecordedOperation], members: list[int], entry: dict[str, Any]) -> None:
     """Give the operations of a batch the state of the batch.
 
-    They are the last ones of their group.
-
-    `members` are the indices of the operations that the group issued since its last batch. It is
-    cleared.
+    These operations are the last ones that their group has issued. The list `members` has the
+    indices of all operations since the group's previous batch. The function clears this list.
     """
     state, over, batch = (
         _STATE_OF_NAME[entry["state"]],

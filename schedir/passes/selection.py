@@ -50,12 +50,12 @@ def is_keyword(selection: object) -> bool:
 def select_addresses(
     selection: Selection, option: str, addresses: Words, shape: PipelineShape
 ) -> NDArray[np.bool_]:
-    """Return a mask of the addresses that an option selects.
+    """Return a mask of the addresses, (stage, microbatch) pairs, that an option selects.
 
     Args:
         selection: The selection; not "fit".
         option: The name of the option, for errors.
-        addresses: The addresses that can be selected, shape (k,).
+        addresses: The addresses that can be selected, as words for `split_addresses`, shape (k,).
         shape: The pipeline shape.
 
     Returns:

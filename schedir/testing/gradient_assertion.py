@@ -232,7 +232,8 @@ def _run_processes(
                 pickle.dumps(value)
             except Exception:
                 raise UsageError(
-                    f"{subject} cannot be pickled, and processes with start_method 'spawn' need it",
+                    f"{subject} cannot be pickled, but start_method 'spawn' must pickle it for the "
+                    "processes",
                     hint="use functions and classes that are defined at the top level of a module",
                 ) from None
     context = multiprocessing.get_context(start_method)

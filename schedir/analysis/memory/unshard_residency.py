@@ -101,7 +101,8 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
 
     The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When it must
     begin, all but `max_unsharded` - 1 of the earlier stays have ended. An earlier stay of the same
-    stage is among these. It ends no later, because the stage that took its place is used after it.
+    stage is among these. This earlier stay has also ended when the k-th stay can begin, because
+    the stage that took its place is used after its end.
 
     Args:
         run: The number of the run of each use, ascending, shape (uses,). A run has at most

@@ -86,7 +86,9 @@ class StudioState:
                 raise UsageError(f"{name} of a state has a wrong type", fields=[name])
         options = data.get("options", {})
         if not all(isinstance(text, str) for pair in options.items() for text in pair):
-            raise UsageError("the options of a state are texts", fields=["options"])
+            raise UsageError(
+                "options of a state must have strings as names and as values", fields=["options"]
+            )
         given = {name: text for name, text in options.items() if text.strip()}
         return cls(**data | {"options": given})
 

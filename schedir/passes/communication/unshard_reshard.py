@@ -195,8 +195,8 @@ PASSES = (
             "unsharded_stages": "with zero 3: number of stages of a rank with unsharded weights "
             "at once; by default the stage that computes and the next one",
             "unshard_prefetch": "with zero 3: begin to gather weights this number of stage "
-            "computations before their use (1), as far as unsharded_stages allows; 0 gathers least "
-            "often",
+            "computations before their use (1), as far as unsharded_stages allows; 0 has the "
+            "fewest gathers, but ranks wait for each one",
         },
         order=20,  # in phase "ends", because a program with ZeRO is not complete without it
     ),

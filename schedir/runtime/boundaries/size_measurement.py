@@ -263,8 +263,8 @@ def infer_boundaries(
     """Determine the boundaries of a model by running the forwards of all stages but the last.
 
     A tensor has a gradient if it depends on trained parameters or on an input with a gradient. If
-    no output of a stage does, each output whose dtype can have a gradient has one. Outputs of
-    frozen stages have none.
+    no output of a stage depends on these, each output with a floating-point or complex dtype counts
+    as one with a gradient. Outputs of frozen stages have no gradient.
 
     The function restores gradients, buffers, plain attributes and random generators. Hooks of the
     modules run. All ranks of a tensor-parallel group must call this, because their stages

@@ -1,7 +1,7 @@
 """Simulated annealing of rank orders, in loops that numba can compile.
 
-All inputs and outputs are lists or arrays. A code is KINDS * stage + kind, as in an `Order`. A
-position is an index into `codes`, the concatenated codes of all ranks.
+All inputs and outputs are lists or arrays. The code of a task is KINDS * stage + kind, as in an
+`Order`. A position is an index into `codes`, the concatenated codes of all ranks.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def compute_times(
         rank_of: The rank of each stage.
         rank_offsets: The first position of each rank, and the total number of tasks.
         codes: The order: the codes of all ranks, concatenated.
-        cost: The time of a task, by code.
-        delays: The time from the end of a task until its value arrives, by code.
+        cost: The time of a task, for each code.
+        delays: The time from the end of a task until its value arrives, for each code.
         tail: The time from the last compute of a rank to its end, by rank.
         own_span: 1 for the objective "own", 0 for "span".
-        arrivals: Buffer: when the input of a task arrives, by code and microbatch.
-        next_mb: Buffer: the next microbatch, by code.
+        arrivals: Buffer: when the input of a task arrives, for each code and microbatch.
+        next_mb: Buffer: the next microbatch, for each code.
         next_position: Buffer: the next position of each rank.
         rank_time: Output: the end of the last task of each rank.
         stack: Buffer: ranks that may go on.
@@ -187,9 +187,9 @@ def anneal(
         is_on_stack: See `compute_times`.
         start: See `compute_times`.
         mb_at: See `compute_times`.
-        start_memory: The memory that must be free at the start of a task, by code.
-        memory_change: The memory that a task adds until its end, by code. Negative if it frees
-            memory.
+        start_memory: The memory that must be free at the start of a task, for each code.
+        memory_change: The memory that a task adds until its end, for each code. Negative if the
+            task frees memory.
         capacity: The memory of each rank.
         rank_at: The rank of each position.
         rank_stages: The stages of all ranks, concatenated.

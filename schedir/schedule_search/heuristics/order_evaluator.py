@@ -235,5 +235,5 @@ class AnnealingState:
 
 
 def _interleave_by_code(*kinds: Sequence[float]) -> list[float]:
-    """Return numbers by code, from numbers by stage for each kind."""
+    """Return a number for each code of a task, from the numbers of all stages for each kind."""
     return [number for stage in zip(*kinds, strict=True) for number in stage]
