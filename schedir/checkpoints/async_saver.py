@@ -63,7 +63,8 @@ class Saver:
     Args:
         executor: The executor to save.
         directory: The directory of the checkpoints. It is created if it does not exist.
-        name_map: Returns the name that a parameter or buffer of a stage has in the full model.
+        name_map: A function of the number of a stage and a name in it. It returns the name of this
+            parameter or buffer in the full model.
         keep: The number of newest checkpoints that are kept. By default all are kept.
 
     Attributes:

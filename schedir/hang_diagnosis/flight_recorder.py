@@ -227,7 +227,9 @@ def _find_paths(sources: Iterable[str]) -> tuple[list[str], list[str]]:
         skipped.extend(str(file) for file in files if file not in {*dumps})
         if not dumps:
             raise UsageError(
-                f"{folder} has no file whose name ends in a rank, such as nccl_trace_rank_0"
+                f"{folder} has no file whose name ends in a rank, such as nccl_trace_rank_0",
+                hint="give the folder of the dumps; a run of schedir train that ended well has no "
+                "black boxes to read",
             )
         return dumps
 

@@ -386,10 +386,17 @@ class Program:
         """Return the memory tier on which a value exists from the start.
 
         Args:
-            value: The kind of value.
+            value: The kind of value, a member of `schedir.ir.isa.instructions.Value`.
 
         Returns:
-            One of TIERS, or "" if an instruction makes the value.
+            "device", "host" or "disk", or "" if an instruction makes the value.
+
+        Example:
+            >>> from schedir import compile
+            >>> from schedir.ir.isa.instructions import Value
+            >>> program = compile("gpipe", ranks=2, microbatches=4, optimizer_placement="host")
+            >>> program.initial_tier(Value.STATE), program.initial_tier(Value.SAVED)
+            ('host', '')
         """
         row = VALUES[value]
         tier = getattr(self, row.program_attribute) if row.initial_tier else ""
@@ -402,7 +409,14 @@ class Program:
         at which replicas have parts of them, they do.
 
         Args:
-            value: The kind of value.
+            value: The kind of value, a member of `schedir.ir.isa.instructions.Value`.
+
+        Example:
+            >>> from schedir import compile
+            >>> from schedir.ir.isa.instructions import Value
+            >>> program = compile("gpipe", ranks=2, microbatches=4)
+            >>> program.takes_memory(Value.SAVED), program.takes_memory(Value.WGRAD)
+            (True, False)
         """
         size = VALUES[value].size
         is_unsharded = (

@@ -298,8 +298,8 @@ class Executor:
             grad_scale: The gradients are those of `grad_scale` times the sum of the losses of an
                 update. It may be a 0-dimensional tensor on the rank's device, which the host does
                 not read.
-            keywords: Keyword arguments of all stages for each microbatch. By default there are
-                none.
+            keywords: A mapping for each microbatch: the keyword arguments of all stages. By default
+                there are none.
             program: The program to run, if it is not the only one of this executor that trains.
 
         Returns:

@@ -104,7 +104,8 @@ def run_sequential(
             the same state as before.
         step: The number of the step, from 0, which determines the random numbers.
         tied_weights: See `Executor`.
-        keywords: Keyword arguments of all stages for each microbatch. By default there are none.
+        keywords: A mapping for each microbatch: the keyword arguments of all stages. By default
+            there are none.
 
     Returns:
         The unscaled sum of the losses, 0-dimensional.

@@ -134,7 +134,8 @@ def memory_frontier(
         max_evaluations: The number of evaluated orders of all searches together. By default there
             is no limit.
         seed: The random seed.
-        initial_schedules: Schedules to start from, in addition to the built-in schedules.
+        initial_schedules: Schedule functions or programs to start from, in addition to the built-in
+            schedules.
         report: Called with the limit, and with the arguments of the `report` of `search_schedule`.
 
     Returns:

@@ -91,8 +91,8 @@ def search_schedule(
         max_evaluations: The largest number of evaluated orders. If they end before `time_limit`,
             the result depends on `seed` alone. By default there is no limit.
         seed: The random seed.
-        initial_schedules: Schedules to start from, in addition to the built-in schedules. Their
-            backwards are split or joined as `split_backward` demands.
+        initial_schedules: Schedule functions or programs to start from, in addition to the built-in
+            schedules. Their backwards are split or joined as `split_backward` demands.
         prove: "closed" computes the bound from formulas. "solver" searches for three tenths of the
             time, and then runs CP-SAT (`pip install 'schedir[solver]'`). CP-SAT proves small cases
             that the formulas leave open. Its result depends on time, not on `seed` alone.
