@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+import schedir
 from schedir import find_tied_weights
 from schedir.errors import UsageError
 from schedir.models.huggingface import cut
+from schedir.runtime import InProcessExecutor
 from tests.cpu.training import ROOT
 
 transformers = pytest.importorskip("transformers")
@@ -107,6 +109,33 @@ def test_the_snippet_of_the_page_runs() -> None:
     names: dict[str, Any] = {}
     exec(compile(page.split("```python\n")[1].split("```")[0], "page", "exec"), names)
     assert all(p.grad is not None for p in names["model"].parameters())
+
+
+def test_the_executor_passes_keywords_to_all_stages() -> None:
+    """Gradients are those of a loop over microbatches with the same padding."""
+    model, tokens = build("llama"), torch.randint(96, (4, 2, 13))
+    masks = [torch.ones(2, 12, dtype=torch.int64) for _ in range(4)]
+    for mb, mask in enumerate(masks):
+        mask[0, : mb + 1] = 0
+    keywords = [{"attention_mask": mask} for mask in masks]
+    inputs, targets = tokens[..., :-1], tokens[..., 1:]
+
+    def loss(logits: torch.Tensor, due: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), due.flatten())
+
+    for x, y, each in zip(inputs, targets, keywords, strict=True):
+        loss(model(x, use_cache=False, **each).logits, y).backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    stages = cut(model, LAYERS)
+    ties = find_tied_weights(stages)
+    program = schedir.compile("one_f_one_b", ranks=LAYERS, microbatches=4, tied_weights=ties)
+    executor = InProcessExecutor(
+        program, stages, loss=loss, boundary=(2, 12, 32), tied_weights=ties
+    )
+    executor.step(inputs, targets, keywords=keywords)
+    for name, p in model.named_parameters():
+        assert torch.allclose(p.grad, plain[name], rtol=1e-4, atol=1e-6), name
 
 
 def test_lora() -> None:
