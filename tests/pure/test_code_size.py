@@ -15,7 +15,7 @@ BUDGET = {
     "schedir": 1_000,
     "schedir/analysis": 1_890,
     "schedir/checkpoints": 1_940,
-    "schedir/commands": 5_110,
+    "schedir/commands": 5_170,
     "schedir/compiler": 480,
     "schedir/data": 440,
     "schedir/hang_diagnosis": 2_010,
