@@ -47,14 +47,7 @@ def load_cluster(path: str | Path) -> Cluster:
         ...     load_cluster(f"{folder}/cluster.toml").gpu_count
         16
     """
-    try:
-        text = read_text(path, MAX_TOML_BYTES)
-    except UsageError as error:
-        from schedir.planner import cluster_presets
-
-        if str(path) in cluster_presets():
-            error.hint = f"schedir.planner.cluster_preset({str(path)!r})"
-        raise
+    text = read_text(path, MAX_TOML_BYTES)
     table = parse_toml(text, str(path))
     for name, value in table.items():
         if name not in _FIELD_NAMES:

@@ -138,12 +138,9 @@ def _find_timeline(source: str) -> str:
         source: The path of the folder, or of the `summary.json` that `schedir train` writes to it.
     """
     folder = Path(source).parent if Path(source).name == "summary.json" else Path(source)
-    if not folder.is_dir():
-        return ""
-    for pattern in (f"*{TIMELINE_SUFFIX}", f"*/*{TIMELINE_SUFFIX}"):
-        if found := sorted(folder.glob(pattern)):
-            return str(found[0])
-    return ""
+    patterns = f"*{TIMELINE_SUFFIX}", f"*/*{TIMELINE_SUFFIX}"
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return str(found[0]) if found else ""
 
 
 def _is_trace(source: str) -> bool:

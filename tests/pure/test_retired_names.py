@@ -123,12 +123,6 @@ def test_options_of_a_schedule_are_bound() -> None:
     assert "functools.partial(schedir.schedules.interleaved, group=4)" in refused.value.hint
 
 
-def test_a_cluster_preset_is_no_file() -> None:
-    with pytest.raises(UsageError) as refused:
-        schedir.load_cluster("a100")
-    assert "schedir.planner.cluster_preset('a100')" in refused.value.hint
-
-
 def test_a_schedule_without_a_shape_is_answered() -> None:
     for schedule in (schedir.schedules.zb_h1, "zb_h1"):
         with pytest.raises(UsageError, match="needs the numbers of ranks and microbatches"):

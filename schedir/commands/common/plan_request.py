@@ -122,15 +122,13 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
 
 def _limit_memory(cluster: Cluster, limit: float | None) -> Cluster:
     """Return a cluster with the memory of `--memory-limit` on each GPU."""
-    if limit is None:
-        return cluster
-    if not 0 < limit <= cluster.memory:
+    if limit is not None and not 0 < limit <= cluster.memory:
         raise UsageError(
             f"--memory-limit {format_bytes(limit)} is not a part of the "
             f"{format_bytes(cluster.memory)} of a GPU",
             fields=["memory_limit"],
         )
-    return replace(cluster, memory=limit)
+    return cluster if limit is None else replace(cluster, memory=limit)
 
 
 def resolve_cluster(args: argparse.Namespace) -> Cluster:
