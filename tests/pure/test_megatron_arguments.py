@@ -62,6 +62,17 @@ def test_defaults_are_those_of_megatron(tmp_path: Path) -> None:
     assert (experts.experts, experts.active, experts.ffn) == (8, 2, 48)
 
 
+def test_text_that_starts_nothing_is_ignored(tmp_path: Path) -> None:
+    """Comments after arguments and printed lines set nothing; the first option of a string does."""
+    commented = SCRIPT.replace("--lr -0.5", "--lr -0.5  # not --num-layers 7 --num-experts 8")
+    assert read(tmp_path, f'echo "--num-layers 9"\n{commented}\n  printf --hidden-size 9') == LLAMA
+    strings = '--num-layers 2"\nB="--hidden-size 64"\nC=\'--num-attention-heads 4 --swiglu\''
+    arrays = "(--seq-length 32 --vocab-size 100)"
+    assert read(tmp_path, f'A="{strings}\nD={arrays}') == TransformerSpec(
+        2, 64, 4, vocab=100, sequence=32, gated=True
+    )
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

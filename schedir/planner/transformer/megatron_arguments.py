@@ -36,9 +36,11 @@ _ASSIGNMENT: Final = re.compile(
     r"^\s*(?:export\s+)?(\w+)=[\"']?(?:\$\{\w+:-)?(\d+)\b", re.MULTILINE
 )
 _VARIABLE: Final = re.compile(r"\$\{?(\w+)\}?")
+# Comments, and lines that print.
+_NOT_ARGUMENTS: Final = re.compile(r"(?:(?<!\S)#|^\s*(?:echo|printf)\s).*$", re.MULTILINE)
 # An option, and its value if it has one: "--a 1", "--a=1", or "--a: 1" of a YAML file.
 _OPTION: Final = re.compile(
-    r"(?<!\S)[\"']?--([a-z][a-z0-9-]*)[\"']?(?:[=:]?\s*(?!-|\\)([^\s\\)]+))?"
+    r"(?<![^\s\"'=(])--([a-z][a-z0-9-]*)[\"']?(?:[=:]?\s*(?!-|\\|\w+\+?=)([^\s\\)]+))?"
 )
 
 
@@ -61,7 +63,7 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
         ConfigError: The file has no `--num-layers`, the value of an option is not a number, or the
             planner does not support the model.
     """
-    text = re.sub(r"^\s*#.*$", "", read_text(path, MAX_SCRIPT_BYTES), flags=re.MULTILINE)
+    text = _NOT_ARGUMENTS.sub("", read_text(path, MAX_SCRIPT_BYTES))
     found = {match[1]: match[2] or "" for match in _OPTION.finditer(text)}
     options = {name: value for name, value in found.items() if value.lower() != "false"}
     if "num-layers" not in options:
