@@ -84,6 +84,7 @@ class Stage(nn.Module):
         if not self.is_last:
             setattr(decoder, family.norm, nn.Identity())
         self._prefix = model.base_model_prefix
+        self._model_config = whole.config
         setattr(self, self._prefix, decoder)
         self.lm_head = model.lm_head if self.is_last else None
 
@@ -93,8 +94,19 @@ class Stage(nn.Module):
         Args:
             x: Tokens, or hidden states.
             **keywords: Keywords of the model, such as `position_ids`.
+
+        Raises:
+            UsageError: A keyword is `labels` or `logits_to_keep`, which the decoder would ignore.
         """
+        if refused := keywords.keys() & {"labels", "logits_to_keep"}:
+            raise UsageError(
+                f"a stage of a cut model does not support the keyword {min(refused)}",
+                hint="the last stage returns all logits; give labels to the executor as targets",
+            )
         decoder: Any = getattr(self, self._prefix)
+        attention = self._model_config._attn_implementation  # The layers read it here.
+        if decoder.config._attn_implementation != attention:
+            decoder.config._attn_implementation = attention
         given = {"input_ids" if self.is_first else "inputs_embeds": x}
         hidden: Tensor = decoder(**given, use_cache=False, **keywords).last_hidden_state
         return hidden if self.lm_head is None else self.lm_head(hidden)
@@ -111,9 +123,9 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
     """Return the pipeline stages of a causal language model of Hugging Face.
 
     The stages share their parameters with the model. Losses and gradients of the stages, one after
-    the other, are those of the model, bit for bit. Tied weights are in the first and in the last
-    stage; `schedir.find_tied_weights` finds them. A model with LoRA of peft is cut as
-    `cut(model.get_base_model(), stages)`.
+    the other, are those of the model with `use_cache=False`, bit for bit. Tied weights are in the
+    first and in the last stage; `schedir.find_tied_weights` finds them. A model with LoRA of peft
+    is cut as `cut(model.get_base_model(), stages)`.
 
     Args:
         model: A model such as `LlamaForCausalLM` or `GPT2LMHeadModel`, of the types gemma, gpt2,
@@ -123,8 +135,9 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
             the layers evenly.
 
     Raises:
-        UsageError: The model is of another type, or has no head for language modeling, or the
-            layers do not fit the stages.
+        UsageError: The model is of another type, or has no head for language modeling, or has
+            parameters or layers that no stage would use, or a replaced `forward`, or the layers do
+            not fit the stages.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -153,7 +166,18 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
             fields=["model"],
         )
     family = _FAMILIES[kind]
-    layers = len(getattr(getattr(model, prefix), family.layers))
+    decoder = getattr(model, prefix)
+    layers = len(getattr(decoder, family.layers))
+    if layers > (count := decoder.config.num_hidden_layers):
+        raise UsageError(
+            f"the model has {layers} layers, and its num_hidden_layers is {count}",
+            hint="remove the layers that the model does not use, or correct its configuration",
+        )
+    if "forward" in vars(decoder):
+        raise UsageError(
+            f"cut cannot use {type(decoder).__name__}, because its forward was replaced",
+            hint="load the model without a device_map, or remove its hooks before cut",
+        )
     counts = split_layers(layers, stages, layers_per_stage)
     if 0 in counts:
         raise UsageError(
@@ -161,9 +185,16 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
             fields=["layers_per_stage"],
         )
     ends = [sum(counts[: number + 1]) for number in range(stages)]
-    return [
+    result = [
         Stage(model, family, (end - count, end)) for end, count in zip(ends, counts, strict=True)
     ]
+    used = {parameter for stage in result for parameter in stage.parameters()}
+    if unused := [name for name, p in model.named_parameters() if p not in used]:
+        raise UsageError(
+            f"cut does not know the parameter {unused[0]} of {type(model).__name__}",
+            hint="use the class for language modeling, or write a Stage class",
+        )
+    return result
 
 
 def _make_config(config: Any, begin: int, end: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -88,6 +89,38 @@ def test_parameters_have_the_names_of_the_model(kind: str) -> None:
     assert all(found[name] is whole[name] for name in whole)
     assert bool(find_tied_weights(stages)) == model.config.tie_word_embeddings
     assert model.config.num_hidden_layers == LAYERS
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_attention_that_changes_after_the_cut(kind: str) -> None:
+    """Masks are those of the attention that the layers have, also in a copy of a stage."""
+    model = build(kind).eval()
+    stages, tokens = copy.deepcopy(cut(model, LAYERS)), torch.randint(96, (2, 12))
+    shared = cut(model, LAYERS)
+    before = model(tokens, use_cache=False).logits
+    model.set_attn_implementation("eager")
+    after = model(tokens, use_cache=False).logits
+    for part, due in ((stages, before), (shared, after)):
+        x = tokens
+        for stage in part:
+            x = stage(x)
+        assert torch.equal(x, due)
+    with pytest.raises(UsageError, match="does not support the keyword labels"):
+        stages[0](tokens, labels=tokens)
+
+
+def test_parts_that_no_stage_would_use_are_refused() -> None:
+    model = build("llama")
+    model.config.num_hidden_layers = 3
+    with pytest.raises(UsageError, match="has 5 layers, and its num_hidden_layers is 3"):
+        cut(model, 3)
+    model = build("llama")
+    model.model.forward = model.model.forward  # Hooks of accelerate do this.
+    with pytest.raises(UsageError, match="cannot use LlamaModel, because its forward was"):
+        cut(model, 5)
+    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=96)
+    with pytest.raises(UsageError, match=r"multiple_choice_head.* of GPT2DoubleHeadsModel"):
+        cut(transformers.GPT2DoubleHeadsModel(config), 2)
 
 
 def test_what_it_does_not_know_is_refused() -> None:

@@ -23,7 +23,7 @@ BUDGET = {
     "schedir/io": 1_890,
     "schedir/ir": 4_650,
     "schedir/megatron": 890,
-    "schedir/models": 1_180,
+    "schedir/models": 1_205,
     "schedir/passes": 2_590,
     "schedir/planner": 4_180,
     "schedir/predict": 1_520,
