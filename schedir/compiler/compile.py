@@ -297,7 +297,8 @@ def _require_complete_draft(program: Program) -> Program:
             built_in = get_built_in_schedules()
             if program.name in built_in:
                 several = [name for name, one in built_in.items() if get_stages_per_rank(one) > 1]
-                error.hint = f"{program.name} has one stage per rank; use {' or '.join(several)}"
+                error.hint = f"{program.name} has one stage per rank; use "
+                error.hint += f"{', '.join(several[:-1])} or {several[-1]}"
         raise
 
 
