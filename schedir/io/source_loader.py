@@ -117,6 +117,8 @@ def suggest_source(source: str) -> str:
     """
     if source.endswith(".csv"):
         return f"schedir import {source} converts torch's CSV to a program"
+    if timeline := _find_timeline(source):
+        return f"did you mean {timeline}?"
     if _is_trace(source):
         folder = source if isdir(source) else str(Path(source).parent)
         words = shlex.join(["schedir", "import", folder, "-o", "run.timeline"])
@@ -127,6 +129,18 @@ def suggest_source(source: str) -> str:
         return f"did you mean {path}.py:{name}?"
     suffixes = [suffix for suffix in (".sched", TIMELINE_SUFFIX) if isfile(source + suffix)]
     return f"did you mean {source}{suffixes[0]}?" if suffixes else ""
+
+
+def _find_timeline(source: str) -> str:
+    """Return the path of a run in a folder or in one of its folders, or an empty string.
+
+    Args:
+        source: The path of the folder, or of the `summary.json` that `schedir train` writes to it.
+    """
+    folder = Path(source).parent if Path(source).name == "summary.json" else Path(source)
+    patterns = f"*{TIMELINE_SUFFIX}", f"*/*{TIMELINE_SUFFIX}"
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return str(found[0]) if found else ""
 
 
 def _is_trace(source: str) -> bool:
