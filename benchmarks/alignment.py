@@ -1,12 +1,12 @@
-"""Which CPU kernels of torch round by the address of an operand?
-
-Each kernel runs on operands that begin on a 64-byte line, and again with one operand moved by some
-bytes. The table counts the shapes for which a move changes the bits of the result. A kernel that
-is not in the table rounded alike at every address.
+"""Find the CPU kernels of torch whose rounding depends on the address of an operand.
 
     python benchmarks/alignment.py
     MKL_CBWR=AUTO python benchmarks/alignment.py
     ATEN_CPU_CAPABILITY=default python benchmarks/alignment.py
+
+Each kernel runs on operands that begin on a 64-byte line, and again with one operand moved by some
+bytes. The table counts the shapes for which a move changes the bits of the result. A kernel that is
+not in the table has the same bits at every address.
 """
 
 from __future__ import annotations

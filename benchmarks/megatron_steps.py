@@ -1,9 +1,9 @@
-"""Step times inside Megatron-core: programs of schedir compared with Megatron's own schedule.
+"""Compare step times inside Megatron-core: programs of schedir and Megatron's own schedules.
 
     OMP_NUM_THREADS=1 python benchmarks/megatron_steps.py
 
-A GPTModel of megatron-core is trained over Gloo on CPUs.  In each round every schedule takes one
-step, in turn; a ratio is the median over rounds of the step time divided by that of Megatron's own
+A GPTModel of megatron-core is trained over Gloo on CPUs. In each round every schedule takes one
+step, in turn. A ratio is the median over rounds of the step time, divided by that of Megatron's own
 schedule with the same number of model chunks.
 """
 
