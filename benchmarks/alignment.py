@@ -94,7 +94,9 @@ def offsets_that_matter(case: Case) -> set[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", type=int, default=60, help="random shapes of each kernel (60)")
+    parser.add_argument(
+        "--shapes", type=int, default=60, help="number of random shapes per kernel (60)"
+    )
     shapes = parse(parser, shapes=2).shapes
     torch.set_num_threads(1)
     torch.manual_seed(SEED)

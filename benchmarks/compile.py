@@ -355,13 +355,17 @@ def alone(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--large", action="store_true", help="up to 34 million instructions")
-    parser.add_argument("--zero", action="store_true", help="rows of ZeRO 3 instead")
-    parser.add_argument("--torch", action="store_true", help="torch.distributed.pipelining too")
-    parser.add_argument("--against", metavar="CHECKOUT", help="a folder or a commit")
-    parser.add_argument("--compiled", action="store_true", help="loops compiled by numba")
+    parser.add_argument(
+        "--large", action="store_true", help="also programs of up to 34 million instructions"
+    )
+    parser.add_argument("--zero", action="store_true", help="measure programs with ZeRO 3")
+    parser.add_argument(
+        "--torch", action="store_true", help="also measure torch.distributed.pipelining"
+    )
+    parser.add_argument("--against", metavar="CHECKOUT", help="compare with a folder or a commit")
+    parser.add_argument("--compiled", action="store_true", help="let numba compile loops")
     parser.add_argument("--rounds", type=int, default=3, help="processes per row (default 3)")
-    parser.add_argument("--rows", help="of which rows, by number from 0: 0,1,3")
+    parser.add_argument("--rows", help="the rows to measure, counted from 0: 0,1,3")
     parser.add_argument("--serve", choices=("schedir", "compiled", "torch"), help=argparse.SUPPRESS)
     args = parse(parser, rounds=1, torch=True)
     if args.serve:

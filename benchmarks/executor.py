@@ -448,10 +448,12 @@ def print_drop_in(pairs: int, model: str, smoke: bool) -> None:
 def main() -> None:
     """Print the tables of the options; with `--smoke`, print all with a few small rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=15, help="steps of each runtime")
-    parser.add_argument("--box", action="store_true", help="what a black box costs, alone")
-    parser.add_argument("--drop-in", action="store_true", help="in the place of torch's schedules")
-    parser.add_argument("--model", default="", choices=("", *MODELS), help="of --drop-in: its rows")
+    parser.add_argument("--pairs", type=int, default=15, help="number of steps of each runtime")
+    parser.add_argument("--box", action="store_true", help="measure only the cost of a black box")
+    parser.add_argument(
+        "--drop-in", action="store_true", help="only compare with torch's schedules"
+    )
+    parser.add_argument("--model", default="", choices=("", *MODELS), help="rows of --drop-in")
     args = parse(parser, pairs=1, model="tiny")
     by_one, by_all = (SMOKE_ALONE, SMOKE_TOGETHER) if args.smoke else (ALONE, TOGETHER)
     if args.box or args.smoke:

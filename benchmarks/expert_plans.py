@@ -115,7 +115,7 @@ def print_order(draws: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--draws", type=int, default=200, help="draws of the speeds")
+    parser.add_argument("--draws", type=int, default=200, help="number of draws of the speeds")
     args = parse(parser, draws=1)
     print_dualpipe()
     print_order(args.draws)

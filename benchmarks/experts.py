@@ -180,8 +180,10 @@ def measure(rank: int, rounds: int, forward: float) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="steps of each schedule")
-    parser.add_argument("--forward", type=float, default=0.02, help="seconds of a segment")
+    parser.add_argument("--rounds", type=int, default=9, help="number of steps of each schedule")
+    parser.add_argument(
+        "--forward", type=float, default=0.02, help="seconds of a segment in a forward"
+    )
     args = parse(parser, rounds=1, forward=0.002)
     costs = make_costs(args.forward)
     measured = on_ranks(measure, RANKS * REPLICAS, args.rounds, args.forward)[0]

@@ -100,18 +100,28 @@ ASKED: Final = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)  # to synchroni
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="stages, instructions and ranks, on one GPU")
-    parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")
+    parser = argparse.ArgumentParser(
+        description="measure stages, instructions and ranks on one GPU"
+    )
+    parser.add_argument(
+        "--only", choices=PARTS, action="append", help="run only this part; can be repeated"
+    )
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=2, help="of a stage")
-    parser.add_argument("--product", type=int, default=8192, help="side of the large product")
-    parser.add_argument("--microbatches", type=int, default=64, help="of the GPT's ranks")
-    parser.add_argument("--streams", type=int, default=24, help="of ordinary priority, of queues")
-    parser.add_argument("--high", type=int, default=8, help="streams of high priority, of queues")
-    parser.add_argument("--forward", type=float, default=1.0, help="of ranks that sleep, in ms")
-    parser.add_argument("--steps", type=int, default=8, help="that are measured of each kind")
-    parser.add_argument("--figures", type=Path, help="a file to which each figure is added")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers of a stage")
+    parser.add_argument(
+        "--product", type=int, default=8192, help="size of the large matrix product"
+    )
+    parser.add_argument("--microbatches", type=int, default=64, help="microbatches of part gpt")
+    parser.add_argument(
+        "--streams", type=int, default=24, help="streams of normal priority, in part queues"
+    )
+    parser.add_argument(
+        "--high", type=int, default=8, help="streams of high priority, in part queues"
+    )
+    parser.add_argument("--forward", type=float, default=1.0, help="ms of a forward in part sleep")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each kind")
+    parser.add_argument("--figures", type=Path, help="append each figure to this file")
     options = parse(
         parser, hidden=128, context=16, layers=1, product=128, microbatches=4, steps=2,
         forward=0.1, streams=2, high=1,

@@ -90,38 +90,38 @@ STEPS: Final = (
     Step("machine", "the machine and its versions", 60, part("machine"),
          rehearsal=part("machine")),
     Step("queues", "streams that share a hardware queue", 60, part("queues")),
-    Step("kernels", "kernels against float64", 240, tests("tests/gpu/test_kernels.py")),
-    Step("sanitizer", "virtual ranks, under torch's sanitizer of streams", 180,
+    Step("kernels", "kernels compared with float64", 240, tests("tests/gpu/test_kernels.py")),
+    Step("sanitizer", "virtual ranks with torch's sanitizer of streams", 180,
          tests("-x", STREAMS), {SANITIZER: "1"}),
-    Step("streams", "virtual ranks, no host waits, Timelines", 120, tests(STREAMS)),
+    Step("streams", "virtual ranks: no host waits, and Timelines", 120, tests(STREAMS)),
     Step("nccl grouped", "2 x 2 processes on one GPU, one group", 280,
          tests("-x", "tests/gpu/test_nccl.py", "-k", "eager and grouped and one_f_one_b"), NCCL),
-    Step("nccl edge", "the same with a group for each edge", 280,
+    Step("nccl edge", "2 x 2 processes on one GPU, a group per edge", 280,
          tests("-x", "tests/gpu/test_nccl.py", "-k", "eager and edge and one_f_one_b"), NCCL),
-    Step("nccl gather", "a late gather holds up no layer", 120,
+    Step("nccl gather", "a late gather delays no layer", 120,
          tests("tests/gpu/test_nccl.py", "-k", "late_gather"), NCCL),
-    Step("bandwidth", "kernels beside eager torch, torch.compile and Liger-Kernel", 420,
+    Step("bandwidth", "kernels compared with eager torch, torch.compile and Liger-Kernel", 420,
          ["benchmarks/kernels.py"]),
     *(Step(name, about, limit, part(name)) for name, about, limit in (
-        ("stage", "a stage beside what its shapes allow", 120),
-        ("instruction", "what an instruction costs", 90),
+        ("stage", "a stage compared with its products and attention alone", 120),
+        ("instruction", "the overhead of an instruction", 90),
         ("sleep", "four virtual ranks that sleep", 90),
         ("gpt", "four virtual ranks of a GPT", 240),
     )),
     Step("train", "schedir train, 20 steps in bfloat16", 180,
          training("train.device=cuda", "train.precision=bfloat16"),
          rehearsal=training("train.precision=bfloat16", "train.steps=2")),
-    Step("loop", "a training loop that waits for nothing", 180, tests("tests/gpu/test_loop.py")),
+    Step("loop", "a training loop without host waits", 180, tests("tests/gpu/test_loop.py")),
     Step("nccl steps", "memory, waits for the device, all options at once, failures", 560,
          tests("tests/gpu/test_nccl_steps.py"), NCCL),
-    Step("nccl rest", "all else over NCCL", 560,
+    Step("nccl rest", "all other tests over NCCL", 560,
          tests("tests/gpu/test_nccl.py", "-k", "not one_f_one_b and not late_gather"), NCCL),
     Step("random", "random numbers", 120, tests("tests/gpu/test_random.py")),
-    Step("offload", "what forwards saved, on the host and its disk", 180,
+    Step("offload", "saved activations on the host and its disk", 180,
          tests("tests/gpu/test_offload.py")),
     Step("windows", "attention with windows, by FlexAttention", 300,
          tests("tests/gpu/test_attention.py")),
-    Step("gains", "what windows gain, beside what tiles predict", 560,
+    Step("gains", "measured and predicted speedup of windows", 560,
          ["benchmarks/kernels.py", "--only", "windows", "--device", "cuda"]),
 )  # fmt: skip
 
@@ -253,13 +253,17 @@ def cell(text: str) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="all that is run where there is a GPU")
+    parser = argparse.ArgumentParser(description="run all tests and benchmarks that need a GPU")
     names = [step.name for step in STEPS]
-    parser.add_argument("--only", action="append", choices=names, help="a step; may be repeated")
-    parser.add_argument("--rest", action="store_true", help="what the folder has no result of")
-    parser.add_argument("--minutes", type=float, help="in which no step goes on")
+    parser.add_argument(
+        "--only", action="append", choices=names, help="run only this step; can be repeated"
+    )
+    parser.add_argument(
+        "--rest", action="store_true", help="run only steps without a result in the folder"
+    )
+    parser.add_argument("--minutes", type=float, help="time limit of all steps together")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--folder", type=Path, help="docs/results/gpu unless told")
+    parser.add_argument("--folder", type=Path, help="folder of the results (docs/results/gpu)")
     options = parse(parser, given, device="cpu", only=[STEPS[0].name])
     if options.smoke and options.folder is None:
         with tempfile.TemporaryDirectory() as folder:

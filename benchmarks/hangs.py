@@ -321,8 +321,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--only", type=int, nargs="+", help="those of these numbers")
-    parser.add_argument("--no-resume", action="store_true", help="run nothing again")
+    parser.add_argument("--only", type=int, nargs="+", help="run only trials with these numbers")
+    parser.add_argument("--no-resume", action="store_true", help="do not resume runs after a fault")
     args = parse(parser, trials=2)
     torch.set_num_threads(1)
     home, counts, most = Path(tempfile.mkdtemp(prefix="hangs-")), Counter[str](), 0.0

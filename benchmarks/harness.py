@@ -42,7 +42,7 @@ def parse(
         The arguments; `smoke` is one of them.
     """
     parser.add_argument(
-        "--smoke", action="store_true", help="run all code on small sizes, in seconds"
+        "--smoke", action="store_true", help="run all code on small sizes, within seconds"
     )
     args = parser.parse_args(argv)
     unknown = smoke.keys() - vars(args).keys()

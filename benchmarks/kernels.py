@@ -77,20 +77,22 @@ class Work(NamedTuple):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="kernels beside what bounds them")
+    parser = argparse.ArgumentParser(description="compare kernels with the bandwidth of a copy")
     parser.add_argument("--only", choices=("bandwidth", "windows"), default="bandwidth")
     own = parser.add_argument_group("bandwidth")
     own.add_argument("--tokens", type=int, default=4096)
     own.add_argument("--hidden", type=int, default=8192)
-    own.add_argument("--vocab", type=int, default=51200, help="of all tensor-parallel ranks")
+    own.add_argument(
+        "--vocab", type=int, default=51200, help="vocabulary size of all tensor-parallel ranks"
+    )
     own.add_argument("--tp", type=int, default=8)
     widths = [1024, 2048, 4096, 8192, 12288, 16384]
-    own.add_argument("--widths", type=int, nargs="*", default=widths, help="of LayerNorm")
+    own.add_argument("--widths", type=int, nargs="*", default=widths, help="row sizes of LayerNorm")
     own = parser.add_argument_group("windows")
     own.add_argument("--lengths", type=int, nargs="*", default=None)
-    own.add_argument("--windows", nargs="*", default=WINDOWS, help="window:stride")
+    own.add_argument("--windows", nargs="*", default=WINDOWS, help="windows, as window:stride")
     own.add_argument("--heads", type=int, default=4)
-    own.add_argument("--width", type=int, default=64, help="of a head")
+    own.add_argument("--width", type=int, default=64, help="width of a head")
     own.add_argument("--rounds", type=int, default=9)
     own.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parse(

@@ -63,7 +63,7 @@ def time_steps(rank: int, case: Case, schedules: tuple[str, ...], rounds: int) -
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each schedule")
+    parser.add_argument("--rounds", type=int, default=20, help="measured steps of each schedule")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
     args = parse(parser, rounds=2, hidden=32, length=16)

@@ -85,8 +85,12 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=10_000, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
-    parser.add_argument("--only", choices=NAMES, default="all", help="of what (default: all)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="and then no more")
+    parser.add_argument(
+        "--only", choices=NAMES, default="all", help="the group of mutations (default: all)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop after these seconds"
+    )
     options = parse(parser, programs=4, jobs=1)
     todo = sorted(tasks(options.programs, options.seed, options.only), key=lambda task: task[1])
     table: dict[str, Counter[str]] = {task[0]: Counter() for task in todo}

@@ -288,8 +288,8 @@ def table(rank: int, rounds: int, name: str, smoke: bool) -> None:
 def main() -> None:
     """Print the tables, each row when it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="steps of each")
-    parser.add_argument("--only", default="", choices=("", *HEADS), help="one table")
+    parser.add_argument("--rounds", type=int, default=20, help="number of steps of each kind")
+    parser.add_argument("--only", default="", choices=("", *HEADS), help="print only this table")
     args = parse(parser, rounds=1)
     for name in HEADS:
         if args.only in ("", name):

@@ -569,11 +569,15 @@ TABLES: dict[str, Callable[[], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES, "here"))
-    parser.add_argument("--exact", action="store_true", help="simulate programs")
+    parser.add_argument(
+        "--exact", action="store_true", help="simulate programs instead of closed forms"
+    )
     own = parser.add_argument_group("here")
-    own.add_argument("--cluster", metavar="FILE", help="a Cluster file, and no measurement")
+    own.add_argument("--cluster", metavar="FILE", help="use this cluster file, and measure nothing")
     own.add_argument("--steps", type=int, default=4, metavar="N")
-    own.add_argument("--microbatch", type=int, metavar="B", help="sequences of one, not 1, 2, 4")
+    own.add_argument(
+        "--microbatch", type=int, metavar="B", help="sequences per microbatch (1, 2, 4)"
+    )
     own.add_argument("--zero", type=int, default=0, metavar="LEVEL")
     own.add_argument("--processes", type=int, default=4, metavar="N")
     options = parse(parser, processes=2, steps=1, microbatch=4)

@@ -414,7 +414,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
     parser.add_argument("--draws", type=int, default=200, metavar="N")
-    parser.add_argument("-o", dest="output", default="", metavar="FILE", help="of `scatter`")
+    parser.add_argument(
+        "-o", dest="output", default="", metavar="FILE", help="the picture of `scatter`"
+    )
     options = parse(parser, draws=2)
     global SMOKE, DRAWS, OUTPUT
     SMOKE, DRAWS, OUTPUT = options.smoke, options.draws, options.output

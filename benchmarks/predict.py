@@ -153,7 +153,9 @@ def rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[list[str], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="SCHEDULE", help="by default all that train")
+    parser.add_argument(
+        "names", nargs="*", metavar="SCHEDULE", help="schedules (default: all that train)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P")
     parser.add_argument("--steps", type=int, default=20, metavar="N")
     options = parse(parser, names=[BASE, "zb_v"], ranks=[2], steps=2)

@@ -471,12 +471,16 @@ MAKES = "certify"  # which is no table of a search
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
-    parser.add_argument("--seconds", type=float, help="of each search, or of CP-SAT for `certify`")
-    parser.add_argument("--cells", type=int, default=10**6, help="of `certified`: at most S*m")
-    parser.add_argument("--every", type=int, default=1, help="of `certified`: each n-th case")
-    parser.add_argument("--certify", action="store_true", help="of `below`: ask CP-SAT, 60 s each")
-    parser.add_argument("--seeds", default="0:60", help="of `certify`: from:to")
-    parser.add_argument("--add", action="store_true", help=f"of `certify`: to {FILE.name}")
+    parser.add_argument(
+        "--seconds", type=float, help="limit of each search, or of CP-SAT in `certify`"
+    )
+    parser.add_argument(
+        "--cells", type=int, default=10**6, help="`certified`: only cases with at most this S*m"
+    )
+    parser.add_argument("--every", type=int, default=1, help="`certified`: only each n-th case")
+    parser.add_argument("--certify", action="store_true", help="`below`: run CP-SAT, 60 s per case")
+    parser.add_argument("--seeds", default="0:60", help="`certify`: seeds, as from:to")
+    parser.add_argument("--add", action="store_true", help=f"`certify`: add to {FILE.name}")
     options = parse(parser, seconds=0.1, every=100, seeds="2:4")
     usual = [name for name in TABLES if name != MAKES or options.smoke]
     names, code = usual if options.table == "all" else [options.table], 0

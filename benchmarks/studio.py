@@ -71,7 +71,9 @@ def opened(path: str, ranks: int, microbatches: int) -> Iterator[Chromium]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--changes", type=int, default=100, help="changes of each slider (100)")
+    parser.add_argument(
+        "--changes", type=int, default=100, help="number of changes of each slider (100)"
+    )
     args = parse(parser, argv, changes=4)
     path = found()
     if path is None:

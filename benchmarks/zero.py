@@ -562,11 +562,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="of bits and bytes: how cases begin"
+        "names", nargs="*", metavar="NAME", help="bits and bytes: beginnings of names of cases"
     )
-    parser.add_argument("--ranks", type=int, default=4, help="of gathers")
-    parser.add_argument("--microbatches", type=int, default=16, help="of gathers")
-    parser.add_argument("--stages-per-rank", type=int, default=4, help="of gathers")
+    parser.add_argument("--ranks", type=int, default=4, help="gathers: ranks")
+    parser.add_argument("--microbatches", type=int, default=16, help="gathers: microbatches")
+    parser.add_argument("--stages-per-rank", type=int, default=4, help="gathers: stages per rank")
     few = ["interleaved dp2 bf16", "looped_bfs zero 3, recomputed"]  # a case, and a row of bytes
     options = parse(parser, names=few, ranks=2, microbatches=4, stages_per_rank=2)
     bad = 0
