@@ -83,6 +83,9 @@ class _Notes(Service):
     def validate(self) -> None:
         self.calls.append("validate")
 
+    def preserve(self, preserved: PreservedState) -> None:
+        self.calls.append("preserve")
+
     def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
         self.calls.append(f"undo {makes_update}")
         preserved.callback(lambda: self.calls.append("undone"))
@@ -152,7 +155,7 @@ def test_all_parts_of_a_step_call_a_service(kind: type[_ProgramNotes | _RankNote
     saved.set_loading(False)
     assert notes.take() == ["on_load"]
     with undo_steps(rank.state):
-        assert notes.take() == ["undo True"]
+        assert notes.take() == ["preserve", "undo True"]
     assert notes.take() == ["undone"]
     # An error before the first instruction, and one within it.
     with pytest.raises(ExecutionError):
