@@ -45,10 +45,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import head, lacks, line, parse
 from schedir.kernels import backend_choice, cross_entropy, gelu, layer_norm, weight_gradient
 from schedir.models.attention import attention
-from schedir.models.attention_tiles import compute_device_tiles
 from schedir.models.gpt import Layer
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.parameter_init import LayerParameters
+from schedir.models.window_config import compute_device_tiles
 from schedir.predict.window_tiles import count_layer_flops
 from schedir.tensor_parallel.vocab_parallel import fused_cross_entropy
 

@@ -5,6 +5,7 @@
     python benchmarks/planner.py stages     # arXiv 2401.10241, table 9: a stage, forward, I and W
     python benchmarks/planner.py node       # vTrain: steps on one node; constants are fitted on it
     python benchmarks/planner.py sc21       # SC21, table 1: steps of 1.7 billion to a trillion
+    python benchmarks/planner.py mlperf     # MLPerf v4.1: steps of GPT-3 175B in FP8
     python benchmarks/planner.py left-out   # the same, by the flops that the other models reach
     python benchmarks/planner.py anchored   # the same, by the flops that one model reaches
     python benchmarks/planner.py regret     # of plans of one model, how much the chosen one loses
@@ -52,6 +53,7 @@ from schedir.planner import (
     SoftwareConstants,
     TransformerSpec,
     prediction_regret,
+    stack_preset,
 )
 from schedir.planner.config_export import train_config as written
 from schedir.planner.estimate.simulated_estimate import simulate_plan
@@ -187,32 +189,51 @@ def speed(run: Run, seconds: float) -> float:
 
 
 def sc21() -> None:
-    """Each row by constants that saw none; the same of software that hides no sums of slices, of
-    which 2205.05198 tells first; then the parts of each predicted step."""
+    """Each row by the constants of Megatron-LM of that time, which saw none of them; the same by
+    those of today, which hide sums of slices; then the parts of each predicted step."""
     runs = weak_scaling()
-    prices = [simulated(run) for run in runs]
-    plain = [
-        simulated(run, constants=SoftwareConstants(tensor_overlap_share=0)).step_time
-        for run in runs
-    ]
+    of_that_time = stack_preset("megatron-2021").constants
+    prices = [simulated(run, constants=of_that_time) for run in runs]
+    today = [simulated(run).step_time for run in runs]
     head("model", "t", "p", "d", "v", "b", "m", "SC21, s", "predicted", "TFLOP/s", "predicted", "",
-         "no sums hidden")  # fmt: skip
+         "sums hidden")  # fmt: skip
     off = [price.step_time / run.seconds - 1 for run, price in zip(runs, prices, strict=True)]
-    bare = [seconds / run.seconds - 1 for run, seconds in zip(runs, plain, strict=True)]
+    hidden = [seconds / run.seconds - 1 for run, seconds in zip(runs, today, strict=True)]
     for k, run in enumerate(runs):
         at, told = run.choice, prices[k].step_time
         line(
             run.name, at.tp, at.pp, at.dp, at.stages_per_rank, at.microbatch_size, at.microbatches,
             f"{run.seconds:.2f}", f"{told:.2f}",
             f"{speed(run, run.seconds):.0f}", f"{speed(run, told):.0f}", f"{off[k]:+.1%}",
-            f"{bare[k]:+.1%}",
+            f"{hidden[k]:+.1%}",
         )  # fmt: skip
     summed(off, "steps")
-    summed(bare, "with no sums hidden")
+    summed(hidden, "with sums hidden")
     head("model", *StepBreakdown._fields, "memory, GB")
     for run, price in zip(runs, prices, strict=True):
         shares = (f"{part / price.step_time:.1%}" for part in price.breakdown)
         line(run.name, *shares, f"{price.memory.total / 1e9:.0f}")
+
+
+def mlperf() -> None:
+    """GPT-3 in FP8; the speedup of FP8 is fitted to the first row."""
+    stack = stack_preset("megatron-fp8")
+    head("run", "t", "p", "d", "v", "b", "m", "MLPerf, s", "predicted", "", "in 16 bits")
+    errors = []
+    for accelerator, run in published.mlperf():
+        at = run.choice
+        cluster = replace(planner.cluster_preset(accelerator), nodes=at.gpus // 8)
+        told, plain = (
+            planner.estimate_step(run.model, cluster, at, exact=EXACT, constants=constants)
+            .step_time for constants in (stack.constants, SoftwareConstants())
+        )  # fmt: skip
+        errors.append(told / run.seconds - 1)
+        line(
+            run.name, at.tp, at.pp, at.dp, at.stages_per_rank, at.microbatch_size, at.microbatches,
+            f"{run.seconds:.2f}", f"{told:.2f}", f"{errors[-1]:+.1%}",
+            f"{plain / run.seconds - 1:+.1%}",
+        )  # fmt: skip
+    summed(errors[1:], "all but the first row")
 
 
 def left_out() -> None:
@@ -536,8 +557,8 @@ def here(options: argparse.Namespace) -> None:
 
 
 TABLES: dict[str, Callable[[], None]] = {
-    "layers": layers, "stages": stages, "node": node, "sc21": sc21, "left-out": left_out,
-    "anchored": anchored, "regret": regrets, "memory": memory, "large": large,
+    "layers": layers, "stages": stages, "node": node, "sc21": sc21, "mlperf": mlperf,
+    "left-out": left_out, "anchored": anchored, "regret": regrets, "memory": memory, "large": large,
 }  # fmt: skip
 
 

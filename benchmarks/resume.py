@@ -36,7 +36,7 @@ from benchmarks.harness import fork_ranks, free_port, parse
 from schedir.checkpoints.async_saver import Saver
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.models import gpt
-from schedir.training import checkpointing, run_results, step_loop, trainer
+from schedir.training import checkpointing, run_results, step_queue, trainer
 from schedir.training.processes import process_world
 from schedir.training.processes.watchdog import Watchdog
 from schedir.training.train import run
@@ -128,7 +128,7 @@ def arm(kill: Kill) -> None:
             ):  # fmt: skip
                 wrap(owner, name)
         case "step":
-            wrap(step_loop.StepLoop, "issue")
+            wrap(step_queue.StepQueue, "issue")
         case "losses":
             wrap(run_results.LossLog, "write", after=bool(kill.times % 2))
         case "save":

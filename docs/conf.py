@@ -40,6 +40,7 @@ TREE: dict[str, dict[str, list[str]]] = {
             "/docs/how-to/run-in-megatron",
             "/docs/how-to/train-from-a-configuration",
             "/docs/how-to/train-your-own-model",
+            "/docs/how-to/cut-a-hugging-face-model",
             "/docs/how-to/run-several-programs",
             "/docs/how-to/save-and-resume",
             "/docs/how-to/compare-gradients",

@@ -6,7 +6,7 @@ from typing import Any
 
 from docs.pages import page, table
 from schedir import viz
-from schedir.models.attention_tiles import TILE_SIZE
+from schedir.models.window_config import TILE_SIZE
 from schedir.predict.window_tiles import Tiles, compute_tiles
 
 LENGTH, WINDOW, STRIDES = 1024, 256, (1, 64, 256)

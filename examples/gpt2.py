@@ -1,4 +1,4 @@
-"""Train GPT-2 of Hugging Face, divided by hand into four stages, on 1, 2 or 4 processes.
+"""Train GPT-2 of Hugging Face, cut into four stages, on 1, 2 or 4 processes.
 
     python examples/gpt2.py                                 # one process has all four stages
     torchrun --nproc-per-node 4 examples/gpt2.py            # each of four processes has one stage
@@ -14,39 +14,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import schedir
 from schedir import PipelineShape
+from schedir.models.huggingface import cut
 from schedir.runtime import Boundary, Executor, GlooTransport, GradientOptions
 from schedir.schedules import interleaved
 
 STAGES, MICROBATCHES, SIZE, CONTEXT, STEPS = 4, 8, 2, 64, 10
-
-
-class Stage(nn.Module):
-    """Some of GPT-2's blocks; the first stage has its embeddings, too, the last its head."""
-
-    def __init__(self, model: GPT2LMHeadModel, number: int, stages: int = STAGES) -> None:
-        super().__init__()
-        parts = model.transformer
-        each = len(parts.h) // stages
-        self.blocks = parts.h[number * each : (number + 1) * each]
-        if number == 0:
-            self.words, self.places, self.drop = parts.wte, parts.wpe, parts.drop
-        if number == stages - 1:
-            self.norm, self.head = parts.ln_f, model.lm_head
-        self.first, self.last = number == 0, number == stages - 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens or what the stage before gives, to what the next takes or logits."""
-        if self.first:
-            places = torch.arange(x.shape[1], device=x.device)
-            x = self.drop(self.words(x) + self.places(places))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)) if self.last else x
 
 
 def summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -74,8 +51,8 @@ def main() -> None:
         bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).train()
-    stages = [Stage(model, number) for number in range(STAGES)]
-    ties = schedir.find_tied_weights(stages)  # stages[3].head.weight is stages[0].words.weight
+    stages = cut(model, STAGES)
+    ties = schedir.find_tied_weights(stages)  # The head of stages[3] is the embedding of stages[0].
 
     shape = PipelineShape(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
     program = schedir.compile(interleaved, shape, tied_weights=ties, clip_grad_norm=True)

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # argparse exits after --help and --version
         return int(end.code or 0)
     except SchedirError as error:
-        from schedir.io.terminal import format_error
+        from schedir.io.terminal_output import format_error
 
         print(format_error(error), file=sys.stderr)
         return 2
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         from traceback import print_exc
 
-        from schedir.io.terminal import format_error
+        from schedir.io.terminal_output import format_error
 
         if (broken := broken_package(error)) is not None:
             print(format_error(broken), file=sys.stderr)
@@ -202,7 +202,7 @@ class _Parser(argparse.ArgumentParser):
         own = self._option_string_actions
         if (action := own.get("-O")) is not None:
             from schedir.commands.common.program_options import PROGRAM_OPTIONS
-            from schedir.io.command_line import FIELDS_WITH_FLAGS
+            from schedir.io.option_spelling import FIELDS_WITH_FLAGS
 
             field = name[2:].replace("-", "_")
             field = find_present_name(field, PROGRAM_OPTIONS) or field

@@ -7,16 +7,10 @@ They are names of options, settings, fields, arguments and functions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from functools import wraps
-from inspect import Parameter, signature
 from types import MappingProxyType
-from typing import Any, Final, NoReturn, TypeVar
-
-from schedir.errors import UsageError
-
-_Public = TypeVar("_Public", bound=Callable[..., Any])
+from typing import Final, NoReturn
 
 # Options of the command line, without `--`.
 _RENAMED_OPTIONS = {
@@ -282,80 +276,6 @@ def suggest_name(name: str, known_names: Iterable[str]) -> str:
     return f"did you mean {near!r}?" if near else ""
 
 
-def explain_wrong_calls(example: str) -> Callable[[_Public], _Public]:
-    """Return a decorator of public functions and classes, for calls with wrong arguments.
-
-    Python's own TypeError names neither the present name of an argument nor a call that works.
-
-    Args:
-        example: A call that works.
-
-    Returns:
-        The decorator. It replaces a function, and changes the constructor of a class. A call with
-        an unknown, superfluous or missing argument then raises UsageError.
-    """
-
-    def decorate(public: _Public) -> _Public:
-        function: Any = public.__init__ if isinstance(public, type) else public  # type: ignore[misc]
-
-        @wraps(function)
-        def call(*args: Any, **named: Any) -> Any:
-            try:
-                return function(*args, **named)
-            except TypeError as error:
-                # A traceback of one frame: Python refused the arguments, and nothing ran.
-                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    raise
-                given = args[1:] if isinstance(public, type) else args
-                raise (_make_call_error(public, given, named, example) or error) from None
-
-        if not isinstance(public, type):
-            return call  # type: ignore[return-value]
-        setattr(public, "__init__", call)  # noqa: B010
-        return public
-
-    return decorate
-
-
-def _make_call_error(
-    public: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any], example: str
-) -> UsageError | None:
-    """Return the error for arguments that a function does not take, or None if it takes them."""
-    name = public.__name__
-    parameters = {
-        each.name: each
-        for each in signature(public).parameters.values()
-        if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    }
-    positional = [each for each, p in parameters.items() if p.kind is not Parameter.KEYWORD_ONLY]
-    accepts_any_name = len(parameters) < len(signature(public).parameters)
-    for given in named:
-        if given not in parameters and not accepts_any_name:
-            hint = suggest_name(given, parameters) or example
-            return UsageError(f"{name} has no argument {given!r}", hint=hint, fields=[given])
-    if len(args) > len(positional):
-        places = ", ".join(positional)
-        fact = f"only {places} can be given without a name" if places else "each needs its name"
-        return UsageError(
-            f"{name} got {len(args)} arguments without a name, but {fact}", hint=example
-        )
-    given_names = (*positional[: len(args)], *named)
-    for each in positional[: len(args)]:
-        if each in named:
-            return UsageError(
-                f"{name} got {each} twice: with its name and without it",
-                hint=example,
-                fields=[each],
-            )
-    missing = [
-        each
-        for each, parameter in parameters.items()
-        if parameter.default is Parameter.empty and each not in given_names
-    ]
-    fact = f"{name} needs " + " and ".join(filter(None, (", ".join(missing[:-1]), *missing[-1:])))
-    return UsageError(fact, hint=example, fields=missing) if missing else None
-
-
 # Public names by module, and attributes by class.
 RENAMED_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -421,6 +341,9 @@ OTHER_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "Path(path).write_text(schedir.to_text(program)), or schedir.checkpoints.save for a "
             "checkpoint",
             "draw": "schedir.viz.gantt", "plot": "schedir.viz.gantt", "Shape": "PipelineShape",
+            "compare": "schedir.viz.compare for a picture, or the command schedir compare",
+            "explain": "the command schedir explain", "recommend": "the command schedir recommend",
+            "diagnose": "the command schedir diagnose",
             "Schedule": "schedir.torch_pipelining.Schedule, or a function that schedir.compile "
             "takes",
             "Pipeline": "schedir.runtime.Executor", "Trainer": "schedir.runtime.Executor",

@@ -31,7 +31,7 @@ from schedir.hang_diagnosis.safe_unpickler import loads
 from schedir.io import torch_csv
 from schedir.io.cluster_file import load_cluster
 from schedir.io.source_loader import load_source
-from schedir.io.terminal import format_error
+from schedir.io.terminal_output import format_error
 from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.traces.trace_import import read_run
 from schedir.training.config.config_file import read_config

@@ -213,6 +213,22 @@ def grid() -> list[GridRun]:
     return found
 
 
+def mlperf() -> list[tuple[str, Run]]:
+    """GPT-3 175B of MLPerf training v4.1, which trains in FP8: the accelerator, and the run."""
+    found = []
+    model = TransformerSpec(96, 12288, 96, vocab=VOCAB, sequence=2048)
+    for row in table("mlperf_gpt3"):
+        choice = ParallelPlan(
+            pp=int(row["pp"]), tp=int(row["tp"]), dp=int(row["dp"]),
+            stages_per_rank=int(row["vpp"]), microbatch_size=int(row["mbs"]),
+            microbatches=int(row["microbatches"]), schedule="interleaved", zero=1,
+            sequence_parallel=True, attention="flash", rank_order="tp-dp-pp",
+        )  # fmt: skip
+        name = f"{row['gpus']} {row['accelerator']}"
+        found.append((row["accelerator"].lower(), Run(name, model, choice, float(row["step_s"]))))
+    return found
+
+
 def b200_memory() -> list[tuple[TransformerSpec, ParallelPlan, float, float]]:
     """Megatron-LM on 8 B200: model, layout with its distributed optimizer, bytes and seconds."""
     found = []

@@ -151,7 +151,7 @@ def _resolve_palette(style: Style) -> Palette:
     for kind, colour in colours.items():
         if kind not in COLORED_KINDS:
             raise UsageError(
-                f"the names of colours are {', '.join(COLORED_KINDS)}, not {describe(kind)}"
+                f"colours cannot set {describe(kind)}, only {', '.join(COLORED_KINDS)}"
             )
         if not is_color_like(colour):
             raise UsageError(

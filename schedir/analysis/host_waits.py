@@ -29,9 +29,11 @@ def find_host_waits(
 
     - The host runs some lanes itself. The row has the last instruction of the lane before each
       instruction.
-    - On other lanes the host waits for the inputs of an instruction, such as a gather, and then
-      starts it. Its message and the earlier instructions of the lane have then ended. Nothing else
-      can delay it, so the row has the last such instruction.
+    - On other lanes, the host waits for the inputs of an instruction and then starts it. An example
+      is the gather of a received activation. When the host starts it, the message and the earlier
+      instructions of the lane have ended. Nothing else can delay the gather, so the row has the
+      last such instruction. Collectives between segments are left out, because the host computes
+      their inputs itself.
     - Before some instructions the host drains their lane (`Row.host_sync`). Then all instructions
       before the drain have ended.
     - Some instructions wait for another lane (`Row.host_sync_lanes`). After these, all earlier

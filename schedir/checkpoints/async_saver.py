@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.checkpoints.checkpoint_group import CheckpointGroup, create_separate_group
 from schedir.checkpoints.local_state import NameMap, TensorPiece
 from schedir.checkpoints.save_checkpoint import SavePlan, plan_save, write_checkpoint
 from schedir.checkpoints.state_exchange import add_stage_prefix, get_checkpoint_state
 from schedir.errors import ModelError, UsageError, describe
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.snapshot_copies import CopyPair, SnapshotCopies, SnapshotCopy
@@ -63,7 +63,8 @@ class Saver:
     Args:
         executor: The executor to save.
         directory: The directory of the checkpoints. It is created if it does not exist.
-        name_map: Returns the name that a parameter or buffer of a stage has in the full model.
+        name_map: A function of the number of a stage and a name in it. It returns the name of this
+            parameter or buffer in the full model.
         keep: The number of newest checkpoints that are kept. By default all are kept.
 
     Attributes:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.checkpoints import dcp_storage
 from schedir.checkpoints.checkpoint_directory import (
     MANIFEST_NAME,
@@ -27,7 +28,6 @@ from schedir.checkpoints.state_exchange import (
     warn_once,
 )
 from schedir.errors import CheckpointError, describe
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.checkpoint_state import RUN_OPTIMIZER, Checkpointable, RankCheckpointState
 
 

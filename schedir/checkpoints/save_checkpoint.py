@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.checkpoints import dcp_storage
 from schedir.checkpoints.checkpoint_directory import (
     CheckpointDirectory,
@@ -30,7 +31,6 @@ from schedir.checkpoints.state_exchange import (
     warn_of_unoptimized,
 )
 from schedir.errors import CheckpointError, describe
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.checkpoint_state import RUN_OPTIMIZER, Checkpointable
 
 
@@ -66,8 +66,9 @@ def save(
         optimizer: For a Schedule, the optimizer of this process's stages: one, several in a list,
             or None to save weights and buffers only. By default it is the optimizer of the
             executor.
-        name_map: Returns the name that a parameter or buffer of a stage has in the full model. A
-            run with other stages finds it by this name. By default it is `stages.STAGE.NAME`.
+        name_map: A function of the number of a stage and a name in it. It returns the name of this
+            parameter or buffer in the full model, by which a run with other stages finds it. By
+            default the name is `stages.STAGE.NAME`.
         extra_state: More values, which must be JSON.
         keep: The number of newest complete checkpoints to keep. By default all are kept.
 

@@ -24,7 +24,7 @@ from schedir.errors import (
     format_bytes,
 )
 from schedir.io.files import require_suffix
-from schedir.io.terminal import format_json, format_table, join_words
+from schedir.io.terminal_output import format_json, format_table, join_words
 
 if TYPE_CHECKING:
     from schedir.analysis.progress_models import ProgressModel

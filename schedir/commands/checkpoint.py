@@ -12,7 +12,7 @@ from schedir.commands.common.schedule_options import parse_count
 from schedir.errors import CheckpointError, UsageError, format_bytes
 from schedir.extras import require_package
 from schedir.io.files import atomic_write, describe_os_error
-from schedir.io.terminal import format_json, join_words
+from schedir.io.terminal_output import format_json, join_words
 
 if TYPE_CHECKING:
     from schedir.checkpoints.checkpoint_directory import CheckpointDirectory

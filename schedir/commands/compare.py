@@ -31,7 +31,7 @@ from schedir.commands.common.timeline_facts import (
     describe_costs,
 )
 from schedir.errors import MemoryLimitError, UsageError, format_bytes
-from schedir.io.terminal import format_json, format_table
+from schedir.io.terminal_output import format_json, format_table
 
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "are in its unit, and its mean times and its progress model are the defaults. The column "
         '"to gain" is the '
         "largest share of the span that another order of the same stages within the same memory "
-        'can save: "none" is proved, and "-" is unknown.'
+        'can save. "none" means that no such order is shorter, and "-" that the share is unknown.'
     )
     add_source(parser, allows_several=True)
     parser.add_argument(

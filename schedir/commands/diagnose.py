@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.schedule_options import SOURCE_HELP, add_compile_options, make_request
 from schedir.errors import UsageError
-from schedir.io.terminal import format_json
+from schedir.io.terminal_output import format_json
 
 if TYPE_CHECKING:
     from schedir.hang_diagnosis.post_mortem import PostMortem

@@ -9,8 +9,8 @@ from pathlib import Path
 from schedir.commands.common.progress_bar import show_progress
 from schedir.commands.common.schedule_options import add_lowering_options, make_request, parse_count
 from schedir.errors import SchedirError, UsageError
-from schedir.io.command_line import option_name
 from schedir.io.files import atomic_write, read_text, require_suffix
+from schedir.io.option_spelling import option_name
 
 EXAMPLES = """\
   schedir import traces -o run.timeline

@@ -10,7 +10,7 @@ from schedir.commands.common.schedule_options import add_compile_options, add_so
 from schedir.errors import SchedirError
 from schedir.io.files import atomic_write, require_suffix
 from schedir.io.program_request import Request
-from schedir.io.terminal import color_program
+from schedir.io.terminal_output import color_program
 from schedir.ir.program import Program
 
 EXAMPLES = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
-from schedir.io.terminal import format_json
+from schedir.io.terminal_output import format_json
 
 EXAMPLES = """\
   schedir recognize mine.py:my_schedule --ranks 4 --microbatches 8

@@ -30,7 +30,7 @@ from schedir.commands.common.timeline_facts import (
     describe_costs,
 )
 from schedir.errors import format_bytes
-from schedir.io.terminal import format_json, format_table
+from schedir.io.terminal_output import format_json, format_table
 
 if TYPE_CHECKING:
     from schedir.io.program_request import Request

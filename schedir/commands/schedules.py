@@ -7,7 +7,7 @@ from inspect import getdoc
 from textwrap import wrap
 from typing import Any
 
-from schedir.io.terminal import format_json
+from schedir.io.terminal_output import format_json
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import (
     Schedule,

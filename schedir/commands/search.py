@@ -29,7 +29,7 @@ from schedir.commands.common.schedule_ranking import (
 from schedir.commands.common.timeline_facts import collect_timeline_facts
 from schedir.errors import UsageError, format_bytes
 from schedir.io.files import atomic_write, require_suffix
-from schedir.io.terminal import format_json
+from schedir.io.terminal_output import format_json
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.program import ATTRIBUTE_FIELDS

@@ -20,7 +20,7 @@ from schedir.commands.common.timeline_facts import (
 from schedir.errors import format_bytes
 from schedir.io.files import require_suffix
 from schedir.io.program_request import Request
-from schedir.io.terminal import format_json, format_table
+from schedir.io.terminal_output import format_json, format_table
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import UNSHARDED_LABELS
 from schedir.ir.instruction_index import InstructionIndex, Positions

@@ -90,7 +90,7 @@ def read_indexed_dataset(path: Path) -> Documents:
     firsts = raw[at + 12 * sequences : needs].view("<i8").astype(np.int64)
     over = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if lengths.min(initial=0) < 0 or not np.array_equal(begins, over[:-1] * kind.itemsize):
-        raise refuse("has sequences that do not follow each other without gaps")
+        raise refuse("has gaps or overlaps between its sequences")
     if over[-1] * kind.itemsize != size:
         raise refuse(
             f"needs {over[-1]} tokens of {kind.itemsize} bytes in {path.name}, but this file has "

@@ -227,7 +227,9 @@ def _find_paths(sources: Iterable[str]) -> tuple[list[str], list[str]]:
         skipped.extend(str(file) for file in files if file not in {*dumps})
         if not dumps:
             raise UsageError(
-                f"{folder} has no file whose name ends in a rank, such as nccl_trace_rank_0"
+                f"{folder} has no file whose name ends in a rank, such as nccl_trace_rank_0",
+                hint="give the folder of the dumps; a run of schedir train that ended well has no "
+                "black boxes to read",
             )
         return dumps
 
@@ -466,10 +468,8 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
 def _end_batch(ops: list[RecordedOperation], members: list[int], entry: dict[str, Any]) -> None:
     """Give the operations of a batch the state of the batch.
 
-    They are the last ones of their group.
-
-    `members` are the indices of the operations that the group issued since its last batch. It is
-    cleared.
+    These operations are the last ones that their group has issued. The list `members` has the
+    indices of all operations since the group's previous batch. The function clears this list.
     """
     state, over, batch = (
         _STATE_OF_NAME[entry["state"]],

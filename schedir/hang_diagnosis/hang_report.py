@@ -20,7 +20,7 @@ from schedir.hang_diagnosis.rank_positions import (
     StallReason,
 )
 from schedir.hang_diagnosis.wait_graph import DistributedJob, PendingOperation, WaitReason
-from schedir.io import terminal
+from schedir.io import terminal_output
 from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
 from schedir.ir.program import Program
 
@@ -235,7 +235,7 @@ def _describe_lost_entries(dumps: Sequence[FlightRecorderDump]) -> list[str]:
 
 def _list_ranks(ranks: Sequence[int]) -> str:
     some = [*map(str, ranks[:8])] + [f"{len(ranks) - 8} more"] * (len(ranks) > 8)
-    return terminal.join_words(some)
+    return terminal_output.join_words(some)
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

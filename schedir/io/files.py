@@ -115,7 +115,7 @@ def require_path(value: object) -> Path:
         value: A text or a path.
 
     Raises:
-        UsageError: The value is neither, or it contains a zero byte.
+        UsageError: The value is neither a text nor a path, or it contains a zero byte.
     """
     if not isinstance(value, str | os.PathLike):
         raise UsageError(f"a path must be a str or a pathlib.Path, not {describe(value)}")

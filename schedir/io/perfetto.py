@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.memory.footprint import find_used_tiers
 from schedir.errors import UsageError
-from schedir.io.terminal import replace_nonfinite
+from schedir.io.terminal_output import replace_nonfinite
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.isa.instructions import LANES, SEND_OPS, TIERS, TRANSFER_OPS, Lane, Value
 from schedir.predict.bubble_causes import IdleCause, idleness

@@ -17,7 +17,7 @@ from schedir.analysis.progress_models import MODELS, ProgressModel, require_mode
 from schedir.compiler.compile import check_memory, compile
 from schedir.compiler.relower import adapt_options, extract_compute, infer_options
 from schedir.errors import ShapeError, UsageError
-from schedir.io.command_line import option_name
+from schedir.io.option_spelling import option_name
 from schedir.io.source_loader import Source
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs

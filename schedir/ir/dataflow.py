@@ -158,7 +158,7 @@ class Dataflow:
     """The flow of values through a program.
 
     Args:
-        index: The position tables of the program.
+        index: The tables with the positions of all instructions of the program.
     """
 
     def __init__(self, index: InstructionIndex) -> None:

@@ -1,4 +1,4 @@
-"""Position tables of all instructions of a program."""
+"""Tables with the positions of all instructions of a program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EMPTY: Final = np.empty(0, np.int32)
 
 
 class InstructionIndex:
-    """The position tables of all instructions of a program.
+    """Tables with the positions of all instructions of a program.
 
     The position of an instruction is its index in the Streams of all ranks, one rank after the
     other.  The key of an instruction is a number for the place where it exists once:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ShapeError, describe
 from schedir.ir.cost.sizes import EagerMessages
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL, is_sharded
@@ -55,7 +56,7 @@ from schedir.ir.stream import is_op as is_op
 from schedir.ir.stream import pack as pack
 from schedir.ir.stream import replace_opcode as replace_opcode
 from schedir.ir.stream import unpack as unpack
-from schedir.retired_names import explain_wrong_calls, raise_attribute_error
+from schedir.retired_names import raise_attribute_error
 
 if TYPE_CHECKING:
     from typing import Self
@@ -385,10 +386,17 @@ class Program:
         """Return the memory tier on which a value exists from the start.
 
         Args:
-            value: The kind of value.
+            value: The kind of value, a member of `schedir.ir.isa.instructions.Value`.
 
         Returns:
-            One of TIERS, or "" if an instruction makes the value.
+            "device", "host" or "disk", or "" if an instruction makes the value.
+
+        Example:
+            >>> from schedir import compile
+            >>> from schedir.ir.isa.instructions import Value
+            >>> program = compile("gpipe", ranks=2, microbatches=4, optimizer_placement="host")
+            >>> program.initial_tier(Value.STATE), program.initial_tier(Value.SAVED)
+            ('host', '')
         """
         row = VALUES[value]
         tier = getattr(self, row.program_attribute) if row.initial_tier else ""
@@ -401,7 +409,14 @@ class Program:
         at which replicas have parts of them, they do.
 
         Args:
-            value: The kind of value.
+            value: The kind of value, a member of `schedir.ir.isa.instructions.Value`.
+
+        Example:
+            >>> from schedir import compile
+            >>> from schedir.ir.isa.instructions import Value
+            >>> program = compile("gpipe", ranks=2, microbatches=4)
+            >>> program.takes_memory(Value.SAVED), program.takes_memory(Value.WGRAD)
+            (True, False)
         """
         size = VALUES[value].size
         is_unsharded = (

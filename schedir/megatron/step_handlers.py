@@ -73,7 +73,7 @@ class MegatronStep:
         program: The program.
         rank: The pipeline rank.
         transport: Sends and receives the boundary tensors.
-        call: The arguments of the call.
+        call: The arguments of the call of `forward_backward_func` that runs the step.
         reduce_chunk: Starts the reduction of the gradients of a chunk.
         as_stage: Returns a context in which Megatron's functions for the pipeline rank answer for a
             stage. See `vee_model`.

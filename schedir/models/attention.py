@@ -24,7 +24,7 @@ from torch import Tensor
 
 from schedir.errors import UsageError
 from schedir.kernels.backend_choice import uses_triton
-from schedir.models.attention_tiles import TILE_SIZE, compute_device_tiles
+from schedir.models.window_config import TILE_SIZE, compute_device_tiles
 
 _MIN_FLEX_WIDTH: Final = 16  # FlexAttention needs heads of at least this width on a GPU.
 _MASK_CACHE_SIZE: Final = 32  # Masks are cached for this many combinations of length and window.

@@ -229,7 +229,8 @@ class AttentionLayer(nn.Module):
         self.head_stream = self.tp_rank + tp_size(tp) * sequence_parallel
         self.window, self.sequence_parallel = get_windows(config)[index], sequence_parallel
         self.attention_norm = weights.make_norm()
-        # Rows have the order (head, q k v, width), so a slice of them has complete heads.
+        # The rows are ordered by head. A head has the rows of its query, its key and its value, in
+        # this order. So a slice has complete heads.
         self.qkv = weights.make_column_linear("qkv", 3 * hidden)
         self.proj = weights.make_row_linear("proj", hidden)
         self.mlp_norm = weights.make_norm()

@@ -192,13 +192,15 @@ class Layer(nn.Module):
             )
 
         self.attention_norm = norm()
-        # Rows have the order (group, its queries k v, width), so a slice has complete groups.
+        # The rows are ordered by group. A group has the rows of its query heads, its key head and
+        # its value head, in this order. So a slice has complete groups.
         self.qkv = weights.make_column_linear(
             "qkv", config.kv_groups * (self.queries_per_group + 2) * self.head_width, bias=False
         )
         self.proj = weights.make_row_linear("proj", hidden, bias=False)
         self.mlp_norm = norm()
-        # Rows have the order (unit, gate up), so a slice has complete units.
+        # The rows are ordered by unit. A unit has a gate row and an up row, so a slice has complete
+        # units.
         self.gate_up = weights.make_column_linear("gate_up", 2 * width, bias=False)
         self.down = weights.make_row_linear("down", width, bias=False)
 

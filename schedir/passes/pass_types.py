@@ -59,8 +59,9 @@ class ExpectedInstructions(NamedTuple):
 
     Attributes:
         op: The opcode.
-        required: A mask over the keys of the opcode (`InstructionIndex.key`). It may cover update 0
-            only, if the instruction exists once in each update.
+        required: A mask over the keys of the opcode (`InstructionIndex.key`): True if the program
+            must have the instruction with this key. A mask with only the keys of update 0, or of
+            occurrence 0, applies to all updates or occurrences.
         reason: The reason why the program may have no other such instruction.
         hint: The correct state, as a hint of the error for a missing instruction.
         counterpart: An opcode with an instruction of the same key, which the error for a missing

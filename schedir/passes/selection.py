@@ -50,12 +50,12 @@ def is_keyword(selection: object) -> bool:
 def select_addresses(
     selection: Selection, option: str, addresses: Words, shape: PipelineShape
 ) -> NDArray[np.bool_]:
-    """Return a mask of the addresses that an option selects.
+    """Return a mask of the addresses, (stage, microbatch) pairs, that an option selects.
 
     Args:
         selection: The selection; not "fit".
         option: The name of the option, for errors.
-        addresses: The addresses that can be selected, shape (k,).
+        addresses: The addresses that can be selected, as words for `split_addresses`, shape (k,).
         shape: The pipeline shape.
 
     Returns:
@@ -140,6 +140,33 @@ def split_addresses(addresses: Words) -> tuple[Words, Words]:
 def _make_selection_error(selection: object, option: str) -> UsageError:
     return UsageError(
         f"{option} must be {_ALLOWED_SELECTIONS}, not {describe(selection)}", fields=[option]
+    )
+
+
+def missing_limit_error(option: str, sizes: object, limit_name: str, limit: object) -> UsageError:
+    """Return the error for "fit" without sizes, without a limit, or without both.
+
+    Args:
+        option: The option with the value "fit".
+        sizes: The sizes of values, or None.
+        limit_name: The option with the limit in bytes: "memory_limit" or "host_memory_limit".
+        limit: The limit, or None.
+    """
+    words = {
+        "sizes": (
+            "--sizes activation=16MB,saved=1.2GB",
+            "sizes=Sizes(activation=16e6, saved=1.2e9)",
+        ),
+        "memory_limit": ("--memory-limit 40GB", "memory_limit=40e9"),
+        "host_memory_limit": ("-O host_memory_limit=40GB", "host_memory_limit=40e9"),
+    }
+    missing = [name for name, value in (("sizes", sizes), (limit_name, limit)) if value is None]
+    flags = " ".join(words[name][0] for name in missing)
+    arguments = ", ".join(words[name][1] for name in missing)
+    return UsageError(
+        f'{option}="fit" needs {" and ".join(missing)}',
+        hint=f"{flags}, or {arguments}",
+        fields=[option],
     )
 
 

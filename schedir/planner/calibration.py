@@ -278,6 +278,9 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
         stack: The training software of the runs.
         runs: 1 to 20 runs.
 
+    Returns:
+        The fitted constants, the cluster with them, and the prediction of each run.
+
     Raises:
         UsageError: There are too few or too many runs, a time is not positive, or a plan does not
             work.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final, Literal, NamedTuple, get_args
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_SEQUENCES
 from schedir.ir.cost.zero_states import ZERO_LEVEL_COUNT
 from schedir.ir.notebook_repr import render_html
 from schedir.predict.activation_bytes import Recompute
-from schedir.retired_names import explain_wrong_calls, get_rename_hint
+from schedir.retired_names import get_rename_hint
 
 Attention = Literal["softmax", "flash"]
 RankOrder = Literal["tp-pp-dp", "tp-dp-pp"]

@@ -6,6 +6,7 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import UsageError, describe, require_bool, require_type
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.bottleneck import attach_bottleneck, attach_relative_bottleneck, no_fit_error
@@ -32,7 +33,6 @@ from schedir.planner.transformer.layer_ops import require_even_division
 from schedir.planner.transformer.memory_estimate import StateBytes, get_state_bytes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import Recompute
-from schedir.retired_names import explain_wrong_calls
 
 # `plan` simulates this many of the best plans, and more until enough of them fit.
 MAX_SIMULATED_PLANS: Final = 32

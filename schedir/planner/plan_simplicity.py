@@ -9,37 +9,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from schedir.planner.parallel_plan import PlanEstimate
+from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
 
 PREFERENCE_TOLERANCE: Final = 0.02  # of the shortest step time
 _PLAIN_SCHEDULES: Final = ("gpipe", "one_f_one_b")  # one queue of full backwards
 
 
-def measure_complexity(plan: PlanEstimate) -> tuple[int, int, int]:
+def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, float]:
     """Return how complex a plan is, as a sort key: the simplest plan has the smallest.
 
-    The simplest plan uses the fewest mechanisms.  Mechanisms are each dimension of parallelism
-    (pp, tp, dp, cp, ep) above 1, several stages per rank, a schedule other than GPipe and 1F1B,
-    recomputation, ZeRO, sequence parallelism, and each offload.  Of plans with equally many, the
-    one with fewer stages per rank is simpler, and then the one with the lower ZeRO level.
+    The simplest plan uses the fewest mechanisms.  Each dimension of parallelism (pp, tp, dp, cp,
+    ep) above 1 is a mechanism.  Others are several stages per rank, a schedule other than GPipe and
+    1F1B, recomputation, ZeRO 2 and 3, sequence parallelism, and each offload.  ZeRO 1 is no
+    mechanism, because it divides the optimizer states among replicas without further communication.
+    If two plans use equally many mechanisms, the plan with fewer stages per rank is simpler.  If
+    these are equal, too, the plan that needs less memory is simpler.
 
     Args:
         plan: The plan.
+        memory: Bytes on the GPU that uses the most.
 
     Returns:
-        The number of mechanisms, the stages per rank and the ZeRO level.
+        The number of mechanisms, the stages per rank, and `memory`.
     """
     mechanisms = (
         *(degree > 1 for degree in (plan.pp, plan.tp, plan.dp, plan.cp, plan.ep)),
         plan.stages_per_rank > 1,
         plan.schedule not in _PLAIN_SCHEDULES,
         plan.recompute != "none",
-        plan.zero > 0,
+        plan.zero > 1,
         plan.sequence_parallel,
         plan.offload != "none",
         plan.optimizer_placement != "device",
     )
-    return sum(mechanisms), plan.stages_per_rank, plan.zero
+    return sum(mechanisms), plan.stages_per_rank, memory
 
 
 def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
@@ -49,8 +52,7 @@ def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
         plans: The plans, the fastest first.
 
     Returns:
-        The preferred plan, and then the others in their order.  Of equally simple plans, the first
-        one is preferred.
+        The preferred plan, and then the others in their order.
 
     Example:
         >>> from schedir import planner
@@ -58,9 +60,11 @@ def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
         >>> plans = planner.plan(gpt, planner.cluster_preset("a100"), 64, exact=False)
         >>> preferred, fastest, *_ = planner.prefer_simplest(plans)
         >>> preferred.zero, fastest.zero, preferred.step_time <= 1.02 * fastest.step_time
-        (0, 3, True)
+        (1, 3, True)
     """
     longest = (1 + PREFERENCE_TOLERANCE) * min((plan.step_time for plan in plans), default=0.0)
     fast = [plan for plan in plans if plan.step_time <= longest]
-    preferred = min(fast, key=measure_complexity, default=None)
+    preferred = min(
+        fast, key=lambda plan: measure_complexity(plan, plan.memory.total), default=None
+    )
     return [*filter(None, [preferred]), *(plan for plan in plans if plan is not preferred)]

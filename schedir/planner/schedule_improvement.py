@@ -23,7 +23,7 @@ from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
 from schedir.planner.plan_estimate import strip_estimates
 from schedir.planner.trainer_profile import get_trainer
 from schedir.planner.transformer.memory_estimate import StateBytes
-from schedir.planner.transformer.stage_bytes import compute_sizes
+from schedir.planner.transformer.stage_sizes import compute_sizes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.schedule_search.search import search_schedule
 from schedir.schedule_search.search_results import combine_numba

@@ -16,7 +16,7 @@ from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_division import get_layers_per_stage
 from schedir.planner.transformer.memory_estimate import ADAM_32, StateBytes, get_state_bytes
-from schedir.planner.transformer.stage_bytes import compute_sizes, count_stage_params
+from schedir.planner.transformer.stage_sizes import compute_sizes, count_stage_params
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 # ---------------------------------------------------------------- sizes of the GPT

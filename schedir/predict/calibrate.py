@@ -65,7 +65,7 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
 
     - The duration of each instruction is within an interval. If a rank waited for the instruction,
       its end is exact. Its duration is then at most its span. It is at least the part of the span
-      after the end of the instruction before it in its queue.
+      that comes after the previous instruction of its queue has ended.
     - If no rank waited for it, its end may be recorded late. Its duration is then between 0 and its
       span.
     - In a prediction, all durations are equal to the spans.

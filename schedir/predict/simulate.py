@@ -5,6 +5,7 @@ from __future__ import annotations
 from schedir.analysis.critical_path.longest_path import Times, compute_earliest_times
 from schedir.analysis.deadlock import explain_deadlock
 from schedir.analysis.progress_models import ProgressModel
+from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.compile import SIZES_EXAMPLE, compile, lower
 from schedir.errors import CostsError, UsageError, require_bool, require_type
 from schedir.ir.cost.costs import Costs
@@ -12,7 +13,6 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.program import Program
 from schedir.predict.timeline import MAX_TIME, Timeline, build_spans
-from schedir.retired_names import explain_wrong_calls
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import build_complete_graph, check_draft, prove
 
@@ -79,7 +79,7 @@ def simulate(
             program=program.name,
             fields=given,
         )
-    if isinstance(program, str) or (callable(program) and given):
+    if isinstance(program, str) or callable(program):
         program = compile(
             program, costs=costs, progress_model=progress_model, blocking_hosts=blocking_hosts,
             **shape,  # type: ignore[arg-type]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ModelError, require_type
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
-from schedir.retired_names import explain_wrong_calls, raise_attribute_error
+from schedir.retired_names import raise_attribute_error
 from schedir.runtime import arguments
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
@@ -178,6 +179,13 @@ class Executor:
         stages = arguments.require_stages(stages, program, arguments.require_rank(rank, program))
         arguments.require_optimizer(optimizer)
         transport = arguments.require_transport(transport)
+        if (process_rank := getattr(transport, "rank", rank)) != rank:
+            raise ModelError(
+                f"rank is {rank}, but the transport of this process has rank {process_rank}",
+                program=program.name,
+                hint="pass transport.rank as rank",
+                fields=["rank"],
+            )
         programs = [program, *(other for other, _ in extra_runs)]
         require_type(gradients, GradientOptions, "gradients=GradientOptions(max_norm=1.0)")
         require_type(execution, ExecutionOptions, "execution=ExecutionOptions(debug=True)")
@@ -297,8 +305,8 @@ class Executor:
             grad_scale: The gradients are those of `grad_scale` times the sum of the losses of an
                 update. It may be a 0-dimensional tensor on the rank's device, which the host does
                 not read.
-            keywords: Keyword arguments of all stages for each microbatch. By default there are
-                none.
+            keywords: A mapping for each microbatch: the keyword arguments of all stages. By default
+                there are none.
             program: The program to run, if it is not the only one of this executor that trains.
 
         Returns:
@@ -382,7 +390,9 @@ class Executor:
             program=self.program.name,
             hint="pass program=..., one of these programs"
             if found
-            else "Executor(..., extra_programs=[program])",
+            else "create the executor with extra_programs=[program]"
+            if has_backward or program is not None
+            else "create the executor with extra_programs=[schedir.evaluation_program(program)]",
         )
 
     def _switch_program(self, runner: ProgramRunner) -> None:

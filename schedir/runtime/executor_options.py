@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import require_bool
 from schedir.ir.program import Program
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_loss_scale, require_max_norm, require_spill_dir
 from schedir.runtime.parameters.mixed_precision import LossScale
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import ProgressModel
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ModelError
 from schedir.ir.instruction_index import NO_POSITION
 from schedir.ir.isa.instructions import COLLECTIVE_OPS, INSTRUCTIONS
@@ -26,7 +27,6 @@ from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_factory, require_program, require_stages
 from schedir.runtime.autograd.evaluation_mode import evaluation_mode
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import (
     BACKWARD_INPUT_OPS,
@@ -23,7 +24,6 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.pipeline.tied_weights import ParameterLocation, TiedWeights, find_sharing_ranks
 from schedir.ir.program import Program
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import (
     count_microbatches,
     require_loss,
@@ -104,7 +104,8 @@ def run_sequential(
             the same state as before.
         step: The number of the step, from 0, which determines the random numbers.
         tied_weights: See `Executor`.
-        keywords: Keyword arguments of all stages for each microbatch. By default there are none.
+        keywords: A mapping for each microbatch: the keyword arguments of all stages. By default
+            there are none.
 
     Returns:
         The unscaled sum of the losses, 0-dimensional.

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Final, NamedTuple
 
 from schedir.analysis.numba_jit import NumbaStatus
+from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, SchedirError, UsageError, describe
 from schedir.ir.cost.costs import Costs
@@ -20,7 +21,6 @@ from schedir.ir.program import Program
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.retired_names import explain_wrong_calls
 from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.problem import (
     SchedulingProblem,
@@ -28,7 +28,7 @@ from schedir.schedule_search.problem import (
     make_problem,
 )
 from schedir.schedule_search.search import search_schedule
-from schedir.schedule_search.search_budget import require_evaluations, require_seconds
+from schedir.schedule_search.search_arguments import require_evaluations, require_seconds
 from schedir.schedule_search.search_results import SearchResult, SearchStep, combine_numba
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import Schedule, has_free_v
@@ -134,7 +134,8 @@ def memory_frontier(
         max_evaluations: The number of evaluated orders of all searches together. By default there
             is no limit.
         seed: The random seed.
-        initial_schedules: Schedules to start from, in addition to the built-in schedules.
+        initial_schedules: Schedule functions or programs to start from, in addition to the built-in
+            schedules.
         report: Called with the limit, and with the arguments of the `report` of `search_schedule`.
 
     Returns:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final, Literal, get_args
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.compile import resolve_shape
 from schedir.errors import UsageError, describe, require_type
 from schedir.ir.cost.costs import Costs
@@ -14,7 +15,6 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.program import Program
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
-from schedir.retired_names import explain_wrong_calls
 from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.cp_sat import SolverResult, import_cp_sat, solve
 from schedir.schedule_search.heuristics.initial_orders import list_initial_orders
@@ -22,7 +22,7 @@ from schedir.schedule_search.heuristics.local_search import LocalSearch
 from schedir.schedule_search.heuristics.program_builder import BuiltProgram, ProgramBuilder
 from schedir.schedule_search.problem import Objective, SchedulingProblem, make_problem
 from schedir.schedule_search.rank_order import Order
-from schedir.schedule_search.search_budget import (
+from schedir.schedule_search.search_arguments import (
     require_evaluations,
     require_integer,
     require_seconds,
@@ -91,8 +91,8 @@ def search_schedule(
         max_evaluations: The largest number of evaluated orders. If they end before `time_limit`,
             the result depends on `seed` alone. By default there is no limit.
         seed: The random seed.
-        initial_schedules: Schedules to start from, in addition to the built-in schedules. Their
-            backwards are split or joined as `split_backward` demands.
+        initial_schedules: Schedule functions or programs to start from, in addition to the built-in
+            schedules. Their backwards are split or joined as `split_backward` demands.
         prove: "closed" computes the bound from formulas. "solver" searches for three tenths of the
             time, and then runs CP-SAT (`pip install 'schedir[solver]'`). CP-SAT proves small cases
             that the formulas leave open. Its result depends on time, not on `seed` alone.

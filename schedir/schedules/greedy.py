@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from operator import index
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ScheduleError, describe, require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import (
@@ -21,7 +22,6 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
-from schedir.retired_names import explain_wrong_calls
 
 _F, _B, _I, _W = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 

@@ -164,7 +164,7 @@ def _split_into_groups(P: int, m: int, group: int | None = None) -> tuple[int, .
         return tuple(m // count + (k < m % count) for k in range(count))
     if not P <= group <= m or 0 < m % group < P:
         raise ScheduleError(
-            f"groups of {group} do not divide {m} microbatches on {P} ranks: each group, and the "
-            f"rest, must have from {P} to {m} microbatches"
+            f"{m} microbatches on {P} ranks cannot be divided into groups of {group}: each group, "
+            f"also a smaller last one, must have from {P} to {m} microbatches"
         )
     return tuple(min(group, m - k) for k in range(0, m, group))

@@ -36,7 +36,7 @@ def one_f_one_b(r: int, P: int, m: int) -> RankSchedule:
     """Run 1F1B: a warmup of forwards, then one forward and one backward alternately.
 
     The bubble is (P-1)/m of ideal time, as for GPipe. Rank r has only min(P-r, m) activations in
-    flight. Each rank idles for (P-1)(F+B). In its active span, rank r idles for (P-1-r)(F+B) of it.
+    flight. Each rank idles for (P-1)(F+B). In its active span, rank r idles for (P-1-r)(F+B).
 
     Args:
         r: Rank, 0 to P - 1.

@@ -3,8 +3,8 @@
 A group is a `ProcessGroup`. None is a tensor-parallel size of 1, without communication.
 
 With sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2), each rank has 1/t
-of the tokens outside of the tensor-parallel layers. The tokens are the last dimension but one, and
-rank r has those from r * s / t on. An all-reduce then becomes a reduce-scatter where the tokens are
+of the tokens outside of the tensor-parallel layers. The tokens are the second to last dimension.
+Rank r has those from r * s / t on. An all-reduce then becomes a reduce-scatter where the tokens are
 divided, and an all-gather where they are needed on all ranks.
 """
 

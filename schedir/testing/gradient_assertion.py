@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ExecutionError, UsageError, describe
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_callable, require_loss
 from schedir.testing.gradient_comparison import GradientDump, compare_gradients
 from schedir.testing.unpipelined_model import (
@@ -232,7 +232,8 @@ def _run_processes(
                 pickle.dumps(value)
             except Exception:
                 raise UsageError(
-                    f"{subject} cannot be pickled, and processes with start_method 'spawn' need it",
+                    f"{subject} cannot be pickled, but start_method 'spawn' must pickle it for the "
+                    "processes",
                     hint="use functions and classes that are defined at the top level of a module",
                 ) from None
     context = multiprocessing.get_context(start_method)

@@ -8,11 +8,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from schedir.analysis.progress_models import MODELS, ProgressModel
+from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.compile import compile
 from schedir.errors import SchedirError, UsageError, describe, require_type
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.retired_names import explain_wrong_calls
 from schedir.schedules.schedule_algebra import Schedule, get_schedule_name
 from schedir.testing.strategies import shapes_for
 from schedir.verify.check import check

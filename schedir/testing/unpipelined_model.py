@@ -204,7 +204,7 @@ def split_batch(batch: Batch, microbatches: int | None, loss_fn: LossFunction) -
             raise UsageError(
                 f"microbatches must be an integer, 1 or more, not {describe(microbatches)}",
                 fields=["microbatches"],
-                hint="only a batch that is a list of microbatches needs no number",
+                hint="microbatches can be left out only if batch is a list of microbatches",
             )
         leaves, shape = tree_flatten(batch)
         split_leaves = [_split_leaf(leaf, microbatches) for leaf in leaves]

@@ -13,11 +13,11 @@ from torch.distributed.pipelining.schedules import REDUCE_GRAD
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.evaluation_program import evaluation_program
 from schedir.errors import ExecutionError, UsageError, describe, require_bool
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.checkpoint_state import CheckpointState
 from schedir.schedules.schedule_algebra import Schedule as Words
 from schedir.torch_pipelining import actions, gradients, program_selection

@@ -45,7 +45,8 @@ class RunIdentity:
 
     Args:
         name: The random name. "" if the checkpoint has no name.
-        settings: The settings as text, by "section.name", and the facts of the data.
+        settings: The settings as text, by "section.name", and `Corpus.facts`, which describe the
+            data.
         step: The step of the newest checkpoint, 0 if there is none.
     """
 
@@ -59,7 +60,7 @@ class RunIdentity:
 
         Args:
             config: The configuration of the run.
-            data: The facts of its `Corpus`.
+            data: `Corpus.facts` of the run.
 
         Raises:
             UsageError: The data or a fixed setting differs from that of the run.

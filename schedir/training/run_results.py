@@ -20,7 +20,7 @@ from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.errors import UsageError
 from schedir.io.directory_lock import DirectoryLock, LockHeldError
 from schedir.io.files import atomic_write, describe_os_error, open_regular_file, require_path
-from schedir.io.terminal import format_json
+from schedir.io.terminal_output import format_json
 from schedir.io.timeline_file import save_timeline
 from schedir.ir.program import Program
 from schedir.predict.calibrate import compute_unexplained_share
@@ -83,9 +83,10 @@ class LossLog:
     def begin(self, start_step: int = 0) -> None:
         """Create the result files of this run, or continue them.
 
-        This removes the results of an earlier run, which `claim_directories` has allowed, and this
-        run's own lines of later steps. A new run removes all checkpoints in its checkpoint
-        directory, too. Call this when it is certain that a step follows.
+        This removes the results of an earlier run; `claim_directories` has verified that this is
+        allowed. A resumed run keeps its own lines of `loss.csv` and `evaluation.csv` up to
+        `start_step`. A new run also removes all checkpoints in its checkpoint directory. Call this
+        only when it is certain that a step follows.
 
         Args:
             start_step: The number of complete steps. 0 begins a new run.
@@ -188,7 +189,7 @@ def read_loss_lines(path: Path, step: int) -> list[str]:
         The lines without the header.
 
     Raises:
-        UsageError: The file has steps up to this one, but not this one.
+        UsageError: The file has lines of earlier steps, but none of this step.
     """
     kept = _read_lines_until(path, step)
     if kept and (had := kept[-1].partition(",")[0]) != str(step):

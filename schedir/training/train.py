@@ -16,7 +16,7 @@ from schedir.errors import ExecutionError, NonFiniteError, SchedirError, UsageEr
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.io.black_box import ProcessPhase
 from schedir.io.files import describe_os_error
-from schedir.io.terminal import format_error
+from schedir.io.terminal_output import format_error
 from schedir.ir.cost.number_parsing import parse_integer
 from schedir.ir.cost.zero_states import zero_model_states
 from schedir.ir.input_trust import format_trust_options

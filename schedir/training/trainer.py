@@ -43,7 +43,7 @@ from schedir.training.processes.startup_consistency import collect_config_facts,
 from schedir.training.processes.watchdog import Watchdog
 from schedir.training.run_results import LossLog, RunResult
 from schedir.training.stage_factory import ProgramStages, StageBoundaries
-from schedir.training.step_loop import IssuedStep, StepLoop
+from schedir.training.step_queue import IssuedStep, StepQueue
 from schedir.transports.json_collectives import gather
 from schedir.transports.registry import choose_transport
 from schedir.transports.transport import describe_peer_exit, is_caused_by_peer
@@ -162,7 +162,7 @@ class _Trainer:
             self.evaluation = Evaluation(
                 config, corpus.held_out_batches, self.executor, self.transport
             )
-        self.step_loop = StepLoop(
+        self.step_queue = StepQueue(
             self.executor,
             self.transport,
             microbatch_size=self.microbatch_size,
@@ -184,7 +184,7 @@ class _Trainer:
         start_step = self.checkpoints.resume()
         if start_step >= train.steps:
             return self._finish_completed_run(start_step)
-        self.step_loop.last_issued_step = start_step
+        self.step_queue.last_issued_step = start_step
         if self.losses is not None:  # It is certain here that a step follows.
             self.losses.begin(start_step)
         prefetch = Prefetch(
@@ -216,20 +216,21 @@ class _Trainer:
                 enter(ProcessPhase.STEP, step + 1)
                 if self.config.output.memory and step == min(start_step + 1, train.steps - 1):
                     with LiveMemory(self.executor) as live_memory:
-                        self.step_loop.issue(batch, rate, began)
+                        self.step_queue.issue(batch, rate, began)
                     self.counted_memory = self._gather_counted_memory(live_memory.peak_bytes)
                 else:
-                    self.step_loop.issue(batch, rate, began)
+                    self.step_queue.issue(batch, rate, began)
                 enter(ProcessPhase.REPORT, step + 1)
                 if step == start_step:
                     self.allocation_count = count_allocations(self.device)
-                # The first step connects and warms up, so its time must not count for the second.
-                # The numbers of a step are checked before it is saved.
-                late = self.step_loop.can_read_late and step > start_step and not (logs or saves)
+                # The numbers of a step may be read after the next step has been issued. Those of
+                # the first step are read at once: it connects and warms up, and its time must not
+                # count for the second. Those of a step that is reported or saved are read before.
+                late = self.step_queue.can_read_late and step > start_step and not (logs or saves)
                 self._read_steps(int(late))
                 if self.unreported_steps and (logs or saves or self.checkpoints.pending_step):
                     result = self._report(
-                        self.step_loop.last_issued_step - len(self.step_loop.pending_steps)
+                        self.step_queue.last_issued_step - len(self.step_queue.pending_steps)
                     )
                 self.checkpoints.write()
                 if self.evaluation is not None and self.evaluation.is_due(step + 1):
@@ -377,16 +378,16 @@ class _Trainer:
 
         Raises NonFiniteError if a step ends the run, after a report of the steps before it.
         """
-        while len(self.step_loop.pending_steps) > remaining:
-            step = self.step_loop.read_oldest_step()
+        while len(self.step_queue.pending_steps) > remaining:
+            step = self.step_queue.read_oldest_step()
             if step is not None:
                 self.unreported_steps.append(step)
                 continue
             if self.unreported_steps:
                 self.executor.record_timestamps = False
-                self._report(self.step_loop.last_issued_step - 1)
-            self.checkpoints.handle_failed_step(self.step_loop.last_issued_step)
-            raise self.step_loop.diagnose_failure()
+                self._report(self.step_queue.last_issued_step - 1)
+            self.checkpoints.handle_failed_step(self.step_queue.last_issued_step)
+            raise self.step_queue.diagnose_failure()
 
     def _report(self, step: int) -> RunResult | None:
         """Gather the losses and times of the unreported steps on rank 0, which prints them.

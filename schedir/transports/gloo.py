@@ -232,7 +232,20 @@ class ProcessTransport:
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """See `Transport.allocate_buffers`."""
+        """Allocate the memory that messages are received in.
+
+        Args:
+            buffer_sizes: The bytes of each slot, by kind (`schedir.ir.isa.instructions.Value`):
+                `{Value.ACT_IN: [4096, 4096]}`.
+            device: The device of the memory.
+            programs: The programs that will run.
+
+        Returns:
+            A flat uint8 tensor for each slot, by kind and number: `(Value.ACT_IN, 0)`.
+
+        Raises:
+            ModelError: The transport was not created for one of the programs.
+        """
         self.require_supported(programs)
         return allocate_buffers(buffer_sizes, device)
 

@@ -543,11 +543,22 @@ class SharedMemoryTransport(ProcessTransport):
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """See `Transport.allocate_buffers`. The memory is shared with the neighbours.
+        """Allocate the memory that messages are received in, and share it with the neighbours.
+
+        All processes call this once for each executor. It may block.
+
+        Args:
+            buffer_sizes: The bytes of each slot, by kind (`schedir.ir.isa.instructions.Value`):
+                `{Value.ACT_IN: [4096, 4096]}`.
+            device: The device of the memory, which must be a CPU.
+            programs: The programs that will run.
+
+        Returns:
+            A flat uint8 tensor for each slot, by kind and number: `(Value.ACT_IN, 0)`.
 
         Raises:
-            ModelError: A process has not enough memory, or cannot connect to a neighbour. Also see
-                `Transport.allocate_buffers`.
+            ModelError: A process has not enough memory, or cannot connect to a neighbour. Or the
+                transport was not created for one of the programs.
         """
         self.require_supported(programs)
         self.ended_steps = 0  # The counters in new memory begin at 0, too.
@@ -642,7 +653,11 @@ class SharedMemoryTransport(ProcessTransport):
         return view.view(tensor.dtype).view(tensor.shape)
 
     def on_step_begin(self, program: int) -> None:
-        """See `Transport.on_step_begin`. Each program has its own order of messages."""
+        """Begin a step. Each program has its own order of messages.
+
+        Args:
+            program: The number of the program among those of `allocate_buffers`, from 0.
+        """
         for messages in self.outgoing.values():
             messages.begin_step(program)
 
@@ -687,7 +702,7 @@ class SharedMemoryTransport(ProcessTransport):
         self.close_connections()
 
     def on_step_end(self) -> None:
-        """See `Transport.on_step_end`. The neighbours may then overwrite the slots."""
+        """End a step. The neighbours may then overwrite the slots of messages to this rank."""
         self.ended_steps += 1
         if self.segment is not None:
             self.segment.counters[0] = self.ended_steps

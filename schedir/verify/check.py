@@ -16,6 +16,7 @@ from schedir.analysis.eager_limit import describe_eager_limit, find_min_eager_li
 from schedir.analysis.lazy_communicators import find_first_use_error
 from schedir.analysis.memory.buffer_slots import count_min_slots, find_host_values, number_groups
 from schedir.analysis.progress_models import MODELS, ProgressModel, require_model
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import (
     ChannelMismatchError,
     CompletenessError,
@@ -50,7 +51,6 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import HOST_SLOT_VALUES, Program, Proof
 from schedir.passes.splitting.frozen_stages import drop_frozen_backwards
-from schedir.retired_names import explain_wrong_calls
 from schedir.verify.completeness import require_complete, require_givers
 
 # ---------------------------------------------------------------- segments of a sequence

@@ -81,14 +81,14 @@ class Inspector:
             self.refuse(fact(at), self.make_site(at))
 
     def is_present(self, op: Opcode) -> NDArray[np.bool_]:
-        """Return a mask of the keys that have an instruction `op`.
+        """Return, for each key of an opcode, whether the program has its instruction.
 
         Args:
             op: The opcode.
 
         Returns:
-            A mask with one entry per key of the opcode (`InstructionIndex.key`). The key is `stage
-            * microbatches + mb`, a stage or a rank, as the scope of the opcode has it.
+            A mask with one entry per key of the opcode. `InstructionIndex` defines the keys of
+            opcodes per microbatch, stage, rank and occurrence.
         """
         table = self.index.position_by_key.get(op)
         if table is None:
@@ -126,7 +126,7 @@ class Inspector:
             key: Its key, `stage * microbatches + mb`.
             reason: Text that follows the message.
             *sites: Other instructions that the error shows.
-            hint: The correct state.
+            hint: The correct state of the program.
 
         Raises:
             CompletenessError: Always.

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import PipelineStage
 
+from schedir.models import huggingface
+
 ROOT = Path(__file__).parents[2]
 RANKS, LAYERS, MICROBATCHES, SIZE, CONTEXT, WORDS = 4, 8, 8, 2, 12, 96
 TIED = {
@@ -121,21 +123,55 @@ class WithPositions(nn.Module):
         return x if self.head is None else self.head(x)
 
 
-@cache
-def in_example(name: str, file: str = "torch_drop_in.py") -> Any:
-    """A function or class of an example."""
-    return runpy.run_path(str(ROOT / "examples" / file))[name]
+class FiveTensors(nn.Module):
+    """Some of Llama's layers; five tensors pass to the next stage, and only one has a gradient.
+
+    The others are a mask, positions, which are integers, and two rotary tables.
+    """
+
+    def __init__(self, model: Any, number: int, stages: int) -> None:
+        super().__init__()
+        inner, each = model.model, len(model.model.layers) // stages
+        self.config = model.config
+        self.layers = inner.layers[number * each : (number + 1) * each]
+        self.first, self.last = number == 0, number == stages - 1
+        if self.first:
+            self.embedding, self.rotary = inner.embed_tokens, inner.rotary_emb
+        if self.last:
+            self.norm, self.head = inner.norm, model.lm_head
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        places: Tensor | None = None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Tokens, or what the stage before gives, to what the next takes or logits."""
+        from transformers.masking_utils import create_causal_mask
+
+        if self.first:
+            places = torch.arange(x.shape[1], device=x.device).repeat(len(x), 1)
+            x = self.embedding(x)
+            cos, sin = self.rotary(x, places)
+            mask = create_causal_mask(self.config, x, None, None, position_ids=places)
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, position_ids=places, position_embeddings=(cos, sin))
+        return self.head(self.norm(x)) if self.last else (x, mask, places, cos, sin)
 
 
 @cache
+def in_example(name: str) -> Any:
+    """A function of the example."""
+    return runpy.run_path(str(ROOT / "examples/torch_drop_in.py"))[name]
+
+
 def stage_class(kind: str) -> Callable[[Any, int, int], nn.Module]:
-    """The stages of the examples, and one of our own."""
-    if kind == "keywords":
-        return WithPositions
-    made: Callable[..., nn.Module] = in_example(
-        "Stage", {"gpt2": "gpt2.py", "llama": "torch_drop_in.py"}[kind]
-    )
-    return made
+    """The function that makes a stage of a model."""
+    if kind == "gpt2":
+        return lambda model, number, stages: huggingface.cut(model, stages)[number]
+    return WithPositions if kind == "keywords" else FiveTensors
 
 
 @cache

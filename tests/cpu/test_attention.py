@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from schedir.errors import UsageError
 from schedir.models.attention import attention, build_block_mask, build_window_mask
-from schedir.models.attention_tiles import compute_device_tiles
+from schedir.models.window_config import compute_device_tiles
 from schedir.predict.window_tiles import Axis
 
 torch.set_num_threads(1)

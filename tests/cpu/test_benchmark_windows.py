@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import kernels
-from schedir.models.attention_tiles import compute_device_tiles
+from schedir.models.window_config import compute_device_tiles
 
 
 def test_each_window_that_is_shorter_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from schedir.runtime.recording.allocator_growth import count_allocations
 from schedir.training import trainer
-from schedir.training.step_loop import StepLoop
+from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
 from tests.cpu.training import ALONE
 
@@ -24,14 +24,14 @@ def test_a_run_says_so_once(
     grows: int,
 ) -> None:
     """Of a GPU that is not there, whose memory grows in a step."""
-    step, issue = 0, StepLoop.issue
+    step, issue = 0, StepQueue.issue
 
-    def issued(self: StepLoop, *given: Any) -> None:
+    def issued(self: StepQueue, *given: Any) -> None:
         nonlocal step
         issue(self, *given)
         step += 1
 
-    monkeypatch.setattr(StepLoop, "issue", issued)
+    monkeypatch.setattr(StepQueue, "issue", issued)
     monkeypatch.setattr(trainer, "count_allocations", lambda device: 7 + (step >= grows))
     sets = [*ALONE, "train.log_every=2", f'output.dir="{tmp_path}"']
     assert run(config, sets) == 0

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from schedir import compile, to_text
 from schedir.errors import DeadlockError, ModelError, UsageError
-from schedir.io.terminal import format_error
+from schedir.io.terminal_output import format_error
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt_config
 from schedir.schedules import gpipe

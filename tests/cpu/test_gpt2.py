@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, cut by hand: the example on processes, and beside the whole model."""
+"""Hugging Face's GPT-2, cut into stages: the example on processes, and beside the whole model."""
 
 import runpy
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 
 import schedir
 from schedir import PipelineShape
+from schedir.models.huggingface import cut
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
@@ -53,7 +54,7 @@ def test_gradients_of_the_whole_model(schedule: str, shape: PipelineShape) -> No
         expected += loss.detach() * 10
     plain = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    stages = [example["Stage"](model, number) for number in range(4)]
+    stages: list[Any] = [*cut(model, 4)]
     if schedule.startswith("zb"):
         stages = [make_backward_splittable(stage) for stage in stages]
     ties = schedir.find_tied_weights(stages)

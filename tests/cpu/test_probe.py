@@ -18,7 +18,7 @@ from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.shared_queues import SharedQueueGraph
 from schedir.errors import ModelError
-from schedir.io.terminal import format_error
+from schedir.io.terminal_output import format_error
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import schedir
 from schedir import PipelineShape
 from schedir.errors import ModelError, ProgramSequenceError, SchedirError
-from schedir.io.terminal import format_error
+from schedir.io.terminal_output import format_error
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
@@ -254,6 +254,8 @@ def refused() -> list[Exception]:
     ranks = ranks_of(program, stages, extra_programs=[looks, part], optimizer=None)
     inputs, targets, _ = batch(4)
     tried(lambda: ranks.step(inputs, targets, program=looks))
+    alone = ranks_of(program, stages, optimizer=None)
+    tried(lambda: alone.evaluate(inputs, targets))
     tried(lambda: ranks.evaluate(inputs[:2], targets[:2], program=part))
     return found
 

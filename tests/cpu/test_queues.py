@@ -12,7 +12,7 @@ import torch
 
 from schedir import compile
 from schedir.errors import ModelError
-from schedir.io.terminal import format_error
+from schedir.io.terminal_output import format_error
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime import nccl_transport

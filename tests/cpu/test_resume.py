@@ -15,7 +15,7 @@ from schedir.training.config.run_config import Config, OutputConfig
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.resume_checks import RUN_FILE
 from schedir.training.run_results import claim_directories
-from schedir.training.step_loop import StepLoop
+from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
 from tests.cpu import training
 from tests.cpu.training import ROOT, TORCHRUN, Run, forked, launched, wait_until
@@ -53,15 +53,15 @@ def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     """Runs that end within a step, without a word."""
 
     def breaks(at: int, *more: str, folder: Path = tmp_path) -> Path:
-        issue = StepLoop.issue
+        issue = StepQueue.issue
 
-        def issues(self: StepLoop, *given: object) -> None:
+        def issues(self: StepQueue, *given: object) -> None:
             if self.last_issued_step + 1 == at:
                 raise KeyboardInterrupt
             issue(self, *given)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(StepLoop, "issue", issues)
+            patch.setattr(StepQueue, "issue", issues)
             assert run(config, [*ALONE, *words(folder, *more)]) == 130
         return folder
 
@@ -146,11 +146,11 @@ def test_a_step_that_is_not_finite_is_not_saved(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is judged before, though that may be a step late."""
-    settle = StepLoop._should_stop
+    settle = StepQueue._should_stop
     monkeypatch.setattr(
-        StepLoop, "_should_stop", lambda self, n: settle(self, n) or self.last_issued_step >= 4
+        StepQueue, "_should_stop", lambda self, n: settle(self, n) or self.last_issued_step >= 4
     )
-    monkeypatch.setattr(StepLoop, "diagnose_failure", lambda self: ExecutionError("not finite"))
+    monkeypatch.setattr(StepQueue, "diagnose_failure", lambda self: ExecutionError("not finite"))
     assert run(config, [*ALONE, *words(tmp_path)]) == 1
     assert steps(tmp_path) == [2]
 
@@ -346,9 +346,9 @@ import os
 import signal
 
 from schedir.schedules import one_f_one_b as mine
-from schedir.training import step_loop
+from schedir.training import step_queue
 
-issue = step_loop.StepLoop.issue
+issue = step_queue.StepQueue.issue
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -359,7 +359,7 @@ def issues(self, *given):
     issue(self, *given)
 
 
-step_loop.StepLoop.issue = issues
+step_queue.StepQueue.issue = issues
 """
 
 

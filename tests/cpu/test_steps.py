@@ -22,14 +22,14 @@ from schedir.models import gpt
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters.mixed_precision import LossScale, step_if_finite, unwrap_optimizer
 from schedir.runtime.program_runner import ProgramRunner
-from schedir.training import step_loop, trainer
+from schedir.training import step_queue, trainer
 from schedir.training.batches.text_batches import Corpus
 from schedir.training.config.config_file import read_config
 from schedir.training.config.run_config import Config
 from schedir.training.optimizer import build_optimizer
 from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog
-from schedir.training.step_loop import StepLoop
+from schedir.training.step_queue import StepQueue
 from schedir.training.train import build_program, run
 from schedir.training.trainer import _Trainer
 from tests.cases import pairs
@@ -88,19 +88,19 @@ def outcome(
     """Of a run with its numbers read late or at once: exit code, loss.csv, what was learned, and
     how many steps it was late."""
     trainers, begin, lates = [], _Trainer.__init__, list[int]()
-    settle = StepLoop.read_oldest_step
+    settle = StepQueue.read_oldest_step
 
     def init(self: _Trainer, *given: Any) -> None:
         begin(self, *given)
         trainers.append(self)
-        self.step_loop.can_read_late &= late
+        self.step_queue.can_read_late &= late
 
-    def counted(self: StepLoop) -> Any:
+    def counted(self: StepQueue) -> Any:
         lates.append(len(self.pending_steps) - 1)
         return settle(self)
 
     patch.setattr(_Trainer, "__init__", init)
-    patch.setattr(StepLoop, "read_oldest_step", counted)
+    patch.setattr(StepQueue, "read_oldest_step", counted)
     code = run(config, [*ONE, *sets, f'output.dir="{folder}"'])
     return code, (folder / "loss.csv").read_bytes(), learned(trainers[0]), sum(lates)
 
@@ -210,7 +210,7 @@ def _replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]
             spoilt(patch, infinite_loss, 0, *([3] if process else []), once=False)
             program = build_program(config)
             made = _Trainer(config, program, Corpus(config), None)
-            made.step_loop.can_read_late &= late
+            made.step_queue.can_read_late &= late
             own = RunMember(config.output.dir, ProcessLayout.from_program(program), process)
             dog = Watchdog(own, config.train.timeout)
             with pytest.raises(NonFiniteError) as error, dog:
@@ -272,7 +272,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
         method = getattr(home, name)
 
         def inside(self: Any, *given: Any) -> Any:
-            steps = self if isinstance(self, StepLoop) else self.step_loop
+            steps = self if isinstance(self, StepQueue) else self.step_queue
             if (
                 not 1 <= steps.last_issued_step - (name == "issue") < 5
             ):  # the first one, and one reported
@@ -283,7 +283,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
 
         monkeypatch.setattr(home, name, inside)
 
-    methods = ((StepLoop, "issue"), (StepLoop, "read_oldest_step"), (_Trainer, "_take_batch"))
+    methods = ((StepQueue, "issue"), (StepQueue, "read_oldest_step"), (_Trainer, "_take_batch"))
     for home, name in methods:
         guarded(home, name)
     # As on a GPU, where no other one is used.
@@ -391,7 +391,7 @@ def test_the_time_of_a_step_has_its_wait_for_data(
     lasts(_Trainer, "_take_batch", 5.0)
     lasts(Executor, "step", 1.0)
     lasts(_Trainer, "_report", 100.0)
-    for module in (trainer, step_loop):
+    for module in (trainer, step_queue):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     sets = [*ONE, "output.record=false", f"train.log_every={every}", f'output.dir="{tmp_path}"']
     assert run(config, sets) == 0

@@ -24,7 +24,7 @@ from schedir.schedules import one_f_one_b
 from schedir.training.batches.prefetch import Prefetch
 from schedir.training.batches.samples import Batches
 from schedir.training.processes.watchdog import make_stall_error
-from schedir.training.step_loop import StepLoop
+from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 from tests.cpu.training import ALONE, CONFIG, alone, losses
@@ -110,15 +110,15 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
     text.write_text("the quick brown fox jumps over the lazy dog " * 40)
     config = tmp_path / "run.toml"
     config.write_text(CONFIG.format(text=text))
-    issue = StepLoop.issue
+    issue = StepQueue.issue
 
-    def guarded(self: StepLoop, *given: Any) -> None:
+    def guarded(self: StepQueue, *given: Any) -> None:
         if self.last_issued_step < 2:
             return issue(self, *given)
         with no_wait():
             return issue(self, *given)
 
-    monkeypatch.setattr(StepLoop, "issue", guarded)
+    monkeypatch.setattr(StepQueue, "issue", guarded)
     sets = ["train.log_every=100", "output.record=false", f"train.precision={precision}"]
     cuda = [*ALONE, *sets, "train.device=cuda", f'output.dir="{tmp_path / "gpu"}"']
     assert run(str(config), cuda) == 0

@@ -29,7 +29,7 @@ def numbers(name: str) -> st.SearchStrategy[float]:
 
 
 _LEFT_OUT = (
-    "host_bandwidth", "host_memory", "disk_bandwidth", "peak", "num_sms", "processors",
+    "host_bandwidth", "host_memory", "disk_bandwidth", "peak", "fp8_peak", "num_sms", "processors",
     "network_latency", "calibrated_gpus",
 )  # fmt: skip
 
@@ -43,6 +43,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
         if f.name not in _LEFT_OUT or draw(st.booleans())
     }
     said["peak"] = max(said.get("peak", 0), said["flops"])
+    if "fp8_peak" in said:
+        said["fp8_peak"] = max(said["fp8_peak"], said["peak"])
     said["gpus_per_node"] = min(said["gpus_per_node"], MAX_GPUS // int(said["nodes"]))
     return Cluster(**said)  # type: ignore[arg-type]
 
@@ -77,6 +79,12 @@ def test_what_cannot_be_written_leaves_what_is_there(tmp_path: Path) -> None:
     a_dict: Any = {"nodes": 1}
     with pytest.raises(UsageError, match="load_cluster"):
         save_cluster(a_dict, path)
+
+
+def test_the_name_of_a_preset_is_no_file() -> None:
+    with pytest.raises(UsageError, match="cannot read a100") as caught:
+        load_cluster("a100")
+    assert caught.value.hint == "schedir.planner.cluster_preset('a100') returns a cluster by name"
 
 
 def here(**more: Any) -> Cluster:

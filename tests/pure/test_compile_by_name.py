@@ -15,7 +15,7 @@ import schedir
 from schedir import EMPTY, B, F, PipelineShape, schedules
 from schedir.__main__ import main
 from schedir.errors import SchedirError, UsageError
-from schedir.io.command_line import option_words
+from schedir.io.option_spelling import option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.schedules import get_built_in_schedules

@@ -198,9 +198,9 @@ def test_of_many_ranks_who_matters_is_told(tmp_path: Path) -> None:
 
 
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no file whose name ends in a rank" in run_refused_command(
-        capsys, "diagnose", str(tmp_path)
-    )
+    refusal = run_refused_command(capsys, "diagnose", str(tmp_path))
+    assert "no file whose name ends in a rank" in refusal
+    assert "a run of schedir train that ended well has no black boxes" in refusal
     _stage(tmp_path, "late, program")
     assert "do not match gpipe" in run_refused_command(
         capsys, "diagnose", str(tmp_path), "--program", "gpipe", "--microbatches", "6"

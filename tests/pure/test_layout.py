@@ -24,6 +24,7 @@ SOURCE = ROOT / "schedir"
 LAYERS = (
     {"errors"},
     {"extras", "retired_names"},
+    {"call_errors"},
     {"ir"},
     {"schedules", "analysis"},
     {"passes"},
@@ -203,6 +204,7 @@ def test_top_level_modules() -> None:
     assert files == {
         "__init__",
         "__main__",
+        "call_errors",
         "errors",
         "extras",
         "retired_names",

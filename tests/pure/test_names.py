@@ -52,6 +52,7 @@ GOOD_NAMES = {
 GOOD_MEMBERS = {
     "after": "the state of a value after a `Change`",
     "before": "the state of a value before a `Change`",
+    "cut": "a verb: cut a model into stages",
     "ends": "where the documents of a stream of tokens end",
     "fill": "a verb: fill a slot",
     "finite": "a flag of a private record",

@@ -30,7 +30,7 @@ from schedir.planner.config_export import plan_program
 from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.plan_columns import simulation_only_error
-from schedir.planner.transformer.stage_bytes import compute_sizes
+from schedir.planner.transformer.stage_sizes import compute_sizes
 from schedir.predict.activation_bytes import Recompute
 from tests.commands import run_command, run_refused_command
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from schedir import planner
+from schedir import Cluster, planner
 from schedir.errors import UsageError
 from schedir.planner import ParallelPlan, TransformerSpec
 from schedir.planner.transformer.layer_division import divide_layers
@@ -94,3 +94,43 @@ def test_an_unknown_stack() -> None:
     with pytest.raises(UsageError) as caught:
         planner.stack_preset("megatorn")
     assert caught.value.hint == "did you mean 'megatron'?"
+
+
+def test_fp8_makes_only_products_with_weights_faster() -> None:
+    """Attention, memory passes and collectives take as long as before."""
+    fp8, plain = planner.stack_preset("megatron-fp8").constants, planner.SoftwareConstants()
+    cluster, plan = planner.cluster_preset("h100"), ParallelPlan(tp=8, attention="flash")
+    plan = replace(plan, sequence_parallel=True, microbatch_size=4)
+    for part in (planner.layer_time, planner.head_time, planner.embedding_time):
+        fast, slow = (part(MODEL, cluster, plan, each) for each in (fp8, plain))
+        assert fast.layer_collectives.F == slow.layer_collectives.F
+        if part is planner.layer_time:
+            assert slow.compute.F / 1.6 < fast.compute.F < slow.compute.F
+        else:
+            assert fast == slow
+
+
+@pytest.mark.parametrize(
+    ("cluster", "speedup", "message"),
+    [
+        (planner.cluster_preset("a100"), 1.6, "fp8_speedup 1.6 needs GPUs that compute in FP8"),
+        (planner.cluster_preset("h100"), 2.1, "is more than fp8_peak / peak of the cluster, 2"),
+    ],
+)
+def test_fp8_needs_a_gpu_that_has_it(cluster: Cluster, speedup: float, message: str) -> None:
+    constants = planner.SoftwareConstants(fp8_speedup=speedup)
+    with pytest.raises(UsageError, match=message):
+        planner.estimate_step(MODEL, cluster, ParallelPlan(dp=8), constants=constants)
+    with pytest.raises(UsageError, match=message):
+        planner.plan(MODEL, cluster, 64, constants=constants, exact=False)
+
+
+def test_no_plan_has_a_stage_without_weights() -> None:
+    """nanotron's division leaves stages of 16 layers on 16 ranks without a layer."""
+    assert 0 in divide_layers(MODEL, 16, "compute")[:-1]
+    cluster = planner.cluster_preset("h100-efa", nodes=2)
+    sizes = [
+        {*planner.all_plans(MODEL, cluster, 64, **options).plans.pp.tolist()}
+        for options in (NANOTRON.options, {})
+    ]
+    assert sizes == [{1, 2, 4, 8}, {1, 2, 4, 8, 16}]

@@ -99,7 +99,7 @@ def test_a_file_says_its_pieces(path: str) -> None:
         with pytest.raises(ConfigError, match=word) as error:
             read_config(path, [sched(path, None), *sets])
         assert hint in error.value.hint
-    with pytest.raises(ConfigError, match="the first 3 segments are frozen"):
+    with pytest.raises(ConfigError, match="the first 3 segments of the program are not"):
         read_config(path, [sched(path, 3), "model.tied=false"])
 
 

@@ -17,7 +17,7 @@ from schedir import save_timeline, viz
 from schedir.__main__ import main
 from schedir.compiler.compile import compile, lower
 from schedir.errors import UsageError
-from schedir.io.terminal import color_lines
+from schedir.io.terminal_output import color_lines
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program

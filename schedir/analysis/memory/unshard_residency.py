@@ -86,8 +86,9 @@ def place_unshards(
 def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) -> Ints:
     """Return the first and the last use of each interval in which a stage stays unsharded.
 
-    Each use needs its stage unsharded. In each run, the stages of the run and of the next
-    `prefetch` runs are unsharded, the nearest first, and at most `max_unsharded` at once.
+    Such an interval is a stay. A run is a set of uses that need their stages unsharded at the same
+    time. During a run, its own stages are unsharded, and then those of the next `prefetch` runs,
+    the nearest first. At most `max_unsharded` stages are unsharded at once.
 
     The choice is Belady's: a stage is unsharded when it must be, and the stage with the farthest
     next use is resharded. No policy makes fewer stays, by an exchange argument. Suppose another
@@ -100,7 +101,8 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
 
     The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When it must
     begin, all but `max_unsharded` - 1 of the earlier stays have ended. An earlier stay of the same
-    stage is among these. It ends no later, because the stage that took its place is used after it.
+    stage is among these. This earlier stay has also ended when the k-th stay can begin, because
+    the stage that took its place is used after its end.
 
     Args:
         run: The number of the run of each use, ascending, shape (uses,). A run has at most

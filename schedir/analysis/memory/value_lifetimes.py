@@ -46,8 +46,8 @@ def compute_value_lifetimes(
 ) -> ValueLifetimes:
     """Return the changes of the memory of one kind of value on a tier.
 
-    A value that changes its form and stays on the tier does so at the start of the change if it
-    grows, and at its end otherwise.
+    If a value changes its form and stays on the tier, its bytes change at the start of the
+    instruction if the value grows, and at its end otherwise.
 
     Args:
         program: The program.
@@ -240,7 +240,10 @@ def _has_neighbors(
     begin: NDArray[np.int32], end: NDArray[np.int32], here: NDArray[np.bool_],
     made: NDArray[np.bool_], over: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
-    """Return masks of the states with a previous, and with a next, state of the value here."""
+    """Return masks of the states whose value is on the tier in its previous and in its next state.
+
+    `here` is the mask of the states that are on the tier.
+    """
     before, after = np.zeros_like(here), np.zeros_like(here)
     goes_on = np.flatnonzero(~over & np.isin(end, begin))
     following = np.searchsorted(begin, end[goes_on])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedir.commands.common.plan_report import format_seconds
 from schedir.errors import ConfigError, SchedirError, format_bytes
 from schedir.io.files import read_text
-from schedir.io.terminal import format_table
+from schedir.io.terminal_output import format_table
 from schedir.ir.cost.number_parsing import parse_decimal
 from schedir.ir.cost.sizes import parse_bytes
 

@@ -107,7 +107,7 @@ def format_text_chart(timeline: Timeline, line_prefix: str = "") -> str:
     """
     from shutil import get_terminal_size
 
-    from schedir.io.terminal import color_lines
+    from schedir.io.terminal_output import color_lines
     from schedir.viz.terminal_chart import text_chart
 
     lines = text_chart(timeline, get_terminal_size().columns - len(line_prefix))

@@ -15,7 +15,7 @@ from schedir.errors import (
     SchedirError,
     UsageError,
 )
-from schedir.io.terminal import format_json, join_words
+from schedir.io.terminal_output import format_json, join_words
 
 if TYPE_CHECKING:
     from schedir.analysis.progress_models import ProgressModel

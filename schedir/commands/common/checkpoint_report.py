@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.checkpoints.manifest import Manifest, TensorMeta
 from schedir.errors import CheckpointError, format_bytes
-from schedir.io.terminal import format_table
+from schedir.io.terminal_output import format_table
 
 _GROUP_NAMES: Final = {
     "weights": "weights", "main": "float32 copies", "optimizer": "optimizer", "buffers": "buffers",

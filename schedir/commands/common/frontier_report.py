@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from schedir.commands.common.progress_bar import show_progress
 from schedir.errors import UsageError, format_bytes
 from schedir.io.files import require_writable
-from schedir.io.terminal import format_json, format_table
+from schedir.io.terminal_output import format_json, format_table
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.possible_saving import compute_saving, format_percent
 from schedir.schedule_search.search_results import describe_numba

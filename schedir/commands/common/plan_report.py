@@ -8,7 +8,7 @@ from math import exp
 from typing import TYPE_CHECKING, Any, Final
 
 from schedir.errors import format_bytes
-from schedir.io.terminal import format_json, format_table, join_words
+from schedir.io.terminal_output import format_json, format_table, join_words
 from schedir.planner.calibration import INTERVAL_QUANTILE
 from schedir.planner.estimate.schedule_formulas import DEFAULT_SCHEDULES, SCHEDULE_FORMULAS
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown

@@ -15,8 +15,8 @@ from schedir.analysis.progress_models import MODELS
 from schedir.commands.common.program_options import PROGRAM_OPTIONS, add_program_options
 from schedir.errors import SchedirError, ShapeError, UsageError
 from schedir.io.cluster_file import load_cluster
-from schedir.io.command_line import FIELDS_WITH_FLAGS, option_name, option_words
 from schedir.io.files import read_text
+from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_name, option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.cost.cluster import Cluster
@@ -61,7 +61,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    group = parser.add_argument_group("compiling a schedule; a FILE.sched has its own shape")
+    group = parser.add_argument_group("compiling a schedule (a FILE.sched already has its shape)")
     _add_shape_flags(group)
     _fill_lowering_group(group, has_shape_options=True)
 
@@ -109,7 +109,7 @@ def _require_shape_option(name: str, text: str) -> None:
     """Raise an error for an option of the lowering, because `search` orders computes only."""
     if not PROGRAM_OPTIONS[name].is_shape_option:
         raise UsageError(
-            f"-O {name} is an option of the lowering, and search orders compute only",
+            f"-O {name} is an option of the lowering, but schedir search only orders computes",
             hint="schedir search ... -o found.sched, then schedir simulate found.sched --relower "
             f"-O {shlex.quote(text)}",
             fields=[name],
@@ -150,8 +150,9 @@ def _add_costs_option(group: argparse._ArgumentGroup, help: str) -> None:
 def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sizes", type=parse_sizes, metavar="SIZES",
-        help="bytes of values: activation=16MB,saved=1.2GB; saved=1GB:2GB per stage; "
-        "saved=1GB/2GB per microbatch",
+        help="bytes of values of a stage: activation=16MB,saved=1.2GB,model_states=20GB; "
+        "saved=1GB:2GB per stage; saved=1GB/2GB per microbatch. In compare and recommend, they are "
+        "of a rank, and are split evenly over its stages",
     )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",
@@ -332,7 +333,7 @@ def _read_cluster(path: str) -> Cluster:
     preset = get_preset_path(path)
     if preset is not None:
         raise UsageError(
-            f"--cluster {path}: {path} is a name of schedir plan, and this command reads a file",
+            f"--cluster {path}: this command needs a FILE.toml; only schedir plan takes a name",
             hint="schedir examples writes files: set nodes and gpus_per_node in "
             f"examples/clusters/{preset.name}, and give this FILE.toml",
             fields=["cluster"],

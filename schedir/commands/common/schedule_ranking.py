@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from schedir.commands.common.timeline_facts import suggest_page
 from schedir.errors import MemoryLimitError, SchedirError, UsageError, format_bytes
-from schedir.io.command_line import option_words
+from schedir.io.option_spelling import option_words
 from schedir.ir.isa.instructions import BACKWARD_INPUT
 from schedir.predict.calibrate import (
     MAX_PREDICTION_ERROR,
@@ -181,14 +181,15 @@ def rank_schedules(
 ) -> ScheduleRanking:
     """Simulate candidates, and rank those that fit by their time.
 
-    A candidate that is the same program as an earlier one is left out.  A forward-only one is, too.
+    The ranking leaves out a candidate with the same program as an earlier candidate, and a
+    candidate without backwards.
 
     Args:
-        candidates: Names and requests.
+        candidates: The name of each candidate, and its `Request`.
         find_excess: Returns the memory that a run needs, or None if the run fits.
         compute_objective: Returns the time by which runs are ranked; the span by default.
         full_backward_only: True leaves out candidates that split backwards.
-        named_sources: The sources that the user gave.  Only for these, duplicates are listed.
+        named_sources: The sources that the user gave.  The result lists duplicates only of these.
 
     Raises:
         UsageError: A request is invalid.  Other errors are listed in the result.

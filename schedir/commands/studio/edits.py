@@ -80,7 +80,10 @@ def move_instruction(request: Request, rank: int, index: int, before: int) -> Pr
     if not 0 <= rank < shown.shape.ranks or not (
         0 <= index < len(shown.streams[rank]) >= before >= 0
     ):
-        raise UsageError(f"rank {rank} has no instruction #{index} or no place #{before}")
+        raise UsageError(
+            f"cannot move instruction #{index} of rank {rank} to place #{before}: there is no such "
+            "rank, instruction or place"
+        )
     words = shown.streams[rank].words
     if not base.is_draft or words.view(WORD_DTYPE)["op"][index] not in COMPUTE_OPS:
         base = shown

@@ -20,7 +20,7 @@ from schedir.commands.common.schedule_options import (
     parse_sizes,
 )
 from schedir.errors import UsageError
-from schedir.io.command_line import option_name, option_words
+from schedir.io.option_spelling import option_name, option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.program import Program
@@ -86,7 +86,9 @@ class StudioState:
                 raise UsageError(f"{name} of a state has a wrong type", fields=[name])
         options = data.get("options", {})
         if not all(isinstance(text, str) for pair in options.items() for text in pair):
-            raise UsageError("the options of a state are texts", fields=["options"])
+            raise UsageError(
+                "options of a state must have strings as names and as values", fields=["options"]
+            )
         given = {name: text for name, text in options.items() if text.strip()}
         return cls(**data | {"options": given})
 

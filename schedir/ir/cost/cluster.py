@@ -9,6 +9,7 @@ from math import ceil, inf, log2
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import UsageError, describe, require_type
 from schedir.ir.cost.cluster_costs import fill_cluster_costs, fill_offload_costs
 from schedir.ir.cost.costs import Costs
@@ -17,7 +18,6 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.units import parse_cluster_field
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.process_mesh import make_process_mesh
-from schedir.retired_names import explain_wrong_calls
 
 Processes = NDArray[np.int64]
 # The processes of a group.  An integer n means the processes 0 to n - 1.
@@ -70,6 +70,8 @@ class Cluster:
         calibrated_gpus: The number of GPUs of the largest run of a calibration.
         peak: Floating-point operations per second of the data sheet. The model FLOPs utilization
             (MFU) is a share of it. The default is `flops`.
+        fp8_peak: Floating-point operations per second of the data sheet with numbers of 8 bits.
+            Without it, the GPU cannot train in FP8.
         num_sms: Number of multiprocessors of a GPU. The tiles of a matrix product are distributed
             over them. Without it, the work of a product is assumed to be divisible without limit.
         itemsize: Bytes of a number of the type that trains.
@@ -78,7 +80,7 @@ class Cluster:
 
     Raises:
         UsageError: A value is not a number, is not positive, or has a wrong unit. There are too
-            many GPUs, or `flops` is more than `peak`.
+            many GPUs, or `flops` is more than `peak`, or `peak` more than `fp8_peak`.
 
     Example:
         >>> from schedir import Cluster
@@ -107,6 +109,7 @@ class Cluster:
     jitter: float = 0.0
     kernel_us: float = 0.0
     peak: float | None = None
+    fp8_peak: float | None = None
     num_sms: int | None = None
     itemsize: int = 2
     processors: int | None = None
@@ -149,6 +152,11 @@ class Cluster:
             raise UsageError(
                 f"cluster: flops must be at most peak ({self.peak:g}), not {self.flops:g}: flops "
                 "is the reached part of the peak", fields=["flops", "peak"],
+            )  # fmt: skip
+        if self.fp8_peak is not None and self.fp8_peak < self.peak_flops:
+            raise UsageError(
+                f"cluster: fp8_peak must be at least peak ({self.peak_flops:g}), not "
+                f"{self.fp8_peak:g}", fields=["fp8_peak", "peak"],
             )  # fmt: skip
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import CostsError
 from schedir.ir.cost.cost_fields import COST_BY_OPCODE, CostFields
 from schedir.ir.cost.per_stage_values import (
@@ -30,7 +31,6 @@ from schedir.ir.isa.instructions import (
     Opcode,
     Scope,
 )
-from schedir.retired_names import explain_wrong_calls
 
 if TYPE_CHECKING:
     from schedir.ir.instruction_index import InstructionIndex
@@ -153,6 +153,9 @@ class Costs(CostFields):
             arrays = f.name not in _NOT_PER_MICROBATCH
             value = to_per_stage(f"cost {f.name}", value, CostsError, allow_arrays=arrays)
             object.__setattr__(self, f.name, value)
+
+    def __repr__(self) -> str:
+        return f"Costs({', '.join(f'{name}={cost!r}' for name, cost in self.specified.items())})"
 
     @property
     def specified(self) -> dict[str, Cost]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import UsageError
 from schedir.ir.cost.per_stage_values import (
     PerStage,
@@ -20,7 +21,6 @@ from schedir.ir.cost.per_stage_values import (
 )
 from schedir.ir.isa.instructions import FORMS, INSTRUCTIONS, TIERS, VALUES, Scope
 from schedir.ir.pipeline.stage_segments import EP_LETTERS, STAGE_END
-from schedir.retired_names import explain_wrong_calls
 
 if TYPE_CHECKING:
     from schedir.ir.pipeline.pipeline_shape import PipelineShape

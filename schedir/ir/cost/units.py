@@ -70,6 +70,7 @@ _UNIT_BY_FIELD: Final = {
     "calibrated_gpus": _Unit(parse_decimal, "16"),
     "kernel_us": _Unit(parse_decimal, "4", can_be_zero=True),
     "peak": _FLOPS_UNIT,
+    "fp8_peak": _FLOPS_UNIT,
     "num_sms": _Unit(parse_decimal, "108"),
     "itemsize": _Unit(parse_decimal, "2"),
     "processors": _Unit(parse_decimal, "16"),

@@ -518,8 +518,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.GRAD, _V.PARAMS),
         gives=(_V.HOST_GRAD,),
         doc=(
-            "Copies a stage's gradient to the host, when it is reduced and the host no longer "
-            "needs that of the update before."
+            "Copies a stage's gradient to the host, when this gradient is reduced and the host no "
+            "longer needs the gradient of the previous update."
         ),
         cost="offload_grads", host_sync_lanes=(_L.DP,),
         traffic=_make_state_traffic("host", "grads", placements="cpu_step"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ShapeError
 from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES, parse_integer
 from schedir.ir.input_trust import require_instruction_limit
@@ -31,7 +32,7 @@ from schedir.ir.pipeline.placement import (
     require_placement_rows,
     to_placement_rows,
 )
-from schedir.retired_names import explain_wrong_calls, raise_attribute_error
+from schedir.retired_names import raise_attribute_error
 
 # Limits of a shape.  An instruction has 16 bits for the stage and 32 bits for the microbatch.
 MAX_MICROBATCHES = 2**20

@@ -74,13 +74,13 @@ def to_placement_rows(placement: object) -> tuple[tuple[int, ...], ...]:
     """Return the rows of a placement that is given as numbers.
 
     Args:
-        placement: The rank of each stage, or several such rows.
+        placement: A row with the rank of each stage, or one such row for each stage replica.
 
     Returns:
-        The rows, also if there is only one.
+        The rows, as a tuple even if there is only one.
 
     Raises:
-        ShapeError: `placement` is neither.
+        ShapeError: `placement` is neither a row of integers nor several such rows.
     """
     try:
         outer = _to_list(placement)

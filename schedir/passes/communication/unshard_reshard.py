@@ -64,8 +64,7 @@ def insert_unshards(program: Program, options: Options) -> Program:
     if given_options and not _has_sharded_weights(program):
         (name, *_) = given_options
         raise UsageError(
-            f"{name} is {given_options[name]}, but with zero {program.zero} weights are not "
-            "sharded",
+            f"{name} is {given_options[name]}, but zero={program.zero} does not shard weights",
             hint=f"zero={SHARDED_FROM_LEVEL['params']}, or leave {name} out",
             fields=[name, "zero"],
         )
@@ -196,8 +195,8 @@ PASSES = (
             "unsharded_stages": "with zero 3: number of stages of a rank with unsharded weights "
             "at once; by default the stage that computes and the next one",
             "unshard_prefetch": "with zero 3: begin to gather weights this number of stage "
-            "computations before their use (1), as far as unsharded_stages allows; 0 gathers least "
-            "often",
+            "computations before their use (1), as far as unsharded_stages allows; 0 has the "
+            "fewest gathers, but ranks wait for each one",
         },
         order=20,  # in phase "ends", because a program with ZeRO is not complete without it
     ),

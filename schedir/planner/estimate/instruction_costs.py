@@ -26,7 +26,7 @@ from schedir.planner.transformer.layer_division import get_layers_per_stage
 from schedir.planner.transformer.layer_time import stage_time
 from schedir.planner.transformer.memory_estimate import ADAM, StateBytes, count_end_params
 from schedir.planner.transformer.op_time import find_slowest_group, time_all_reduce
-from schedir.planner.transformer.stage_bytes import (
+from schedir.planner.transformer.stage_sizes import (
     StageParameters,
     count_stage_params,
     count_stage_replicated,

@@ -231,8 +231,8 @@ def _fit_hbm_bandwidth(cluster: Cluster, measurements: MachineMeasurements) -> f
 def _fit_link(all_reduces: Sequence[MeasuredAllReduce]) -> tuple[float, float]:
     """Return the latency and the bandwidth of a ring, fitted by least squares.
 
-    The time is 2(g-1) latency + 2(g-1)/g size/bandwidth (`Cluster.all_reduce_time`). A negative
-    latency is replaced by 0.
+    An all-reduce over g processes takes 2(g-1) latency + 2(g-1)/g size/bandwidth
+    (`Cluster.all_reduce_time`). A negative latency is replaced by 0.
     """
     table = np.array([[2 * (g - 1), 2 * (g - 1) / g * size] for g, size, _ in all_reduces])
     table /= np.array([seconds for *_, seconds in all_reduces])[:, None]

@@ -48,6 +48,8 @@ class SoftwareConstants:
         max_splits: The largest number of splits of the inner dimension of a product.
         speed_share: The share of the cluster's compute speed that the software reaches: flops and
             bytes per second of all kernels.
+        fp8_speedup: The factor by which products with the weights of layers are faster than in 16
+            bits. 1 is training in 16 bits.
         kernels_per_op: The kernels that the software launches for each kernel that the planner
             counts.
         loss_share: Bytes that the loss reads and writes, as a share of those of Megatron-LM.
@@ -69,7 +71,7 @@ class SoftwareConstants:
         logit_bytes: Bytes of the saved tensors of the loss, for each logit of the last stage.
         gathered_bytes: Bytes for each token and hidden unit that a layer saves unsharded, although
             sequence parallelism shards its input.
-        unsharded_bytes: Bytes per parameter of buffers that ZeRO 1 has besides its states.
+        unsharded_bytes: With ZeRO 1, bytes of additional unsharded buffers for each parameter.
         allocator_share: Bytes that the allocator wastes, as a share of the bytes of tensors.
         reserved_bytes: Bytes of a process without its tensors: GPU context, kernels, and buffers of
             collectives.
@@ -99,6 +101,10 @@ class SoftwareConstants:
     speed_share: float = _constant_field(
         1.0, "share of the cluster's compute speed that the software reaches", 0.2, 1.0,
         "1: the speeds of a cluster are those that Megatron-LM reaches",
+    )  # fmt: skip
+    fp8_speedup: float = _constant_field(
+        1.0, "factor by which products with the weights of layers are faster than in 16 bits", 1.0,
+        4.0, "1: 16 bits",
     )  # fmt: skip
     kernels_per_op: float = _constant_field(
         1.0, "kernels that the software launches for each that the planner counts", 0.2, 20.0,

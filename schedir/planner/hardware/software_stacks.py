@@ -74,6 +74,15 @@ _STACKS: Final = {
         "the defaults of the constants; 32-bit gradients of bfloat16 models: Megatron-LM's "
         "--accumulate-allreduce-grads-in-fp32",
     ),
+    "megatron-2021": Stack(
+        SoftwareConstants(tensor_overlap_share=0), ADAM, "even", "softmax", "tp-dp-pp",
+        "Megatron-LM of arXiv 2104.04473, before 2205.05198: no tensor-parallel sum is hidden",
+    ),
+    "megatron-fp8": Stack(
+        SoftwareConstants(fp8_speedup=1.6), ADAM_MAIN_GRADS, "even", "flash", "tp-dp-pp",
+        "as megatron, with products in FP8: fitted to the run of 64 B200 of docs/results/"
+        "planner.md; memory is that of 16 bits, which is more",
+    ),
     "nanotron": Stack(
         _NANOTRON_CONSTANTS, ADAM_MAIN_GRADS, "compute", "flash", "tp-dp-pp",
         "fitted to the runs of docs/results/planner-h100.md",
@@ -96,7 +105,7 @@ def stack_presets() -> list[str]:
     Example:
         >>> from schedir.planner import stack_presets
         >>> stack_presets()
-        ['megatron', 'nanotron', 'schedir', 'torchtitan']
+        ['megatron', 'megatron-2021', 'megatron-fp8', 'nanotron', 'schedir', 'torchtitan']
     """
     return sorted(_STACKS)
 

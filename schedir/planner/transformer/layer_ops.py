@@ -32,6 +32,8 @@ class Gemm(NamedTuple):
         is_attention_core: True if selective recomputation runs the product again.
         is_flash: True if the product is part of a flash attention kernel, which keeps the result on
             chip.
+        may_use_fp8: True if software that trains in FP8 uses it for the product and its gradients.
+            Routers and logits stay in 16 bits.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Gemm(NamedTuple):
     second_factor_uses: int = 1
     is_attention_core: bool = False
     is_flash: bool = False
+    may_use_fp8: bool = False
 
     @property
     def forward_flops(self) -> float:
@@ -240,10 +243,10 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         "is_attention_core": True,
     }
     gemms = (
-        Gemm("qkv", rows, (heads + 2 * kv) * width, model.hidden),
+        Gemm("qkv", rows, (heads + 2 * kv) * width, model.hidden, may_use_fp8=True),
         Gemm("scores", mine, s, width, many, is_flash=flash, **core),  # type: ignore[arg-type]
         Gemm("values", mine, width, s, many, is_flash=flash, **core),  # type: ignore[arg-type]
-        Gemm("projection", rows, model.hidden, heads * width),
+        Gemm("projection", rows, model.hidden, heads * width, may_use_fp8=True),
     )
     square, own = float(many) * mine * s, float(rows) * heads * width
     on_scores = (
@@ -296,8 +299,8 @@ def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         )  # fmt: skip
     gemms = (
         *router,
-        Gemm("ffn in", each, into, model.hidden, batch),
-        Gemm("ffn out", each, model.hidden, ffn, batch),
+        Gemm("ffn in", each, into, model.hidden, batch, may_use_fp8=True),
+        Gemm("ffn out", each, model.hidden, ffn, batch, may_use_fp8=True),
     )
     inner = float(batch) * each * ffn
     gate = MemoryPass("gate", 6 * inner, 10 * inner)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedir.errors import UsageError
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.estimate.link_time import place_on_nodes
 from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS
@@ -228,7 +229,8 @@ def compute_work(
         constants: Constants of the software. None uses `SoftwareConstants()`.
 
     Raises:
-        UsageError: The degrees of the plan do not divide the layer evenly.
+        UsageError: The degrees of the plan do not divide the layer evenly, or the GPU cannot
+            compute in FP8 as fast as the constants say.
     """
     has_full_backward = (
         plan.schedule not in SCHEDULE_FORMULAS
@@ -241,6 +243,7 @@ def compute_work(
         ep=plan.ep, attention=plan.attention, rank_order=plan.rank_order,
     )  # fmt: skip
     constants = constants or SoftwareConstants()
+    _require_fp8(cluster, constants)
     crosses_nodes = (
         constants.crossing_us > 0
         and plan.pp > 1
@@ -250,6 +253,25 @@ def compute_work(
     return _compute_work_cached(
         part, model, cluster, reduced_plan, constants, has_full_backward, crosses_nodes
     )
+
+
+def _require_fp8(cluster: Cluster, constants: SoftwareConstants) -> None:
+    """Raise an error if the GPU cannot compute in FP8 as fast as the constants say."""
+    speedup, peak = constants.fp8_speedup, cluster.fp8_peak
+    if speedup > 1 and peak is None:
+        raise UsageError(
+            f"fp8_speedup {speedup:g} needs GPUs that compute in FP8, and the cluster has no "
+            "fp8_peak",
+            hint="set fp8_peak of the cluster to the data sheet's dense FLOP/s of 8 bits, or use "
+            "software that trains in 16 bits",
+            fields=["fp8_speedup", "fp8_peak"],
+        )
+    if peak is not None and speedup > peak / cluster.peak_flops:
+        raise UsageError(
+            f"fp8_speedup {speedup:g} is more than fp8_peak / peak of the cluster, "
+            f"{peak / cluster.peak_flops:.3g}",
+            fields=["fp8_speedup", "fp8_peak"],
+        )
 
 
 @lru_cache(maxsize=4096)

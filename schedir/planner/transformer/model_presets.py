@@ -11,7 +11,11 @@ from typing import Any, Final
 from schedir.errors import ConfigError, UsageError, describe
 from schedir.io.files import read_text, require_path
 from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml
-from schedir.planner.transformer.huggingface_config import read_huggingface_config
+from schedir.planner.transformer.huggingface_config import (
+    describe_missing_keys,
+    read_huggingface_config,
+)
+from schedir.planner.transformer.megatron_arguments import read_megatron_arguments
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
@@ -96,6 +100,8 @@ SPEC_FIELDS: Final = {f.name: f for f in fields(TransformerSpec)}
 # Keys of a `schedir train` configuration that have another name here, and keys that the planner
 # does not need.
 _KEY_ALIASES: Final = {"context": "sequence"}
+# The files that may have arguments of Megatron-LM.
+_ARGUMENT_SUFFIXES: Final = (".sh", ".txt", ".yaml", ".yml")
 _IGNORED_KEYS: Final = ("seed", "dropout", "window", "stride")
 
 
@@ -117,19 +123,22 @@ def find_preset(name: str) -> str:
 
 
 def load_model_fields(name: str | Path) -> dict[str, Any]:
-    """Return the fields of a model by its name or from a TOML file.
+    """Return the fields of a model by its name or from a file.
 
     Args:
-        name: The name of a preset, the path of a `.toml` file, or the path of the `config.json` of
-            a Hugging Face model. A `.toml` file has the fields at its top level or in its table
-            [model], as a configuration of `schedir train` has.
+        name: The name of a preset, or the path of a file: a `.toml` file, the `config.json` of a
+            Hugging Face model, or a `.sh`, `.txt`, `.yaml` or `.yml` file with arguments of
+            Megatron-LM. A `.toml` file has the fields at its top level or in its table [model], as
+            a configuration of `schedir train` has. If it is a job of torchtitan, with a `flavor` in
+            [model], the preset of this flavor is returned, with the sequence length of [training].
 
     Returns:
         The values of the fields that the preset or the file has.
 
     Raises:
         UsageError: No preset has this name, or the file cannot be read.
-        ConfigError: The file has a key that a model cannot have, or attention with a window.
+        ConfigError: The file has a key that a model cannot have, or a model that the planner does
+            not support.
 
     Example:
         >>> load_model_fields("gpt-175b")["hidden"]
@@ -141,17 +150,21 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
     path = require_path(name)
     if path.suffix == ".json":
         return read_huggingface_config(path)
+    if path.suffix in _ARGUMENT_SUFFIXES:
+        return read_megatron_arguments(path)
     if path.suffix != ".toml":
         near = get_close_matches(str(name), MODEL_PRESETS, 3)
         raise UsageError(
             f"there is no model preset {describe(str(name))}",
             hint=(f"did you mean {' or '.join(near)}? " if near else "")
-            + f"The presets are {', '.join(MODEL_PRESETS)}; FILE.toml and the config.json of a "
-            "Hugging Face model work, too",
+            + f"The presets are {', '.join(MODEL_PRESETS)}; FILE.toml, the config.json of a "
+            "Hugging Face model, and a script.sh with arguments of Megatron-LM work, too",
             fields=["model"],
         )
     tables = parse_toml(read_text(path, MAX_TOML_BYTES), str(path))
     table = tables["model"] if isinstance(tables.get("model"), dict) else tables
+    if "flavor" in table:
+        return _read_torchtitan_job(tables, table, path)
     result: dict[str, Any] = {}
     for key, value in table.items():
         field = _KEY_ALIASES.get(key, key)
@@ -174,12 +187,30 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
     return result
 
 
+def _read_torchtitan_job(
+    tables: dict[str, Any], table: dict[str, Any], path: Path
+) -> dict[str, Any]:
+    """Return the fields of the model of a torchtitan job: `name` and `flavor` of [model]."""
+    name = f"{table.get('name', '')}-{table['flavor']}"
+    preset = find_preset(name)
+    if not preset:
+        raise ConfigError(
+            f"there is no model preset for torchtitan's {describe(name)}",
+            hint=f"the presets are {', '.join(MODEL_PRESETS)}; write other models as FILE.toml "
+            "with the fields of the model",
+            location=str(path),
+            fields=["flavor"],
+        )
+    training = tables.get("training")
+    sequence = training.get("seq_len") if isinstance(training, dict) else None
+    return {**load_model_fields(preset), **({} if sequence is None else {"sequence": sequence})}
+
+
 def load_model(name: str | Path, **overrides: Any) -> TransformerSpec:
-    """Return a model by its name or from a TOML file.
+    """Return a model by its name or from a file.
 
     Args:
-        name: The name of a preset, the path of a `.toml` file, or the path of the `config.json` of
-            a Hugging Face model.
+        name: The name of a preset or the path of a file, as in `load_model_fields`.
         **overrides: Values for fields of `TransformerSpec`. They replace those of the preset or
             file.
 
@@ -213,6 +244,7 @@ def build_model(model_fields: dict[str, Any], source: str = "") -> TransformerSp
         raise UsageError(
             f"{f'model {source}' if source else 'the model'} has no value for its required fields: "
             f"{', '.join(missing)}",
+            hint=describe_missing_keys(missing) if source.endswith(".json") else "",
             fields=missing,
         )
     return TransformerSpec(**model_fields)

@@ -67,9 +67,9 @@ class OpTimes:
         forward = self._time_product(m, n, k, batch, gemm.second_factor_uses)
         of_input = self._time_product(m, k, n, batch, gemm.second_factor_uses)
         if gemm.has_weight:
-            return PhaseTimes(
-                forward, of_input, self._time_product(k, n, m, batch, written_bytes=8)
-            )
+            of_weight = self._time_product(k, n, m, batch, written_bytes=8)
+            speedup = self.constants.fp8_speedup if gemm.may_use_fp8 else 1.0
+            return PhaseTimes(forward / speedup, of_input / speedup, of_weight / speedup)
         return PhaseTimes(forward, of_input + self._time_product(k, n, m, batch))
 
     def _time_product(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, fields
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import UsageError, describe
 from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_WIDTH
-from schedir.retired_names import explain_wrong_calls
 
 
 @explain_wrong_calls(

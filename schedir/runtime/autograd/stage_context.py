@@ -9,7 +9,7 @@ from torch import Tensor
 
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import Instr
-from schedir.runtime.autograd.module_buffers import add_buffer_checks
+from schedir.runtime.autograd.module_buffer_checks import add_buffer_checks
 from schedir.runtime.autograd.random_streams import FORWARD
 from schedir.runtime.model_checks.tensor_fingerprint import (
     compute_checksums,

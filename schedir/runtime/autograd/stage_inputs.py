@@ -100,8 +100,9 @@ class StageInputAdapter:
         for one, other in views:
             if after[one] != before[one] or after[other] != before[other]:
                 raise ModelError(
-                    f"a stage changes input {one} or {other} in place, and both have the same "
-                    "values: without a pipeline, one may be a view of the other",
+                    f"a stage changes input {one} or {other} in place, and one contains the values "
+                    "of the other: without a pipeline they may share memory, so that the change "
+                    "reaches both",
                     hint="begin the forward with x = x.clone()",
                 )
         if versions and [*map(_get_version, named)] != versions:

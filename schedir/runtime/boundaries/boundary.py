@@ -90,7 +90,7 @@ class Boundary:
             boundary: A boundary or a shape.
 
         Raises:
-            ModelError: `boundary` is neither of the two.
+            ModelError: `boundary` is neither a boundary nor a shape.
         """
         return boundary if isinstance(boundary, Boundary) else cls(boundary)  # type: ignore[arg-type]
 
@@ -528,8 +528,8 @@ def infer_requires_grad(values: Sequence[Tensor]) -> tuple[bool, ...]:
     """Return, for each output tensor of a stage, whether it has a gradient.
 
     A tensor has a gradient if it depends on trained parameters or on an input with a gradient. If
-    none of the tensors does, each tensor of a floating-point or complex dtype counts as having one.
-    An example is a stage after which all earlier layers are frozen.
+    no tensor depends on these, each tensor of a floating-point or complex dtype counts as one with
+    a gradient. An example is a stage whose layers are all frozen, as are all earlier layers.
 
     Args:
         values: The output tensors.

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.errors import ModelError, describe, describe_exception
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import ModelStates, zero_model_states
 from schedir.ir.pipeline.skip_connections import Skips
-from schedir.retired_names import explain_wrong_calls
 from schedir.runtime.arguments import require_loss, require_model_stages, require_scalar_loss
 from schedir.runtime.autograd.preserved_state import preserve_module
 from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
@@ -41,8 +41,8 @@ from schedir.runtime.step_inputs import require_input_tensors
 
 # ---------------------------------------------------------------- training state
 
-# Bytes of the trained parameters of a stage, of their gradients and of the optimizer state.
-
+# These functions measure the bytes of a stage's trained parameters, of their gradients and of the
+# optimizer state.
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Any]  # Creates an optimizer of parameters.
 
@@ -263,8 +263,8 @@ def infer_boundaries(
     """Determine the boundaries of a model by running the forwards of all stages but the last.
 
     A tensor has a gradient if it depends on trained parameters or on an input with a gradient. If
-    no output of a stage does, each output whose dtype can have a gradient has one. Outputs of
-    frozen stages have none.
+    no output of a stage depends on these, each output with a floating-point or complex dtype counts
+    as one with a gradient. Outputs of frozen stages have no gradient.
 
     The function restores gradients, buffers, plain attributes and random generators. Hooks of the
     modules run. All ranks of a tensor-parallel group must call this, because their stages

@@ -81,7 +81,7 @@ def make_collective_call(state: State, i: Instr, start: Callable[[SegmentOutput]
         raise ModelError(
             f"{i} {'exchanges' if i.op in EP_COLLECTIVE_OPS else verb} tensor 0 of the "
             f"boundary after stage {before}, but this tensor has no gradient: {first}",
-            hint="return the tensor that the collective needs first, and other tensors after it",
+            hint="let the segment return the tensor for the collective as its first output",
         )
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 

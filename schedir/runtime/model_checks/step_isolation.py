@@ -46,7 +46,8 @@ class StepIsolation:
 
     Args:
         inner: The optimizer. If it is one of torch's own, it is not verified.
-        replaces_parameters: True if a step gets other parameters instead of those on the device.
+        replaces_parameters: True if the optimizer steps other parameters in place of those on the
+            device, as a CPU optimizer does.
     """
 
     def __init__(self, inner: Any, *, replaces_parameters: bool) -> None:
@@ -63,8 +64,8 @@ class StepIsolation:
             stages: The number of the rank's stages.
 
         Raises:
-            ModelError: The optimizer has another optimizer in an attribute. Or it has a parameter
-                in an attribute, and there are several stages or steps get other parameters.
+            ModelError: An attribute of the optimizer contains another optimizer, or a parameter. A
+                parameter is allowed if there is only one stage and `replaces_parameters` is False.
         """
         if is_torch_optimizer(self.inner):
             return

@@ -24,8 +24,8 @@ from schedir.runtime.parameters.tied_parameters import TiedWeight
 
 SAMPLE_SIZE = 4096  # the numbers of a parameter in its digest, so that large ones take little time
 TIES_HINT = (
-    "ties = schedir.find_tied_weights(stages), for compile(..., tied_weights=ties) "
-    "and the executor's tied_weights=ties"
+    "call ties = schedir.find_tied_weights(stages), and pass tied_weights=ties to compile and to "
+    "the executor"
 )
 
 
@@ -264,9 +264,10 @@ class ParameterTable:
                 ):
                     raise ModelError(
                         f"{describe_places([one, other])} are equal, but they are not tied",
-                        hint="ties = schedir.find_tied_weights(stages) before you copy the "
-                        "stages, for compile(..., tied_weights=ties) and the executor's "
-                        "tied_weights=ties; or allow_identical_stages=True",
+                        hint="if they are one weight, call ties = "
+                        "schedir.find_tied_weights(stages) before you copy the stages, and pass "
+                        "tied_weights=ties to compile and to the executor; otherwise pass "
+                        "allow_identical_stages=True",
                     )
 
     def _require_same_copies(self, one: ParameterLocation, other: ParameterLocation) -> None:

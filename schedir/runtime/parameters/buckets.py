@@ -43,7 +43,8 @@ class ShardSpec(NamedTuple):
     def for_tensor(self, tensor: Tensor) -> ShardSpec:
         """Return the numbers of the replicas that have the same tensor.
 
-        These are all replicas. Only every `ep`-th of them has the same experts.
+        All replicas have the same tensor, unless it belongs to an expert. Then only every `ep`-th
+        replica has it.
 
         Args:
             tensor: A parameter or buffer.

@@ -30,10 +30,10 @@ class OptimizerLike(Protocol):
 
 
 def step_if_finite(finite: Tensor, optimizer: OptimizerLike) -> None:
-    """Let an optimizer step if all gradients are finite; otherwise nothing of it changes.
+    """Let an optimizer step if all gradients are finite. Otherwise nothing changes.
 
     A fused optimizer of torch checks the condition on the device. For any other optimizer, and for
-    one with hooks on its step, the host must read it. On a GPU it waits once in each update.
+    one with hooks on its step, the host must read it. On a GPU the host waits once in each update.
 
     Args:
         finite: The condition, 0-dim bool.

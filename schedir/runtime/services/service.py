@@ -1,8 +1,9 @@
 """Service: the state of one feature on a rank, and what the feature adds to each step.
 
-A handler asks for a service when it links an instruction: `state.service(PendingReductions)`. The
-first call creates the service, so a program without the feature has no such object. Two base
-classes define the owner, and with it the lifetime:
+The executor links each instruction to a call before the first step. The handler that does this asks
+for a service, as in `state.service(PendingReductions)`. The first request creates the service, so a
+program without the feature has no such object. Two base classes define the owner, and with it the
+lifetime:
 
 - `ProgramService`: one for each program on a rank (`rank_state.py`).
 - `RankService`: one for each rank, which all its programs share (`rank_resources.py`).

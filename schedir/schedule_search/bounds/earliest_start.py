@@ -26,7 +26,7 @@ from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, F, I, W
 from schedir.schedule_search.search_results import LowerBound
 
-Times = list[list[float]]  # by code of an Order, and microbatch
+Times = list[list[float]]  # for each code of an Order, and each microbatch
 
 
 class Precedence(NamedTuple):
@@ -230,9 +230,9 @@ class Relaxation:
     Attributes:
         durations: The duration of the tasks of each code.
         codes: The codes of each rank.
-        heads: The earliest start of each task, by code and microbatch.
-        tails: The least time from the end of each task to the end, by code and microbatch. -inf if
-            the task need not run before the end.
+        heads: The earliest start of each task, for each code and microbatch.
+        tails: The least time from the end of each task to the end of the run or of the rank, for
+            each code and microbatch. -inf if the task need not run before this end.
     """
 
     durations: Sequence[float]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from schedir.call_errors import explain_wrong_calls
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
-from schedir.retired_names import explain_wrong_calls
 from schedir.schedule_search.bounds.closed_form_bounds import compute_closed_bound
 from schedir.schedule_search.bounds.earliest_start import compute_earliest_bound, make_relaxations
 from schedir.schedule_search.bounds.round_trip import compute_round_trip_bound
 from schedir.schedule_search.problem import Objective, SchedulingProblem, make_problem
-from schedir.schedule_search.search_budget import require_seconds
+from schedir.schedule_search.search_arguments import require_seconds
 from schedir.schedule_search.search_results import LowerBound
 
 # The time to compute one earliest start in pure Python, in seconds.

@@ -1,7 +1,7 @@
 """Simulated annealing of rank orders, in loops that numba can compile.
 
-All inputs and outputs are lists or arrays. A code is KINDS * stage + kind, as in an `Order`. A
-position is an index into `codes`, the concatenated codes of all ranks.
+All inputs and outputs are lists or arrays. The code of a task is KINDS * stage + kind, as in an
+`Order`. A position is an index into `codes`, the concatenated codes of all ranks.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def compute_times(
         rank_of: The rank of each stage.
         rank_offsets: The first position of each rank, and the total number of tasks.
         codes: The order: the codes of all ranks, concatenated.
-        cost: The time of a task, by code.
-        delays: The time from the end of a task until its value arrives, by code.
+        cost: The time of a task, for each code.
+        delays: The time from the end of a task until its value arrives, for each code.
         tail: The time from the last compute of a rank to its end, by rank.
         own_span: 1 for the objective "own", 0 for "span".
-        arrivals: Buffer: when the input of a task arrives, by code and microbatch.
-        next_mb: Buffer: the next microbatch, by code.
+        arrivals: Buffer: when the input of a task arrives, for each code and microbatch.
+        next_mb: Buffer: the next microbatch, for each code.
         next_position: Buffer: the next position of each rank.
         rank_time: Output: the end of the last task of each rank.
         stack: Buffer: ranks that may go on.
@@ -153,7 +153,7 @@ def anneal(
     best_codes: Vector,
     saved_codes: Vector,
     num_moves: int,
-    heat_state: Vector,
+    temperature_state: Vector,
     random_state: Vector,
     goal: float,
 ) -> float:
@@ -164,8 +164,9 @@ def anneal(
     with several stages per rank, one rank alone can change little.
 
     A move that exceeds a capacity or deadlocks is undone. A longer order is kept if the increase is
-    less than a random share of the heat. Random numbers come from a linear congruential generator,
-    so Python and compiled code draw the same. A later call continues where the last one ended.
+    less than a random share of the temperature. Random numbers come from a linear congruential
+    generator, so Python and compiled code draw the same. A later call continues where the last one
+    ended.
 
     Args:
         ranks: See `compute_times`.
@@ -186,9 +187,9 @@ def anneal(
         is_on_stack: See `compute_times`.
         start: See `compute_times`.
         mb_at: See `compute_times`.
-        start_memory: The memory that must be free at the start of a task, by code.
-        memory_change: The memory that a task adds until its end, by code. Negative if it frees
-            memory.
+        start_memory: The memory that must be free at the start of a task, for each code.
+        memory_change: The memory that a task adds until its end, for each code. Negative if the
+            task frees memory.
         capacity: The memory of each rank.
         rank_at: The rank of each position.
         rank_stages: The stages of all ranks, concatenated.
@@ -197,8 +198,8 @@ def anneal(
         best_codes: Output: the shortest order so far.
         saved_codes: Buffer: the order before a move.
         num_moves: The number of moves.
-        heat_state: The heat, the factor by which each move reduces it, and the shortest length so
-            far. Updated in place. The heat is a time.
+        temperature_state: The temperature, the factor by which each move reduces it, and the
+            shortest length so far. Updated in place. The temperature is a time.
         random_state: The last random number, updated in place. The second entry is an output: the
             number of moves that were tried.
         goal: Stop if an order is not longer than this.
@@ -211,15 +212,15 @@ def anneal(
         ranks, stages, microbatches, rank_of, rank_offsets, codes, cost, delays, tail, own_span,
         arrivals, next_mb, next_position, rank_time, stack, is_on_stack, start, mb_at,
     )  # fmt: skip
-    shortest = heat_state[2]
-    heat, cooling = heat_state[0], heat_state[1]
+    shortest = temperature_state[2]
+    temperature, cooling = temperature_state[0], temperature_state[1]
     random = random_state[0]
     random_state[1] = num_moves
     for turn in range(num_moves):
         if shortest <= goal:
             random_state[1] = turn
             break
-        heat *= cooling
+        temperature *= cooling
         random = (random * 1103515245 + 12345) % 2147483648
         draw = random >> 8
         x = -1
@@ -357,7 +358,7 @@ def anneal(
             longer = found - length
             if longer > 0:
                 random = (random * 1103515245 + 12345) % 2147483648
-                if longer > heat * ((random >> 8) / 8388608.0):
+                if longer > temperature * ((random >> 8) / 8388608.0):
                     fits = 0
             if fits:
                 length = found
@@ -374,8 +375,8 @@ def anneal(
                     tail, own_span,
                     arrivals, next_mb, next_position, rank_time, stack, is_on_stack, start, mb_at,
                 )  # fmt: skip
-    heat_state[0] = heat
-    heat_state[2] = shortest
+    temperature_state[0] = temperature
+    temperature_state[2] = shortest
     random_state[0] = random
     return float(shortest)
 

@@ -1,4 +1,7 @@
-"""Dispatch policies for list scheduling, and their neighbours."""
+"""Dispatch policies to try in list scheduling, and policies that differ in one parameter.
+
+A dispatch policy decides which task an idle rank starts next (`list_scheduling.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from schedir.schedule_search.problem import SchedulingProblem
 def generate_policies(problem: SchedulingProblem, random: Random) -> Iterator[DispatchPolicy]:
     """Yield policies to try: those that are most often best, then the others in random order.
 
-    A policy limits how far the forwards of a rank lead, and decides when the rank runs its W's.
-    `idle_share` balances idle time over the ranks: a rank that idled less than others may wait, and
-    others run a W instead.
+    A policy limits how many forwards a rank runs ahead of its backwards, and decides when the rank
+    runs its W's. `idle_share` balances idle time over the ranks: a rank with less idle time than
+    others may wait, and the others run a W instead.
 
     Args:
         problem: The problem.
@@ -90,7 +93,7 @@ def _clip_count(number: float, max_count: int) -> int:
 def generate_neighbours(
     problem: SchedulingProblem, policy: DispatchPolicy, random: Random
 ) -> Iterator[DispatchPolicy]:
-    """Return policies that differ from a policy in one parameter, in random order.
+    """Return the neighbours of a policy, which differ in one parameter, in random order.
 
     Args:
         problem: The problem.

@@ -1,6 +1,7 @@
 """Greedy list scheduling: an idle rank starts the task that its policy prefers.
 
-All inputs and outputs are lists or arrays. A code is KINDS * stage + kind, as in an `Order`.
+All inputs and outputs are lists or arrays. The code of a task is KINDS * stage + kind, as in an
+`Order`.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ def dispatch_by_policy(
         rank_stages: The stages of all ranks, concatenated.
         stage_offsets: The first index of each rank in `rank_stages`, and the number of stages.
         rank_offsets: The first index of each rank in `codes`.
-        cost: The time of a task, by code.
-        delays: The time from the end of a task until its value arrives, by code.
-        start_memory: The memory that must be free at the start of a task, by code.
-        memory_change: The memory that a task adds until its end, by code. Negative if it frees
-            memory.
+        cost: The time of a task, for each code.
+        delays: The time from the end of a task until its value arrives, for each code.
+        start_memory: The memory that must be free at the start of a task, for each code.
+        memory_change: The memory that a task adds until its end, for each code. Negative if the
+            task frees memory.
         capacity: The memory of each rank.
         reserved_memory: By stage, the memory that an F must leave free for later stages of its
             rank. So the microbatch at the deepest stage can always continue.
@@ -85,8 +86,8 @@ def dispatch_by_policy(
         forward_first: 1 if an F goes before an I.
         stage_choice: The F among several stages. 0: the lowest microbatch. 1: the deepest stage. 2:
             the first stage.
-        next_mb: Buffer: the next microbatch, by code.
-        arrivals: Buffer: when the input of a task arrives, by code and microbatch.
+        next_mb: Buffer: the next microbatch, for each code.
+        arrivals: Buffer: when the input of a task arrives, for each code and microbatch.
         memory: Buffer: the memory in use, by rank.
         rank_time: Buffer: when each rank decides next.
         idle_time: Buffer: the idle time of each rank.

@@ -33,11 +33,11 @@ _FIRST_MOVES = 16  # moves before the first check of the budget
 _POOL_SIZE = 24  # policies whose orders annealing starts from
 _COMPILE_AFTER_SECONDS = 0.2  # a search that ends earlier does not pay for loading compiled loops
 _MAX_FAILED_ROUNDS = 64  # annealing rounds without a shorter order; more rarely find one
-# For each round the initial heat, in mean times of a task, and the number of moves per task.
+# For each round the initial temperature, in mean times of a task, and the number of moves per task.
 _ANNEALING_ROUNDS = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
 _UNLIMITED_EVALUATIONS = 2**62  # the number for "no limit"
-_MIN_HEAT = 0.1  # the least initial heat, in mean times of a task
-_FINAL_HEAT_SHARE = 1 / 30  # share of a round's initial heat at its end
+_MIN_TEMPERATURE = 0.1  # the least initial temperature, in mean times of a task
+_FINAL_TEMPERATURE_SHARE = 1 / 30  # share of a round's initial temperature at its end
 
 
 class BudgetExhausted(Exception):
@@ -236,7 +236,7 @@ class LocalSearch:
         )
         num_failed = round_number = 0
         while not self.is_proved and num_failed < _MAX_FAILED_ROUNDS:
-            heat, num_moves = _ANNEALING_ROUNDS[round_number % len(_ANNEALING_ROUNDS)]
+            temperature, num_moves = _ANNEALING_ROUNDS[round_number % len(_ANNEALING_ROUNDS)]
             num_moves *= num_tasks
             order = (
                 starts[round_number // 2 % len(starts)]
@@ -244,24 +244,24 @@ class LocalSearch:
                 else self.best_order
             )
             max_moves = self._count_affordable_moves() // 3
-            if num_moves > max_moves:  # a short round needs less heat
-                heat, num_moves, order = (
-                    max(heat * max_moves / num_moves, _MIN_HEAT),
+            if num_moves > max_moves:  # a short round needs less temperature
+                temperature, num_moves, order = (
+                    max(temperature * max_moves / num_moves, _MIN_TEMPERATURE),
                     max_moves,
                     self.best_order,
                 )
             num_failed = (
                 0
-                if self._run_annealing_round(order, heat * mean, max(num_moves, 1))
+                if self._run_annealing_round(order, temperature * mean, max(num_moves, 1))
                 else num_failed + 1
             )
             round_number += 1
 
-    def _run_annealing_round(self, order: Order, heat: float, num_moves: int) -> bool:
+    def _run_annealing_round(self, order: Order, temperature: float, num_moves: int) -> bool:
         """Run a round of annealing, and return whether it found a shorter order."""
-        cooling = float(_FINAL_HEAT_SHARE ** (1 / num_moves))
+        cooling = float(_FINAL_TEMPERATURE_SHARE ** (1 / num_moves))
         moving = self._evaluator.start_annealing(
-            order, heat, cooling, self._random.randrange(2**31)
+            order, temperature, cooling, self._random.randrange(2**31)
         )
         each, better = _FIRST_MOVES, False
         while num_moves > 0 and not self.is_proved:

@@ -161,17 +161,17 @@ class OrderEvaluator:
         return self._evaluate_codes(self._to_ints([code for codes in order for code in codes]))
 
     def start_annealing(
-        self, order: Order, heat: float, cooling: float, seed: int
+        self, order: Order, temperature: float, cooling: float, seed: int
     ) -> AnnealingState:
         """Return a new state of simulated annealing, see `anneal`.
 
         Args:
             order: The order to start from.
-            heat: The initial heat, in the unit of the costs.
-            cooling: The factor by which each move reduces the heat.
+            temperature: The initial temperature, in the unit of the costs.
+            cooling: The factor by which each move reduces the temperature.
             seed: The random seed, 0 to 2**31 - 1.
         """
-        return AnnealingState(self, order, heat, cooling, seed)
+        return AnnealingState(self, order, temperature, cooling, seed)
 
     def _evaluate_codes(self, codes: Any) -> float:
         takes = float(self._compute_times(*self._order_inputs, codes, *self._order_buffers))
@@ -189,19 +189,19 @@ class AnnealingState:
     Args:
         evaluator: The evaluator of the problem. Its buffers are used.
         order: The order to start from.
-        heat: The initial heat, in the unit of the costs.
-        cooling: The factor by which each move reduces the heat.
+        temperature: The initial temperature, in the unit of the costs.
+        cooling: The factor by which each move reduces the temperature.
         seed: The random seed, 0 to 2**31 - 1.
     """
 
     def __init__(
-        self, evaluator: OrderEvaluator, order: Order, heat: float, cooling: float, seed: int
+        self, evaluator: OrderEvaluator, order: Order, temperature: float, cooling: float, seed: int
     ) -> None:
         flat = [code for codes in order for code in codes]
         self._evaluator = evaluator
         self._codes, self._best_codes = evaluator._to_ints(flat), evaluator._to_ints(flat)
         self.length = evaluator.evaluate_order(order)
-        self._heats = evaluator._to_floats([heat, cooling, self.length])
+        self._temperatures = evaluator._to_floats([temperature, cooling, self.length])
         self._randoms = evaluator._to_ints([seed, 0])
 
     def run(self, num_moves: int, goal: float) -> float:
@@ -217,7 +217,7 @@ class AnnealingState:
                 *evaluator._order_inputs, self._codes, *evaluator._order_buffers,
                 *evaluator._annealing_inputs,
                 evaluator._path_buffer, self._best_codes, evaluator._undo_buffer, num_moves,
-                self._heats, self._randoms, goal,
+                self._temperatures, self._randoms, goal,
             )
         )  # fmt: skip
         evaluator.evaluations += int(self._randoms[1])
@@ -235,5 +235,5 @@ class AnnealingState:
 
 
 def _interleave_by_code(*kinds: Sequence[float]) -> list[float]:
-    """Return numbers by code, from numbers by stage for each kind."""
+    """Return a number for each code of a task, from the numbers of all stages for each kind."""
     return [number for stage in zip(*kinds, strict=True) for number in stage]

@@ -130,7 +130,7 @@ class Batches:
         return np.concatenate(parts).astype(np.int64)
 
     def make_cursor(self, samples: int) -> dict[str, Any]:
-        """Return the number of used samples, and the facts of their data, for a checkpoint.
+        """Return the number of used samples, their data and the seed, for a checkpoint.
 
         Args:
             samples: The number of samples that were used.

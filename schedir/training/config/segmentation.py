@@ -160,7 +160,8 @@ def make_segmentation(
         )
     if segment_boundaries and frozen_stages not in found.first_segments:
         raise UsageError(
-            f"the first {frozen_stages} segments are frozen, which are not complete stages",
+            f"frozen_stages is {frozen_stages}, but the first {frozen_stages} segments of the "
+            "program are not complete stages",
             hint=f"frozen_stages = {' or '.join(map(str, found.first_segments[1:-1])) or 0}",
             fields=["frozen_stages", "schedule"],
         )

@@ -275,8 +275,8 @@ def report_and_exit(
 def _write_agent_error(text: str) -> None:
     """Write a text to the error file of torchrun, which prints it for the root cause.
 
-    This is for a cause on another machine. The torchrun agent of each machine has only its own
-    processes.
+    It is used if the cause is a process on another machine. The torchrun agent of a machine reads
+    the error files of this machine's processes only.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}

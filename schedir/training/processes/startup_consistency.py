@@ -53,12 +53,15 @@ def collect_config_facts(config: Config) -> dict[str, str]:
 
 
 def collect_run_facts(config: Config, program: Program, data: Mapping[str, str]) -> dict[str, str]:
-    """Return the facts of `collect_config_facts`, of the program, the data and the processes.
+    """Return the values of a run that must be the same on all processes, by name.
+
+    These are the values of `collect_config_facts`, and those of the program, the data and the
+    number of processes.
 
     Args:
         config: The configuration that this process has read.
         program: The program of this process.
-        data: The facts of its `Corpus`.
+        data: `Corpus.facts` of this process.
     """
     return collect_config_facts(config) | {
         "WORLD_SIZE": os.environ.get("WORLD_SIZE", "1"),

@@ -72,7 +72,7 @@ class _StepNumbers(NamedTuple):
     inverse_scale: float
 
 
-class StepLoop:
+class StepQueue:
     """The steps of a rank: it issues them, and reads their numbers later.
 
     Only if the program clips gradients, the numbers of a step can be read after the next step was

@@ -1,0 +1,175 @@
+"""Cut causal language models of Hugging Face's transformers into pipeline stages.
+
+A stage runs the model's own `forward` with some of the layers, so masks, positions and rotary
+tables are those of transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import UsageError, describe
+from schedir.models.partitioning import split_layers
+
+
+class _Family(NamedTuple):
+    """The names of a decoder's parts.
+
+    Attributes:
+        layers: The list of layers.
+        norm: The norm after the last layer.
+        embedding: The embedding of tokens.
+        identity: Parts that only the first stage has, and that keep a value in the others.
+        positions: The embedding of positions, which is added to the embedding of tokens. "" is
+            none.
+    """
+
+    layers: str = "layers"
+    norm: str = "norm"
+    embedding: str = "embed_tokens"
+    identity: tuple[str, ...] = ()
+    positions: str = ""
+
+
+_LLAMA: Final = _Family()
+_FAMILIES: Final = {
+    "gemma": _LLAMA,
+    "gpt2": _Family("h", "ln_f", "wte", identity=("drop",), positions="wpe"),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+}
+
+
+class Stage(nn.Module):
+    """A pipeline stage of a model: some of its layers, and perhaps its embedding or its head.
+
+    Its parameters are those of the model, and have the names that they have there. `forward` takes
+    tokens of shape (batch, sequence) in the first stage, and hidden states of shape (batch,
+    sequence, hidden) in the others. It returns hidden states, or in the last stage logits of shape
+    (batch, sequence, vocabulary). All stages take the model's keywords `attention_mask` and
+    `position_ids`.
+
+    Args:
+        model: The causal language model.
+        family: The names of the decoder's parts.
+        layers: The first layer of the stage, and the one after its last.
+    """
+
+    def __init__(self, model: Any, family: _Family, layers: tuple[int, int]) -> None:
+        super().__init__()
+        whole = getattr(model, model.base_model_prefix)
+        begin, end = layers
+        count = len(getattr(whole, family.layers))
+        self.is_first, self.is_last = begin == 0, end == count
+        decoder = copy.copy(whole)
+        decoder._modules = dict(whole._modules)
+        decoder.config = _make_config(whole.config, begin, end)
+        parts = nn.ModuleList()
+        for number, layer in [*enumerate(getattr(whole, family.layers))][begin:end]:
+            parts._modules[str(number)] = layer  # The number is part of the parameters' names.
+        setattr(decoder, family.layers, parts)
+        if not self.is_first:
+            decoder._modules[family.embedding] = None
+            for name in family.identity:
+                setattr(decoder, name, nn.Identity())
+            if family.positions:
+                setattr(decoder, family.positions, _NoPositions())
+        if not self.is_last:
+            setattr(decoder, family.norm, nn.Identity())
+        self._prefix = model.base_model_prefix
+        setattr(self, self._prefix, decoder)
+        self.lm_head = model.lm_head if self.is_last else None
+
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
+        """Return hidden states, or logits.
+
+        Args:
+            x: Tokens, or hidden states.
+            **keywords: Keywords of the model, such as `position_ids`.
+        """
+        decoder: Any = getattr(self, self._prefix)
+        given = {"input_ids" if self.is_first else "inputs_embeds": x}
+        hidden: Tensor = decoder(**given, use_cache=False, **keywords).last_hidden_state
+        return hidden if self.lm_head is None else self.lm_head(hidden)
+
+
+class _NoPositions(nn.Module):
+    """Positions that change no bit of the value to which they are added."""
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return torch.tensor(-0.0, device=position_ids.device)  # x + -0.0 is x, also for x = -0.0.
+
+
+def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) -> list[Stage]:
+    """Return the pipeline stages of a causal language model of Hugging Face.
+
+    The stages share their parameters with the model. Losses and gradients of the stages, one after
+    the other, are those of the model, bit for bit. Tied weights are in the first and in the last
+    stage; `schedir.find_tied_weights` finds them. A model with LoRA of peft is cut as
+    `cut(model.get_base_model(), stages)`.
+
+    Args:
+        model: A model such as `LlamaForCausalLM` or `GPT2LMHeadModel`, of the types gemma, gpt2,
+            llama, mistral, qwen2 or qwen3.
+        stages: The number of stages.
+        layers_per_stage: The number of layers of each stage. Each must be 1 or more. None divides
+            the layers evenly.
+
+    Raises:
+        UsageError: The model is of another type, or has no head for language modeling, or the
+            layers do not fit the stages.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, hidden_size=32, vocab_size=64,
+        ...     intermediate_size=64, num_attention_heads=4))
+        >>> first, last = cut(model, 2)
+        >>> tokens = torch.arange(8)[None]
+        >>> bool((last(first(tokens)) == model(tokens).logits).all())
+        True
+        >>> [name for name, _ in last.named_parameters()][0]
+        'model.layers.2.self_attn.q_proj.weight'
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in _FAMILIES:
+        raise UsageError(
+            f"cut does not know models of type {describe(kind)}",
+            hint=f"it knows {', '.join(_FAMILIES)}; write a Stage class for others",
+            fields=["model"],
+        )
+    prefix, head = getattr(model, "base_model_prefix", ""), getattr(model, "lm_head", None)
+    if not isinstance(head, nn.Module) or not isinstance(getattr(model, prefix, None), nn.Module):
+        raise UsageError(
+            f"cut needs a causal language model, not {type(model).__name__}",
+            hint="use a class with lm_head, such as LlamaForCausalLM; with peft, "
+            "cut(model.get_base_model(), stages)",
+            fields=["model"],
+        )
+    family = _FAMILIES[kind]
+    layers = len(getattr(getattr(model, prefix), family.layers))
+    counts = split_layers(layers, stages, layers_per_stage)
+    if 0 in counts:
+        raise UsageError(
+            f"layers_per_stage {[*counts]} has a stage without layers; each needs 1 or more",
+            fields=["layers_per_stage"],
+        )
+    ends = [sum(counts[: number + 1]) for number in range(stages)]
+    return [
+        Stage(model, family, (end - count, end)) for end, count in zip(ends, counts, strict=True)
+    ]
+
+
+def _make_config(config: Any, begin: int, end: int) -> Any:
+    """Return the configuration of a decoder with some of the layers."""
+    own = copy.deepcopy(config)
+    own.num_hidden_layers = end - begin
+    if getattr(config, "layer_types", None) is not None:
+        own.layer_types = config.layer_types[begin:end]
+    return own

@@ -1,0 +1,111 @@
+"""Read the shape of a transformer from the arguments of Megatron-LM, as in its launch scripts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from schedir.errors import ConfigError, describe
+from schedir.io.files import read_text
+
+MAX_SCRIPT_BYTES: Final = 1_000_000
+
+# The field of TransformerSpec that each option sets: megatron/training/arguments.py.
+_FIELD_BY_OPTION: Final = {
+    "num-layers": "layers",
+    "hidden-size": "hidden",
+    "num-attention-heads": "heads",
+    "seq-length": "sequence",
+    "vocab-size": "vocab",
+    "ffn-hidden-size": "ffn",
+    "num-query-groups": "kv_heads",
+    "kv-channels": "head_dim",
+    "num-experts": "experts",
+    "moe-router-topk": "active",
+    "moe-ffn-hidden-size": "ffn",
+}
+_UNSUPPORTED: Final = {
+    "multi-latent-attention": "latent attention",
+    "window-size": "attention with a window",
+    "moe-layer-freq": "models in which only some layers have experts",
+    "moe-shared-expert-intermediate-size": "shared experts",
+    "mtp-num-layers": "multi-token prediction",
+}
+_ASSIGNMENT: Final = re.compile(
+    r"^\s*(?:export\s+)?(\w+)=[\"']?(?:\$\{\w+:-)?(\d+)\b", re.MULTILINE
+)
+_VARIABLE: Final = re.compile(r"\$\{?(\w+)\}?")
+# An option, and its value if it has one: "--a 1", "--a=1", or "--a: 1" of a YAML file.
+_OPTION: Final = re.compile(
+    r"(?<!\S)[\"']?--([a-z][a-z0-9-]*)[\"']?(?:[=:]?\s*(?!-|\\)([^\s\\)]+))?"
+)
+
+
+def read_megatron_arguments(path: Path) -> dict[str, Any]:
+    """Return the fields of a model from a file with arguments of Megatron-LM.
+
+    The file is a script that starts Megatron-LM, or a list of its arguments. The value of an option
+    is a number, or a shell variable to which the file assigns a number. Other text is ignored.
+    Megatron-LM takes the vocabulary from the tokenizer if `--vocab-size` is missing; the planner
+    then needs it from elsewhere.
+
+    Args:
+        path: The path of the file.
+
+    Returns:
+        Values of the fields of `TransformerSpec`.
+
+    Raises:
+        UsageError: The file cannot be read.
+        ConfigError: The file has no `--num-layers`, the value of an option is not a number, or the
+            planner does not support the model.
+    """
+    text = re.sub(r"^\s*#.*$", "", read_text(path, MAX_SCRIPT_BYTES), flags=re.MULTILINE)
+    found = {match[1]: match[2] or "" for match in _OPTION.finditer(text)}
+    options = {name: value for name, value in found.items() if value.lower() != "false"}
+    if "num-layers" not in options:
+        raise ConfigError(
+            "the file has no --num-layers",
+            hint="a file with arguments of Megatron-LM has --num-layers, --hidden-size, "
+            "--num-attention-heads and --seq-length",
+            location=str(path),
+            fields=["model"],
+        )
+    for option, what in _UNSUPPORTED.items():
+        if option in options:
+            raise ConfigError(
+                f"the planner does not support {what}: --{option}",
+                location=str(path),
+                fields=[option],
+            )
+    values = dict(_ASSIGNMENT.findall(text))
+    fields: dict[str, Any] = {
+        "gated": "swiglu" in options,
+        "tied": "untie-embeddings-and-output-weights" not in options,
+    }
+    for option, field in _FIELD_BY_OPTION.items():
+        if option in options:
+            fields[field] = _parse_number(option, options[option], values, path)
+    if "group-query-attention" not in options:
+        fields.pop("kv_heads", None)
+    elif "kv_heads" not in fields:
+        fields["kv_heads"] = 1
+    if "experts" in fields:
+        fields.setdefault("active", 2)  # The default of --moe-router-topk.
+    return fields
+
+
+def _parse_number(option: str, value: str, values: dict[str, str], path: Path) -> int:
+    """Return the number of an option's value, which may be a shell variable."""
+    plain = value.strip("\"',;")
+    if variable := _VARIABLE.fullmatch(plain):
+        plain = values.get(variable[1], plain)
+    if not plain.isdecimal() or len(plain) > 18:
+        raise ConfigError(
+            f"--{option} is {describe(value)}, which is not a number",
+            hint="write the number, or assign it to the variable in this file",
+            location=str(path),
+            fields=[option],
+        )
+    return int(plain)

@@ -1,0 +1,156 @@
+"""Models of Hugging Face, cut into stages, have the bits of the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import schedir
+from schedir import find_tied_weights
+from schedir.errors import UsageError
+from schedir.models.huggingface import cut
+from schedir.runtime import InProcessExecutor
+from tests.cpu.training import ROOT
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS = 5
+SMALL: dict[str, Any] = dict(
+    num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=96, max_position_embeddings=64,
+)  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("GemmaForCausalLM", {"head_dim": 8}),
+    "gpt2": ("GPT2LMHeadModel", {"n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}),
+    "llama": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 4}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+}
+
+
+def build(kind: str, **changes: Any) -> Any:
+    name, own = MODELS[kind]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)
+    return model(model.config_class(**{**SMALL, **own, **changes})).train()
+
+
+def run(apply: Any, model: Any, tokens: torch.Tensor, **keywords: Any) -> list[torch.Tensor]:
+    """The logits, and then the gradients of all parameters, in the order of the model."""
+    torch.manual_seed(1)  # of dropout
+    model.zero_grad()
+    logits = apply(tokens, **keywords)
+    logits.float().square().mean().backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_stages_have_the_bits_of_the_model(kind: str, dtype: torch.dtype) -> None:
+    """Also with sliding windows, dropout, padding, positions, and recomputation."""
+    model = build(kind).to(dtype)
+    stages = cut(model, 3, (1, 3, 1))
+    tokens = torch.randint(96, (2, 12))
+    padded = torch.ones_like(tokens)
+    padded[1, :4] = 0
+
+    def chain(x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        for stage in stages:
+            x = stage(x, **keywords)
+        return x
+
+    positions = torch.randint(1, 3, (2, 1)) * torch.arange(12)
+    for keywords in ({}, {"attention_mask": padded}, {"position_ids": positions}):
+        due = run(lambda x, **k: model(x, use_cache=False, **k).logits, model, tokens, **keywords)
+        got = run(chain, model, tokens, **keywords)
+        assert all(map(torch.equal, got, due)), keywords
+    model.activation_checkpointing_enable()
+    assert all(map(torch.equal, run(chain, model, tokens), run(
+        lambda x: model(x, use_cache=False).logits, model, tokens
+    )))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_parameters_have_the_names_of_the_model(kind: str) -> None:
+    model = build(kind)
+    stages = cut(model, LAYERS)
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, Any] = {}
+    for stage in stages:
+        found |= dict(stage.named_parameters(remove_duplicate=False))
+    assert found.keys() == whole.keys()
+    assert all(found[name] is whole[name] for name in whole)
+    assert bool(find_tied_weights(stages)) == model.config.tie_word_embeddings
+    assert model.config.num_hidden_layers == LAYERS
+
+
+def test_what_it_does_not_know_is_refused() -> None:
+    model = build("llama")
+    with pytest.raises(UsageError, match="cut does not know models of type 'bert'"):
+        cut(transformers.BertModel(transformers.BertConfig(num_hidden_layers=1)), 1)
+    with pytest.raises(UsageError, match="cut does not know models of type None"):
+        cut(torch.nn.Linear(2, 2), 2)
+    with pytest.raises(UsageError, match="needs a causal language model, not LlamaModel"):
+        cut(model.model, 2)
+    with pytest.raises(UsageError, match="5 layers"):
+        cut(model, 2)
+    with pytest.raises(UsageError, match="a stage without layers"):
+        cut(model, 3, (0, 3, 2))
+
+
+def test_the_snippet_of_the_page_runs() -> None:
+    page = (ROOT / "docs/how-to/cut-a-hugging-face-model.md").read_text()
+    names: dict[str, Any] = {}
+    exec(compile(page.split("```python\n")[1].split("```")[0], "page", "exec"), names)
+    assert all(p.grad is not None for p in names["model"].parameters())
+
+
+def test_the_executor_passes_keywords_to_all_stages() -> None:
+    """Gradients are those of a loop over microbatches with the same padding."""
+    model, tokens = build("llama"), torch.randint(96, (4, 2, 13))
+    masks = [torch.ones(2, 12, dtype=torch.int64) for _ in range(4)]
+    for mb, mask in enumerate(masks):
+        mask[0, : mb + 1] = 0
+    keywords = [{"attention_mask": mask} for mask in masks]
+    inputs, targets = tokens[..., :-1], tokens[..., 1:]
+
+    def loss(logits: torch.Tensor, due: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), due.flatten())
+
+    for x, y, each in zip(inputs, targets, keywords, strict=True):
+        loss(model(x, use_cache=False, **each).logits, y).backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    stages = cut(model, LAYERS)
+    ties = find_tied_weights(stages)
+    program = schedir.compile("one_f_one_b", ranks=LAYERS, microbatches=4, tied_weights=ties)
+    executor = InProcessExecutor(
+        program, stages, loss=loss, boundary=(2, 12, 32), tied_weights=ties
+    )
+    executor.step(inputs, targets, keywords=keywords)
+    for name, p in model.named_parameters():
+        assert torch.allclose(p.grad, plain[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_lora() -> None:
+    """Adapters are in the stages, and have the bits of the whole model."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    stages, tokens = cut(model.get_base_model(), LAYERS), torch.randint(96, (2, 12))
+
+    def step(logits: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.requires_grad]
+
+    due = step(model(tokens, use_cache=False).logits)
+    x = tokens
+    for stage in stages:
+        x = stage(x)
+    assert all(map(torch.equal, step(x), due)) and len(due) == 2 * LAYERS

@@ -1,0 +1,88 @@
+"""Models from launch scripts of Megatron-LM, and from jobs of torchtitan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from schedir.errors import ConfigError, UsageError
+from schedir.planner import TransformerSpec, load_model
+
+SCRIPT = r"""#!/bin/bash
+SEQ=8192
+# --num-layers 7 is a comment
+GPT_MODEL_ARGS=(
+    --num-layers 32 \
+    --hidden-size=4096
+    --num-attention-heads 32
+    --group-query-attention --num-query-groups 8
+    --ffn-hidden-size "14336"
+    --seq-length ${SEQ}
+    --max-position-embeddings $SEQ
+    --untie-embeddings-and-output-weights
+    --swiglu
+    --lr -0.5
+    --vocab-size 128000
+)
+torchrun pretrain_gpt.py ${GPT_MODEL_ARGS[@]}
+"""
+LLAMA = load_model("llama-3-8b")
+
+
+def read(folder: Path, text: str, name: str = "train.sh") -> TransformerSpec:
+    path = folder / name
+    path.write_text(text)
+    return load_model(path)
+
+
+def test_a_script_has_the_model_of_the_preset(tmp_path: Path) -> None:
+    assert read(tmp_path, SCRIPT) == LLAMA
+    listed = " ".join(SCRIPT.replace("\\", "").partition("(")[2].partition(")")[0].split())
+    assert read(tmp_path, f"SEQ=8192\n{listed}", "args.txt") == LLAMA
+    yaml = "\n".join(
+        ("MODEL_ARGS:", "  --num-layers: 2", "  --hidden-size: 64", "  --num-attention-heads: 4",
+         "  --seq-length: 32", "  --vocab-size: 100", "  --swiglu: true",
+         "  --group-query-attention: false")
+    )  # fmt: skip
+    assert read(tmp_path, yaml, "model.yaml") == TransformerSpec(
+        2, 64, 4, vocab=100, sequence=32, gated=True
+    )
+
+
+def test_defaults_are_those_of_megatron(tmp_path: Path) -> None:
+    base = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100"
+    )
+    plain = read(tmp_path, base)
+    assert (plain.ffn, plain.kv_heads, plain.gated, plain.tied) == (256, 4, False, True)
+    assert read(tmp_path, f"{base} --num-query-groups 2").kv_heads == 4
+    assert read(tmp_path, f"{base} --group-query-attention").kv_heads == 1
+    experts = read(tmp_path, f"{base} --num-experts 8 --moe-ffn-hidden-size 48")
+    assert (experts.experts, experts.active, experts.ffn) == (8, 2, 48)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("--num-layers 32", "", "the file has no --num-layers"),
+        ("--num-layers 32", "--num-layers $LAYERS", "--num-layers is '.LAYERS'"),
+        ("--hidden-size=4096", "--hidden-size", "--hidden-size is ''"),
+        ("--swiglu", "--multi-latent-attention", "does not support latent attention"),
+        ("--swiglu", "--mtp-num-layers 1", "does not support multi-token prediction"),
+        ("--vocab-size 128000", "", "has no value for its required fields: vocab"),
+    ],
+)
+def test_what_the_planner_cannot_know_is_refused(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    with pytest.raises((ConfigError, UsageError), match=message):
+        read(tmp_path, SCRIPT.replace(old, new))
+
+
+def test_a_job_of_torchtitan(tmp_path: Path) -> None:
+    job = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 4096\n'
+    found = read(tmp_path, job, "job.toml")
+    assert (found.sequence, found.layers, found.ffn) == (4096, LLAMA.layers, LLAMA.ffn)
+    with pytest.raises(ConfigError, match="no model preset for torchtitan's 'llama3-debugmodel'"):
+        read(tmp_path, job.replace("8B", "debugmodel"), "job.toml")
