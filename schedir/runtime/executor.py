@@ -370,6 +370,8 @@ class Executor:
         Raises:
             ModelError: The executor has no such program, or several and `program` is None.
         """
+        if program is not None:
+            arguments.require_program(program)
         found = [
             one
             for one in self.runners.values()
