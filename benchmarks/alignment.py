@@ -1,12 +1,12 @@
-"""Which CPU kernels of torch round by the address of an operand?
-
-Each kernel runs on operands that begin on a 64-byte line, and again with one operand moved by some
-bytes. The table counts the shapes for which a move changes the bits of the result. A kernel that
-is not in the table rounded alike at every address.
+"""Find the CPU kernels of torch whose rounding depends on the address of an operand.
 
     python benchmarks/alignment.py
     MKL_CBWR=AUTO python benchmarks/alignment.py
     ATEN_CPU_CAPABILITY=default python benchmarks/alignment.py
+
+Each kernel runs on operands that begin on a 64-byte line, and again with one operand moved by some
+bytes. The table counts the shapes for which a move changes the bits of the result. A kernel that is
+not in the table has the same bits at every address.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def offsets_that_matter(case: Case) -> set[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", type=int, default=60, help="random shapes of each kernel (60)")
+    parser.add_argument(
+        "--shapes", type=int, default=60, help="number of random shapes per kernel (60)"
+    )
     shapes = parse(parser, shapes=2).shapes
     torch.set_num_threads(1)
     torch.manual_seed(SEED)

@@ -1,19 +1,22 @@
-"""How fast programs are compiled, checked and simulated: beside another checkout, or torch.
+"""Measure how fast programs are compiled, checked and simulated, compared with a commit or torch.
 
     python benchmarks/compile.py [--large | --zero] [--torch] [--compiled]
     python benchmarks/compile.py --against COMMIT-OR-FOLDER [--compiled]
 
-A turn compiles (and so checks) and simulates one program, in seconds of processor time.  Each turn
-of a process is for a number of microbatches and for costs that the process has not seen before.
-Each round starts a process per row (and checkout), which first warms up on a small program.
-`--against` takes turns: the same turn in one checkout, then in the other; its ratios are of such
-pairs, with their quartiles.  `--torch` runs torch.distributed.pipelining in between.  With
-`--compiled` loops run compiled by numba from the first turn on.  Without it numba is not imported,
-as where it is not installed.  `--zero` measures rows of ZeRO 3, in which one gather has a reader
-per microbatch; such rows have two replicas.
+A turn compiles and checks one program and simulates it, in seconds of processor time. Each turn of
+a process has a number of microbatches and costs that the process has not used before. Each round
+starts one process per row (and per checkout). The process first warms up on a small program.
 
-"B/instr" is the growth of the peak of memory over that before, by instruction: when compiled, and
-with the Timeline.  The last row is the command `schedir check gpipe` beside `import numpy`.
+- `--against` runs each turn in one checkout and then in the other. Its ratios are those of such
+  pairs of turns, with their quartiles.
+- `--torch` also runs torch.distributed.pipelining.
+- With `--compiled`, numba compiles loops before the first turn. Without it, numba is not imported,
+  as on a machine without numba.
+- `--zero` measures programs with ZeRO 3 and two replicas, in which all microbatches read the result
+  of one gather.
+
+"B/instr" is the growth of the peak memory, in bytes per instruction: after compiling, and with the
+Timeline. The last row compares the command `schedir check gpipe` with `import numpy`.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Row(NamedTuple):
-    """A shape to measure; with how many turns, and steps from one's microbatches to the next's."""
+    """A shape to measure, the number of turns, and the change of the microbatches between turns."""
 
     schedule: str
     ranks: int
@@ -56,7 +59,7 @@ class Row(NamedTuple):
 
     @property
     def shape(self) -> tuple[str, ...]:
-        """The first columns of a table."""
+        """Return the first columns of a table."""
         name = f"{self.schedule}, ZeRO {self.zero}" if self.zero else self.schedule
         return (name, *map(str, self[1:4]))
 
@@ -92,7 +95,7 @@ Measured = dict[str, float]
 
 
 def peak() -> float:
-    """Peak memory of this process, in bytes."""
+    """Return the peak memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
@@ -106,7 +109,10 @@ def timed(into: Measured, part: str, call: Callable[..., Any], *args: Any) -> An
 def ours(
     name: str, ranks: int, v: int, microbatches: int, zero: int, turn: int, text: bool
 ) -> Measured:
-    """Seconds of each part, and bytes per instruction.  Names that every checkout has."""
+    """Return the seconds of each part, and the bytes per instruction.
+
+    It uses only names that every checkout has.
+    """
     import schedir
 
     shape, costs = schedir.PipelineShape(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
@@ -130,7 +136,7 @@ def ours(
 
 
 def torchs(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Measured:
-    """torch: its constructor builds and lowers, its simulator walks what is lowered."""
+    """Measure torch: its constructor builds and lowers, its simulator runs the lists."""
     from unittest.mock import create_autospec
 
     from torch.distributed.pipelining import schedules
@@ -172,7 +178,7 @@ def torchs(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Meas
 
 
 def serve(who: str) -> None:
-    """Answer each request on stdin, a row with its turn, by what was measured: lines of JSON."""
+    """Read a row and a turn from each line of stdin, and print their measurement as JSON."""
     measures: dict[str, Callable[..., Measured]] = {
         "schedir": ours, "compiled": ours, "torch": torchs,
     }  # fmt: skip
@@ -205,7 +211,7 @@ class Worker:
         )
 
     def turn(self, row: Row, turn: int, text: bool = False) -> Measured:
-        """Measure a turn: 0 is for the row's own number of microbatches, the others lie around."""
+        """Measure a turn. Turn 0 has the microbatches of the row, others a few more or fewer."""
         assert self.process.stdin and self.process.stdout
         away = (turn + 1) // 2 * (1 if turn % 2 else -1)
         asked = (*row[:3], row.microbatches + away * row.step, row.zero, turn, text)
@@ -223,13 +229,13 @@ class Worker:
 
 
 def _in(checkout: Path) -> dict[str, Any]:
-    """How a process is started that imports schedir from there."""
+    """Return the arguments that start a process which imports schedir from a folder."""
     return {"cwd": checkout, "env": os.environ | {"PYTHONPATH": str(checkout)}}
 
 
 @contextmanager
 def checkout_of(named: str) -> Iterator[Path]:
-    """A folder as it is; of a commit a temporary work tree."""
+    """Yield the folder, or for a commit a temporary work tree."""
     if Path(named, "schedir").is_dir():
         yield Path(named).resolve()
         return
@@ -246,7 +252,7 @@ def checkout_of(named: str) -> Iterator[Path]:
 
 
 def command_time(checkout: Path, *command: str) -> float:
-    """Processor time of a command, in seconds."""
+    """Return the processor time of a command, in seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True,
                    **_in(checkout))  # fmt: skip
@@ -261,12 +267,12 @@ COMMANDS = {
 
 
 def total(got: Measured) -> float:
-    """What a turn took."""
+    """Return the time of a turn."""
     return sum(got.get(part, 0.0) for part in COUNTED)
 
 
 def spread(values: list[float], form: str = ".2f") -> str:
-    """The median, and the quartiles around it."""
+    """Return the median and the quartiles as text."""
     low, middle, high = (
         statistics.quantiles(values, method="inclusive") if values[1:] else values * 3
     )
@@ -276,7 +282,7 @@ def spread(values: list[float], form: str = ".2f") -> str:
 def compare(
     here: Path, other: Path, rows: tuple[Row, ...], rounds: int, who: str, say: Any
 ) -> list[Any]:
-    """Rows of a table: what each row takes in two checkouts, and the ratios, turn by turn."""
+    """Print a table with the times of each row in two checkouts, and their ratios per turn."""
     cells = []
     for row in rows:
         ratios: dict[str, list[float]] = {}
@@ -314,7 +320,7 @@ def compare(
 def alone(
     rows: tuple[Row, ...], rounds: int, ours: str, torch: bool, say: Any
 ) -> Iterator[list[str]]:
-    """Rows of a table: what each row takes here, and torch beside it."""
+    """Print a table with the times of each row in this checkout, and those of torch."""
     for row in rows:
         whose = (ours, "torch")[: 1 + (torch and row in TORCH)]
         got: dict[str, list[Measured]] = {who: [] for who in whose}
@@ -349,13 +355,17 @@ def alone(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--large", action="store_true", help="up to 34 million instructions")
-    parser.add_argument("--zero", action="store_true", help="rows of ZeRO 3 instead")
-    parser.add_argument("--torch", action="store_true", help="torch.distributed.pipelining too")
-    parser.add_argument("--against", metavar="CHECKOUT", help="a folder or a commit")
-    parser.add_argument("--compiled", action="store_true", help="loops compiled by numba")
+    parser.add_argument(
+        "--large", action="store_true", help="also programs of up to 34 million instructions"
+    )
+    parser.add_argument("--zero", action="store_true", help="measure programs with ZeRO 3")
+    parser.add_argument(
+        "--torch", action="store_true", help="also measure torch.distributed.pipelining"
+    )
+    parser.add_argument("--against", metavar="CHECKOUT", help="compare with a folder or a commit")
+    parser.add_argument("--compiled", action="store_true", help="let numba compile loops")
     parser.add_argument("--rounds", type=int, default=3, help="processes per row (default 3)")
-    parser.add_argument("--rows", help="of which rows, by number from 0: 0,1,3")
+    parser.add_argument("--rows", help="the rows to measure, counted from 0: 0,1,3")
     parser.add_argument("--serve", choices=("schedir", "compiled", "torch"), help=argparse.SUPPRESS)
     args = parse(parser, rounds=1, torch=True)
     if args.serve:

@@ -1,31 +1,31 @@
-"""What the executor itself costs, beside torch.distributed.pipelining's runtime.
+"""Measure the overhead of the executor, compared with the runtime of torch.distributed.pipelining.
 
     python benchmarks/executor.py [--pairs 15] [--box | --drop-in [--model gpt]]
 
-All run one program, compiled with overlap, in the same processes, of one thread each, and take
-turns, a step each; torch's reads it as CSV.
+All runtimes run one program, compiled with overlap, in the same processes of one thread each. They
+take turns: each runs one step. torch's runtime reads the program as CSV.
 
-First without a transport: one process is rank 1 under torch's "fake" backend, whose messages
-arrive at once.  "own" is the time of a step beyond the stages' forward, loss and backward, which
-a plain loop is timed for, by instruction.  It includes the calls into c10d.
+The first table is without a transport. One process is rank 1 with torch's "fake" backend, whose
+messages arrive at once. "own" is the overhead per instruction: the time of a step without forward,
+loss and backward of the stages, which a plain loop measures. It includes the calls of c10d.
 
-Then with a process for each rank: ours through shared memory, as `schedir train` runs on one
-machine, and over Gloo, torch's over Gloo.  "step" is the wall time on rank 0, "own" the same as
-above in CPU time of the threads that run the ranks: it includes what waiting costs them, but not
-Gloo's threads, and is left out where the stages' work is so large that a difference to it says
-nothing.  Each figure is a median over steps, ratios of steps are medians over pairs.
+The second table is with a process for each rank. schedir uses shared memory, as `schedir train`
+does on one machine, and Gloo; torch uses Gloo. "step" is the wall time on rank 0. "own" is the
+overhead in CPU time of the threads that run the ranks. It includes their waits, but not Gloo's
+threads. It is left out if the stages compute for so long that the difference is noise. Each figure
+is a median over steps; ratios are medians over pairs of steps.
 
-With --box nothing of this: steps of the process that is alone, which note each instruction in a
-black box, in turn with steps of the same loop without that.
+With `--box`, only the black box is measured: one process runs steps that write each instruction to
+a black box, and steps that do not, in turn.
 
-With --drop-in nothing of this either: four processes over Gloo run three pipelines of the same
-weights, which are torch's schedule, `schedir.torch_pipelining.Schedule` of the same name in torch's
-runtime, and the same in schedir's executor.  They take turns, a step each, in an order that moves
-on with each pair.  A step begins as all ranks leave a barrier, and takes as long as on the rank
-where it takes longest; gradients are set to None between steps, outside of what is timed.  A ratio
-is one of two steps of the same round: its median, and in brackets the order statistics between
-which the median of such rounds lies 95 times of 100.  "CPU" is that of the processor time of all
-ranks together, Gloo's threads included, which another job on the machine changes less.
+With `--drop-in`, only schedules in the place of torch's schedules are measured. Four processes over
+Gloo run three pipelines with the same weights: torch's schedule,
+`schedir.torch_pipelining.Schedule` of the same name in torch's runtime, and this schedule in
+schedir's executor. They take turns, one step each, and each round begins with another pipeline. A
+step begins when all ranks leave a barrier; its time is that of the slowest rank. Gradients are set
+to None between steps, outside of the measured time. A ratio is that of two steps of a round: the
+median and, in brackets, its 95 % confidence interval. "CPU" is the ratio of the processor times of
+all ranks together, including Gloo's threads. Other jobs on the machine change it less.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Model(NamedTuple):
 
 
 class Tiny(nn.Module):
-    """Next to no work."""
+    """A stage with almost no work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,18 +119,18 @@ class Tiny(nn.Module):
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
-    """The sum of squared errors."""
+    """Return the sum of squared errors."""
     return (y - target).square().sum()
 
 
 def tiny(stages: int, m: int) -> Model:
-    """Microbatches of eight numbers."""
+    """Return a model with almost no work, on microbatches of eight numbers."""
     x = torch.randn(m, 1, 8, generator=torch.Generator().manual_seed(0))
     return Model([Tiny() for _ in range(stages)], x, x + 1, squares, (1, 8))
 
 
 def small_gpt(stages: int, m: int) -> Model:
-    """A GPT of 8 layers, hidden 128, on microbatches of 2 x 64 tokens."""
+    """Return a GPT of 8 layers, hidden 128, on microbatches of 2 x 64 tokens."""
     config = gpt.GPTConfig(layers=8, hidden=128, context=64, tied=False)
     tokens = torch.randint(256, (m, 2, 65), generator=torch.Generator().manual_seed(0))
     built: list[nn.Module] = [gpt.build_stage(config, s, stages) for s in range(stages)]
@@ -149,12 +149,12 @@ class Nowhere(GlooTransport):
     def check_agreement(
         self, facts: Mapping[str, str], payload: object = None, record_types: RecordTypes = ()
     ) -> list[Any]:
-        """As Processes.agree: no other process answers."""
+        """Do nothing in the place of `Processes.agree`, because there is no other process."""
         return [payload]
 
 
 class Bench:
-    """Both runtimes of one rank, and its work without one."""
+    """Both runtimes of one rank, and the work of its stages without a runtime."""
 
     def __init__(
         self, row: Row, rank: int, transports: Mapping[str, Callable[[Program], Transport]]
@@ -208,7 +208,7 @@ class Bench:
         )  # fmt: skip
 
     def _work(self) -> None:
-        """The stages' own work: each forward, loss and backward."""
+        """Run the work of the stages: each forward, loss and backward."""
         model = self.model
         for s in self.own:
             for mb in range(self.m):
@@ -221,7 +221,7 @@ class Bench:
                 torch.autograd.backward(y, dy)
 
     def run(self, pairs: int, wait: Callable[[], Any]) -> dict[str, Times]:
-        """Wall and CPU seconds of each step, by whose it was."""
+        """Return the wall and CPU seconds of each step, by runtime."""
 
         def prepare() -> None:
             for module in self.modules:
@@ -232,13 +232,13 @@ class Bench:
 
 
 class Result(NamedTuple):
-    """What one rank measured."""
+    """The measurements of one rank."""
 
     took: dict[str, Times]
     counts: dict[str, int]
 
     def own(self, whose: str) -> float:
-        """Microseconds of CPU time beyond the stages' work, by instruction."""
+        """Return the CPU time without the work of the stages, in microseconds per instruction."""
         step, work = (statistics.median(cpu for _, cpu in self.took[w]) for w in (whose, "work"))
         return (step - work) / self.counts[whose] * 1e6
 
@@ -265,7 +265,7 @@ def enter_fake_world(row: Row) -> None:
 
 
 def unnoted(executor: Executor) -> None:
-    """`Running._run` without a black box."""
+    """Run a step as `Running._run` does, but without a black box."""
     executor.resources.is_in_step = True
     try:
         for wait, run in executor.runner.calls:
@@ -277,7 +277,7 @@ def unnoted(executor: Executor) -> None:
 
 
 def box_costs(_: int, row: Row, pairs: int) -> list[float]:
-    """Microseconds of an instruction that a black box in a file takes, of each pair of steps."""
+    """Return the microseconds per instruction of a black box in a file, for each pair of steps."""
     enter_fake_world(row)
     model, shape = MODELS[row[0]](row[2] * row[3], row[4]), PipelineShape(row[2], row[4], row[3])
     program = schedir.compile(
@@ -312,7 +312,7 @@ DROP_IN_RANKS = 4
 
 
 class Pair(NamedTuple):
-    """A schedule of torch's and ours of that name."""
+    """A schedule of torch, and the schedule of schedir with this name."""
 
     theirs: str
     ours: str
@@ -372,7 +372,7 @@ class DropIn:
             )
 
     def run(self, rounds: int) -> dict[str, Times]:
-        """Wall and CPU seconds of each step, of the slowest rank and of all."""
+        """Return the wall seconds of the slowest rank and the CPU seconds of all, for each step."""
 
         def prepare() -> None:
             for module in self.modules:
@@ -383,7 +383,7 @@ class DropIn:
 
 
 def drop_in(rank: int, pairs: int, model: str, rows: Sequence[Pair], smoke: bool) -> None:
-    """Measure each row in the place of torch's schedules, and print it on rank 0."""
+    """Measure each row with schedules in the place of torch's, and print it on rank 0."""
     for kind, microbatches in (("gpt", 16), ("tiny", 64)):
         for pair in rows if model in ("", kind) else ():
             bench = DropIn(rank, kind, pair, 2 * DROP_IN_RANKS if smoke else microbatches)
@@ -399,7 +399,7 @@ def drop_in(rank: int, pairs: int, model: str, rows: Sequence[Pair], smoke: bool
 
 
 def print_alone(rows: Sequence[Row], pairs: int) -> None:
-    """Print the table of steps without a transport, a row as soon as it is measured."""
+    """Print the table of steps without a transport, each row when it is measured."""
     head("model", "schedule", "P", "v", "m", "own, us", "torch's", "ratio")
     for row in rows:
         (result,) = on_ranks(alone, 1, row, pairs)
@@ -408,7 +408,7 @@ def print_alone(rows: Sequence[Row], pairs: int) -> None:
 
 
 def print_together(rows: Sequence[Row], pairs: int) -> None:
-    """Print the table of steps with a process for each rank, a row as soon as it is measured."""
+    """Print the table of steps with a process for each rank, each row when it is measured."""
     head("model", "schedule", "P", "v", "m", "step, ms: shared", "gloo", "torch", "shared/torch",
          "gloo/torch", "own, us: shared", "gloo", "torch")  # fmt: skip
     for row in rows:
@@ -429,7 +429,7 @@ def print_together(rows: Sequence[Row], pairs: int) -> None:
 
 
 def print_box(row: Row, pairs: int) -> None:
-    """Print what a black box costs."""
+    """Print the cost of a black box."""
     (costs,) = on_ranks(box_costs, 1, row, pairs)
     costs.sort()
     low, high = costs[len(costs) // 4], costs[-1 - len(costs) // 4]
@@ -438,7 +438,7 @@ def print_box(row: Row, pairs: int) -> None:
 
 
 def print_drop_in(pairs: int, model: str, smoke: bool) -> None:
-    """Print the table of steps in the place of torch's schedules, a row as it is measured."""
+    """Print the table of schedules in the place of torch's, each row when it is measured."""
     head("model", "schedule", "step, ms: torch's", "runtime=torch", "runtime=schedir",
          "torch: ratio", "CPU", "schedir: ratio", "CPU")  # fmt: skip
     rows = SMOKE_DROP_IN if smoke else DROP_IN
@@ -446,12 +446,14 @@ def print_drop_in(pairs: int, model: str, smoke: bool) -> None:
 
 
 def main() -> None:
-    """Print the tables that are asked for; with `--smoke` all of them, of few small rows."""
+    """Print the tables of the options; with `--smoke`, print all with a few small rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=15, help="steps of each runtime")
-    parser.add_argument("--box", action="store_true", help="what a black box costs, alone")
-    parser.add_argument("--drop-in", action="store_true", help="in the place of torch's schedules")
-    parser.add_argument("--model", default="", choices=("", *MODELS), help="of --drop-in: its rows")
+    parser.add_argument("--pairs", type=int, default=15, help="number of steps of each runtime")
+    parser.add_argument("--box", action="store_true", help="measure only the cost of a black box")
+    parser.add_argument(
+        "--drop-in", action="store_true", help="only compare with torch's schedules"
+    )
+    parser.add_argument("--model", default="", choices=("", *MODELS), help="rows of --drop-in")
     args = parse(parser, pairs=1, model="tiny")
     by_one, by_all = (SMOKE_ALONE, SMOKE_TOGETHER) if args.smoke else (ALONE, TOGETHER)
     if args.box or args.smoke:

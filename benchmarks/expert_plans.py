@@ -1,16 +1,17 @@
-"""Expert plans: does the planner agree with what is published about expert parallelism?
+"""Compare predictions of the planner with published results about expert parallelism.
 
     python benchmarks/expert_plans.py
     python benchmarks/expert_plans.py --draws 500
 
-Prints three tables:
+The script prints three tables:
 
-- The bubble of DualPipeV beside the formula of DeepSeek-V3 (arXiv 2412.19437, table 2).
-- The time of a microbatch over its compute, if all-to-alls take as long as compute, as they do
-  there (section 3.2.1). It is 1 if all are hidden, or less if those of the ends are hidden, too.
+- The bubble of DualPipeV and the formula of DeepSeek-V3 (arXiv 2412.19437, table 2).
+- The time of a microbatch divided by its compute, if all-to-alls take as long as compute, as in
+  DeepSeek-V3 (section 3.2.1). It is 1 if all all-to-alls are hidden, and less if those of the first
+  forward and the last backward are hidden, too.
 - The steps of schedules for Qwen3-235B-A22B, pp 4 and ep 8, relative to 1F1B. Each draw multiplies
-  the speeds of the cluster by factors, because the planner does not know them exactly. The interval
-  has 95 % of the draws.
+  the speeds of the cluster by factors, because the planner does not know the speeds exactly. The
+  interval contains 95 % of the draws.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def compute_exposed_share(layers: int, *, is_split: bool) -> float:
 
 
 def print_order(draws: int) -> None:
-    """Print the steps of schedules relative to 1F1B, and how often each place is that of a draw."""
+    """Print the steps of schedules relative to 1F1B, and the share of draws with this order."""
     model = planner.load_model("qwen3-235b-a22b")
     cluster, drawn = planner.cluster_preset("h100", nodes=16), random.Random(1)
     steps: dict[str, list[float]] = {name: [] for name in SCHEDULES}
@@ -114,7 +115,7 @@ def print_order(draws: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--draws", type=int, default=200, help="draws of the speeds")
+    parser.add_argument("--draws", type=int, default=200, help="number of draws of the speeds")
     args = parse(parser, draws=1)
     print_dualpipe()
     print_order(args.draws)

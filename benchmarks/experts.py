@@ -1,12 +1,13 @@
-"""Experts: steps with all-to-alls that are exposed or hidden, as predicted and as measured.
+"""Compare predicted and measured steps with all-to-alls of experts, exposed and hidden.
 
     python benchmarks/experts.py
     python benchmarks/experts.py --rounds 20 --forward 0.02
 
-Four processes over Gloo (pp 2, dp 2, ep 2) train a small mixture-of-experts GPT.  Each segment
-sleeps until its set time is over.  An all-to-all of experts takes a set time after its start, one
-after the other.  So the times are known, and few cores suffice.  The programs take turns, a step
-each.  Predicted is the simulation at the times that are set.  Measured is the slowest process.
+Four processes over Gloo (pp 2, dp 2, ep 2) train a small mixture-of-experts GPT. Each segment
+sleeps until a set time has passed. Each all-to-all takes a set time, and a rank runs its
+all-to-alls one after the other. So the times are known, and few cores suffice. The schedules take
+turns, one step each. The prediction is a simulation with the set times. The measured step is that
+of the slowest process.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class SlowSegment(nn.Module):
 
 
 def make_costs(forward: float) -> Costs:
-    """Return the times that are set: of segments, and of all-to-alls."""
+    """Return the costs from the set times of segments and all-to-alls."""
     all_to_all = ALL_TO_ALL * forward
     return Costs(F=forward, B=2 * forward, dispatch=all_to_all, combine=all_to_all)
 
@@ -179,8 +180,10 @@ def measure(rank: int, rounds: int, forward: float) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="steps of each schedule")
-    parser.add_argument("--forward", type=float, default=0.02, help="seconds of a segment")
+    parser.add_argument("--rounds", type=int, default=9, help="number of steps of each schedule")
+    parser.add_argument(
+        "--forward", type=float, default=0.02, help="seconds of a segment in a forward"
+    )
     args = parse(parser, rounds=1, forward=0.002)
     costs = make_costs(args.forward)
     measured = on_ranks(measure, RANKS * REPLICAS, args.rounds, args.forward)[0]

@@ -1,4 +1,4 @@
-"""Figures: what is measured on a GPU, and the goals for it.  No torch here."""
+"""Figures: values that are measured on a GPU, and their goals. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 
 class Goal(NamedTuple):
-    """What a figure should be at most, or at least."""
+    """The largest or the smallest value of a figure that meets the goal."""
 
     name: str
     bound: float
@@ -17,7 +17,7 @@ class Goal(NamedTuple):
     at_least: bool = False
 
     def met(self, value: float) -> bool:
-        """NaN meets nothing."""
+        """Return whether the value meets the goal. NaN meets no goal."""
         return value >= self.bound if self.at_least else value <= self.bound
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Figure(NamedTuple):
 
 
 def write(path: Path | None, figure: Figure) -> None:
-    """Add a figure to a file of figures, if there is one."""
+    """Append a figure to the file of figures, if a file is given."""
     if path is not None:
         goal = figure.goal and figure.goal.name
         line = json.dumps([figure.name.strip(), figure.value, figure.unit, goal])
@@ -60,14 +60,14 @@ def write(path: Path | None, figure: Figure) -> None:
 
 
 def read(path: Path) -> list[Figure]:
-    """The figures of a file, as far as it was written."""
+    """Return the figures of a file, without a last line that is incomplete."""
     text = path.read_text() if path.exists() else ""
     whole, _, _ = text.rpartition("\n")
     return made(map(json.loads, whole.splitlines()))
 
 
 def made(lines: Iterable[list[object]]) -> list[Figure]:
-    """Figures of what `write` has written."""
+    """Return the figures from the lines that `write` has written."""
     goals = {goal.name: goal for goal in GOALS}
     return [
         Figure(str(name), float(str(value)), str(unit), goals.get(str(goal)))

@@ -1,42 +1,43 @@
-"""On one GPU: stages, instructions, and four virtual ranks, beside the goals for them.
+"""Measure stages, instructions and four virtual ranks on one GPU, and compare them with goals.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --only stage
 
-The machine and its versions come first.  Without a GPU nothing else does, and the exit code is 2.
-Then one table, and exit code 1 if a goal is missed or a part fails, which holds up no other.  All
-times are between CUDA events.
+The script first prints the machine and its versions. Without a GPU, it then ends with exit code 2.
+With a GPU, it prints one table. If a goal is missed or a part fails, it runs the other parts and
+ends with exit code 1. All times are between CUDA events.
 
-- `machine`: nothing but the machine and its versions.
-- `queues`: how many pairs of streams of a process share a hardware queue, and so wait for each
-  other.  A kernel that does nothing for a while is put on one stream, and something short on all
-  others; what has not ended meanwhile is behind it.  Then the next stream.
-- `stage`: transformer layers in bfloat16, forward and backward, as model FLOP/s; beside the rate
-  that their shapes allow, which is that of their products and attention alone, and the rate of a
+- `machine`: prints only the machine and its versions.
+- `queues`: the number of pairs of streams of a process that share a hardware queue, and so wait for
+  each other. The script starts a kernel that waits for a while on one stream, and short kernels on
+  all other streams. A short kernel that has not ended meanwhile shares the queue. The script
+  repeats this for each stream.
+- `stage`: the model FLOP/s of transformer layers in bfloat16, forward and backward. It is compared
+  with the FLOP/s that their matrix products and attention reach alone, and with the FLOP/s of a
   large bfloat16 product, all in the same run.
-- `instruction`: a step over tiny stages of one rank, whose inputs are always ready: what an
-  instruction takes beyond the same forwards and backwards in a plain loop.
+- `instruction`: the overhead of an instruction. One rank runs a step of tiny stages whose inputs
+  are always ready, and a plain loop runs the same forwards and backwards.
 
-Four virtual ranks run 1F1B, each on streams of its own, and record it.  `gap`: between two
-instructions of a compute lane, where the second has all that it waits for; recording is part of
-it, and `two events` says how much.  `exposed transfers`: the share of the steady phase that ranks
-wait for a message.  `step, predicted`: how far the span of a step is from the simulation at the
-costs that the step before it has measured.
+In the next parts, four virtual ranks run and record 1F1B, each on its own streams. `gap` is the
+time between two instructions of a compute lane, if the inputs of the second are ready. It includes
+the recording; `two events` is the time of the recording alone. `exposed transfers` is the share of
+the steady phase in which ranks wait for a message. `step, predicted` is the error of a simulation
+with the costs of the previous step.
 
-- `sleep`: a stage holds one multiprocessor for a set time and sends activations of a real size.  So
-  ranks share next to nothing, as if each had a GPU: this is what the executor, its waits and the
-  simulation are worth.
-- `gpt`: transformer stages that share the multiprocessors: an instruction takes as long as the
-  others let it.  Costs are means of that run.  Where fewer ranks are busy, as a step begins and
-  ends, instructions are faster than the mean, so a prediction is too long: it has m + 3 times the
-  mean of a forward and a backward, of which a rank has m within the step, so by at most 3 / m.
-  `host waits`: how often a step, with clipping and AdamW, makes the host wait for the GPU.
-  `peak memory, predicted`: how far the most that torch's allocator has held is from the
-  prediction: weights, gradients and optimizer of all ranks, and what their microbatches keep in
-  the order in which the host issues them.
+- `sleep`: a stage keeps one multiprocessor busy for a set time and sends activations of a real
+  size. So ranks share almost no resource, as if each had a GPU. This part measures the executor,
+  its waits and the simulation.
+- `gpt`: transformer stages share the multiprocessors, so the time of an instruction depends on the
+  other ranks. Costs are means of the run. At the beginning and the end of a step, fewer ranks are
+  busy and instructions are faster than the mean. So a prediction is too long: it has m + 3 times
+  the mean of a forward and a backward, and a rank has m of them in a step. The error is at most 3 /
+  m. `host waits` is the number of times that the host waits for the GPU in a step with clipping and
+  AdamW. `peak memory, predicted` is the error of the predicted peak, compared with torch's
+  allocator: weights, gradients and optimizer state of all ranks, and the saved activations of their
+  microbatches, in the order in which the host issues instructions.
 
-Nothing here runs over NCCL: processes that share a GPU take turns on it, for milliseconds each, and
-no figure of overlap means anything there.
+No part uses NCCL. Processes that share a GPU run in turns of milliseconds, so figures of overlap
+would mean nothing.
 """
 
 from __future__ import annotations
@@ -99,18 +100,28 @@ ASKED: Final = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)  # to synchroni
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="stages, instructions and ranks, on one GPU")
-    parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")
+    parser = argparse.ArgumentParser(
+        description="measure stages, instructions and ranks on one GPU"
+    )
+    parser.add_argument(
+        "--only", choices=PARTS, action="append", help="run only this part; can be repeated"
+    )
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=2, help="of a stage")
-    parser.add_argument("--product", type=int, default=8192, help="side of the large product")
-    parser.add_argument("--microbatches", type=int, default=64, help="of the GPT's ranks")
-    parser.add_argument("--streams", type=int, default=24, help="of ordinary priority, of queues")
-    parser.add_argument("--high", type=int, default=8, help="streams of high priority, of queues")
-    parser.add_argument("--forward", type=float, default=1.0, help="of ranks that sleep, in ms")
-    parser.add_argument("--steps", type=int, default=8, help="that are measured of each kind")
-    parser.add_argument("--figures", type=Path, help="a file to which each figure is added")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers of a stage")
+    parser.add_argument(
+        "--product", type=int, default=8192, help="size of the large matrix product"
+    )
+    parser.add_argument("--microbatches", type=int, default=64, help="microbatches of part gpt")
+    parser.add_argument(
+        "--streams", type=int, default=24, help="streams of normal priority, in part queues"
+    )
+    parser.add_argument(
+        "--high", type=int, default=8, help="streams of high priority, in part queues"
+    )
+    parser.add_argument("--forward", type=float, default=1.0, help="ms of a forward in part sleep")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each kind")
+    parser.add_argument("--figures", type=Path, help="append each figure to this file")
     options = parse(
         parser, hidden=128, context=16, layers=1, product=128, microbatches=4, steps=2,
         forward=0.1, streams=2, high=1,
@@ -128,7 +139,7 @@ def main() -> int:
 
 
 def table(options: argparse.Namespace) -> bool:
-    """Print and write each figure as it is measured; whether all parts ran and met their goals."""
+    """Print and write each figure. Return whether all parts ran and met their goals."""
     print(f"{'':44} {'':>9} {'':8} {'goal':>6}")
     met = True
     for name in options.only or PARTS:
@@ -145,7 +156,7 @@ def table(options: argparse.Namespace) -> bool:
 
 
 def of_machine(options: argparse.Namespace) -> Iterator[Figure]:
-    """Nothing is measured: `main` has printed the machine."""
+    """Measure nothing, because `main` has printed the machine."""
     yield from ()
 
 
@@ -203,7 +214,7 @@ PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
 
 
 def said(*command: str) -> str:
-    """What a command says, in one line; nothing if it fails."""
+    """Return the output of a command in one line, or no text if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -222,7 +233,7 @@ def packages(*names: str) -> str:
 
 
 def machine() -> Iterator[str]:
-    """The machine and the versions that figures are of, a line each."""
+    """Yield the machine and the versions, a line each."""
     yield f"commit: {said('git', 'rev-parse', '--short', 'HEAD') or 'not known'}"
     yield f"processor: {platform.machine()}, {os.cpu_count()} cores"
     yield (
@@ -247,7 +258,7 @@ def machine() -> Iterator[str]:
 
 
 def sharing(streams: Sequence[Any]) -> list[tuple[int, int]]:
-    """Pairs of streams, by number: the second one waits while the first is busy."""
+    """Return the pairs of streams in which the second waits while the first is busy."""
     one = torch.zeros(1, device="cuda")
     for stream in streams:  # what is done at first use may wait for the whole device
         with torch.cuda.stream(stream):
@@ -279,7 +290,7 @@ def sharing(streams: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def seconds(run: Callable[[], object], times: int = 10, warm: int = 3) -> float:
-    """The median of how long the GPU takes from the first to the last that a run issues."""
+    """Return the median time of the GPU from the first to the last kernel of a run."""
     taken: list[float] = []
     for _ in range(warm + times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -293,22 +304,22 @@ def seconds(run: Callable[[], object], times: int = 10, warm: int = 3) -> float:
 
 
 def product_rate(side: int) -> float:
-    """FLOP/s of a square product in bfloat16."""
+    """Return the FLOP/s of a square matrix product in bfloat16."""
     a, b = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     return 2 * side**3 / seconds(lambda: a @ b)
 
 
 def layer_flop(hidden: int, context: int) -> int:
-    """Of the products in one layer's forward over one sequence.
+    """Return the operations of matrix products in the forward of a layer over one sequence.
 
-    24 T h^2 + 4 T^2 h (Narayanan et al., arXiv 2104.04473, appendix), with all of the attention
-    matrix counted, as is the custom, although half of it is masked.
+    24 T h^2 + 4 T^2 h (Narayanan et al., arXiv 2104.04473, appendix), which counts the full
+    attention matrix, although half of it is masked. This is the custom.
     """
     return 24 * context * hidden**2 + 4 * context**2 * hidden
 
 
 def gpt_stage(config: gpt.GPTConfig, stage: int, stages: int) -> nn.Module:
-    """A stage in bfloat16, with gradients in float32, on the GPU."""
+    """Return a stage in bfloat16 on the GPU, with gradients in float32."""
     device = torch.device(DEVICE)
     module = gpt.build_stage(config, stage, stages, device=device, dtype=torch.bfloat16)
     use_float32_gradients(module)
@@ -316,7 +327,7 @@ def gpt_stage(config: gpt.GPTConfig, stage: int, stages: int) -> nn.Module:
 
 
 def stage_rate(hidden: int, context: int, layers: int) -> float:
-    """Model FLOP/s of a middle stage, forward and backward; a backward is two forwards."""
+    """Return the model FLOP/s of a middle stage. A backward counts as two forwards."""
     stage = gpt_stage(gpt.GPTConfig(256, 3 * layers, hidden, hidden // 128, context), 1, 3)
     x = torch.randn(1, context, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
@@ -325,10 +336,10 @@ def stage_rate(hidden: int, context: int, layers: int) -> float:
 
 
 def allowed_rate(hidden: int, context: int, layers: int) -> float:
-    """The rate that the shapes of a stage allow: model FLOP/s of its products and its attention
-    alone, forward and backward, one after the other, with nothing between them.
+    """Return the model FLOP/s that the matrix products and the attention of a stage reach alone.
 
-    Each product runs as in the stage: y = x W', dx = dy W, and dW added up in float32.
+    They run forward and backward, one after the other, with no other kernel between them. Each
+    product runs as in the stage: y = x W', dx = dy W, and dW added up in float32.
     """
 
     def new(*shape: int) -> Tensor:
@@ -360,7 +371,7 @@ def allowed_rate(hidden: int, context: int, layers: int) -> float:
 
 
 def instruction_cost(microbatches: int = 256) -> float:
-    """Microseconds of a Forward or Backward beyond what it runs, on one rank without a recorder."""
+    """Return the overhead of a Forward or Backward in us, on one rank without a recorder."""
     (stage,) = tiny_model.make_tiny_stages(1)
     stage.to(DEVICE)
     inputs, targets = (x.to(DEVICE) for x in tiny_model.make_batch(microbatches))
@@ -384,7 +395,7 @@ def instruction_cost(microbatches: int = 256) -> float:
 
 
 def two_events(times: int = 100) -> float:
-    """Seconds between two events, recorded one after the other behind work."""
+    """Return the seconds between two events that are recorded one after the other."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * times)]
     torch.cuda._sleep(10_000_000)  # until the host is ahead
     for event in events:
@@ -398,7 +409,9 @@ def two_events(times: int = 100) -> float:
 
 
 class _Sleep(torch.autograd.Function):
-    """Times a weight, after so many cycles on one multiprocessor, twice as many backwards."""
+    """Multiply by a weight after some cycles on one multiprocessor, or backward after twice as
+    many.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cycles: int) -> Tensor:
@@ -415,7 +428,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage of a set length."""
+    """A stage that takes a set time."""
 
     def __init__(self, cycles: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -428,12 +441,12 @@ class Sleeper(nn.Module):
 
 
 def cycles_a_second() -> float:
-    """Of the clock that a sleeping kernel counts."""
+    """Return the frequency of the clock that a sleeping kernel counts."""
     return 1e8 / seconds(lambda: torch.cuda._sleep(100_000_000), times=3, warm=1)
 
 
 def program_of(microbatches: int, clip: bool = False) -> Program:
-    """1F1B on four ranks, with receives posted early and no more slots than it needs."""
+    """Return 1F1B on four ranks, with receives posted early and as few slots as it needs."""
     costs, shape = Costs(F=1, B=2, send=0.02), PipelineShape(RANKS, microbatches)
     return compile(
         one_f_one_b,
@@ -447,7 +460,7 @@ def program_of(microbatches: int, clip: bool = False) -> Program:
 
 
 def sleeping(microbatches: int, boundary: Boundary, cycles: int) -> InProcessExecutor:
-    """Ranks whose forwards last so many cycles; any numbers of the boundary are their input."""
+    """Return ranks whose forwards take a number of cycles, for inputs of any boundary."""
     stages = [Sleeper(cycles, boundary.dtype).to(DEVICE) for _ in range(RANKS)]
     return InProcessExecutor(
         program_of(microbatches),
@@ -458,7 +471,7 @@ def sleeping(microbatches: int, boundary: Boundary, cycles: int) -> InProcessExe
 
 
 def recorded(ranks: InProcessExecutor, step: Callable[[], object], steps: int) -> list[Timeline]:
-    """Timelines of some steps, after two more."""
+    """Return the Timelines of some steps, after two steps that warm up."""
     found = []
     for _ in range(WARM_UP_STEPS + steps):
         step()
@@ -467,7 +480,7 @@ def recorded(ranks: InProcessExecutor, step: Callable[[], object], steps: int) -
 
 
 def of_ranks(name: str, runs: Sequence[Timeline]) -> Iterator[Figure]:
-    """What Timelines of virtual ranks, at least two, tell."""
+    """Yield the figures of at least two Timelines of virtual ranks."""
     gaps = 1e6 * np.concatenate([find_ready_gaps(run) for run in runs])
     yield Figure(f"{name}: gap, median", float(np.median(gaps)), "us", figures.GAP)
     yield Figure("  gap, 9 of 10 are less", float(np.percentile(gaps, 90)), "us")
@@ -490,7 +503,7 @@ def of_ranks(name: str, runs: Sequence[Timeline]) -> Iterator[Figure]:
 
 
 def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[Figure]:
-    """The same of a GPT's ranks, and their memory."""
+    """Yield the figures of the ranks of a GPT, and of their memory."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -531,8 +544,10 @@ def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[F
 
 
 def peak(ranks: InProcessExecutor, sizes: Sizes) -> float:
-    """The most bytes that all ranks hold at once, in the order in which the host issues them: by
-    that an allocator counts, whenever the GPU runs them."""
+    """Return the peak memory of all ranks, if instructions run when the host issues them.
+
+    An allocator counts in this order, whenever the GPU runs the instructions.
+    """
     offsets = ranks.program.offsets
     turns = ranks.execution_orders[ranks.program.digest].round_robin_order
     at = np.array([offsets[rank] + index for rank, index in turns])
@@ -547,8 +562,10 @@ def peak(ranks: InProcessExecutor, sizes: Sizes) -> float:
 
 @contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Notes whatever makes the host wait for the GPU within this: by torch's own word, or because
-    somebody asks for it."""
+    """Record each call that makes the host wait for the GPU.
+
+    torch warns about some of these calls; others are explicit synchronizations.
+    """
     found: list[str] = []
     with ExitStack() as stack:
         for of in ASKED:

@@ -1,18 +1,18 @@
-"""All that is run where there is a GPU: tests, then figures, in the order of what carries the rest.
+"""Run all tests and benchmarks that need a GPU, the most important first.
 
     python benchmarks/gpu_run.py
     python benchmarks/gpu_run.py --minutes 9 --folder results; ... --rest --minutes 9
     python benchmarks/gpu_run.py --only streams --only "gpt"
     python benchmarks/gpu_run.py --device cpu
 
-Each step is a process of its own, with a limit: one that hangs or fails holds up no other.  What it
-says is in `FOLDER/STEP.txt`, while it runs in `STEP.txt.part`.  `FOLDER/README.md` is written anew
-after every step: the machine, the steps, and a table goal / measured / met; so a run that is cut
-short leaves what it had.  `--rest` runs what the folder has no result of, so that a run may be of
-several parts.  `--device cpu` rehearses: what can run without a GPU does, and means nothing but
-that it runs.
+Each step is a process with a time limit. If a step hangs or fails, the other steps still run. The
+output of a step is in `FOLDER/STEP.txt`, and in `STEP.txt.part` while it runs. After every step,
+the script rewrites `FOLDER/README.md`: the machine, the steps, and a table of goals and measured
+values. So an interrupted run keeps its results. `--rest` runs the steps without a result in the
+folder, so a run can have several parts. `--device cpu` is a rehearsal: it runs the steps that do
+not need a GPU, to test that they run. Its figures mean nothing.
 
-Exit code: 0 if all steps ended well and no goal was missed, 2 if there is no GPU, else 1.
+The exit code is 0 if all steps ended well and no goal was missed, 2 if there is no GPU, and else 1.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ GRACE = 5.0  # seconds in which a step that is told to end does
 
 
 class Step(NamedTuple):
-    """A step: what it is for, seconds that it may take, what is run, and with which variables.
+    """A step: its purpose, its time limit in seconds, its command, and environment variables.
 
-    `rehearsal` is what is run on a CPU in its place.
+    On a CPU, `rehearsal` runs in its place.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Step(NamedTuple):
     rehearsal: Sequence[str] = ()
 
     def on(self, device: str) -> Sequence[str]:
-        """What is run on a device; nothing where nothing can be."""
+        """Return the command for a device, or no command if the step cannot run there."""
         tests = self.command[:2] == ["-m", "pytest"] and SANITIZER not in self.environ
         return (
             self.command if device == "cuda" or (tests and not self.rehearsal) else self.rehearsal
@@ -67,7 +67,7 @@ class Step(NamedTuple):
 
 
 def tests(*given: str) -> list[str]:
-    """pytest, in which no warning of a machine's own packages fails a test."""
+    """Return the command of pytest. Warnings of other packages on the machine fail no test."""
     return ["-m", "pytest", "-q", "-rfEs", "-W", "default", "-p", "no:cacheprovider",
             "--durations=3", *given]  # fmt: skip
 
@@ -90,44 +90,44 @@ STEPS: Final = (
     Step("machine", "the machine and its versions", 60, part("machine"),
          rehearsal=part("machine")),
     Step("queues", "streams that share a hardware queue", 60, part("queues")),
-    Step("kernels", "kernels against float64", 240, tests("tests/gpu/test_kernels.py")),
-    Step("sanitizer", "virtual ranks, under torch's sanitizer of streams", 180,
+    Step("kernels", "kernels compared with float64", 240, tests("tests/gpu/test_kernels.py")),
+    Step("sanitizer", "virtual ranks with torch's sanitizer of streams", 180,
          tests("-x", STREAMS), {SANITIZER: "1"}),
-    Step("streams", "virtual ranks, no host waits, Timelines", 120, tests(STREAMS)),
+    Step("streams", "virtual ranks: no host waits, and Timelines", 120, tests(STREAMS)),
     Step("nccl grouped", "2 x 2 processes on one GPU, one group", 280,
          tests("-x", "tests/gpu/test_nccl.py", "-k", "eager and grouped and one_f_one_b"), NCCL),
-    Step("nccl edge", "the same with a group for each edge", 280,
+    Step("nccl edge", "2 x 2 processes on one GPU, a group per edge", 280,
          tests("-x", "tests/gpu/test_nccl.py", "-k", "eager and edge and one_f_one_b"), NCCL),
-    Step("nccl gather", "a late gather holds up no layer", 120,
+    Step("nccl gather", "a late gather delays no layer", 120,
          tests("tests/gpu/test_nccl.py", "-k", "late_gather"), NCCL),
-    Step("bandwidth", "kernels beside eager torch, torch.compile and Liger-Kernel", 420,
+    Step("bandwidth", "kernels compared with eager torch, torch.compile and Liger-Kernel", 420,
          ["benchmarks/kernels.py"]),
     *(Step(name, about, limit, part(name)) for name, about, limit in (
-        ("stage", "a stage beside what its shapes allow", 120),
-        ("instruction", "what an instruction costs", 90),
+        ("stage", "a stage compared with its products and attention alone", 120),
+        ("instruction", "the overhead of an instruction", 90),
         ("sleep", "four virtual ranks that sleep", 90),
         ("gpt", "four virtual ranks of a GPT", 240),
     )),
     Step("train", "schedir train, 20 steps in bfloat16", 180,
          training("train.device=cuda", "train.precision=bfloat16"),
          rehearsal=training("train.precision=bfloat16", "train.steps=2")),
-    Step("loop", "a training loop that waits for nothing", 180, tests("tests/gpu/test_loop.py")),
+    Step("loop", "a training loop without host waits", 180, tests("tests/gpu/test_loop.py")),
     Step("nccl steps", "memory, waits for the device, all options at once, failures", 560,
          tests("tests/gpu/test_nccl_steps.py"), NCCL),
-    Step("nccl rest", "all else over NCCL", 560,
+    Step("nccl rest", "all other tests over NCCL", 560,
          tests("tests/gpu/test_nccl.py", "-k", "not one_f_one_b and not late_gather"), NCCL),
     Step("random", "random numbers", 120, tests("tests/gpu/test_random.py")),
-    Step("offload", "what forwards saved, on the host and its disk", 180,
+    Step("offload", "saved activations on the host and its disk", 180,
          tests("tests/gpu/test_offload.py")),
     Step("windows", "attention with windows, by FlexAttention", 300,
          tests("tests/gpu/test_attention.py")),
-    Step("gains", "what windows gain, beside what tiles predict", 560,
+    Step("gains", "measured and predicted speedup of windows", 560,
          ["benchmarks/kernels.py", "--only", "windows", "--device", "cuda"]),
 )  # fmt: skip
 
 
 class Result(NamedTuple):
-    """How a step ended, in words; its seconds, its figures, and the last line that it said."""
+    """The end of a step in words, its seconds, its figures, and the last line of its output."""
 
     ended: str
     seconds: float
@@ -140,7 +140,7 @@ class Result(NamedTuple):
 
 
 class Run:
-    """Steps, and a folder for their results."""
+    """Steps, and the folder of their results."""
 
     def __init__(self, folder: Path, device: str, minutes: float | None) -> None:
         self.folder, self.device = folder, device
@@ -151,7 +151,7 @@ class Run:
             self.results = {k: Result(*v) for k, v in json.loads(state.read_text()).items()}
 
     def step(self, step: Step) -> Result:
-        """Run a step to its end, or to its limit; its result is written, and all tables."""
+        """Run a step to its end or to its time limit. Write its result and all tables."""
         command = step.on(self.device)
         limit = float(step.limit)
         if self.until is not None:
@@ -196,7 +196,7 @@ class Run:
         return Result(ended, seconds, said, measured)
 
     def write(self) -> None:
-        """Write what is known, each file at once."""
+        """Write the results so far, each file in one operation."""
         replace(self.folder / STATE, json.dumps(self.results, indent=1))
         replace(self.folder / "README.md", page(self.folder, self.results, self.device))
 
@@ -206,7 +206,7 @@ def file_of(step: Step) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, if it has not, and all that it has started."""
+    """End a process that still runs, and all processes that it has started."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, how)
@@ -216,14 +216,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file that is there as a whole, or not."""
+    """Write a file under another name, then rename it, so that it is complete or absent."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     part.replace(path)
 
 
 def page(folder: Path, results: Mapping[str, Result], device: str) -> str:
-    """Machine, steps and goals, as Markdown."""
+    """Return the page with machine, steps and goals, as Markdown."""
     machine = folder / file_of(STEPS[0])
     lines = machine.read_text().splitlines() if machine.exists() else []
     rows = ["# Run on a GPU" if device == "cuda" else "# A rehearsal without a GPU", ""]
@@ -248,18 +248,22 @@ def page(folder: Path, results: Mapping[str, Result], device: str) -> str:
 
 
 def cell(text: str) -> str:
-    """A line, as it may be in a table."""
+    """Return a line as the text of a table cell."""
     return text.replace("|", "/")[:120]
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="all that is run where there is a GPU")
+    parser = argparse.ArgumentParser(description="run all tests and benchmarks that need a GPU")
     names = [step.name for step in STEPS]
-    parser.add_argument("--only", action="append", choices=names, help="a step; may be repeated")
-    parser.add_argument("--rest", action="store_true", help="what the folder has no result of")
-    parser.add_argument("--minutes", type=float, help="in which no step goes on")
+    parser.add_argument(
+        "--only", action="append", choices=names, help="run only this step; can be repeated"
+    )
+    parser.add_argument(
+        "--rest", action="store_true", help="run only steps without a result in the folder"
+    )
+    parser.add_argument("--minutes", type=float, help="time limit of all steps together")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--folder", type=Path, help="docs/results/gpu unless told")
+    parser.add_argument("--folder", type=Path, help="folder of the results (docs/results/gpu)")
     options = parse(parser, given, device="cpu", only=[STEPS[0].name])
     if options.smoke and options.folder is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -269,7 +273,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def run_steps(options: argparse.Namespace, folder: Path) -> int:
-    """Run the steps that are asked for, and return the exit code."""
+    """Run the selected steps, and return the exit code."""
     run = Run(folder.resolve(), options.device, options.minutes)
     there, well = True, True
     for step in STEPS:

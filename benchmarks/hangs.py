@@ -1,16 +1,21 @@
-"""Hangs: a process of a run goes wrong at an instruction, and all are to end in time, and say who.
+"""Cause a fault in one process of a run: all must end in time, and the report must name it.
 
     TORCH_CPP_LOG_LEVEL=FATAL python benchmarks/hangs.py [--seed 0] [--trials 100] [--only 7 89]
 
-Each trial draws a configuration (pp, tp and dp to 4 processes, ZeRO, offload, spilling, states of
-the optimizer on the host and the disk, host steps, pieces, updates, checkpoints, overlap or not,
-over shared memory and Gloo), and a fault: an error, SIGKILL, SIGSTOP, SIGINT, an exit or a sleep,
-of one process, before, within or behind an instruction of a drawn kind in a drawn step, on the lane
-on which that runs, or while a checkpoint is written.  Every process must end by itself within
-`TIMEOUT` and `MORE` seconds of the fault, and what is said must begin with the process and its
-instruction; but nobody may fail for a disk that takes longer.  Where checkpoints are, the same
-command is run again without a fault, and must come to the losses, byte for byte, of a run that was
-not broken, and leave nothing but results.  Of what stands still the stacks of all are shown.
+Each trial draws a configuration and a fault. The configuration has up to 4 processes (pp, tp and
+dp), and options such as ZeRO, offload, optimizer states on the host or the disk, stage segments,
+several updates, checkpoints and overlap, over shared memory or Gloo. The fault is an error,
+SIGKILL, SIGSTOP, SIGINT, an exit or a sleep of one process. It happens before, within or after an
+instruction of a drawn kind in a drawn step, on the lane of this instruction, or while a checkpoint
+is written.
+
+- Every process must end without help within `TIMEOUT` and `MORE` seconds after the fault.
+- The report must begin with the process at fault and its instruction. A slow disk must not cause a
+  failure.
+- If the run saves checkpoints, the command runs again without a fault. Its losses must equal those
+  of an unbroken run, byte for byte, and only results may remain in the folder.
+
+If processes do not end, the script prints the stacks of all of them.
 """
 
 from __future__ import annotations
@@ -74,8 +79,11 @@ record = false
 
 
 class Fault(NamedTuple):
-    """What happens to a process, in which step (from 1), at which instruction of its rank, and
-    whether on the lane of that; "save" is in the place of an instruction's kind while it writes."""
+    """A fault of a process: its kind, its step (from 1), and its instruction.
+
+    The fault can happen on the lane of the instruction. The kind of instruction "save" is a fault
+    while a checkpoint is written.
+    """
 
     process: int
     kind: str
@@ -86,13 +94,16 @@ class Fault(NamedTuple):
 
     @property
     def is_slow_disk(self) -> bool:
-        """Whether nothing is to fail: a save takes what disks take."""
+        """Return whether the fault is a slow disk, which must not cause a failure."""
         return self.op == "save" and self.kind == "sleep"
 
 
 class Ends(NamedTuple):
-    """How processes ended: exit codes, which did not end by themselves, how many seconds after
-    the fault the last one did, and what was said."""
+    """How processes ended.
+
+    These are the exit codes, the processes that did not end without help, the seconds from the
+    fault to the last end, and the output.
+    """
 
     codes: list[int]
     hung: list[int]
@@ -101,7 +112,7 @@ class Ends(NamedTuple):
 
 
 def configuration(draw: random.Random, folder: Path) -> list[str]:
-    """Settings of a run; some are refused."""
+    """Return settings of a run. schedir refuses some of them."""
     pp, tp, dp = draw.choice([(2, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
     model = draw.choice(["gpt", "gpt", "gpt", "llama"])
     found: dict[str, object] = {
@@ -148,7 +159,7 @@ def _toml(value: object) -> str:
 
 
 def drawn(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fault]:
-    """A configuration that is taken, and a fault that its program can have."""
+    """Return a configuration that schedir accepts, and a fault that its program can have."""
     while True:
         sets = configuration(draw, folder)
         try:
@@ -174,7 +185,7 @@ def drawn(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fau
 
 
 def arm(fault: Fault, note: Path) -> None:
-    """Let this process go wrong there."""
+    """Make the fault happen in this process."""
 
     def fails() -> None:
         note.write_text(str(time.time()))
@@ -190,7 +201,7 @@ def arm(fault: Fault, note: Path) -> None:
 
 
 def store() -> tuple[int, int]:
-    """A process that has the store of a run, as an agent of torchrun: its number, and the port."""
+    """Start a process that has the store of a run, as an agent of torchrun. Return pid and port."""
     port = free_port()
     if child := os.fork():
         return child, port
@@ -230,7 +241,7 @@ def start(sets: list[str], folder: Path, processes: int, fault: Fault | None) ->
 
 
 def _ends(children: list[int], said: Path, note: Path) -> Ends:
-    """As processes end; those that do not are asked where they stand, and ended."""
+    """Wait for processes. Print the stacks of those that do not end, and end them."""
     began, codes, hung, last = time.time(), dict[int, int](), list[int](), 0.0
     while len(codes) < len(children):
         for child in children:
@@ -257,7 +268,7 @@ def _ends(children: list[int], said: Path, note: Path) -> Ends:
 
 
 def wrong(fault: Fault, ends: Ends, happened: bool) -> list[str]:
-    """What is not as it should be of a run with a fault."""
+    """Return what is wrong with a run that has a fault."""
     found = []
     if ends.hung:
         found.append(f"{len(ends.hung)} processes did not end")
@@ -284,7 +295,7 @@ def wrong(fault: Fault, ends: Ends, happened: bool) -> list[str]:
 
 
 def broken(folder: Path, sets: list[str], processes: int) -> list[str]:
-    """Run it again, from its checkpoints, and from the beginning; what is not as it should be."""
+    """Resume the run and run it from the beginning. Return what is wrong."""
     sets = [*sets, f"train.timeout={LONGEST}"]  # nobody is to be late on a busy machine
     again = start(sets, folder, processes, None)
     if any(again.codes):
@@ -306,12 +317,12 @@ def broken(folder: Path, sets: list[str], processes: int) -> list[str]:
 
 
 def main() -> None:
-    """Try faults, and print what came of them."""
+    """Cause faults, and print their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--only", type=int, nargs="+", help="those of these numbers")
-    parser.add_argument("--no-resume", action="store_true", help="run nothing again")
+    parser.add_argument("--only", type=int, nargs="+", help="run only trials with these numbers")
+    parser.add_argument("--no-resume", action="store_true", help="do not resume runs after a fault")
     args = parse(parser, trials=2)
     torch.set_num_threads(1)
     home, counts, most = Path(tempfile.mkdtemp(prefix="hangs-")), Counter[str](), 0.0

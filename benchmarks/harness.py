@@ -1,12 +1,12 @@
-"""What the benchmarks share: a command line, processes, steps that take turns, tables, medians.
+"""Functions that benchmarks share: the command line, processes, steps in turn, tables and medians.
 
     python benchmarks/NAME.py --smoke
 
-Each script runs all its code on small sizes with `--smoke`, in seconds.  The figures that it then
-prints mean nothing.  `tests/cpu/test_benchmarks.py` runs every script in this way.
+With `--smoke`, each script runs all its code on small sizes within seconds. The figures of such a
+run mean nothing. `tests/cpu/test_benchmarks.py` runs every script in this way.
 
-Importing this module does not import torch: some benchmarks measure processes that have not loaded
-it.  Functions that start or gather processes import it.
+Importing this module does not import torch, because some benchmarks measure processes without
+torch. Functions that start or gather processes import it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse(
         The arguments; `smoke` is one of them.
     """
     parser.add_argument(
-        "--smoke", action="store_true", help="run all code on small sizes, in seconds"
+        "--smoke", action="store_true", help="run all code on small sizes, within seconds"
     )
     args = parser.parse_args(argv)
     unknown = smoke.keys() - vars(args).keys()
@@ -54,9 +54,9 @@ def parse(
 
 
 def lacks(message: str, smoke: bool) -> int:
-    """Print what the script needs and this machine lacks, and return the exit code.
+    """Print what this machine lacks for the script, and return the exit code.
 
-    The exit code is 2, and 0 with `--smoke`: nothing more can be tried on this machine.
+    The exit code is 2, or 0 with `--smoke`, because no more code can run on this machine.
     """
     print(message, file=sys.stderr)
     return 0 if smoke else 2
@@ -74,9 +74,9 @@ def head(*cells: object) -> None:
 
 
 def spread(values: Iterable[float]) -> tuple[float, float]:
-    """Return a 95 % confidence interval of the median of what `values` are a sample of.
+    """Return a 95 % confidence interval of the median, from the sample `values`.
 
-    Both ends are values of the sample: the interval of the sign test.
+    Both ends are values of the sample. It is the interval of the sign test.
     """
     ordered = sorted(values)
     n, low, beyond = len(ordered), 0, 0.0
@@ -118,7 +118,7 @@ def _quiet(rank: int, work: Callable[..., Any], *args: Any) -> Any:
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
         return port
@@ -127,14 +127,15 @@ def free_port() -> int:
 def fork_ranks(
     processes: int, port: int, said: Path, work: Callable[[int], object], **environ: str
 ) -> list[int]:
-    """Fork processes that find each other as under torchrun.
+    """Fork processes with the environment variables that torchrun sets.
 
     Args:
-        processes: How many.
-        port: Where the store of rank 0 listens.
-        said: A file to which each process adds what it prints.
-        work: Called with the rank in each process.  It exits with 1 where this returns or raises.
-        environ: More variables of the environment.
+        processes: The number of processes.
+        port: The port of the store, which rank 0 has.
+        said: A file to which each process appends its output.
+        work: Called with the rank in each process. The process exits with 1 if `work` returns or
+            raises.
+        environ: More environment variables.
 
     Returns:
         The process ids, by rank.
@@ -165,15 +166,15 @@ def take_turns(
     rotate: bool = True,
     clock: Callable[[], float] = process_time,
 ) -> dict[str, Times]:
-    """Time a step of each kind in each round, after `WARM` rounds that are not counted.
+    """Measure a step of each kind in each round, after `WARM` rounds that are not measured.
 
     Args:
         steps: The steps, by name.
-        rounds: How many steps of each kind are timed.
-        prepare: Called before each step, outside of what is timed.  It ends with a barrier where
-            several processes step together.
+        rounds: The number of measured steps of each kind.
+        prepare: Called before each step, outside of the measured time. If several processes step
+            together, it must end with a barrier.
         rotate: Begin each round with the next kind.
-        clock: Processor time, of the process by default.
+        clock: Returns processor time. The default is that of the process.
 
     Returns:
         The times of this process, by name.
@@ -195,7 +196,7 @@ def gathered(took: dict[str, Times]) -> dict[str, Times]:
     """Gather the times of all processes of a Gloo world.
 
     Returns:
-        For each step the wall time on the slowest process, and the processor time of all.
+        For each step, the wall time of the slowest process and the processor time of all processes.
     """
     import torch.distributed as dist
 

@@ -1,24 +1,25 @@
-"""Kernels beside what bounds them: bytes over a copy's bandwidth, and what windows gain by tiles.
+"""Compare kernels with the bandwidth of a copy, and windowed attention with its predicted speedup.
 
     python benchmarks/kernels.py
     python benchmarks/kernels.py --only windows [--device cuda]
 
-`bandwidth`, the default, needs a GPU and triton.  For each operation: the bytes that it must read
-and write once, its time, and the share of the bandwidth of a plain copy in the same run that it
-reaches, beside those of the same in eager torch, by torch.compile, and by Liger-Kernel where that
-is installed and has it.  All times are medians, between events.  The goal is a share of 0.8, of
-ours.  The weight gradient is bound by products, not by bytes: it is beside a product and then a
-sum, and beside the product alone.
+`bandwidth`, the default, needs a GPU and triton. For each operation, the table has the bytes that
+the operation must read and write once, its time, and the bandwidth that it reaches, as a share of
+the bandwidth of a plain copy in the same run. It has the same for eager torch, for torch.compile,
+and for Liger-Kernel if it is installed and has the operation. All times are medians between CUDA
+events. The goal for schedir's kernels is a share of 0.8. The weight gradient is limited by its
+product, not by bytes. So it is compared with a product that is followed by a sum, and with the
+product alone.
 
-`windows`: for each length and window, attention's forward, and its forward and backward, with the
-window, over the same without one.  Predicted is dense over visited tiles
-(`schedir.predict.window_tiles`).  It is held beside two that attend to all: the same tiles, by a
-window over all, which is what the prediction speaks of; and `scaled_dot_product_attention`, which
-is what one would run.  The last two columns are a layer of the GPT, by floating-point operations
-and measured, over the same without.  All of a length run in turn, round after round, on one thread,
-and ratios are of the same round; the median is printed, with its quartiles.  On a CPU, times are
-those of the thread's processor; on a GPU (--device cuda, in bfloat16) they are between events, and
-the first rounds compile.
+`windows` measures attention for each length and window, the forward alone and forward and backward.
+The speedup is the time without a window divided by the time with it. The predicted speedup is the
+number of all tiles divided by the number of visited tiles (`schedir.predict.window_tiles`). There
+are two references without a window: the same kernel with a window over all tokens, to which the
+prediction applies, and torch's `scaled_dot_product_attention`. The last two columns are the speedup
+of a GPT layer, predicted from floating-point operations and measured. All kernels of a length run
+in turn, round after round, on one thread, and ratios are those of one round. The table has medians
+with quartiles. On a CPU, times are processor time of the thread. On a GPU (`--device cuda`, in
+bfloat16), they are between CUDA events, and the first rounds compile.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ HEAD = (
 
 
 class Work(NamedTuple):
-    """What is bound by bandwidth: the bytes that it must move, and the ways to do it."""
+    """An operation limited by bandwidth: the bytes that it must move, and its implementations."""
 
     name: str
     bytes: int
@@ -76,20 +77,22 @@ class Work(NamedTuple):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="kernels beside what bounds them")
+    parser = argparse.ArgumentParser(description="compare kernels with the bandwidth of a copy")
     parser.add_argument("--only", choices=("bandwidth", "windows"), default="bandwidth")
     own = parser.add_argument_group("bandwidth")
     own.add_argument("--tokens", type=int, default=4096)
     own.add_argument("--hidden", type=int, default=8192)
-    own.add_argument("--vocab", type=int, default=51200, help="of all tensor-parallel ranks")
+    own.add_argument(
+        "--vocab", type=int, default=51200, help="vocabulary size of all tensor-parallel ranks"
+    )
     own.add_argument("--tp", type=int, default=8)
     widths = [1024, 2048, 4096, 8192, 12288, 16384]
-    own.add_argument("--widths", type=int, nargs="*", default=widths, help="of LayerNorm")
+    own.add_argument("--widths", type=int, nargs="*", default=widths, help="row sizes of LayerNorm")
     own = parser.add_argument_group("windows")
     own.add_argument("--lengths", type=int, nargs="*", default=None)
-    own.add_argument("--windows", nargs="*", default=WINDOWS, help="window:stride")
+    own.add_argument("--windows", nargs="*", default=WINDOWS, help="windows, as window:stride")
     own.add_argument("--heads", type=int, default=4)
-    own.add_argument("--width", type=int, default=64, help="of a head")
+    own.add_argument("--width", type=int, default=64, help="width of a head")
     own.add_argument("--rounds", type=int, default=9)
     own.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parse(
@@ -121,7 +124,7 @@ def bandwidth(options: argparse.Namespace) -> int:
 
 
 def table(given: Iterator[Work], copy: float, clock: Callable[[Run], float]) -> bool:
-    """Print each work as it is measured, and what could not be; whether ours reach the goal."""
+    """Print each measurement, and each failure. Return whether schedir's kernels reach the goal."""
     met, failed = True, []
     print(f"{'operation':34} {'MB':>8} {'ms':>8}" + "".join(f"{way:>10}" for way in WAYS))
     for work in given:
@@ -145,7 +148,7 @@ def table(given: Iterator[Work], copy: float, clock: Callable[[Run], float]) -> 
 
 
 def milliseconds(run: Run, times: int = 30) -> float:
-    """The median of how long the GPU takes, its cache cold and the host well ahead of it."""
+    """Return the median time on the GPU, with a cold cache and a host that is ahead of the GPU."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -166,7 +169,7 @@ def milliseconds(run: Run, times: int = 30) -> float:
 
 
 def copied() -> float:
-    """Bytes that a copy reads and writes in a millisecond."""
+    """Return the bytes that a copy reads and writes in a millisecond."""
     source = torch.randn(1 << 28, device="cuda").bfloat16()
     target = torch.empty_like(source)
     return 2 * source.nbytes / milliseconds(lambda: target.copy_(source))
@@ -177,7 +180,7 @@ def random(*shape: int) -> Tensor:
 
 
 def works(options: argparse.Namespace) -> Iterator[Work]:
-    """All that is bound by bandwidth, one after the other: each holds its memory while it lives."""
+    """Yield the operations one after the other, because each keeps its memory while it exists."""
     T, t, k = options.tokens, options.tp, options.vocab // options.tp
     yield from cross_entropies(T, k)
     n = 4 * options.hidden // t
@@ -211,7 +214,7 @@ def forward_and_backward(
     inputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> Iterator[Work]:
-    """`moved`: how often backward, and forward, move as much as the first input."""
+    """`moved`: the bytes that backward and forward move, as multiples of the first input."""
     inputs = [x.requires_grad_() for x in inputs]
     again, once = moved
     size = inputs[0].nbytes
@@ -298,7 +301,7 @@ def cross_entropies(T: int, k: int) -> Iterator[Work]:
 
 
 def weight_gradients(options: argparse.Namespace, clock: Callable[[Run], float]) -> Iterator[str]:
-    """The rate of weight gradients, beside the plain way and the bare product."""
+    """Measure weight gradients: ours, a product followed by a sum, and the product alone."""
     T, h, k = options.tokens, options.hidden, 4 * options.hidden // options.tp
     dy, x = random(T, k), random(T, h)
     main = torch.zeros(k, h, device=DEVICE)
@@ -314,7 +317,7 @@ def weight_gradients(options: argparse.Namespace, clock: Callable[[Run], float])
 
 
 def windows(options: argparse.Namespace) -> int:
-    """Print what windows of attention gain, predicted beside measured; return the exit code."""
+    """Print the predicted and measured speedups of windowed attention; return the exit code."""
     if options.device == "cuda" and not torch.cuda.is_available():
         return lacks("needs a GPU, but torch finds none", options.smoke)
     torch.set_num_threads(1)
@@ -334,7 +337,7 @@ def windows(options: argparse.Namespace) -> int:
 
 
 def _rows(length: int, windows: list[Window], options: Any) -> list[list[str]]:
-    """The rows of a length."""
+    """Yield the rows of a length."""
     whole, device = (2 * length, 1), options.device
     runs: dict[tuple[str, Window | None], Run] = {}
     for window in (None, whole, *windows):
@@ -373,7 +376,7 @@ def _where(options: Any) -> dict[str, Any]:
 
 
 def _attention(length: int, window: Window | None, options: Any) -> tuple[Run, Run]:
-    """Its forward, and its forward and backward."""
+    """Return functions for the forward, and for forward and backward."""
     shape = 1, length, options.heads, 3, options.width
     q, k, v = torch.randn(shape, **_where(options)).permute(3, 0, 2, 1, 4)
     for x in (q := q.detach(), k := k.detach(), v := v.detach()):
@@ -391,7 +394,7 @@ def _attention(length: int, window: Window | None, options: Any) -> tuple[Run, R
 
 
 def _layer(length: int, window: Window | None, options: Any) -> Run:
-    """A layer of the GPT, forward and backward."""
+    """Return a function that runs a layer of the GPT, forward and backward."""
     hidden = options.heads * options.width
     config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=options.heads, context=length)
     if window is not None:
@@ -405,7 +408,7 @@ def _layer(length: int, window: Window | None, options: Any) -> Run:
 
 
 def _measured(runs: dict[Any, Run], rounds: int, device: str) -> dict[Any, list[float]]:
-    """Seconds of each, of each round."""
+    """Return the seconds of each function in each round."""
     clock = _on_cpu if device == "cpu" else _on_gpu
     took: dict[Any, list[float]] = {name: [] for name in runs}
     for k in range(2 + rounds):
@@ -423,7 +426,7 @@ def _on_cpu(run: Run) -> float:
 
 
 def _on_gpu(run: Run) -> float:
-    """Of the GPU: several, for one is short."""
+    """Return seconds on the GPU, measured over several calls, because one call is short."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()

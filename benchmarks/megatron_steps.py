@@ -1,9 +1,9 @@
-"""Step times inside Megatron-core: programs of schedir compared with Megatron's own schedule.
+"""Compare step times inside Megatron-core: programs of schedir and Megatron's own schedules.
 
     OMP_NUM_THREADS=1 python benchmarks/megatron_steps.py
 
-A GPTModel of megatron-core is trained over Gloo on CPUs.  In each round every schedule takes one
-step, in turn; a ratio is the median over rounds of the step time divided by that of Megatron's own
+A GPTModel of megatron-core is trained over Gloo on CPUs. In each round every schedule takes one
+step, in turn. A ratio is the median over rounds of the step time, divided by that of Megatron's own
 schedule with the same number of model chunks.
 """
 
@@ -63,7 +63,7 @@ def time_steps(rank: int, case: Case, schedules: tuple[str, ...], rounds: int) -
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each schedule")
+    parser.add_argument("--rounds", type=int, default=20, help="measured steps of each schedule")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
     args = parse(parser, rounds=2, hidden=32, length=16)

@@ -1,4 +1,4 @@
-"""Mutants: change many legal programs, and compare the checker with execution.
+"""Change many legal programs, and compare `check` with an execution.
 
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 2
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 1 --only turns
@@ -6,16 +6,18 @@
     python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 2 --only parts
     python benchmarks/mutants.py --programs 10000 --seed 1 --jobs 1 --only states
 
-Prints a row per mutation: programs judged, how many were rejected (wrong under a model under
-which the program was right before) or equivalent, texts that said no program, and where checker
-and execution disagreed under any of the models, which should be nowhere.  Exits with 1 if
-they did; `tests.mutants.trial(mutation, seed)` repeats a case.
+The script prints a row per mutation: the programs that were judged, those that were rejected (wrong
+under a progress model under which the original program is right) or equivalent, and texts that are
+no program. The last column counts the programs for which `check` and the execution disagree under a
+model. If there are any, the exit code is 1. `tests.mutants.trial(mutation, seed)` repeats a case.
 
-With `--only turns` it is the mutations of what comes in turns (ZeRO), with `--only away` those of
-what leaves the device and comes back (offload), with `--only parts` those of pieces of stages, of
-their chunks and of what they sum, with `--only states` those of what moves and steps optimizers'
-states; each program under one model, in turn, and 50 mutants of each legal program:
-`trial(mutation, seed, [model], 50)` repeats a case.
+- `--only turns` has the mutations of ZeRO: gathers of weights and reductions of gradients.
+- `--only away` has the mutations of offloaded activations.
+- `--only parts` has the mutations of stage segments, microbatch chunks and their sums.
+- `--only states` has the mutations of optimizer states that move, and of optimizer steps per stage.
+
+With these options, each program is judged under one model, in turn, and each legal program is
+changed 50 times. `trial(mutation, seed, [model], 50)` repeats a case.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ Task = tuple[str, int, int, bool]  # mutation, first seed, programs, each under 
 
 
 def tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
-    """The programs, divided evenly between mutations, in chunks."""
+    """Return chunks of programs, with the same number of programs for each mutation."""
     names = NAMES[only]
     for k, name in enumerate(names):
         share = programs // len(names) + (k < programs % len(names))
@@ -61,7 +63,7 @@ def tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
 
 
 def run(task: Task) -> tuple[str, Counter[str], list[Trial]]:
-    """Judge this many programs; texts that say none do not count."""
+    """Judge a number of programs. Texts that are no program do not count."""
     name, first, programs, every = task
     done: Counter[str] = Counter()
     differ = []
@@ -83,8 +85,12 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=10_000, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
-    parser.add_argument("--only", choices=NAMES, default="all", help="of what (default: all)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="and then no more")
+    parser.add_argument(
+        "--only", choices=NAMES, default="all", help="the group of mutations (default: all)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop after these seconds"
+    )
     options = parse(parser, programs=4, jobs=1)
     todo = sorted(tasks(options.programs, options.seed, options.only), key=lambda task: task[1])
     table: dict[str, Counter[str]] = {task[0]: Counter() for task in todo}

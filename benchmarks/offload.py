@@ -1,25 +1,24 @@
-"""Offload: predicted against measured steps, what only it makes fit, and torch's `save_on_cpu`.
+"""Compare predicted and measured steps with offload, and offload with torch's `save_on_cpu`.
 
     python benchmarks/offload.py [--rounds 20] [--only slowed|fits|torch]
 
-slowed: two processes over Gloo, of one thread each.  Copies are slow: each takes at least its
-bytes over a bandwidth, in which no processor works (`Lanes.bandwidth`).  Layers are wide and
-microbatches small, so that a copy itself is little work beside what is computed, and no NaN is left
-behind.  One program, with as few slots as it needs, is run with free lanes and with slowed ones, a
-step each by turns.  Costs are calibrated by the step with free lanes of the round.  At these it is
-predicted itself, which tells what calibration misses; and, with a copy at its bytes over the
-bandwidth, the step with slowed lanes of the same round.
+- `slowed`: two processes over Gloo, of one thread each. Copies are slow: each takes at least the
+  time of its bytes at a given bandwidth, and no processor works in this time (`Lanes.bandwidth`).
+  Layers are wide and microbatches small, so that a copy needs little processor time compared with
+  the compute. Offloaded tensors are not overwritten with NaN. A program with the fewest possible
+  slots takes one step with free lanes and one with slowed lanes, in turn. The costs are those of
+  the step with free lanes. Two predictions use them: that of the step with free lanes, which shows
+  the error of the calibration, and that of the step with slowed lanes in the same round.
+- `fits`: a memory limit that only a program with offload meets. The same program without offload,
+  and with recomputation instead, needs more memory, and schedir refuses it. The program with
+  offload is trained, and its live memory is measured.
+- `torch`: one process, one thread, a model of one stage, all forwards before all backwards, so that
+  both save the same tensors. The comparison is a loop with
+  `torch.autograd.graph.save_on_cpu(pin_memory=True)`. On a CPU this copies nothing, so the loop
+  uses hooks with unpinned memory, which copy. In the second column of schedir, offloaded tensors
+  are not overwritten with NaN.
 
-fits: a limit of memory between what a program needs that offloads, and what it needs that keeps or
-recomputes; the limit refuses the others, and the one is trained, and what is alive counted.
-
-torch: one process, one thread, a model of one stage, all forwards and then all backwards, as both
-would hold little.  Beside ours a loop under `torch.autograd.graph.save_on_cpu(pin_memory=True)`; on
-a CPU, where that pins nothing and copies nothing, its hooks with memory that is not pinned, so that
-both copy.  Ours in its second column does not make NaN of what it leaves behind.
-
-A ratio is one of two steps of the same round: its median, and in brackets the order statistics
-between which the median of such rounds lies 95 times of 100.
+A ratio is that of two steps of a round: the median and, in brackets, its 95 % confidence interval.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class Run:
 
 
 def model(config: gpt.GPTConfig, stages: int, m: int) -> tuple[list[nn.Module], Tensor, Tensor]:
-    """The same weights and tokens in all processes."""
+    """Return a model and tokens, with the same values in all processes."""
     torch.manual_seed(0)
     made: list[nn.Module] = [gpt.build_stage(config, s, stages) for s in range(stages)]
     tokens = torch.randint(config.vocab, (m, ROWS, config.context + 1))
@@ -111,7 +110,7 @@ def model(config: gpt.GPTConfig, stages: int, m: int) -> tuple[list[nn.Module], 
 
 
 def sizes(config: gpt.GPTConfig, stages: int) -> Sizes:
-    """Of such a model, with AdamW's states."""
+    """Return the sizes of such a model, with the states of AdamW."""
     made, x, y = model(config, stages, 1)
     boundary = (ROWS, config.context, config.hidden)
     return measure_sizes(made, x[0], y[0], loss=gpt.loss, boundary=boundary)
@@ -120,7 +119,7 @@ def sizes(config: gpt.GPTConfig, stages: int) -> Sizes:
 def slowed(
     rank: int, rounds: int, config: gpt.GPTConfig, rows: Sequence[tuple[str, Any, float]]
 ) -> None:
-    """Predicted beside measured, and how well a step predicts another."""
+    """Compare predicted and measured steps with free and slowed copies."""
     saved = sizes(config, RANKS).for_stages("saved", RANKS)
     for name, which, share in rows:
         schedule, shape = getattr(schedules, name), PipelineShape(RANKS, 8)
@@ -176,13 +175,13 @@ def slowed(
 
 
 def _costs(of: Run) -> Costs | None:
-    """Those of the last step, on process 0."""
+    """Return the costs of the last step, on process 0."""
     timeline = gather_timeline(of.executor, of.transport)
     return None if timeline is None else calibrate(timeline)
 
 
 def fits(rank: int, rounds: int, m: int) -> None:
-    """What keeps, what recomputes, and what offloads, at one limit."""
+    """Compare programs that keep, recompute and offload activations, at one memory limit."""
     found = sizes(SMALL, RANKS)
     ways: dict[str, dict[str, Any]] = {
         "kept": {}, "recomputed": {"recompute": "all"}, "offloaded": {"offload": "all"}
@@ -221,7 +220,7 @@ def fits(rank: int, rounds: int, m: int) -> None:
 
 
 def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]) -> None:
-    """Ours beside `save_on_cpu`, one process."""
+    """Compare offload with `save_on_cpu` in one process."""
     for m in microbatches:
         program = compile(
             schedules.gpipe, PipelineShape(1, m), buffer_sharing="minimal", offload=[0]
@@ -255,12 +254,12 @@ def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]
 
 
 def _pack(tensor: Tensor) -> Tensor:
-    """As save_on_cpu(pin_memory=True): a copy of each tensor that is saved."""
+    """Return a copy of a saved tensor, as `save_on_cpu(pin_memory=True)` makes it."""
     return torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout).copy_(tensor)
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """Back: another copy."""
+    """Return a copy of the copy, in the place of the copy to the device."""
     return packed.to("cpu", copy=True)
 
 
@@ -287,10 +286,10 @@ def table(rank: int, rounds: int, name: str, smoke: bool) -> None:
 
 
 def main() -> None:
-    """Print the tables, a row as soon as it is measured."""
+    """Print the tables, each row when it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="steps of each")
-    parser.add_argument("--only", default="", choices=("", *HEADS), help="one table")
+    parser.add_argument("--rounds", type=int, default=20, help="number of steps of each kind")
+    parser.add_argument("--only", default="", choices=("", *HEADS), help="print only this table")
     args = parse(parser, rounds=1)
     for name in HEADS:
         if args.only in ("", name):

@@ -1,29 +1,30 @@
-"""Planner: what it predicts beside published figures.
+"""Compare predictions of the planner with published figures.
 
     python benchmarks/planner.py            # all tables but the last
     python benchmarks/planner.py layers     # arXiv 2205.05198, table 4: one layer
     python benchmarks/planner.py stages     # arXiv 2401.10241, table 9: a stage, forward, I and W
-    python benchmarks/planner.py node       # vTrain: steps on one node; constants are fitted on it
-    python benchmarks/planner.py sc21       # SC21, table 1: steps of 1.7 billion to a trillion
+    python benchmarks/planner.py node       # vTrain: steps on one node; it fits a constant
+    python benchmarks/planner.py sc21       # SC21, table 1: models of 1.7 billion to a trillion
     python benchmarks/planner.py mlperf     # MLPerf v4.1: steps of GPT-3 175B in FP8
-    python benchmarks/planner.py left-out   # the same, by the flops that the other models reach
-    python benchmarks/planner.py anchored   # the same, by the flops that one model reaches
-    python benchmarks/planner.py regret     # of plans of one model, how much the chosen one loses
+    python benchmarks/planner.py left-out   # SC21, with the FLOP/s of the other models
+    python benchmarks/planner.py anchored   # SC21, with the FLOP/s of one model
+    python benchmarks/planner.py regret     # the chosen plan compared with the best one
     python benchmarks/planner.py memory     # arXiv 1910.02054, table 1; 2205.05198, table 2
-    python benchmarks/planner.py large      # MT-NLG 530B and a trillion: the papers' plans and ours
+    python benchmarks/planner.py large      # MT-NLG 530B and a trillion: plans of papers and ours
     python benchmarks/planner.py here [--cluster here.toml] [--steps 2] [--microbatch 4]
 
-Each prints tables.  Steps of SC21 and of the large are those of simulated programs; others are of
-closed forms, but with --exact.  An error is predicted over published, less 1; means are of its
-absolute values.  With NUMBA_DISABLE_JIT=1 numba is not used, even where it is installed.
+Each command prints tables. Steps of `sc21` and `large` are simulated programs. The other steps are
+results of closed forms, or simulated with `--exact`. An error is predicted / published - 1; means
+are those of absolute errors. With NUMBA_DISABLE_JIT=1, numba is not used even if it is installed.
 
-`here` measures this machine as `schedir plan --measure` does, unless told of a `--cluster`; prices
-all plans of a small GPT for as many processes, each simulated as its program; and trains all of
-these, as `schedir train` would with the configuration that the planner writes.  A step begins as
-all processes leave a barrier, and ends with the last of them; of `--steps` behind two that warm up
-the median counts.  "Worked" is the processor time of all processes in a step, over the processors:
-no step can be shorter, and one that is much longer had processors that idled, or were taken by
-others.  Nothing else should run meanwhile.  It alone needs torch.
+`here` measures this machine as `schedir plan --measure` does, unless `--cluster` is given. It
+predicts the steps of all plans of a small GPT for the same number of processes by simulation. It
+also trains all plans, as `schedir train` would with the configuration that the planner writes. A
+step begins when all processes leave a barrier and ends with the last process. After two warm-up
+steps, the median of `--steps` steps counts. "Worked" is the processor time of all processes in a
+step, divided by the number of processors. No step can be shorter than this. If a step is much
+longer, processors were idle or ran other jobs, so run nothing else meanwhile. Only `here` needs
+torch.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ from tests.published_runs import Run
 
 
 def summed(errors: Iterable[float], what: str) -> None:
-    """What errors come to, as a line below a table."""
+    """Return a summary of errors, as a line below a table."""
     all_ = list(errors)
     worst = max(all_, key=abs)
     print(
@@ -76,7 +77,7 @@ def summed(errors: Iterable[float], what: str) -> None:
 
 
 def layers() -> None:
-    """One layer of 22 billion."""
+    """Print the table of a layer of the model with 22 billion parameters."""
     head("what runs again", "forward, ms", "paper", "", "backward, ms", "paper", "", "both")
     errors = []
     for row in published.layer_times():
@@ -95,7 +96,7 @@ def layers() -> None:
 
 
 def stages() -> None:
-    """An inner stage: its forward, and both halves of its backward."""
+    """Print the table of an inner stage: its forward, and both halves of its backward."""
     head("model", "p", "m", *(x for name in "FIW" for x in (f"{name}, ms", "paper", "")), "all")
     errors = []
     for row in published.stage_times():
@@ -115,7 +116,7 @@ def stages() -> None:
 
 
 def cluster_of(choice: ParallelPlan) -> Cluster:
-    """As many nodes of A100 as it runs on; one that is not full where it needs no more."""
+    """Return a cluster with the A100 nodes of a run, or a part of one node if this is enough."""
     node = planner.cluster_preset("a100")
     if choice.gpus < node.gpus_per_node:
         return replace(node, gpus_per_node=choice.gpus)
@@ -134,7 +135,7 @@ def weak_scaling() -> list[Run]:
 def step(
     run: Run, cluster: Cluster | None = None, constants: SoftwareConstants | None = None
 ) -> PlanEstimate:
-    """What is predicted of a run, whose processes are numbered as Megatron-LM's."""
+    """Return the predicted step of a run, with processes numbered as in Megatron-LM."""
     cluster = cluster or cluster_of(run.choice)
     return planner.estimate_step(run.model, cluster, run.choice, exact=EXACT, constants=constants)
 
@@ -142,12 +143,12 @@ def step(
 def simulated(
     run: Run, cluster: Cluster | None = None, constants: SoftwareConstants | None = None
 ) -> PlanEstimate:
-    """The same of its program."""
+    """Return the step of a run from a simulation of its program."""
     return simulate_plan(run.model, cluster or cluster_of(run.choice), run.choice, constants)
 
 
 def reached(run: Run) -> float:
-    """The FLOP/s with which the step is as long as it was, by secants."""
+    """Return the FLOP/s with which the predicted step equals the measured step (secant method)."""
     cluster = cluster_of(run.choice)
 
     def off(flops: float) -> float:
@@ -162,7 +163,7 @@ def reached(run: Run) -> float:
 
 
 def node() -> None:
-    """Each row of the sample, and means by what decides."""
+    """Print each row of the sample, and mean errors by t, p, d and b."""
     runs = published.one_node()
     head("model", "GPUs", "batch", "b", "t", "d", "p", "vTrain, ms", "predicted", "")
     errors = []
@@ -184,13 +185,16 @@ def node() -> None:
 
 
 def speed(run: Run, seconds: float) -> float:
-    """TFLOP/s of a GPU as SC21 counts them."""
+    """Return the TFLOP/s of a GPU as SC21 computes them."""
     return published.counted(run.model, run.choice.batch) / seconds / run.choice.gpus / 1e12
 
 
 def sc21() -> None:
-    """Each row by the constants of Megatron-LM of that time, which saw none of them; the same by
-    those of today, which hide sums of slices; then the parts of each predicted step."""
+    """Print the table of SC21, and the parts of each predicted step.
+
+    One prediction has the constants of Megatron-LM of that time, which are fitted to no row. The
+    other has the constants of today, which hide tensor-parallel sums.
+    """
     runs = weak_scaling()
     of_that_time = stack_preset("megatron-2021").constants
     prices = [simulated(run, constants=of_that_time) for run in runs]
@@ -216,7 +220,7 @@ def sc21() -> None:
 
 
 def mlperf() -> None:
-    """GPT-3 in FP8; the speedup of FP8 is fitted to the first row."""
+    """Print the table of GPT-3 in FP8. The speedup of FP8 is fitted to the first row."""
     stack = stack_preset("megatron-fp8")
     head("run", "t", "p", "d", "v", "b", "m", "MLPerf, s", "predicted", "", "in 16 bits")
     errors = []
@@ -237,7 +241,7 @@ def mlperf() -> None:
 
 
 def left_out() -> None:
-    """Each row by the FLOP/s that the others reach, in the median."""
+    """Predict each row with the median FLOP/s of the other rows."""
     runs = weak_scaling()
     found = [reached(run) for run in runs]
     head("model", "its own TFLOP/s", "of the others", "")
@@ -251,10 +255,10 @@ def left_out() -> None:
 
 
 def anchored() -> None:
-    """All other rows by the FLOP/s that one reaches.
+    """Predict the other rows with the FLOP/s of one row.
 
-    The first is the anchor that counts: its run takes the fewest GPUs, so it is the one that
-    somebody would measure before they ask for all.
+    The result that counts is that for the first row. Its run takes the fewest GPUs, so a user would
+    measure it before a larger run.
     """
     runs = weak_scaling()
     head("anchor", "its TFLOP/s", *(run.name for run in runs), "mean of the others")
@@ -272,7 +276,7 @@ def anchored() -> None:
 
 
 def regrets() -> None:
-    """Of the plans measured for one model, batch and number of GPUs."""
+    """Print the regrets of plans with one model, batch and number of GPUs."""
     head("model", "batch", "GPUs", "plans", "best", "ms", "chosen", "ms", "regret")
     lost = []
     for group in published.groups(published.one_node()):
@@ -291,7 +295,7 @@ def regrets() -> None:
 
 
 def layout(choice: ParallelPlan) -> str:
-    """How it is laid out, shortly."""
+    """Return the layout of a plan as a short text."""
     says = f"t{choice.tp} p{choice.pp} d{choice.dp}"
     if choice.stages_per_rank > 1:
         says += f" v{choice.stages_per_rank}"
@@ -302,7 +306,7 @@ def layout(choice: ParallelPlan) -> str:
 
 
 def memory() -> None:
-    """States of ZeRO beside those printed, and what a layer keeps beside the formulas."""
+    """Compare the states of ZeRO and the saved bytes of a layer with published numbers."""
     model, cluster = (
         TransformerSpec(72, 4096, 32, vocab=published.VOCAB, sequence=1024),
         planner.cluster_preset("a100"),
@@ -371,7 +375,7 @@ ONLY: dict[str, dict[str, Any]] = {
 
 
 def told(what: str, price: PlanEstimate) -> None:
-    """A row of a plan."""
+    """Print the row of a plan."""
     seconds = (f"{part:.2f}" for part in (price.step_time, *price.breakdown))
     also = f"{price.schedule}, {price.recompute}, ZeRO {price.zero}"
     also += ", sequence cut" * price.sequence_parallel
@@ -380,7 +384,7 @@ def told(what: str, price: PlanEstimate) -> None:
 
 
 def large() -> None:
-    """The papers' plans, ours, and ours with less to choose from; simulated, all of them."""
+    """Simulate the papers' plans, the planner's, and the planner's with fewer options."""
     numba = "with numba" if is_installed() else "without numba"
     for name, model, batch, nodes, paper in SMALL if SMOKE else LARGE:
         cluster = planner.cluster_preset("a100", nodes=nodes)
@@ -412,7 +416,7 @@ GOAL = 0.10
 
 
 class Ran(NamedTuple):
-    """What a plan took: the median step, and its spread, over all; processor seconds of a step."""
+    """The measured median step of a plan, its spread, and the processor seconds of a step."""
 
     step: float
     spread: float
@@ -420,7 +424,7 @@ class Ran(NamedTuple):
 
 
 def train_all(texts: list[str], processes: int, steps: int) -> list[Ran]:
-    """Train with one configuration after the other, each in processes of its own; what it took."""
+    """Train with each configuration in its own processes, one after the other. Return the times."""
     from schedir.transports.local_processes import run_processes
 
     context = multiprocessing.get_context("forkserver")
@@ -491,7 +495,7 @@ def train_one(_: int, text: str, steps: int) -> Ran:
 
 
 def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[PlanEstimate]:
-    """All plans that the trainer runs, the fastest by prediction first."""
+    """Return all plans that the trainer can run, with the shortest predicted step first."""
     return plan(
         HERE, cluster, HERE_BATCH, top=10**6, schedules=SCHEDULES, exact=True,
         microbatch_size=(1, 2, 4) if microbatch is None else microbatch, stages_per_rank=(1, 2),
@@ -501,7 +505,7 @@ def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[PlanEstim
 
 
 def named(one: PlanEstimate) -> list[object]:
-    """A plan in a few cells."""
+    """Return a plan as a few table cells."""
     again = "yes" if one.recompute == "full" else ""
     return [
         one.pp,
@@ -514,13 +518,13 @@ def named(one: PlanEstimate) -> list[object]:
 
 
 def together(ranks: list[Ran]) -> Ran:
-    """What all ranks took: the longest, and what they worked in all."""
+    """Return the longest time of a rank, and the processor time of all ranks."""
     longest = max(ranks)
     return longest._replace(cpu=sum(one.cpu for one in ranks))
 
 
 def report(all_of: list[PlanEstimate], ran: list[Ran], processors: int) -> None:
-    """The table, and what it comes to."""
+    """Print the table and its summary."""
     line("p", "t", "d", "b", "schedule, stages of a rank", "run again", "predicted, ms",
          "measured, ms", "off", "spread", "worked, ms")  # fmt: skip
     line(*["---:"] * 4, *["---"] * 2, *["---:"] * 5)
@@ -538,7 +542,7 @@ def report(all_of: list[PlanEstimate], ran: list[Ran], processors: int) -> None:
 
 
 def here(options: argparse.Namespace) -> None:
-    """Print all plans of a small GPT on this machine, predicted beside measured."""
+    """Print predicted and measured steps of all plans of a small GPT on this machine."""
     began = time.perf_counter()
     if options.cluster:
         cluster = load_cluster(options.cluster)
@@ -565,11 +569,15 @@ TABLES: dict[str, Callable[[], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES, "here"))
-    parser.add_argument("--exact", action="store_true", help="simulate programs")
+    parser.add_argument(
+        "--exact", action="store_true", help="simulate programs instead of closed forms"
+    )
     own = parser.add_argument_group("here")
-    own.add_argument("--cluster", metavar="FILE", help="a Cluster file, and no measurement")
+    own.add_argument("--cluster", metavar="FILE", help="use this cluster file, and measure nothing")
     own.add_argument("--steps", type=int, default=4, metavar="N")
-    own.add_argument("--microbatch", type=int, metavar="B", help="sequences of one, not 1, 2, 4")
+    own.add_argument(
+        "--microbatch", type=int, metavar="B", help="sequences per microbatch (1, 2, 4)"
+    )
     own.add_argument("--zero", type=int, default=0, metavar="LEVEL")
     own.add_argument("--processes", type=int, default=4, metavar="N")
     options = parse(parser, processes=2, steps=1, microbatch=4)

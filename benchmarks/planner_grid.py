@@ -1,16 +1,17 @@
-"""Planner: predictions compared with 798 runs of nanotron on H100, and 14 of Megatron-LM on B200.
+"""Compare the planner with 798 runs of nanotron on H100, and 14 of Megatron-LM on B200.
 
     python benchmarks/planner_grid.py              # all tables
-    python benchmarks/planner_grid.py defaults     # the default constants, which fit no row here
-    python benchmarks/planner_grid.py left-out     # constants of nanotron, fitted on other rows
-    python benchmarks/planner_grid.py calibrated   # three runs on 1 and 2 nodes, for 4, 8 and 16
+    python benchmarks/planner_grid.py defaults     # default constants, fitted to no row of these
+    python benchmarks/planner_grid.py left-out     # constants of nanotron, fitted to other rows
+    python benchmarks/planner_grid.py calibrated   # fitted to 3 runs on 1 and 2 nodes
     python benchmarks/planner_grid.py shipped      # the constants of nanotron that schedir has
     python benchmarks/planner_grid.py b200         # memory of Megatron-LM
     python benchmarks/planner_grid.py scatter -o FILE.svg
 
-An error is predicted over measured, less 1; medians are of absolute values.  Runs with an MFU above
-10 % count; the others are rows of their own.  Steps are those of closed forms.  Fits take rows that
-count, and minimize Cauchy's loss of logarithms.
+An error is predicted / measured - 1; medians are those of absolute errors. Errors are those of runs
+with an MFU above 10 %; other runs have columns of their own. Predicted steps are results of closed
+forms. Constants are fitted to runs with an MFU above 10 %, and minimize Cauchy's loss of
+logarithms.
 """
 
 from __future__ import annotations
@@ -62,32 +63,32 @@ MEMORY_CONSTANTS = {
 
 
 class Predicted(NamedTuple):
-    """Seconds and bytes of each run; seconds are infinite where a plan is impossible."""
+    """Predicted seconds and bytes of each run. Seconds are infinite if a plan is impossible."""
 
     seconds: Any
     memory: Any
 
 
 def grid() -> list[GridRun]:
-    """The runs; every tenth with `--smoke`."""
+    """Return the runs, or every tenth run with `--smoke`."""
     return published.grid()[:: 10 if SMOKE else 1]
 
 
 def measured() -> list[GridRun]:
-    """The runs that have a result and a batch as their row says."""
+    """Return the runs that have a result and the batch of 256 sequences."""
     return [run for run in grid() if run.seconds is not None and run.is_consistent]
 
 
 def counting(runs: Iterable[GridRun]) -> list[GridRun]:
-    """Those with an MFU above the bound."""
+    """Return the runs with an MFU above the bound."""
     return [run for run in runs if run.mfu > COUNTS]
 
 
 def is_possible(run: GridRun, stack: Stack) -> bool:
-    """True if nanotron can divide the model as the run asks.
+    """Return whether nanotron can divide the model as the run requires.
 
-    It divides gradients of ZeRO 1 by `reduce_scatter_coalesced` of its distributed.py, which
-    asserts that a rank has gradients.
+    With ZeRO 1, nanotron uses `reduce_scatter_coalesced` of its distributed.py, which asserts that
+    each rank has gradients.
     """
     model, plan = run.model, run.choice
     if plan.pp > model.layers or model.heads % plan.tp:
@@ -97,7 +98,7 @@ def is_possible(run: GridRun, stack: Stack) -> bool:
 
 
 def predict(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> Predicted:
-    """What is predicted of runs: one table for each model and number of nodes."""
+    """Predict runs. Runs with one model and number of nodes share a table of costs."""
     seconds, memory = np.full(len(runs), np.inf), np.full(len(runs), np.inf)
     groups: dict[Any, list[int]] = defaultdict(list)
     for k, run in enumerate(runs):
@@ -131,7 +132,7 @@ def fit(
     estimate: Callable[[dict[str, float]], Any],
     real: Any,
 ) -> dict[str, float]:
-    """The constants with the least Cauchy loss of logarithms, by steps of Gauss and Newton."""
+    """Return the constants with the least Cauchy loss of logarithms, by Gauss-Newton steps."""
     low, now, high = np.log(np.array([*names.values()], float)).T
     step, loss = 0.05, 0.1
     for _ in range(1 if SMOKE else 6):
@@ -150,7 +151,7 @@ def fit(
 
 
 def assemble(constants: dict[str, float]) -> tuple[Stack, Cluster]:
-    """nanotron and the cluster with other constants."""
+    """Return the stack nanotron and the cluster with other constants."""
     own = {k: float(v) for k, v in constants.items() if k not in CLUSTER_CONSTANTS}
     machine: dict[str, Any] = {k: float(v) for k, v in constants.items() if k in CLUSTER_CONSTANTS}
     return (
@@ -160,7 +161,7 @@ def assemble(constants: dict[str, float]) -> tuple[Stack, Cluster]:
 
 
 def fit_nanotron(runs: Sequence[GridRun]) -> tuple[Stack, Cluster]:
-    """Constants of times and of memory from some of the runs."""
+    """Return constants of times and of memory that are fitted to some of the runs."""
     some = counting(runs)
     found = fit(
         STACK_CONSTANTS | CLUSTER_CONSTANTS,
@@ -179,19 +180,19 @@ def fit_nanotron(runs: Sequence[GridRun]) -> tuple[Stack, Cluster]:
 
 
 def rank_correlation(a: Any, b: Any) -> float:
-    """Spearman's correlation: that of the ranks."""
+    """Return Spearman's rank correlation."""
     first, second = (np.argsort(np.argsort(each)) for each in (a, b))
     return float(np.corrcoef(first, second)[0, 1])
 
 
 def group_of(run: GridRun) -> str:
-    """The model and the number of nodes."""
+    """Return the model and the number of nodes as text."""
     size = "1.34 B" if run.model.layers == 16 else "3.57 B"
     return f"{size}, {run.nodes} node{'s' * (run.nodes > 1)}"
 
 
 def summarize(errors: Sequence[float]) -> tuple[str, str, str]:
-    """The median of absolute values, the median with signs, and the number."""
+    """Return the median of absolute errors, the median with signs, and the number of errors."""
     if not errors:
         return "", "", "0"
     return f"{median(map(abs, errors)):.1%}", f"{median(errors):+.1%}", str(len(errors))
@@ -203,7 +204,7 @@ def head_errors() -> None:
 
 
 def print_errors(name: str, runs: Sequence[GridRun], found: Predicted) -> None:
-    """A row of errors: of steps by MFU, and of the memory where the MFU is above 10 %."""
+    """Print a row of errors: of steps by MFU, and of memory if the MFU is above 10 %."""
     real = np.array([run.seconds for run in runs])
     size = np.array([run.memory for run in runs])
     there = np.isfinite(found.seconds)
@@ -214,14 +215,14 @@ def print_errors(name: str, runs: Sequence[GridRun], found: Predicted) -> None:
 
 
 def choose(runs: Sequence[GridRun], some: Sequence[int], found: Predicted) -> int:
-    """The run whose plan `schedir plan` prints first: the simplest within 2 % of the fastest."""
+    """Return the run that `schedir plan` prints first: the simplest within 2 % of the best."""
     longest = (1 + PREFERENCE_TOLERANCE) * min(found.seconds[k] for k in some)
     fast = [k for k in some if found.seconds[k] <= longest]
     return min(fast, key=lambda k: measure_complexity(runs[k].choice, found.memory[k]))
 
 
 def regrets(runs: Sequence[GridRun], found: Predicted) -> list[float]:
-    """What the first choice loses, by model and nodes: among all, and without one tp or one pp."""
+    """Return the regrets of the first choice: among all runs, and without one value of tp or pp."""
     groups: dict[str, list[int]] = defaultdict(list)
     for k in np.flatnonzero(np.isfinite(found.seconds)).tolist():
         groups[group_of(runs[k])].append(k)
@@ -239,19 +240,19 @@ def regrets(runs: Sequence[GridRun], found: Predicted) -> list[float]:
 
 
 def regrets_of_counting(runs: Sequence[GridRun], found: Predicted) -> list[float]:
-    """The same among the runs that count."""
+    """Return the regrets of the first choice among the runs with an MFU above 10 %."""
     counts = np.array([run.mfu > COUNTS for run in runs])
     return regrets(runs, found._replace(seconds=np.where(counts, found.seconds, np.inf)))
 
 
 def describe_regrets(lost: Sequence[float]) -> str:
-    """The median, the 90th percentile and the largest."""
+    """Return the median, the 90th percentile and the largest regret as text."""
     return (f"regret of the first choice: median {median(lost):.1%}, 90th percentile "
             f"{np.percentile(lost, 90):.1%}, worst {max(lost):.0%}, n = {len(lost)}")  # fmt: skip
 
 
 def describe(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> None:
-    """Errors by model and nodes, rank correlation, regret, and runs that are refused."""
+    """Print errors by model and nodes, the rank correlation, the regret, and the refused runs."""
     head_errors()
     for name in dict.fromkeys(map(group_of, runs)):
         some = [run for run in runs if group_of(run) == name]
@@ -277,7 +278,7 @@ def describe(runs: Sequence[GridRun], stack: Stack, cluster: Cluster) -> None:
 
 
 def defaults() -> None:
-    """The default constants on H100: none of them is fitted to these rows."""
+    """Test the default constants on H100. None of them is fitted to these rows."""
     plain = Stack(
         planner.SoftwareConstants(), planner.StateBytes(2, 2, 12), "even", "flash", "tp-dp-pp", ""
     )
@@ -285,12 +286,12 @@ def defaults() -> None:
 
 
 def shipped() -> None:
-    """The constants that schedir has: they are fitted to all of these rows."""
+    """Print errors with the constants in schedir, which are fitted to all of these rows."""
     describe(measured(), NANOTRON, CLUSTER)
 
 
 def left_out() -> None:
-    """Constants of nanotron from some of the rows, tested on the others."""
+    """Fit constants of nanotron to some of the rows, and test them with the other rows."""
     runs = measured()
     splits: list[tuple[str, Callable[[GridRun], bool]]] = [
         ("1 and 2 nodes", lambda run: run.nodes <= 2),
@@ -314,12 +315,12 @@ def left_out() -> None:
 
 
 def pick(many: Callable[[Cluster], Predicted], rows: list[int], cluster: Cluster) -> Any:
-    """Predicted seconds of some rows."""
+    """Return the predictions of some rows."""
     return many(cluster).seconds[rows]
 
 
 def calibrated() -> None:
-    """Three runs on 1 and 2 nodes, which move constants that never saw the number of nodes."""
+    """Calibrate with three runs on 1 and 2 nodes, and test with runs on other numbers of nodes."""
     runs = measured()
     pool = [run for run in counting(runs) if run.nodes <= 2]
     errors: dict[int, list[float]] = defaultdict(list)
@@ -351,7 +352,7 @@ def calibrated() -> None:
 
 
 def b200() -> None:
-    """Memory of Megatron-LM on B200.  The rows have allocated bytes: no allocator, no process."""
+    """Compare the memory of Megatron-LM on B200. The rows have the bytes of tensors only."""
     stack, node = planner.stack_preset("megatron"), planner.cluster_preset("b200")
     constants = replace(stack.constants, allocator_share=0, reserved_bytes=0)
     head("layout", "allocated, GB", "predicted, GB", "")
@@ -368,7 +369,7 @@ def b200() -> None:
 
 
 def scatter() -> None:
-    """A picture: measured and predicted steps, with default and with fitted constants."""
+    """Draw measured and predicted steps, with default and with fitted constants."""
     if not OUTPUT:
         return
     from matplotlib.figure import Figure
@@ -413,7 +414,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
     parser.add_argument("--draws", type=int, default=200, metavar="N")
-    parser.add_argument("-o", dest="output", default="", metavar="FILE", help="of `scatter`")
+    parser.add_argument(
+        "-o", dest="output", default="", metavar="FILE", help="the picture of `scatter`"
+    )
     options = parse(parser, draws=2)
     global SMOKE, DRAWS, OUTPUT
     SMOKE, DRAWS, OUTPUT = options.smoke, options.draws, options.output

@@ -1,14 +1,17 @@
-"""Predict: how far a simulation at measured costs is from the run, for every schedule that trains.
+"""Compare a simulation at measured costs with the measured step, for every schedule that trains.
 
     python benchmarks/predict.py
     python benchmarks/predict.py zb_v dualpipe_v --ranks 2 --steps 100
 
-Processes train a small GPT.  Of each schedule, every step after the first five is a Timeline.
-`own` says how far the simulation at a step's own mean times is from that step; `next` how far the
-one at the mean times of the earlier half of the steps is from the steps of the later half (their
-median); `from 1F1B` how far the one at the costs of the 1F1B run is, where stages are the same.
-`recording` is the processor time that the notes of a step take, measured on instructions that do
-nothing, over the time of the step.
+Processes train a small GPT. For each schedule, every step after the first five is a Timeline. The
+columns are:
+
+- `own`: the error of a simulation with the mean instruction times of the step itself.
+- `next`: the error of a simulation with the mean instruction times of the first half of the steps,
+  compared with the median step of the second half.
+- `from 1F1B`: the error of a simulation with the costs of the 1F1B run, if the stages are the same.
+- `recording`: the processor time of recording a step, divided by the time of the step. It is
+  measured with instructions that do nothing.
 """
 
 from __future__ import annotations
@@ -58,13 +61,13 @@ def program_of(name: str, ranks: int) -> Program:
 
 
 def trained(ranks: int) -> list[str]:
-    """The schedules that train, 1F1B first."""
+    """Return the schedules that train, 1F1B first."""
     names = [n for n in ZOO if program_of(n, ranks).has_backward]
     return sorted(names, key=lambda n: n != BASE)
 
 
 def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline], float]:
-    """Timelines of all steps but the first, and seconds that recording an instruction takes."""
+    """Return Timelines of all steps after the warm-up, and the seconds to record an instruction."""
     torch.manual_seed(rank)
     program = program_of(name, ranks)
     shape, transport = program.shape, SharedMemoryTransport(program)
@@ -87,7 +90,7 @@ def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline],
 
 
 def _recording(executor: Executor, times: int = 200) -> float:
-    """Processor seconds per instruction: instructions that do nothing, recorded and not."""
+    """Return the processor seconds per instruction of recording, with instructions without work."""
     executor.runner.calls = [Call(None, lambda: None)] * len(executor.state.stream)
     took = [0.0, 0.0]
     for turn in range(2 * times):
@@ -104,7 +107,7 @@ def span(program: Program, costs: Costs) -> float:
 
 
 def mean(costs: list[Costs]) -> Costs:
-    """The mean of each cost."""
+    """Return the mean of each cost."""
 
     def one(values: list[Any]) -> Any:
         if values[0] is None:
@@ -116,7 +119,7 @@ def mean(costs: list[Costs]) -> Costs:
 
 
 def rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[list[str], float]]:
-    """Rows of the table, each with the median of how far `own` is."""
+    """Yield the rows of the table, each with the median error of `own`."""
     base: Costs | None = None
     for name in names:
         program = program_of(name, ranks)
@@ -150,7 +153,9 @@ def rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[list[str], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="SCHEDULE", help="by default all that train")
+    parser.add_argument(
+        "names", nargs="*", metavar="SCHEDULE", help="schedules (default: all that train)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P")
     parser.add_argument("--steps", type=int, default=20, metavar="N")
     options = parse(parser, names=[BASE, "zb_v"], ranks=[2], steps=2)

@@ -1,15 +1,17 @@
-"""Resume: processes of runs that save are killed, and the same command is run again.
+"""Kill processes of runs that save checkpoints, and run the same command again.
 
     TORCH_CPP_LOG_LEVEL=FATAL python benchmarks/resume.py [--seed 0] [--kills 100] [--csv kills.csv]
 
-Each run is of pp 2, or of pp 2 x dp 2 with zero 3, and saves each fifth of its steps.  At a moment
-that the seed draws a random process ends by SIGKILL: in set-up (there, while it reads a
-checkpoint), inside of a step, while losses are written, while a checkpoint is (its files, their
-digests), or at a rename, a removal or an fsync.  When all have ended, the same is run again, until
-the run is through; then there comes another one.  Of each kill it is noted how many steps were
-lost, and whether the next start resumed where it should; of each run, whether its losses are those
-of an unbroken one, byte for byte, and what is left.  Processes are forked from one that has
-imported torch, each as torchrun would start it.
+Each run has pp 2, or pp 2 x dp 2 with zero 3, and saves a checkpoint after every fifth step. The
+seed draws a process and a moment, and the process ends by SIGKILL. The moment is in set-up (also
+while a checkpoint is read), inside a step, while losses are written, while a checkpoint is written
+(its files or their digests), or at a rename, a removal or an fsync. When all processes have ended,
+the same command runs again, until the run is complete. Then the next run begins.
+
+For each kill, the script records how many steps were lost, and whether the next start resumed at
+the right step. For each run, it records whether the losses equal those of an unbroken run, byte for
+byte, and which files remain. Processes are forked from a process that has imported torch, and find
+each other as under torchrun.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ record = false
 
 
 class Kill(NamedTuple):
-    """Which process ends: where it is, how often it has been there, and how long after that."""
+    """A kill: the process, the place in the code, the number of visits, and the delay."""
 
     process: int
     where: str
@@ -84,7 +86,7 @@ class Kill(NamedTuple):
 
 
 def drawn(draw: random.Random, processes: int) -> Kill:
-    """The next kill."""
+    """Draw the next kill."""
     where = draw.choice(WHERE)
     most = {"set-up": 6, "step": 20, "losses": 20, "save": 4, "file": 30}[where]
     # Process 0 alone writes losses, and renames.
@@ -94,7 +96,7 @@ def drawn(draw: random.Random, processes: int) -> Kill:
 
 
 def arm(kill: Kill) -> None:
-    """Let this process end there."""
+    """Make this process end at the place of the kill."""
     left = [kill.times]
 
     def end() -> None:
@@ -142,7 +144,7 @@ def arm(kill: Kill) -> None:
 
 
 def start(sets: list[str], folder: Path, processes: int, kill: Kill | None) -> tuple[bool, str]:
-    """Run all processes until they have ended: whether all went well, and what was printed."""
+    """Run all processes until they have ended. Return whether all succeeded, and their output."""
     said = folder / "said.txt"
     said.write_text("")
 
@@ -167,14 +169,14 @@ def start(sets: list[str], folder: Path, processes: int, kill: Kill | None) -> t
 
 
 def made(folder: Path) -> int:
-    """The last step whose loss is written."""
+    """Return the last step whose loss is written."""
     path = folder / "out" / "loss.csv"
     rows = path.read_text().splitlines()[1:] if path.exists() else []
     return int(rows[-1].partition(",")[0]) if rows else 0
 
 
 def saved(folder: Path) -> int:
-    """The newest step that is saved."""
+    """Return the newest step with a checkpoint."""
     return CheckpointDirectory(folder / "saved").find_newest_step() or 0
 
 

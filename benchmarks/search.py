@@ -1,29 +1,29 @@
-"""Search beside published schedules, certified optima, CP-SAT and its own bound; how long it takes.
+"""Compare schedule search with published schedules, certified optima, CP-SAT and its own bound.
 
     python benchmarks/search.py                           # all tables
     python benchmarks/search.py table5 [--seconds 6]      # arXiv 2401.10241, table 5 from table 9
-    python benchmarks/search.py uneven [--seconds 4]      # stages that differ, over the bound
-    python benchmarks/search.py time [--seconds 10]       # with numba; without it if it is missing
-    NUMBA_DISABLE_JIT=1 python benchmarks/search.py time  # or if this says so
+    python benchmarks/search.py uneven [--seconds 4]      # stages with different costs
+    python benchmarks/search.py time [--seconds 10]       # with numba, if it is installed
+    NUMBA_DISABLE_JIT=1 python benchmarks/search.py time  # without numba
     python benchmarks/search.py certified [--seconds 2] [--cells 72] [--every 10]
-    python benchmarks/search.py below [--seconds 10]      # beside what CP-SAT has found in 60 s
-    python benchmarks/search.py below --certify           # what CP-SAT finds in 60 s, by itself
+    python benchmarks/search.py below [--seconds 10]      # compared with CP-SAT (60 s)
+    python benchmarks/search.py below --certify           # runs CP-SAT for 60 s per case
     python benchmarks/search.py certify --seeds 0:200 [--seconds 6] [--add]
 
-Each row is printed as it is found, as a line of a table.  Seconds are of processor time unless they
-are said to be of a clock, which is right only on a quiet machine.
+Each row is printed when it is measured, as a row of a table. Seconds are processor time, unless the
+text says wall time, which is right only on a quiet machine.
 
-- `certified`: the cases of tests/certified_optima.csv.  An excess is that of the shortest order
-  as the search counts, without the queues of messages, as the optima are; the last column counts
-  the cases where a simulation, which has queues, takes longer.  Seconds are of the search alone.
-- `below`: 20 cases of 72 to 192 (stage, microbatch), with room for fewer microbatches than ranks.
-  CP-SAT gets no hint and no bound.  What it finds is kept in docs/results/search-below.csv.
-- `certify`: draws cases, has CP-SAT prove their optima, and keeps those that it proves.  A case is
-  drawn from its seed alone: 2 to 8 ranks, one stage per rank or several in loops and vees, even and
-  uneven costs, limits in counts and in bytes below, at and above the ranks.  They are printed as
-  lines of tests/certified_optima.csv, or added to it.
+- `certified`: the cases of tests/certified_optima.csv. The excess is that of the shortest order,
+  without queues of messages, as for the optima. The last column counts the cases in which a
+  simulation, which has queues, takes longer. Seconds are those of the search alone.
+- `below`: 20 cases of 72 to 192 (stage, microbatch) pairs, with memory for fewer microbatches than
+  ranks. CP-SAT gets no hint and no bound. Its results are in docs/results/search-below.csv.
+- `certify`: draws cases, lets CP-SAT prove their optima, and keeps the cases that it proves. Only
+  the seed determines a case: 2 to 8 ranks, one or several stages per rank in loops and vees, even
+  and uneven costs, and limits in counts and bytes below, at and above the number of ranks. The
+  script prints the cases as lines of tests/certified_optima.csv, or adds them to this file.
 
-CP-SAT is `ortools`, which `pip install 'schedir[solver]'` installs.
+CP-SAT is the solver of `ortools`, which `pip install 'schedir[solver]'` installs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ MOST_CELLS = {1: 130, 2: 64, 3: 36}  # (stage, microbatch) of a drawn case, by s
 
 
 def table5(options: Options) -> None:
-    """Bubble rates of own spans, as the paper counts them, in as much memory as it says."""
+    """Print the bubble rates of the longest active span, with the memory limits of the paper."""
     head("model", "p", "m", "limit", "paper", "found", "bound", "", "stopped", "s")
     for row in rows()[:1] if options.smoke else rows():
         for limit, column in ((1, "rate_ZB_1p"), (2, "rate_ZB_2p")):
@@ -96,7 +96,7 @@ def table5(options: Options) -> None:
 
 
 def families(ranks: int) -> Iterator[tuple[str, Costs]]:
-    """Costs of stages that differ."""
+    """Yield costs that differ between stages."""
     last = (1.0,) * (ranks - 1) + (1.5,)
     yield "last x 1.5", Costs(F=last, I=last, W=last)
     for seed in range(DRAWN):
@@ -106,7 +106,7 @@ def families(ranks: int) -> Iterator[tuple[str, Costs]]:
 
 
 def best_of_zoo(shape: PipelineShape, costs: Costs, room: int) -> float:
-    """The shortest span of the built-in schedules that hold no more than so many."""
+    """Return the shortest span of the built-in schedules that fit into a limit of activations."""
     spans = []
     for schedule in get_built_in_schedules().values():
         try:
@@ -123,7 +123,7 @@ def best_of_zoo(shape: PipelineShape, costs: Costs, room: int) -> float:
 
 
 def uneven(options: Options) -> None:
-    """How far the best of the zoo, and what is found, are over the bound."""
+    """Print how far the best built-in schedule and the found order are above the bound."""
     head("p x m", "in flight", "costs", "recommend of the zoo", "found", "stopped", "s")
     over, zoo = [], []
     for p, m in SHAPES[:1] if options.smoke else SHAPES:
@@ -146,7 +146,7 @@ def uneven(options: Options) -> None:
 
 
 def time(options: Options) -> None:
-    """How long a bound takes, a proof, a schedule within 1 % of the bound, and a first one."""
+    """Print the times of a bound, a proof, an order within 1 % of the bound, and a first order."""
     try:
         numba_jit.enable_numba()
     except UsageError:
@@ -206,7 +206,7 @@ class Result(NamedTuple):
 
 
 def searched(case: Case, seconds: float) -> Result:
-    """What a search gives; a bound above the optimum ends it all."""
+    """Return the result of a search. If its bound is above the optimum, the script ends."""
     began = process_time()
     found = schedir.search_schedule(
         case.shape, case.costs, case.sizes, case.limit,
@@ -252,7 +252,7 @@ def summary(results: list[Result]) -> Iterator[str]:
 
 
 def certified(options: Options) -> None:
-    """Print how often a search finds the optimum, and how far it and the bound are off."""
+    """Print how often a search finds the optimum, and the errors of the order and of the bound."""
     results = []
     for case in [c for c in cases() if c.cells <= options.cells][:: options.every]:
         results.append(searched(case, options.seconds))
@@ -265,7 +265,7 @@ def certified(options: Options) -> None:
 
 
 def below_costs(ranks: int) -> Iterator[tuple[str, Row, Row, Row, float]]:
-    """Even costs, those of arXiv 2401.10241, table 9, and uneven ones."""
+    """Return even costs, costs of arXiv 2401.10241, table 9, and uneven costs."""
     last = (1.0,) * (ranks - 1) + (1.5,)
     rng = random.Random(ranks)
     yield "unit", (1.0,), (1.0,), (1.0,), 0.0
@@ -276,7 +276,7 @@ def below_costs(ranks: int) -> Iterator[tuple[str, Row, Row, Row, float]]:
 
 
 def by_solver(path: Path, seconds: float, shapes: Sequence[tuple[int, int, int]]) -> None:
-    """Write what CP-SAT finds of each case to a file."""
+    """Write the results of CP-SAT for each case to a file."""
     names = [*(f.name for f in fields(Case)), "bound", "costs"]
     with path.open("w", newline="") as file:
         file.write(
@@ -323,7 +323,7 @@ def beside_solver(path: Path, seconds: float) -> None:
 
 
 def below(options: Options) -> None:
-    """Search below p activations, or certify what CP-SAT finds there."""
+    """Search with a limit below p activations, or write the results of CP-SAT for these cases."""
     if options.smoke:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, BELOW_FILE.name)
@@ -339,7 +339,7 @@ def below(options: Options) -> None:
 
 
 def drawn(seed: int) -> Case:
-    """The case of a seed, its optimum not known."""
+    """Return the case of a seed, without its optimum."""
     rng = random.Random(seed)
     v = rng.choices((1, 2, 3), (7, 3, 1))[0]
     ranks = rng.randint(2, 8 if v == 1 else 4)
@@ -396,7 +396,7 @@ def _drawn_row(rng: random.Random, stages: int, one: object, alike: bool) -> Row
 
 
 def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
-    """The orders of the zoo that are for the shape; whole backwards are split where all are."""
+    """Return the orders of built-in schedules for a shape. If the case splits backwards, all do."""
     shape = problem.shape
     for name, schedule in ZOO.items():
         placement, per_rank = get_placement_mark(schedule)
@@ -423,7 +423,7 @@ def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
 
 
 def shortest_of_zoo(problem: SchedulingProblem) -> tuple[float | None, str]:
-    """The least that an order of the zoo takes which fits, and its name."""
+    """Return the shortest time of a built-in order that fits, and its name."""
     best, found = inf, ""
     for name, order in of_the_zoo(problem):
         taken = compute_length(problem, order)
@@ -471,12 +471,16 @@ MAKES = "certify"  # which is no table of a search
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
-    parser.add_argument("--seconds", type=float, help="of each search, or of CP-SAT for `certify`")
-    parser.add_argument("--cells", type=int, default=10**6, help="of `certified`: at most S*m")
-    parser.add_argument("--every", type=int, default=1, help="of `certified`: each n-th case")
-    parser.add_argument("--certify", action="store_true", help="of `below`: ask CP-SAT, 60 s each")
-    parser.add_argument("--seeds", default="0:60", help="of `certify`: from:to")
-    parser.add_argument("--add", action="store_true", help=f"of `certify`: to {FILE.name}")
+    parser.add_argument(
+        "--seconds", type=float, help="limit of each search, or of CP-SAT in `certify`"
+    )
+    parser.add_argument(
+        "--cells", type=int, default=10**6, help="`certified`: only cases with at most this S*m"
+    )
+    parser.add_argument("--every", type=int, default=1, help="`certified`: only each n-th case")
+    parser.add_argument("--certify", action="store_true", help="`below`: run CP-SAT, 60 s per case")
+    parser.add_argument("--seeds", default="0:60", help="`certify`: seeds, as from:to")
+    parser.add_argument("--add", action="store_true", help=f"`certify`: add to {FILE.name}")
     options = parse(parser, seconds=0.1, every=100, seeds="2:4")
     usual = [name for name in TABLES if name != MAKES or options.smoke]
     names, code = usual if options.table == "all" else [options.table], 0

@@ -1,12 +1,12 @@
-"""How long the studio takes from a slider to the picture, in a real browser.
+"""Measure the time from a slider of the studio to the picture, in a real browser.
 
     python benchmarks/studio.py [--changes N]
 
-For each size, a headless Chromium opens a studio on this machine, and a slider is moved N times:
-the cost of a backward, then the number of microbatches.  The next change begins when the picture
-of the last one is painted.  A time is from the event of the slider until the frame with the new
-picture is painted, on the clock of the browser.  "Answer" is the processor time of this process
-for a change: compile, check, simulate, bound and JSON.  The browser needs cores besides.
+For each size, a headless Chromium opens a studio on this machine. The script moves a slider N
+times: the cost of a backward, then the number of microbatches. The next move begins when the
+browser has painted the last picture. A time is from the event of the slider until the new picture
+is painted, on the clock of the browser. "Answer" is the processor time of the Python process for a
+change: compile, check, simulate, bound and JSON. The browser needs further processor time.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def opened(path: str, ranks: int, microbatches: int) -> Iterator[Chromium]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--changes", type=int, default=100, help="changes of each slider (100)")
+    parser.add_argument(
+        "--changes", type=int, default=100, help="number of changes of each slider (100)"
+    )
     args = parse(parser, argv, changes=4)
     path = found()
     if path is None:

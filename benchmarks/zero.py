@@ -1,30 +1,28 @@
-"""ZeRO: the bits that each level leaves, the bytes that live, and how often weights are gathered.
+"""Measure ZeRO: the bits of each level compared with level 0, the memory, and the gathers.
 
     python benchmarks/zero.py                    # all tables
-    python benchmarks/zero.py bits [NAME ...]    # cases whose names begin so, or all
+    python benchmarks/zero.py bits [NAME ...]    # cases whose names begin with NAME, or all
     python benchmarks/zero.py bytes [NAME ...]
     python benchmarks/zero.py gathers [--ranks 4] [--microbatches 16] [--stages-per-rank 4]
 
-- `bits`: each case is a GPT of tied embeddings, whose gradients are clipped, and five steps of
-  AdamW over Gloo, once for each level.  Parameters, moments and losses of levels 1 to 3 are
-  compared with plain data parallelism, to the bit.
-- `bytes`: each row is a program of a small GPT over Gloo, with AdamW, of which some keep its state
-  on the host.  In its second step, behind each instruction of each process, all memory of tensors
-  that are alive is added up: that of tensors that Python knows, and of those that operations have
-  made since and autograd keeps; each storage once, as large as it is now.  Messages, the batch, and
-  numbers of the step (losses, norms, flags) are left out.  What the prediction says is there behind
-  the same instruction must be the same, to the byte.
-- `count_unshards`: for each schedule with several stages on a rank,
-and each number of stages that are
-  whole at once: the gathers of each rank with none ahead (the fewest that there can be) and with
-  one run ahead (the default), and those of `_add_unshard_reshard` of torch.distributed.pipelining
-  where its list holds no more stages at once; one number where the ranks are alike.  Beside them
-  the time that a step is predicted to take, in forwards, where F takes 1, B 2, I and W 1, a message
-  0.05 and a gather half a forward; with none and one ahead, and where gathers are free.  Then how
-  often each rank reduces gradients, at the end of a step and in turns, and what a process sends for
-  that.
+- `bits`: each case is a GPT with a tied embedding and gradient clipping, and five steps of AdamW
+  over Gloo, once for each level. Parameters, moments and losses of levels 1 to 3 must have the bits
+  of plain data parallelism.
+- `bytes`: each row is a program of a small GPT over Gloo with AdamW, in some rows with optimizer
+  state on the host. After each instruction of the second step, each process adds the bytes of all
+  live tensors: tensors of Python objects, and tensors that operations have made and autograd keeps.
+  Each storage counts once, with its current size. Messages, the batch, losses, norms and flags do
+  not count. The sum must equal the prediction for this instruction, to the byte.
+- `gathers`: a row for each schedule with several stages per rank and each number of unsharded
+  stages. It has the gathers of each rank without prefetch (the fewest possible) and with one stage
+  ahead (the default), and those of the instruction list of torch's `_add_unshard_reshard` with at
+  most as many unsharded stages. One number means that all ranks have it. It also has the predicted
+  time of a step with none and one ahead, and with gathers that take no time, in forwards: F takes
+  1, B 2, I and W 1, a message 0.05 and a gather 0.5. Another table has the number of reductions of
+  each rank, at the end of a step and after each backward, and the bytes that a process sends for
+  them.
 
-Exits with 1 where a bit or a byte differs.
+The exit code is 1 if a bit or a byte differs.
 """
 
 from __future__ import annotations
@@ -96,12 +94,12 @@ class Case(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """How many it takes."""
+        """The number of processes."""
         return self.shape.ranks * self.dp * self.tp
 
 
 def cases() -> dict[str, Case]:
-    """All that is compared, by name."""
+    """Return all cases by name."""
     found = {}
     for schedule, shape in (
         (schedir.schedules.one_f_one_b, PipelineShape(2, 3)),
@@ -123,7 +121,7 @@ def cases() -> dict[str, Case]:
 
 
 def stages_of(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
-    """Own stages of a GPT whose tokens' embedding is tied."""
+    """Return the stages of a rank of a GPT with a tied embedding."""
     cfg = gpt.GPTConfig(
         vocab=VOCAB,
         layers=case.shape.stages,
@@ -141,7 +139,7 @@ def stages_of(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
 
 
 def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[bytes], Found]:
-    """A process: the losses and norms of a run, and what it has of each parameter and moment."""
+    """Run as one process. Return losses, norms, and its parts of each parameter and moment."""
     torch.manual_seed(0)
     more = {k: v for k, v in dict(case.options).items() if k != "unsharded_stages" or zero == 3}
     program = schedir.compile(
@@ -179,7 +177,7 @@ def train(rank: int, case: Case, zero: int, steps: int = STEPS) -> tuple[list[by
 
 
 def kept(executor: Executor, optimizer: Any, transport: Any) -> Found:
-    """What a process has of each parameter, its gradient and moments: from which number on."""
+    """Return the parts of parameters, gradients and moments of a process, with their offsets."""
     found: Found = {}
     main = dict(
         zip(
@@ -210,7 +208,7 @@ def kept(executor: Executor, optimizer: Any, transport: Any) -> Found:
 
 
 def whole(all_found: list[tuple[list[bytes], Found]]) -> dict[Any, torch.Tensor]:
-    """Everything that processes have, by name, whole."""
+    """Join the parts of all processes to full tensors, by name."""
     pieces: dict[Any, list[tuple[int, torch.Tensor]]] = {}
     for _, found in all_found:
         for key, own in found.items():
@@ -227,12 +225,12 @@ def whole(all_found: list[tuple[list[bytes], Found]]) -> dict[Any, torch.Tensor]
 
 
 def run_case(case: Case, zero: int) -> list[tuple[list[bytes], Found]]:
-    """What each process tells of a run."""
+    """Return the results of each process of a run."""
     return run_in(train, case.processes, case, zero, limit=300)
 
 
 def differing(plain: Any, *others: Any) -> list[str]:
-    """What of other runs, as `run` tells of them, is not as in a plain one; nothing, if all is."""
+    """Return the differences between the results of other runs and those of a plain run."""
     right, found = whole(plain), []
     for zero, cut in enumerate(others, 1):
         if [told for told, _ in cut] != [told for told, _ in plain]:
@@ -259,7 +257,7 @@ def compare_bits(options: argparse.Namespace) -> int:
 
 
 def named(all_of: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Those whose names begin with one of `names`, or all."""
+    """Return the entries whose names begin with one of `names`, or all entries."""
     for name, one in all_of.items():
         if not names or any(name.startswith(begin) for begin in names):
             yield name, one
@@ -281,8 +279,11 @@ class ByteRow(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one process: how often it was looked, where a byte was beside the prediction (behind
-    which instruction, what lived, what was predicted), and the most that lived."""
+    """The measurements of one process.
+
+    These are the number of comparisons, the differences (instruction, live bytes, predicted bytes)
+    and the peak of live bytes.
+    """
 
     looks: int
     beside: list[tuple[str, int, float]]
@@ -290,7 +291,7 @@ class Measured(NamedTuple):
 
 
 def byte_rows() -> dict[str, ByteRow]:
-    """All that is measured, by name."""
+    """Return all rows by name."""
     found = {}
     for schedule, shape in (
         (schedir.schedules.one_f_one_b, PipelineShape(2, 3)),
@@ -317,7 +318,7 @@ def byte_rows() -> dict[str, ByteRow]:
 
 
 class Alive(TorchDispatchMode):
-    """All memory of tensors: of those there are now, and of those that operations make."""
+    """The memory of all tensors: of existing tensors, and of those that operations make."""
 
     def __init__(self, but: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -334,7 +335,7 @@ class Alive(TorchDispatchMode):
         return out
 
     def bytes(self, but: Iterable[object]) -> int:
-        """Bytes that live, each storage once, without some."""
+        """Return the live bytes, each storage once, without some tensors."""
         self.made = {one: size for one, size in self.made.items() if not one.expired()}
         found = self.made | _storages(x for one in self.there if (x := one()) is not None)
         left = self.but | {*_storages(but)}
@@ -347,7 +348,7 @@ def _storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
 
 
 class Witness:
-    """Compares what lives behind each instruction of a step with what was predicted."""
+    """Compare the live bytes after each instruction of a step with the prediction."""
 
     def __init__(self, executor: Executor, own: Footprint, alive: Alive) -> None:
         self.executor, self.own, self.alive = executor, own, alive
@@ -357,7 +358,7 @@ class Witness:
                           enumerate(self.calls)]  # fmt: skip
 
     def run(self, k: int, run: Callable[[], None]) -> None:
-        """Run an instruction, and look."""
+        """Run an instruction, and compare the live bytes with the prediction."""
         run()
         state = self.executor.state
         joined = [*state.stream.joined.tolist(), False]
@@ -398,7 +399,7 @@ class Witness:
 
 
 def measure(rank: int, row: ByteRow) -> Measured:
-    """A process: what lived in its second step beside what was predicted."""
+    """Run as one process, and compare the live bytes of its second step with the prediction."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     before = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
@@ -437,7 +438,7 @@ def measure(rank: int, row: ByteRow) -> Measured:
 
 
 def run_row(row: ByteRow) -> list[Measured]:
-    """What each process of a row has measured."""
+    """Return the measurements of each process of a row."""
     return run_in(measure, row.shape.ranks * row.dp, row, limit=300)
 
 
@@ -461,7 +462,7 @@ def compare_bytes(options: argparse.Namespace) -> int:
 
 
 class GatherRow(NamedTuple):
-    """Of one schedule with so many stages whole at once."""
+    """The gathers of a schedule with a number of unsharded stages."""
 
     active: int
     few: list[int]
@@ -471,8 +472,12 @@ class GatherRow(NamedTuple):
 
 
 def of_torch(program: Program, held: int) -> list[int]:
-    """The gathers of each rank in torch's lists, the fewest of those that hold no more stages at
-    once; none where each holds more."""
+    """Return the gathers of each rank in one of torch's lists.
+
+    It is the list with the fewest gathers and at most as many unsharded stages.
+
+    The result is empty if each list has more unsharded stages.
+    """
     # Neither is loaded where others import this module.
     from torch.distributed.pipelining.schedules import _add_unshard_reshard
 
@@ -490,7 +495,7 @@ def of_torch(program: Program, held: int) -> list[int]:
 
 
 def gather_rows(program: Program) -> Iterator[GatherRow]:
-    """A row for each number of active stages that there can be."""
+    """Yield a row for each possible number of unsharded stages."""
     for active in range(1, max(map(len, program.shape.stages_on_rank)) + 1):
         try:
             lowered = [
@@ -509,12 +514,12 @@ def gather_rows(program: Program) -> Iterator[GatherRow]:
 
 
 def told(times: Sequence[float]) -> str:
-    """The numbers of all ranks, as one number where they are alike."""
+    """Return the numbers of all ranks as text, or one number if they are equal."""
     return " ".join(map(str, times if len({*times}) > 1 else times[:1])) or "-"
 
 
 def reductions(program: Program) -> list[str]:
-    """A row of how often gradients are reduced, and what is sent for that, at the end and in turns.
+    """Return a row with the reductions and their bytes, at the end and after each backward.
 
     A stage has 1 GB of gradients, and there are 4 replicas.
     """
@@ -527,7 +532,7 @@ def reductions(program: Program) -> list[str]:
 
 
 def count_gathers(options: argparse.Namespace) -> int:
-    """Print how often weights are gathered and gradients reduced; nothing can differ."""
+    """Print how often weights are gathered and gradients reduced. Return 0 differences."""
     head("schedule", "stages of a rank", "whole", "fewest", "one ahead", "torch",
          "time, none ahead", "one ahead", "free")  # fmt: skip
     drafts: dict[str, Program] = {}
@@ -557,11 +562,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", nargs="?", default="all", choices=("all", *TABLES))
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="of bits and bytes: how cases begin"
+        "names", nargs="*", metavar="NAME", help="bits and bytes: beginnings of names of cases"
     )
-    parser.add_argument("--ranks", type=int, default=4, help="of gathers")
-    parser.add_argument("--microbatches", type=int, default=16, help="of gathers")
-    parser.add_argument("--stages-per-rank", type=int, default=4, help="of gathers")
+    parser.add_argument("--ranks", type=int, default=4, help="gathers: ranks")
+    parser.add_argument("--microbatches", type=int, default=16, help="gathers: microbatches")
+    parser.add_argument("--stages-per-rank", type=int, default=4, help="gathers: stages per rank")
     few = ["interleaved dp2 bf16", "looped_bfs zero 3, recomputed"]  # a case, and a row of bytes
     options = parse(parser, names=few, ranks=2, microbatches=4, stages_per_rank=2)
     bad = 0

@@ -36,7 +36,7 @@ GROUPS = {
     "Write schedules": (
         "A schedule is a function of (rank, ranks, microbatches) that returns a RankSchedule. "
         "[The tutorial](../tutorials/first-schedule.md) writes one; "
-        "[the built-in ones](schedules.md) are drawn.",
+        "[the built-in schedules](schedules.md) have pictures.",
         ["PipelineShape", "F, B, I, W, R, EMPTY", "RankSchedule", "weave", "overlapped_pair",
          "concat",
          "schedule_algebra.with_placement", "schedule_algebra.with_weight_delay", "greedy_schedule",
@@ -54,7 +54,7 @@ GROUPS = {
     ),
     "Predict and measure": (
         "Predicted and measured runs are both a `Timeline`. [File formats](file-formats.md) "
-        "describes them as files, and [the glossary](glossary.md#causes-of-idle-time) the causes "
+        "describes its file, and [the glossary](glossary.md#causes-of-idle-time) lists the causes "
         "of idle time.",
         ["Costs", "Sizes", "split_costs", "Cluster", "load_cluster", "save_cluster",
          "zero_model_states",
@@ -67,7 +67,7 @@ GROUPS = {
         ["search_schedule", "lower_bound", "memory_frontier"],
     ),
     "Plan": (
-        "Parallel plans for a model and a cluster, with the time and the memory of a step: "
+        "Find parallel plans for a model and a cluster, with the time and the memory of a step: "
         "[plan a cluster](../how-to/plan-a-cluster.md).",
         ["planner.plan", "planner.prefer_simplest", "planner.estimate_step",
          "planner.TransformerSpec", "planner.load_model",
@@ -86,7 +86,7 @@ GROUPS = {
          "planner.stack_preset", "planner.stack_presets", "planner.Stack"],
     ),
     "Instrument other trainers": (
-        "Runs of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines: "
+        "Record runs of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines: "
         "[instrument a trainer](../how-to/instrument-a-trainer.md).",
         ["instrument"],
     ),
@@ -98,7 +98,7 @@ GROUPS = {
          "viz.widget"],
     ),
     "Run": (
-        "[Train your own model](../how-to/train-your-own-model.md) on one process and on four. "
+        "[Train your own model](../how-to/train-your-own-model.md) uses one process and four. "
         "[Same bits](../explanation/same-bits.md) and "
         "[split backwards](../explanation/split-backward.md) explain the results.",
         ["runtime.InProcessExecutor", "runtime.Executor", "runtime.GradientOptions",
@@ -109,7 +109,7 @@ GROUPS = {
          "runtime.GlooTransport", "runtime.SharedMemoryTransport", "runtime.nccl_transport"],
     ),
     "Save checkpoints": (
-        "[Checkpoints](../how-to/save-and-resume.md) that any layout of ranks reads.",
+        "Save [checkpoints](../how-to/save-and-resume.md), which any layout of ranks can load.",
         ["checkpoints.save", "checkpoints.load", "checkpoints.Saver"],
     ),
     "Test": (
@@ -129,7 +129,7 @@ OPTIONS = {
 
 
 def public() -> dict[str, object]:
-    """Return all public names, as users write them after `schedir.`; each once, by its shortest."""
+    """Return each public object by its shortest name, as users write it after `schedir.`."""
     names: dict[str, object] = {}
     shorter: set[tuple[int, str]] = set()
     for prefix, module in [("", schedir), *((f"{m}.", attrgetter(m)(schedir)) for m in MODULES)]:
@@ -181,7 +181,7 @@ def directive(title: str, value: object) -> str:
 
 
 def members(module: ModuleType) -> list[str]:
-    """Return the public names of a module, or of one without `__all__` its own classes."""
+    """Return the public names of a module: its `__all__`, or else its own classes."""
     own = [
         n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__
     ]
@@ -203,7 +203,7 @@ def blocks(note: str, entry: Callable[[str, object], str]) -> dict[str, str]:
 
 LISTED = """\
 - This page has the first sentence of each docstring. The source has signatures, arguments and
-  examples, and so has the site that `make docs` builds."""
+  examples. The site that `make docs` builds has them, too."""
 PAGES = pages.page("reference/api", partial(blocks, LISTED, summary))
 SITE = pages.page("reference/api", partial(blocks, "- Every example is a test.", directive))[
     "reference/api.md"

@@ -72,7 +72,7 @@ class Shared(NamedTuple):
 
     Attributes:
         everywhere: Options of all commands.
-        program: Options that say how a schedule is compiled.
+        program: Options that set how a schedule is compiled.
         other: Other options, with the commands that have them.
     """
 

@@ -17,7 +17,7 @@ GATHERED = {"one_f_one_b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "interleav
 
 
 def gathers() -> str:
-    """Return the table of the time that gathers cost on the compute lane and on their own lane."""
+    """Return the table of the additional time of gathers on the compute lane and on their own."""
     rows = []
     for name, v in GATHERED.items():
         shape, time = (

@@ -25,7 +25,8 @@ DEFAULTS = "tp 1  dp 1  tied_weights no  clip_grad_norm no\n"
 def shown(case: Case) -> tuple[ProgressModel, SchedirError] | None:
     """The refusal that the page shows: that of `per_device`, or of the first model that refuses.
 
-    A case may say which, and of one that is about first uses it is that of such a use.
+    A case can set the model in `show`. If the case is about lazy communicators, the refusal is that
+    with lazy communicators.
     """
     if case.show:
         error = case.refusal(case.show, lazy_communicators=case.show in case.lazy)
@@ -37,7 +38,7 @@ def shown(case: Case) -> tuple[ProgressModel, SchedirError] | None:
 
 
 def is_drawn(case: Case) -> bool:
-    """Whether a picture helps: where ranks wait for each other, or messages cross."""
+    """Return whether the page has a picture: if ranks wait for each other, or messages cross."""
     found = shown(case) if case.program else None
     if found is None or not isinstance(found[1], DeadlockError | GroupError | ChannelMismatchError):
         return False
@@ -45,31 +46,31 @@ def is_drawn(case: Case) -> bool:
 
 
 def picture(case: Case) -> str:
-    """Where each rank stands."""
+    """Draw the position of each rank."""
     found = shown(case)
     assert found is not None
     return draw_deadlock(case.made(), found[1])
 
 
 def _here(case: Case) -> str:
-    """Where a case is seen that no public thread tells of."""
+    """Return a link to the file that shows a case without a public thread."""
     return f"[{case.here}](../../{case.here})"
 
 
 def link(source: str) -> str:
-    """An issue or a pull request."""
+    """Return a link to an issue or a pull request."""
     repository, _, number = source.partition("#")
     return f"[{source}](https://github.com/{repository}/issues/{number})"
 
 
 def slug(title: str) -> str:
-    """What a heading is called in links."""
+    """Return the anchor of a heading."""
     kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
     return kept.replace(" ", "-")
 
 
 def told(case: Case) -> str:
-    """One case."""
+    """Return the section of a case."""
     parts = [f"### {case.title}", f"{', '.join(map(link, case.sources)) or _here(case)}"]
     for name, text in (
         ("Seen", case.seen),
@@ -112,7 +113,7 @@ def correction(case: Case) -> str:
 
 
 def block(summary: str, text: str) -> str:
-    """Text that unfolds."""
+    """Return a text that a reader can unfold."""
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 

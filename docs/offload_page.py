@@ -9,7 +9,7 @@ PEAK = 70e12  # operations per second
 
 
 def blocks() -> dict[str, object]:
-    """The bandwidths that ZeRO-Infinity's equations ask for."""
+    """Return the bandwidths that the equations of ZeRO-Infinity require."""
     rates = [
         ("parameters and gradients", "seq bsz", 9, zi.intensity_of_parameters(1024, 1)),
         ("optimizer state", "seq bsz / 4", 10, zi.intensity_of_optimizer(1024, 1)),

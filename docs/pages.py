@@ -1,6 +1,6 @@
-"""Generated pages: each is a template of Markdown, and what is filled into it.
+"""Generate pages: each has a template of Markdown, and blocks that fill it.
 
-`docs/templates/NAME.md.in` is the source of `docs/FOLDER/NAME.md`.  Three things are filled in:
+`docs/templates/NAME.md.in` is the source of `docs/FOLDER/NAME.md`. A template has these places:
 
 - `{block}` becomes a block of the page's module, as `str.format` inserts it.
 - `{printed}` under a line `$ schedir ...` becomes what that command prints.
@@ -68,7 +68,7 @@ def output_of(command: str) -> str:
 
 
 def picture(file: str, draw: Callable[[], object]) -> str:
-    """Return the SVG that `draw` writes as `file`, without what no reader sees."""
+    """Return the SVG that `draw` writes as `file`, without its invisible parts."""
     with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
         Path(folder, "examples").symlink_to(ROOT / "examples")
         with chdir(folder):

@@ -1,4 +1,4 @@
-"""The page of the schedules, each with its law, and their pictures: see `generate.py`."""
+"""The page of the schedules, with their formulas and pictures: see `generate.py`."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ WHEN = {
     "looped_dfs": "As a baseline for `interleaved`.",
     "wave": "With m = P, if the first and the last stage must be on one rank. Otherwise "
     "`interleaved` has a smaller bubble.",
-    "zb_h1": "Instead of 1F1B if backwards can be split: a third of the bubble, in the memory of "
-    "1F1B's first rank.",
+    "zb_h1": "Instead of 1F1B if backwards can be split. The bubble is a third of 1F1B's, and each "
+    "rank needs the memory of 1F1B's first rank.",
     "zb_h2": "If there is much memory and ranks need not end together.",
-    "interleaved_zb": "Instead of `interleaved` if backwards can be split. It needs no vee.",
+    "interleaved_zb": "Instead of `interleaved` if backwards can be split. It needs no vee "
+    "placement.",
     "zb_v": "The smallest bubble in 1F1B's memory, if F, I and W are similar.",
     "v_half": "If there is only half of the memory that 1F1B needs.",
-    "v_min": "If there is only a third of that memory, and F, I and W are nearly equal.",
+    "v_min": "If there is only a third of the memory that 1F1B needs, and F, I and W are nearly "
+    "equal.",
     "dualpipe_v": "If messages are long (expert parallelism), so that pairs that run together "
     "save more time than a small bubble.",
-    "pipedream_2bw": "If gradients may be one update late. All updates of a run have together the "
-    "bubble of one, and each rank needs one more copy of the weights.",
+    "pipedream_2bw": "If gradients may be one update late. All updates of a run together have the "
+    "bubble of one update, and each rank needs one more copy of the weights.",
     "dualpipe": "As `dualpipe_v`, if parameters are small compared with activations. It needs half "
     "as many messages, twice the parameters, and one more reduction.",
     "bitpipe": "As `chimera`, with half of its bubble and nearly twice its messages, if the layers "
@@ -57,7 +59,7 @@ WHEN = {
 
 
 def usual_shape(name: str) -> tuple[str, int]:
-    """Placement and stages per rank at which a schedule is shown."""
+    """Return the placement and the stages per rank with which the page shows a schedule."""
     schedule = getattr(schedules, name)
     return str(get_placement_mark(schedule)[0] or "loop"), get_stages_per_rank(schedule)
 
@@ -76,8 +78,8 @@ def run_of(
         name: The schedule's name.
         ranks: The number of ranks.
         microbatches: The number of microbatches.
-        costs: F, I and W of a whole rank; each stage of it takes its share.
-        v: Stages per rank; the schedule's own number, if it is left out.
+        costs: F, I and W of all stages of a rank; each stage takes its share.
+        v: Stages per rank. The default is the schedule's own number.
         send: The time of a message.
     """
     schedule = getattr(schedules, name)

@@ -1,4 +1,4 @@
-"""Which schedule is the shortest for a shape: all of them simulated, and rules read off that.
+"""Simulate all schedules on many shapes, and keep rules about the shortest schedule.
 
     python docs/which_schedule.py          # simulates all, and writes results/which-schedule.csv
 
@@ -44,7 +44,7 @@ class Cell(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The idle share: every rank works as long."""
+        """The idle share of the ranks. All ranks work for the same time."""
         return 1 - WORK * self.m / self.span
 
     @property
@@ -53,21 +53,21 @@ class Cell(NamedTuple):
 
 
 def shapes() -> Iterator[tuple[int, int]]:
-    """Ranks and microbatches of the tables."""
+    """Yield the ranks and microbatches of the tables."""
     for P in RANKS:
         for per_rank in PER_RANK:
             yield P, int(P * per_rank)
 
 
 def measured() -> Iterator[Cell]:
-    """All schedules of all shapes, as `schedir recommend` has them."""
+    """Yield all schedules of all shapes, with the numbers of `schedir recommend`."""
     odd = [(ODD[0], m, SENDS[1]) for m in ODD[1]]
     for P, m, send in [*((*shape, send) for shape in shapes() for send in SENDS), *odd]:
         yield from asked(P, m, send)
 
 
 def asked(P: int, m: int, send: float) -> Iterator[Cell]:
-    """All schedules of a shape, as `schedir recommend` has them."""
+    """Yield all schedules of a shape, with the numbers of `schedir recommend`."""
     command = f"recommend --ranks {P} --microbatches {m} --costs F=1,B=2,I=1,W=1,send={send}"
     with redirect_stdout(StringIO()) as out:
         assert main(shlex.split(f"{command} --progress-model per_edge --json")) == 0
@@ -80,7 +80,7 @@ def asked(P: int, m: int, send: float) -> Iterator[Cell]:
 
 @cache
 def known() -> dict[tuple[int, int, float], list[Cell]]:
-    """What the file has, by shape and time of messages."""
+    """Return the rows of the file, by shape and time of messages."""
     found: dict[tuple[int, int, float], list[Cell]] = {}
     with FILE.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -93,7 +93,7 @@ def known() -> dict[tuple[int, int, float], list[Cell]]:
 
 
 def written() -> str:
-    """The file."""
+    """Return the text of the file."""
     lines = [",".join(Cell._fields)]
     lines += [
         ",".join(f"{x + 0:.9g}" if not isinstance(x, str) else x for x in c) for c in measured()
@@ -102,7 +102,11 @@ def written() -> str:
 
 
 def best(P: int, m: int, send: float, limit: float | None, *, whole: bool) -> Cell | None:
-    """The cell of a table.  Simplest is: fewer stages, whole backwards, the one known longest."""
+    """Return the shortest schedule of a table cell.
+
+    If several take the same time, this is the one with the least memory, then with the fewest
+    stages, then with full backwards, then the best known one.
+    """
     fit = [
         cell
         for cell in known()[P, m, send]
@@ -118,7 +122,7 @@ def best(P: int, m: int, send: float, limit: float | None, *, whole: bool) -> Ce
 
 
 def fits(cell: Cell, limit: float | None) -> bool:
-    """Whether a schedule holds no more than a share of the ranks; without one, anything."""
+    """Return whether the activations of a schedule fit into a limit (a share of the ranks)."""
     return limit is None or cell.memory <= limit * cell.P
 
 
@@ -126,7 +130,7 @@ def fits(cell: Cell, limit: float | None) -> bool:
 
 
 class Where(NamedTuple):
-    """A cell of the tables, by what it is asked of."""
+    """A cell of the tables: shape, time of messages, memory limit and kind of backwards."""
 
     P: int
     m: int
@@ -139,13 +143,13 @@ class Where(NamedTuple):
         return best(self.P, self.m, self.send, self.limit, whole=self.whole)
 
     def of(self, name: str, v: int) -> Cell | None:
-        """A schedule at this place, if it fits."""
+        """Return the row of a schedule for this cell, or None if the schedule does not fit."""
         every = known()[self.P, self.m, self.send]
         own = [cell for cell in every if (cell.name, cell.v) == (name, v)]
         return own[0] if own and fits(own[0], self.limit) else None
 
     def within(self, share: float, *of: tuple[str, int]) -> bool:
-        """Whether one of these takes at most a share longer than the best."""
+        """Return whether one of some schedules takes at most a share longer than the best."""
         best, found = self.best, [cell for name, v in of if (cell := self.of(name, v))]
         if best is None or not found:
             return False
@@ -239,7 +243,7 @@ RULES = [
 
 
 def _again(w: Where) -> float:
-    """The bubble with twice as many microbatches, over that with these."""
+    """Return the bubble with twice as many microbatches, divided by the bubble of this cell."""
     now, then = w.best, w._replace(m=2 * w.m).best
     assert now is not None and then is not None
     return then.bubble / now.bubble

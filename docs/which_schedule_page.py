@@ -1,7 +1,7 @@
 """The page that says which schedule is the shortest for a shape: see `generate.py`.
 
-Its tables are made of what `which_schedule.py` has simulated by `schedir recommend`: what the page
-says, a reader can ask for.
+Its tables are from the simulations of `which_schedule.py`, which calls `schedir recommend`. So a
+reader can reproduce each number with this command.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TABLE_RANKS = (4, 16)
 
 
 def by_limit(send: float, *, whole: bool) -> str:
-    """A row per shape, a column per limit."""
+    """Return a table with a row per shape and a column per memory limit."""
     rows = []
     for P, m in ((P, m) for P, m in shapes() if P in TABLE_RANKS):
         found = [best(P, m, send, limit, whole=whole) for limit in LIMITS]
@@ -76,7 +76,7 @@ def blocks() -> dict[str, object]:
 
 
 def picture() -> None:
-    """Draw bubble against memory of all, each with the stages that suit it best."""
+    """Draw the bubble against the memory of all schedules, each with its best number of stages."""
     P, m = SHOWN
     first = {cell.name: cell for cell in reversed(known()[P, m, SENDS[1]])}  # the shortest stays
     runs = []

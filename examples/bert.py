@@ -6,16 +6,16 @@
 Both commands print the same losses to the last digit.  The training text is this file, so nothing
 is downloaded.
 
-The model is that of Megatron-LM (arXiv 1909.08053, section 5.3 and figure 7).  It changes the BERT
+The model is that of Megatron-LM (arXiv 1909.08053, section 5.3 and figure 7). It changes the BERT
 of Devlin et al. (arXiv 1810.04805): a LayerNorm precedes each half of a layer, and one follows the
-last layer.  Attention is bidirectional.  The model predicts masked tokens, and whether the second
-sentence is the next one.  It has no dropout.
+last layer. Attention is bidirectional. The model predicts masked tokens, and whether the second
+sentence follows the first in the text. It has no dropout.
 
 The example shows:
 
 - Inputs by name: every stage gets the sentence numbers and the padding mask as `keywords` of a
-  step.  They come from the data, and no rank sends them.
-- Two outputs of the last stage: the loss takes both.
+  step. Each rank takes them from the data, so no rank sends them.
+- Two outputs of the last stage: the loss function takes both.
 - A tied weight: the embedding of the first stage is the head of the last one.
 - Tensor parallelism (`tp`) and sequence parallelism (`sequence_parallel`).
 """
@@ -66,12 +66,12 @@ Found = tuple[Tensor, Tensor]  # logits of the tokens, and of whether the second
 
 @dataclass(frozen=True)
 class BertConfig:
-    """The whole model.
+    """The shape of the model.
 
-    `context` is the longest sequence, in tokens, both sentences with what stands between them; the
-    last four tokens of `vocab` are no text, but mark it (`cls`, `sep`, `mask`, `pad`).  The
-    feed-forward width is 4 * hidden; `tied` means that the head of masked tokens uses the
-    embedding's weight; `seed` is what parameters are drawn from.
+    `context` is the length of the longest sequence in tokens: both sentences and the special
+    tokens. The last four tokens of `vocab` are the special tokens (`cls`, `sep`, `mask`, `pad`).
+    The feed-forward width is 4 * hidden. If `tied` is true, the head of masked tokens uses the
+    weight of the embedding. `seed` is the seed of the initial parameters.
     """
 
     vocab: int = 260
@@ -84,22 +84,22 @@ class BertConfig:
 
     @property
     def text(self) -> int:
-        """How many tokens are text: the first so many."""
+        """The number of tokens of text. They are the first tokens of the vocabulary."""
         return self.vocab - 4
 
     @property
     def cls(self) -> int:
-        """The first token of each sequence, by which the next sentence is told."""
+        """The first token of each sequence. It predicts whether the second sentence follows."""
         return self.vocab - 4
 
     @property
     def sep(self) -> int:
-        """The token behind each sentence."""
+        """The token after each sentence."""
         return self.vocab - 3
 
     @property
     def mask(self) -> int:
-        """The token in the place of one that is to be found."""
+        """The token that replaces a masked token."""
         return self.vocab - 2
 
     @property
@@ -120,10 +120,10 @@ def build_stage(
     sequence_parallel: bool = False,
     layers_per_stage: Sequence[int] | None = None,
 ) -> Stage:
-    """Stage `stage` of `stages`, this rank's shard of it.
+    """Return this rank's shard of stage `stage` of `stages`.
 
-    With `sequence_parallel` tensor-parallel ranks share the tokens, too: for a program that says
-    `sequence_parallel yes`.  `layers_per_stage` is the number of layers of each stage
+    With `sequence_parallel`, tensor-parallel ranks share the tokens, too, as a program with
+    `sequence_parallel yes` requires. `layers_per_stage` is the number of layers of each stage
     (`split_layers`).
     """
     counts = split_layers(config.layers, stages, layers_per_stage)
@@ -136,14 +136,16 @@ def build_stage(
 
 
 def loss(found: Found, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
-    """Of a microbatch the cross entropies of its masked tokens, and of its next sentences: 0-dim
-    float32, the same on all ranks.
+    """Return the loss of a microbatch, 0-dim float32 and the same on all ranks.
 
-    `found` is what the last stage gives, `targets` int64 (b, T): at each masked token what it was,
-    at the first place 0 where the second sentence is the next and 1 where it is another, and
-    elsewhere IGNORE.  Masked tokens are summed up; of the sentences it is the mean, which counts
-    as often as there are masked tokens.  So divided by their number (`count_tokens`) it is the mean
-    of each, added: Devlin et al.'s loss (1810.04805, appendix A.2).
+    `found` is the output of the last stage. `targets`, int64 (b, T), has the original token at each
+    masked token. At the first token it has 0 if the second sentence follows the first, and 1 if
+    not. All other places have IGNORE_INDEX.
+
+    The loss is the sum of the cross entropies of masked tokens, plus the number of masked tokens
+    times the mean cross entropy of sentence pairs. Divided by the number of masked tokens
+    (`count_tokens`), it is the sum of both means: the loss of Devlin et al. (1810.04805, appendix
+    A.2).
     """
     logits, follows = found
     masked = vocab_parallel_cross_entropy(logits[:, 1:], targets[:, 1:], tp, IGNORE_INDEX)
@@ -154,7 +156,7 @@ def loss(found: Found, targets: Tensor, tp: ProcessGroup | None = None) -> Tenso
 
 
 def count_tokens(targets: Tensor) -> int:
-    """How many tokens are masked: divide the summed loss by it for the mean."""
+    """Return the number of masked tokens. The mean loss is the summed loss divided by it."""
     return int(_masked(targets).sum())
 
 
@@ -163,13 +165,14 @@ def _masked(targets: Tensor) -> Tensor:
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a BERT, with the embedding if first and the heads if last.
+    """Consecutive layers of a BERT. The first stage has the embedding, the last has the heads.
 
-    Maps (b, T, hidden) to (b, T, hidden), or with `sequence_parallel` (b, T/t, hidden) to the same,
-    of the rank's own tokens. The first stage takes tokens instead, int64 (b, T); the last gives
-    this rank's logits, (b, T, ceil(V/t)), and those of the next sentence, (b, 2).
-    `sentences`, int64 (b, T), says of which of two sentences each token is, and `mask`, bool
-    (b, T), which tokens are there; without them all are, of the first.
+    The input and the output are (b, T, hidden). With `sequence_parallel` they are (b, T/t, hidden),
+    for the tokens of this rank. The first stage takes tokens, int64 (b, T). The last stage returns
+    the logits of this rank, (b, T, ceil(V/t)), and the logits of the sentence pair, (b, 2).
+
+    `sentences`, int64 (b, T), is the number of the sentence of each token, 0 or 1; the default is
+    0. `mask`, bool (b, T), is true for tokens that are no padding; by default, no token is padding.
     """
 
     def __init__(
@@ -202,7 +205,7 @@ class Stage(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has one (`find_tied_weight`)."""
+        """This stage's copy of the embedding, if another stage has a copy (`find_tied_weight`)."""
         return find_tied_weight(self.config, self.embedding, self.head)
 
     def forward(
@@ -253,9 +256,10 @@ class Layer(nn.Module):
 
 
 class Heads(nn.Module):
-    """What stands before the logits: of tokens, and of the next sentence, by the first token.
+    """The layers before the logits of tokens, and the head of the sentence pair.
 
-    Each rank holds it whole, but the `bias` of the logits of tokens.
+    The head of the sentence pair uses the first token. Each rank has all weights of these layers;
+    only the `bias` of the token logits is sharded.
     """
 
     def __init__(
@@ -285,8 +289,11 @@ class Heads(nn.Module):
 def _whole(
     weights: LayerParameters, name: str, k: int, *, own: bool = True
 ) -> ColumnParallelLinear:
-    """(..., hidden) to (..., k), which each rank holds whole: for its `has_local_tokens` tokens, if
-    they share these, or else for what is the same on all."""
+    """Return a linear layer from hidden to k features, of which each rank has all weights.
+
+    If `own` is true, the rank applies the layer to its own tokens. Otherwise all ranks apply it to
+    the same input.
+    """
     layer = weights._replace(tp=None, sequence_parallel=False).make_column_linear(name, k)
     return mark_sequence_parallel(
         layer, weights.tp, sequence_parallel=weights.sequence_parallel, has_local_tokens=own
@@ -294,7 +301,7 @@ def _whole(
 
 
 def _table(config: BertConfig, name: str, rows: int) -> nn.Parameter:
-    """A row for each place, or for each sentence."""
+    """Return a table with a row for each position, or for each sentence number."""
     return shard(make_normal_init(config.seed, name, rows, config.hidden, WHERE), 0, None)
 
 
@@ -302,9 +309,13 @@ def _table(config: BertConfig, name: str, rows: int) -> nn.Parameter:
 
 
 class Pair(NamedTuple):
-    """A sequence, each (T,): its tokens; the sentence that each is of, 0 or 1; whether it is there;
-    and what is to be found: at masked tokens what they were, at the first place whether the second
-    sentence is another than the next, and IGNORE elsewhere."""
+    """A sequence of two sentences. Each field has shape (T,).
+
+    `tokens` are its tokens, and `sentences` the number of the sentence of each token, 0 or 1.
+    `there` is true for tokens that are no padding. `targets` has the original token at each masked
+    token. At the first token it has 1 if the second sentence does not follow the first, else 0. All
+    other places have IGNORE_INDEX.
+    """
 
     tokens: NDArray[np.int64]
     sentences: NDArray[np.int64]
@@ -318,11 +329,13 @@ def pair(
     config: BertConfig,
     numbers: np.random.Generator,
 ) -> Pair:
-    """A sequence as long as the text `has_local_tokens`, of its begin and what comes next in it,
-    or, as often, a begin of the text `other`; 5 tokens at least.
+    """Return a sequence with the beginning of the text `own` and a second sentence.
 
-    Of the tokens of text 15 % are to be found, one at least: 80 % of them are masked, 10 % are
-    other ones, and 10 % stay (1810.04805, appendix A.1).
+    The second sentence is the continuation of the first in `own` or, equally often, the beginning
+    of the text `other`. The sequence has the length of `own`, and at least 5 tokens are no padding.
+
+    15 % of the tokens of text are selected, at least one. Of the selected tokens, 80 % are masked,
+    10 % are replaced by other tokens, and 10 % remain (1810.04805, appendix A.1).
     """
     room = len(own) - 3
     length = int(numbers.integers(2, room + 1)) if numbers.random() < SHORTER else room
@@ -347,8 +360,11 @@ def pair(
 def batch(
     config: BertConfig, text: bytes, step: int
 ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-    """Tokens and targets of a step, (microbatches, b, T) each, and what the stages are given by
-    name for each microbatch.  What they are depends on the number of the step alone."""
+    """Return the tokens and the targets of a step, and the keywords of each microbatch.
+
+    Tokens and targets have shape (microbatches, b, T). All results depend only on the number of the
+    step.
+    """
     numbers = np.random.default_rng(step)
     stream = np.frombuffer(text, "u1").astype(np.int64)
     found = []
@@ -371,7 +387,7 @@ def batch(
 
 
 def main() -> None:
-    """Train for ten steps as one rank of as many as torchrun has started."""
+    """Train for ten steps, as one of the ranks that torchrun has started."""
     config, text = BertConfig(), Path(__file__).read_bytes()
     train(
         partial(build_stage, config), partial(batch, config, text), loss, count_tokens,

@@ -1,11 +1,12 @@
-"""BitPipe (arXiv 2410.19367) as a schedule and a placement that schedir has no name for.
+"""BitPipe (arXiv 2410.19367) as a schedule of your own, with a placement given as a list.
 
     python examples/bitpipe.py
     schedir draw examples/bitpipe.py:two_vees --ranks 4 --microbatches 4 --costs F=1,B=2 \\
         --placement 0,1,2,3,3,2,1,0/3,2,1,0,0,1,2,3 -o bitpipe.svg
 
-There are two pipelines.  One passes down the ranks and back, and the other one up and back.  So
-each stage has two replicas, each placed in a vee.  Each pipeline gets half of the microbatches.
+There are two pipelines. One goes from rank 0 to the last rank and back. The other goes from the
+last rank to rank 0 and back. So each stage has two replicas, and the replicas of each pipeline are
+placed in a vee. Each pipeline gets half of the microbatches.
 """
 
 import schedir
@@ -14,10 +15,12 @@ from schedir.schedule_algebra import concat
 
 
 def two_vees(rank: int, ranks: int, microbatches: int) -> RankSchedule:
-    """Each way is 1F1B along 2P stages, a microbatch every other slot; the other way fills up.
+    """Return the order of a rank: 1F1B over 2P stages in each of two directions.
 
-    A slot is as long as a forward, or a backward.  P microbatches, half each way, tile 4P slots on
-    every rank if P is even; so more of them follow in units of P.
+    A slot is the time of a forward or of a backward. Each direction starts a microbatch in every
+    second slot, and the other direction uses the slots between. If P is even, P microbatches, half
+    of them in each direction, fill 4P slots on every rank without a gap. So further microbatches
+    follow in groups of P.
     """
     if ranks % 2:
         raise ValueError(
@@ -36,14 +39,14 @@ def two_vees(rank: int, ranks: int, microbatches: int) -> RankSchedule:
 
 
 def plan_for(ranks: int, microbatches: int) -> PipelineShape:
-    """The first holders of the stages lie in a vee, and the second ones in its mirror image."""
+    """Return a shape with the first replicas in a vee, and the second ones in its mirror image."""
     there = [*range(ranks)]
     back = there[::-1]
     return PipelineShape(ranks, microbatches, placement=((*there, *back), (*back, *there)))
 
 
 def main() -> None:
-    """Check it, hold it to its bubble, and run it beside a plain loop over the model."""
+    """Check the schedule and its bubble, and compare a run with a plain loop over the model."""
     import torch
     from torch import nn
 

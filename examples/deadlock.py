@@ -1,9 +1,9 @@
-"""A deadlock between two ranks, which schedir finds before anything runs.
+"""A deadlock between two ranks, which schedir finds without a run.
 
     schedir check examples/deadlock.py:wrong_warmup --ranks 2 --microbatches 4
 
-In 1F1B the first rank runs the most forwards before its first backward.  Here the last rank does.
-Rank 0 waits for a gradient, and rank 1 waits for an activation.
+In 1F1B, the first rank runs the most forwards before its first backward. In this schedule, the last
+rank runs the most forwards first. Rank 0 waits for a gradient, and rank 1 waits for an activation.
 """
 
 from schedir import B, F, RankSchedule

@@ -2,8 +2,8 @@
 
     python examples/demo.py [FOLDER]
 
-Results go to FOLDER, by default ./demo-output, and replace those of an earlier demo.  The exit
-code is 0 if the loss falls and equals that of the single process.
+The script writes its results to FOLDER, by default ./demo-output, and replaces results of an
+earlier run. The exit code is 0 if the loss falls and equals the loss of the single process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def predict(folder: Path) -> None:
 
 
 def train(title: str, folder: Path, settings: dict[str, int]) -> list[float]:
-    """Train as demo.toml says but for `settings`; the loss of each step."""
+    """Train with the settings of demo.toml, changed by `settings`. Return the loss of each step."""
     SAY.rule(title)
     began = perf_counter()
     sets = [f"{key}={value}" for key, value in settings.items()] + ["output.overwrite=true"]
@@ -70,7 +70,7 @@ def train(title: str, folder: Path, settings: dict[str, int]) -> list[float]:
 
 
 def judge(many: list[float], one: list[float]) -> list[str]:
-    """Show the losses side by side; what is wrong with them."""
+    """Print the losses side by side, and return a text for each error in them."""
     SAY.rule("Loss")
     apart = [abs(a - b) / abs(b) for a, b in zip(many, one, strict=True)]
     table = Table("step", "4 processes", "1 process", "relative difference")

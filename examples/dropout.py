@@ -1,9 +1,10 @@
-"""Dropout in your own module: every schedule and division into stages drops the same numbers.
+"""Dropout in your own module: every schedule and division into stages drops the same values.
 
     python examples/dropout.py
 
-The random numbers of a stage depend on the executor's seed, the step, the microbatch and the stage.
-`fork_layer_rng` uses the number of a layer instead, so the layer may also be in another stage.
+The random numbers of a stage depend on the executor's seed, the step, the microbatch and the number
+of the stage. `fork_layer_rng` uses the number of a layer instead of the number of the stage. So a
+layer drops the same values in every division of the model into stages.
 """
 
 import torch
@@ -18,7 +19,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """A layer that knows its number."""
+    """A layer with its number in the model."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -30,12 +31,12 @@ class Block(nn.Module):
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
-    """The sum of squared errors."""
+    """Return the sum of squared errors."""
     return (y - target).square().sum()
 
 
 def main() -> None:
-    """One model in 2 and in 4 stages, under two schedules, beside a plain loop over its blocks."""
+    """Compare a model in 2 and in 4 stages, under two schedules, with a loop over its blocks."""
     torch.manual_seed(0)
     blocks = [Block(number) for number in range(4)]
     inputs, targets = torch.randn(2, 8, 32, WIDTH)  # 8 microbatches of 32

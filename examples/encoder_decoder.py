@@ -3,8 +3,8 @@
     python -m examples.encoder_decoder                      # one process has all four stages
     torchrun --nproc-per-node 4 -m examples.encoder_decoder # each of four processes has one stage
 
-Both commands print the same losses to the last digit.  The training text is this file, so nothing
-is downloaded.  The model predicts the second half of a text from the first (prefix language
+Both commands print the same losses to the last digit. The training text is this file, so nothing is
+downloaded. The model predicts the second half of a text from its first half (prefix language
 modelling: Raffel et al., arXiv 1910.10683, section 3.2.3).
 
 The model is that of Vaswani et al. (arXiv 1706.03762), with sines and cosines as positions (section
@@ -13,12 +13,12 @@ instead of following it, as in Pegasus (Zhang et al., arXiv 1912.08777).  It has
 
 The example shows:
 
-- A boundary of two tensors (`boundaries`).  The output of the encoder is the *memory*.  Each stage
-  of the decoder takes it with its other input, and passes it on.  So the gradient of the memory is
-  summed on the way back.
+- A boundary of two tensors (`boundaries`). The output of the encoder is the *memory*. Each stage of
+  the decoder takes the memory with its other input, and passes it on. On the way back, each of
+  these stages adds its gradient of the memory.
 - Inputs by name: every stage gets the target tokens and the padding mask of the source.
-- A weight that three stages share: the first one, the last one, and the first of the decoder
-  (`tied_stages`).
+- A weight that three stages share: the first stage, the last stage, and the first stage of the
+  decoder (`tied_stages`).
 - Tensor parallelism (`tp`) and sequence parallelism (`sequence_parallel`).
 """
 
@@ -54,11 +54,11 @@ THETA = 10000.0  # of the longest wave of positions
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig:
-    """The whole model.
+    """The shape of the model.
 
-    Its layers are those of the encoder, and then those of the decoder.  `context` is the longest
-    sequence of either, in tokens; the feed-forward width is 4 * hidden; `tied` means that the
-    embeddings of both and the head are one weight; `seed` is what parameters are drawn from.
+    The layers of the encoder come first, then those of the decoder. `context` is the length of the
+    longest source or target, in tokens. The feed-forward width is 4 * hidden. If `tied` is true,
+    both embeddings and the head are one weight. `seed` is the seed of the initial parameters.
     """
 
     vocab: int = 256
@@ -74,7 +74,7 @@ class EncoderDecoderConfig:
 def layers_of(
     config: EncoderDecoderConfig, stages: int, layers_per_stage: Sequence[int] | None = None
 ) -> list[range]:
-    """The layers of each stage, by number, those of the encoder first (`split_layers`)."""
+    """Return the numbers of the layers of each stage; layers of the encoder come first."""
     counts = split_layers(config.encoder_layers + config.decoder_layers, stages, layers_per_stage)
     ends = [sum(counts[: s + 1]) for s in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -83,7 +83,7 @@ def layers_of(
 def tied_stages(
     config: EncoderDecoderConfig, stages: int, layers_per_stage: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Which stages share the embedding, as compile's `tied_weights`; none in one stage."""
+    """Return the stages that share the embedding, as `tied_weights` of `compile` takes them."""
     if not config.tied:
         return ()
     layers = layers_of(config, stages, layers_per_stage)
@@ -101,11 +101,12 @@ def build_stage(
     sequence_parallel: bool = False,
     layers_per_stage: Sequence[int] | None = None,
 ) -> Stage:
-    """Stage `stage` of `stages`, this rank's shard of it.
+    """Return this rank's shard of stage `stage` of `stages`.
 
-    With `sequence_parallel` tensor-parallel ranks share the tokens of both sequences, too: for a
-    program that says `sequence_parallel yes`.  `layers_per_stage` is the number of layers of each
-    stage, those of the encoder first; a stage may have the encoder's end and the decoder's begin.
+    With `sequence_parallel`, tensor-parallel ranks share the tokens of both sequences, too, as a
+    program with `sequence_parallel yes` requires. `layers_per_stage` is the number of layers of
+    each stage; layers of the encoder come first. A stage may have the last layers of the encoder
+    and the first layers of the decoder.
     """
     layers = layers_of(config, stages, layers_per_stage)
     ends = stage == 0, stage == stages - 1
@@ -123,8 +124,11 @@ def boundaries(
     *,
     layers_per_stage: Sequence[int] | None = None,
 ) -> dict[int, tuple[Boundary, ...]]:
-    """What each stage but the last gives, for sequences of `source` and `target` tokens, a rank's
-    own where they are shared: what an Executor takes as `boundary`."""
+    """Return the outputs of all stages but the last, as `boundary` of an Executor takes them.
+
+    `source` and `target` are the numbers of tokens. If ranks share the tokens, they are those of
+    one rank.
+    """
     memory, hidden = (Boundary((batch, n, config.hidden)) for n in (source, target))
     ends = [own.stop for own in layers_of(config, stages, layers_per_stage)[:-1]]
     return {
@@ -134,14 +138,17 @@ def boundaries(
 
 
 class Stage(nn.Module):
-    """Consecutive layers, with the source's embedding if first and the head if last.
+    """Consecutive layers. The first stage has the embedding of the source, the last has the head.
 
-    The first stage takes the source, tokens int64 (b, S), and stages of the encoder give each other
-    (b, S, hidden); those of the decoder (b, T, hidden) and the memory, (b, S, hidden); the last
-    gives this rank's logits, (b, T, ceil(V/t)).  All are given `target`, int64 (b, T), by name, of
-    which the stage takes the embedding that has the decoder's first layer; and `mask`, bool (b, S),
-    which tokens of the source are there, if not all are.  With `sequence_parallel` what passes
-    between stages is of the rank's own tokens of each, (b, S/t, hidden) and (b, T/t, hidden).
+    The first stage takes the tokens of the source, int64 (b, S). The output of an encoder stage is
+    (b, S, hidden). The outputs of a decoder stage are (b, T, hidden) and the memory, (b, S,
+    hidden). The last stage returns the logits of this rank, (b, T, ceil(V/t)). With
+    `sequence_parallel`, the tensors between stages are those of the tokens of this rank: (b, S/t,
+    hidden) and (b, T/t, hidden).
+
+    All stages get two keyword arguments. `target`, int64 (b, T), are the target tokens; the stage
+    with the first layer of the decoder embeds them. `mask`, bool (b, S), is true for tokens of the
+    source that are no padding; by default, no token is padding.
     """
 
     def __init__(
@@ -183,9 +190,9 @@ class Stage(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has one: their gradients are summed.
+        """This stage's copy of the embedding, if another stage has a copy; else None.
 
-        None where nothing is tied, on the stages between, and where one stage is the model.
+        The gradients of the copies are summed.
         """
         ends = [end for end in (self.embedding, self.decoder_embedding, self.head) if end]
         return ends[0].weight if self.config.tied and 0 < len(ends) < 3 else None
@@ -220,8 +227,10 @@ class Stage(nn.Module):
         return x if memory is None else (x, memory)
 
     def _placed(self, x: Tensor, length: int) -> Tensor:
-        """Embeddings of so many tokens, or the rank's own of them, times the root of their width,
-        and where each is."""
+        """Return the embeddings of tokens, times the root of the width, plus their positions.
+
+        With `sequence_parallel`, these are the tokens of this rank.
+        """
         where = select_local_tokens(
             waves(length, x), self.tp, sequence_parallel=self.sequence_parallel
         )
@@ -229,7 +238,7 @@ class Stage(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention of the source to itself, and a feed-forward, (b, S, hidden)."""
+    """Self-attention of the source and a feed-forward, (b, S, hidden)."""
 
     def __init__(
         self,
@@ -254,7 +263,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention of the target to what is before in it, to the memory, and a feed-forward."""
+    """Causal self-attention of the target, attention to the memory, and a feed-forward."""
 
     def __init__(
         self,
@@ -283,7 +292,7 @@ class DecoderLayer(nn.Module):
 def _ends(
     names: Sequence[str], config: EncoderDecoderConfig, tp: ProcessGroup | None
 ) -> dict[str, nn.Parameter]:
-    """The weight of each end that a stage has; those that are tied share one Parameter."""
+    """Return the embeddings and the head that a stage has. Tied weights share one Parameter."""
 
     def made(name: str) -> nn.Parameter:
         key = f"{name}.weight"
@@ -297,9 +306,10 @@ def _ends(
 
 
 def waves(length: int, like: Tensor) -> Tensor:
-    """Sines, and then cosines, of each position, (T, hidden), in the type of `like`.
+    """Return the sines and then the cosines of each position, (T, hidden), in the type of `like`.
 
-    Wave i of either has the angle p / theta^(2i / hidden) at position p (1706.03762, section 3.5).
+    Sine i and cosine i have the angle p / theta^(2i / hidden) at position p (1706.03762, section
+    3.5).
     """
     hidden = like.shape[-1]
     pairs = torch.arange(0, hidden, 2, device=like.device, dtype=torch.float32)
@@ -311,8 +321,11 @@ def waves(length: int, like: Tensor) -> Tensor:
 def batch(
     config: EncoderDecoderConfig, text: bytes, step: int
 ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-    """Sources and targets of a step, (microbatches, b, T) each, and what the stages are given by
-    name for each microbatch.  What they are depends on the number of the step alone."""
+    """Return the sources and the targets of a step, and the keywords of each microbatch.
+
+    Sources and targets have shape (microbatches, b, T). All results depend only on the number of
+    the step.
+    """
     numbers = torch.Generator().manual_seed(step)
     size = config.context
     shape = (MICROBATCHES, SIZE, 1)
@@ -323,7 +336,7 @@ def batch(
 
 
 def main() -> None:
-    """Train for ten steps as one rank of as many as torchrun has started."""
+    """Train for ten steps, as one of the ranks that torchrun has started."""
     config, text = EncoderDecoderConfig(), Path(__file__).read_bytes()
     train(
         partial(build_stage, config), partial(batch, config, text), loss, count_tokens,

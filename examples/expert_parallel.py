@@ -1,15 +1,15 @@
-"""Hide the all-to-alls of experts under the compute of another microbatch.
+"""Hide the all-to-alls of experts behind the compute of another microbatch.
 
     schedir draw examples/expert_parallel.py:combined_1f1b --ranks 4 --microbatches 8 \\
         -O dp=2 -O ep=2 -O stage_segments=dc \\
         --costs F=1,B=2,dispatch=0.7,combine=0.7 -o combined.svg
     python examples/expert_parallel.py
 
-A stage of a mixture-of-experts model has three segments: what is before the experts (attention and
-routing), the experts, and what is after them. An all-to-all runs at both boundaries, in forwards
-(dispatch, combine) and in backwards. While it runs, the rank can compute a segment of another
-microbatch. Megatron-LM does so with `--overlap-moe-expert-parallel-comm`, and DeepSeek's DualPipe
-in each of its cells.
+A stage of a mixture-of-experts model has three segments: the layers before the experts (attention
+and routing), the experts, and the layers after them. Between two segments there is an all-to-all,
+in forwards (dispatch, combine) and in backwards. While it runs, the rank can compute a segment of
+another microbatch. Megatron-LM does this with `--overlap-moe-expert-parallel-comm`, and DeepSeek's
+DualPipe in each pair of a forward and a backward.
 """
 
 from typing import Any
@@ -29,8 +29,9 @@ COSTS_OF_HALF_STAGES = schedir.Costs(send=0.1, **{name: t / 2 for name, t in TIM
 def combined_1f1b(rank: int, ranks: int, microbatches: int) -> RankSchedule:
     """Overlap each forward of 1F1B with a backward of another microbatch.
 
-    `stage_segments` lets the segments of the two computes alternate. Both take as long as the pair,
-    so the warmup is twice as long as that of 1F1B, as in `eager_1f1b`.
+    With `stage_segments`, the segments of the forward and of the backward alternate. So a forward
+    takes as long as the pair, and the warmup must be twice as long as that of 1F1B, as in
+    `eager_1f1b`.
     """
     lead = min(2 * (ranks - 1 - rank) + 1, microbatches)
     return lead * F + (microbatches - lead) * overlapped_pair(F, B) + lead * B

@@ -1,11 +1,11 @@
-"""Train GPT-2 of Hugging Face, cut into four stages, on 1, 2 or 4 processes.
+"""Train GPT-2 of Hugging Face, divided into four stages, on 1, 2 or 4 processes.
 
     python examples/gpt2.py                                 # one process has all four stages
     torchrun --nproc-per-node 4 examples/gpt2.py            # each of four processes has one stage
 
-Both commands print the same losses to the last digit, with dropout and a tied weight.  The weight
-is the embedding of the first stage and the head of the last one, in two processes.  Weights are
-random and the training text is this file, so nothing is downloaded.
+Both commands print the same losses to the last digit. The model has dropout and a tied weight: the
+embedding of the first stage is the head of the last stage, in another process. Weights are random
+and the training text is this file, so nothing is downloaded.
 """
 
 import os
@@ -27,18 +27,18 @@ STAGES, MICROBATCHES, SIZE, CONTEXT, STEPS = 4, 8, 2, 64, 10
 
 
 def summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The cross entropy of each next token, summed; `grad_scale` makes the mean of it."""
+    """Return the sum of the cross entropies of tokens; `grad_scale` of a step makes it a mean."""
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
 
 
 def batches(text: bytes) -> Tensor:
-    """A sequence of CONTEXT + 1 bytes for each sample of each microbatch of each step."""
+    """Yield the sequences of each step: CONTEXT + 1 bytes for each sample of each microbatch."""
     begins = torch.randint(len(text) - CONTEXT - 1, (STEPS, MICROBATCHES, SIZE, 1))
     return torch.tensor([*text])[begins + torch.arange(CONTEXT + 1)]
 
 
 def main() -> None:
-    """Ten steps of AdamW as one rank of as many as torchrun has started."""
+    """Train for ten steps of AdamW, as one of the ranks that torchrun has started."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
     dist.init_process_group("gloo", **alone)

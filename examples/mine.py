@@ -9,7 +9,7 @@ from schedir import B, F, RankSchedule
 
 
 def in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[RankSchedule]:
-    """Two forwards, two backwards: the loss of a pair could be taken together."""
+    """Return two forwards, then two backwards, and so on: a loss could use both microbatches."""
     lead = min(2 * (ranks - 1 - rank), microbatches)
     yield lead * F
     for _ in range((microbatches - lead) // 2):

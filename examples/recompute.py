@@ -2,9 +2,9 @@
 
     python examples/recompute.py [FOLDER]
 
-Results go to FOLDER, by default ./recompute-output, and replace those of an earlier run.  The exit
-code is 0 if the run without recomputation is refused, and the run that recomputes as much as
-needed trains.
+The script writes its results to FOLDER, by default ./recompute-output, and replaces results of an
+earlier run. The exit code is 0 if schedir refuses the run without recomputation, and trains the run
+that recomputes as much as needed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Seq1F1B (arXiv 2406.03488): each sequence passes the pipeline in causal chunks.
+"""Seq1F1B (arXiv 2406.03488): each sequence passes through the pipeline in chunks.
 
     python examples/seq1f1b.py                   # compared with 1F1B: span, bubble, memory
     schedir check examples/seq1f1b.py:seq1f1b -O sequence_chunks=4 --microbatches 32
     python examples/seq1f1b_run.py               # with a model, on four processes
 
-A later chunk attends to the keys and values of the earlier ones.  So a stage runs the forwards of a
-sequence from its first chunk to its last, and the backwards from the last to the first.
-`PipelineShape(sequence_chunks=4)` declares the chunks, and `check` refuses any other order.
+A later chunk of a sequence attends to the keys and values of the earlier chunks. So a stage runs
+the forwards of a sequence from its first chunk to its last, and the backwards from the last to the
+first. `PipelineShape(sequence_chunks=4)` declares the chunks, and `check` refuses any other order.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ TOKENS, WIDTH = 32768, 4096
 
 
 def seq1f1b(rank: int, ranks: int, microbatches: int, sequence_chunks: int) -> RankSchedule:
-    """1F1B of chunks (section 3.2): P - rank - 2 + k forwards, then by turns.
+    """Return 1F1B of chunks (section 3.2): P - rank - 2 + k forwards, then one of each in turn.
 
-    Backwards take the earliest sequence that is there, and of it the last chunk first: the
-    paper's partially ordered queue.
+    A backward takes the earliest sequence that has gone forward, and the last chunk of this
+    sequence first. This is the partially ordered queue of the paper.
     """
     sequences = range(0, microbatches, sequence_chunks)
     backwards = concat(
@@ -34,13 +34,16 @@ def seq1f1b(rank: int, ranks: int, microbatches: int, sequence_chunks: int) -> R
 
 
 def work(tokens: float) -> float:
-    """What a layer does for the first so many tokens of a sequence, in operations: for each token
-    its products with 12 WIDTH^2 weights, and with half of the tokens so far, as keys and values."""
+    """Return the operations of a layer for the first tokens of a sequence.
+
+    Each token has products with 12 WIDTH^2 weights and, in the mean, with the keys and values of
+    half of the tokens.
+    """
     return 24 * WIDTH**2 * tokens + 4 * WIDTH * tokens**2 / 2
 
 
 def lengths(tokens: int, chunks: int) -> list[int]:
-    """How long the chunks are that all take the same time (section 3.4, by bisection)."""
+    """Return the lengths of chunks that all take the same time (section 3.4), by bisection."""
 
     def most(share: float) -> int:
         low, high = 0, tokens
@@ -54,8 +57,11 @@ def lengths(tokens: int, chunks: int) -> list[int]:
 
 
 def costs_and_sizes(cut: list[int]) -> tuple[Costs, Sizes]:
-    """What each chunk costs, where a whole sequence has a forward of 1 and a backward of 2, and
-    what a layer saves of it (34 bytes per token and channel, arXiv 2205.05198)."""
+    """Return the costs of each chunk, and the bytes that a layer saves of it.
+
+    A forward of a full sequence takes 1, and a backward 2. A layer saves 34 bytes per token and
+    channel (arXiv 2205.05198).
+    """
     ends = [sum(cut[: k + 1]) for k in range(len(cut))]
     each = [(work(end) - work(end - n)) / work(TOKENS) for n, end in zip(cut, ends, strict=True)]
     forward = tuple(each) * SEQUENCES
@@ -65,7 +71,7 @@ def costs_and_sizes(cut: list[int]) -> tuple[Costs, Sizes]:
 
 
 def timelines() -> Iterator[schedir.Timeline]:
-    """1F1B of whole sequences, then chunks of one length, then chunks that take one time."""
+    """Simulate 1F1B of full sequences, of chunks of equal length, and of chunks of equal time."""
     shape = PipelineShape(RANKS, SEQUENCES)
     program = schedir.compile(schedir.schedules.one_f_one_b, shape)
     yield schedir.simulate(program, Costs(F=1, B=2), sizes=Sizes(saved=34 * WIDTH * TOKENS))
@@ -77,7 +83,7 @@ def timelines() -> Iterator[schedir.Timeline]:
 
 
 def draw(path: str) -> None:
-    """1F1B and Seq1F1B, below each other on one time axis."""
+    """Draw 1F1B and Seq1F1B below each other on one time axis."""
     from schedir.viz import compare, save
 
     plain, _, balanced = timelines()
@@ -86,7 +92,7 @@ def draw(path: str) -> None:
 
 
 def main() -> None:
-    """What chunks are worth, and what cutting them by time is."""
+    """Print how much time chunks save, and how much more if all chunks take the same time."""
     names = ("1F1B", "even chunks", "chunks of one time")
     print(f"{RANKS} ranks, {SEQUENCES} sequences of {TOKENS} tokens; a whole forward takes 1")
     for name, run in zip(names, timelines(), strict=True):

@@ -2,9 +2,10 @@
 
     python examples/seq1f1b_run.py
 
-A stage stores the keys and values of each chunk, and later chunks attend to them.  The backwards of
-later chunks leave gradients for these keys and values.  The backward of the chunk itself adds them.
-This is right only in the order that `check` requires of a shape with chunks.
+A stage stores the keys and values of each chunk, and later chunks attend to them. The backwards of
+later chunks compute gradients of these keys and values. The backward of the chunk adds these
+gradients to its own. The result is right only in the order that `check` requires for a shape with
+chunks.
 """
 
 import socket
@@ -41,10 +42,10 @@ KEYWORDS = [{"sequence": n, "chunk": k} for n in range(SEQUENCES) for k in range
 
 
 class Seen(torch.autograd.Function):
-    """Keys and values of a chunk behind those of the earlier ones of its sequence, shape
-    (2, batch, heads, tokens, width of a head).
+    """Append the keys and values of a chunk to those of the earlier chunks of its sequence.
 
-    `kept` has what the earlier chunks left, and `owed` the gradients that later ones leave.
+    The shape is (2, batch, heads, tokens, width of a head). `kept` contains the keys and values of
+    the earlier chunks, and `owed` the gradients that later chunks have computed for this chunk.
     """
 
     @staticmethod
@@ -64,7 +65,7 @@ class Seen(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Causal attention over all of a sequence so far, and two layers."""
+    """Causal attention to all earlier tokens of the sequence, and two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class Block(nn.Module):
 
 
 class First(nn.Module):
-    """Tokens and their places, then a block."""
+    """Embeddings of tokens and positions, then a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class First(nn.Module):
 
 
 class Last(nn.Module):
-    """A block, then scores of the next token."""
+    """A block, then the logits of the next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,34 +111,34 @@ class Last(nn.Module):
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
-    """The sum of all tokens, so that chunks add up to their sequence."""
+    """Return the sum over tokens, so that the losses of chunks add up to that of the sequence."""
     return F.cross_entropy(y.flatten(0, 1), target.flatten(), reduction="sum")
 
 
 def model() -> list[nn.Module]:
-    """Four stages, the same in every process."""
+    """Return the four stages of the model, with the same weights in every process."""
     torch.manual_seed(0)
     return [First(), Block(), Block(), Last()]
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Tokens of whole sequences, and each one's next."""
+    """Return the tokens of full sequences, and the next token of each."""
     tokens = torch.randint(VOCABULARY, (SEQUENCES, BATCH, TOKENS + 1))
     return tokens[..., :-1], tokens[..., 1:]
 
 
 def cut(whole: Tensor) -> list[Tensor]:
-    """The chunks of all sequences, one sequence after the other."""
+    """Return the chunks of all sequences, one sequence after the other."""
     return [chunk for one in whole for chunk in one.split(CUT, dim=1)]
 
 
 def gradients(stages: Iterable[nn.Module]) -> list[Tensor]:
-    """Of all parameters of some stages."""
+    """Return the gradients of all parameters of some stages."""
     return [p.grad.clone() for stage in stages for p in stage.parameters()]
 
 
 def process(rank: int, port: int) -> None:
-    """One of the ranks, and the loop over chunks beside it."""
+    """Run a step as one rank, and compare its gradients with those of a loop over chunks."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=RANKS
@@ -152,7 +153,7 @@ def process(rank: int, port: int) -> None:
 
 
 def main() -> None:
-    """Whole sequences, a plain loop over chunks, virtual ranks, and real ones."""
+    """Compare full sequences, a loop over chunks, virtual ranks and four processes."""
     torch.set_num_threads(1)
     stages, (x, y) = model(), batch()
 

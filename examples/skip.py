@@ -1,9 +1,10 @@
-"""A U-Net in four stages with a skip connection from the first stage to the last one.
+"""A U-Net in four stages with a skip connection from the first stage to the last stage.
 
     python examples/skip.py
 
-The output of stage 1 for stage 2 contains one more tensor, because these stages are neighbours.
-Stages 0 and 3 are not, so the program has a skip connection between them.
+The U-Net connects stage 1 with stage 2, and stage 0 with stage 3. Stages 1 and 2 are neighbours, so
+the output of stage 1 only has a second tensor. Stages 0 and 3 are no neighbours, so the program has
+a skip connection between them.
 """
 
 import sys
@@ -25,7 +26,7 @@ PLANS = {
 
 
 class Down(nn.Module):
-    """Half as long; gives, behind that, what it was before."""
+    """Halve the length. Return the result, and the tensor before the pooling."""
 
     def __init__(self, channels: int, to: int) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Twice as long, beside what it was on the way down."""
+    """Double the length, and add the channels of the tensor from the way down."""
 
     def __init__(self, channels: int, before: int, to: int) -> None:
         super().__init__()
@@ -49,13 +50,13 @@ class Up(nn.Module):
 
 
 def unet() -> list[nn.Module]:
-    """The stages of the model, in order."""
+    """Return the stages of the model in their order."""
     torch.manual_seed(0)
     return [Down(1, 8), Down(8, 16), Up(16, 16, 8), Up(8, 8, 1)]
 
 
 def main(picture: str = "") -> None:
-    """One model under three schedules, beside a plain loop over its stages."""
+    """Run a model under three schedules, and compare it with a plain loop over its stages."""
     loss = nn.functional.mse_loss
     boundary = infer_boundaries(unet(), torch.ones(EACH, 1, 32), skips=SKIPS)  # along (0, 3), too
     inputs, targets = torch.randn(2, MICROBATCHES, EACH, 1, 32)

@@ -1,4 +1,4 @@
-"""Train Llama of Hugging Face under torch's pipeline, or under schedir by changing one line.
+"""Train Llama of Hugging Face with a schedule of torch or, by changing one line, of schedir.
 
     python examples/torch_drop_in.py theirs     # torch's own schedule
     python examples/torch_drop_in.py torch      # a schedule of schedir, in torch's runtime
@@ -9,8 +9,8 @@ The script starts four processes, and `torchrun --nproc-per-node 4` can start th
 three commands print the same losses.  Weights are random and the training text is this file, so
 nothing is downloaded.
 
-The head of the last stage is the embedding of the first one.  torch does not sum their gradients,
-so the script does.
+The head of the last stage and the embedding of the first stage are one tied weight. torch does not
+sum the gradients of its two copies, so the script sums them.
 """
 
 import os
@@ -40,7 +40,7 @@ CONFIG = LlamaConfig(
 
 
 def names(stage: int, name: str) -> str:
-    """The name of a parameter in the checkpoint: stages of `cut` have those of the whole model."""
+    """Return the name of a parameter in the checkpoint: that in the undivided model."""
     return name
 
 
@@ -49,8 +49,10 @@ def loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def main(rank: int, how: str, folder: str = "") -> None:
-    """Five steps of AdamW as one of four ranks, under a schedule of torch's, or of ours; with a
-    folder from the checkpoint on that is there."""
+    """Train for five steps of AdamW as one of four ranks, with a schedule of torch or of schedir.
+
+    If there is a checkpoint in `folder`, training continues from it.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).train()

@@ -4,8 +4,8 @@
     schedir import traces -o run.timeline
     schedir draw run.timeline -o run.svg
 
-The trainer does not use schedir.  The tutorial docs/tutorials/read-a-trace.md explains its traces.
-With the CSV of another schedule for the same stages, it runs that schedule:
+The trainer does not use schedir. The tutorial docs/tutorials/read-a-trace.md explains its traces.
+The trainer can also run another schedule for the same stages, from a CSV file:
 
     python examples/traced.py again best.csv
 """
@@ -27,7 +27,7 @@ RANKS, MICROBATCHES, WIDTH, ROWS = 4, 8, 768, 128
 
 
 def train(rank: int, folder: str, store: str, csv: str | None) -> None:
-    """Four steps, of which the last is profiled."""
+    """Run four steps, and profile the last one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
     stages = [

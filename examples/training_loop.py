@@ -30,16 +30,17 @@ def train(
     microbatches: int,
     steps: int,
 ) -> None:
-    """Train as one rank of as many as torchrun has started, and print the loss of each step.
+    """Train as one of the ranks that torchrun has started, and print the loss of each step.
 
     Args:
-        build_stage: Returns a stage, of its number and the number of stages.  It draws each weight
-            by the weight's name, so that each process can make its own stages alone.
-        batch: Returns the inputs, targets and keywords of a step, of the step's number.
-        loss: The sum of losses of a microbatch.
-        count_tokens: Returns how many targets count.
-        boundary: What passes between stages, as `Executor` takes it.
-        tied: Which stages share weights, as `schedir.compile` takes it.
+        build_stage: Takes the number of a stage and the number of stages, and returns the stage.
+            The initial weights depend only on their names, so each process can build its own
+            stages.
+        batch: Takes the number of a step, and returns its inputs, targets and keywords.
+        loss: Returns the sum of the losses of a microbatch.
+        count_tokens: Returns the number of targets that contribute to the loss.
+        boundary: The tensors that pass between stages, as `Executor` takes them.
+        tied: The stages that share weights, as `schedir.compile` takes them.
         stages: The number of stages of the model.
         microbatches: The number of microbatches of a step.
         steps: The number of steps.

@@ -1,7 +1,7 @@
 """Transformer blocks of bert.py and encoder_decoder.py, each with a residual connection.
 
 Tensor-parallel ranks share heads and feed-forward width as in Megatron-LM (arXiv 1909.08053,
-section 3).  Masks are bool (b, S), and true for tokens that can be attended to.
+section 3). Masks are bool (b, S), and true for tokens to which other tokens can attend.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WHERE: Final[ParameterPlacement] = {"device": "cpu", "dtype": torch.float32}
 
 
 class SelfAttention(nn.Module):
-    """x + attention of norm(x) to itself, (b, T, hidden)."""
+    """Return x + self-attention(norm(x)), (b, T, hidden)."""
 
     def __init__(self, weights: LayerParameters, heads: int, *, causal: bool) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """x + attention of norm(x), (b, T, hidden), to memory, (b, S, hidden)."""
+    """Return x + attention of norm(x), (b, T, hidden), to the memory, (b, S, hidden)."""
 
     def __init__(self, weights: LayerParameters, heads: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class CrossAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """x + down(gelu(up(norm(x)))), (b, T, hidden); it is 4 * hidden wide."""
+    """Return x + down(gelu(up(norm(x)))), (b, T, hidden). The inner width is 4 * hidden."""
 
     def __init__(self, weights: LayerParameters) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class FeedForward(nn.Module):
 
 
 def _heads(x: Tensor, parts: int, width: int) -> tuple[Tensor, ...]:
-    """(b, T, heads * parts * width) as parts, each (b, heads, T, width)."""
+    """Split (b, T, heads * parts * width) into parts, each (b, heads, T, width)."""
     each = x.view(*x.shape[:2], -1, parts, width).permute(3, 0, 2, 1, 4)
     return tuple(each.unbind(0))
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """What heads attend to, (b, T, heads * width)."""
+    """Return the outputs of the attention heads, (b, T, heads * width)."""
     allowed = None if mask is None else mask[:, None, None, :]
     heads = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=causal)
     return heads.transpose(1, 2).flatten(2)

@@ -2,9 +2,9 @@
 
     python examples/zero.py [FOLDER]
 
-Results go to FOLDER, by default ./zero-output, and replace those of an earlier run.  The exit code
-is 0 if three runs are refused and a fourth one trains.  Refused are plain replicas, ZeRO alone, and
-recomputation alone.
+The script writes its results to FOLDER, by default ./zero-output, and replaces results of an
+earlier run. The exit code is 0 if schedir refuses three runs and trains the fourth. The refused
+runs have plain replicas, ZeRO without recomputation, and recomputation without ZeRO.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from schedir.ir.program import Program
 from schedir.ir.text_format import from_text
 from schedir.predict.timeline import Timeline
 from schedir.schedules import get_built_in_schedules, suggest_schedules
-from schedir.schedules.schedule_algebra import Schedule
+from schedir.schedules.schedule_algebra import Schedule, weave
 
 if TYPE_CHECKING:
     from typing import Self
@@ -212,7 +212,11 @@ def _load_function(path: str, name: str) -> Schedule:
     module = _load_module(path)
     value = getattr(module, name, None)
     if not callable(value):
-        functions = [k for k, v in vars(module).items() if isinstance(v, FunctionType)]
+        functions = [
+            k
+            for k, v in vars(module).items()
+            if isinstance(v, FunctionType) and v.__module__ != weave.__module__
+        ]
         raise UsageError(
             f"{path} has no function {name!r}",
             hint=suggest_schedules(name, functions) if functions else "the file has no functions",

@@ -259,13 +259,16 @@ class InProcessExecutor:
         self, runners: Sequence[ProgramRunner], batch: StepInputs, order_seed: int | None
     ) -> Tensor:
         self._lift_guards()
+        numbers = [rank.state.random_streams.step for rank in runners]
         try:
             total = self._run_once(runners, batch, order_seed)
             while self._needs_rerun(runners):
                 total = self._run_once(runners, batch, order_seed)
         except BaseException:  # KeyboardInterrupt, too, must not leave substitutes in modules.
-            for rank in runners:
-                rank.state.abort_step(has_begun=rank.resources.is_in_step)
+            has_begun = any(rank.resources.is_in_step for rank in runners)
+            with ExitStack() as stack:
+                for rank, number in zip(runners, numbers, strict=True):
+                    stack.callback(rank.state.abort_step, number, has_begun=has_begun)
             raise
         return total
 

@@ -178,12 +178,13 @@ class ProgramRunner:
         self, batch: StepInputs, order: Sequence[int] | None = None
     ) -> Tensor | None:
         """Run a step in stream order or in `order`, and again if its weights were wrong."""
+        number = self.state.random_streams.step
         try:
             total = self._run_once(batch, order)
             while self.needs_rerun():
                 total = self._run_once(batch, order)
         except BaseException:  # KeyboardInterrupt, too, must not leave substitutes in modules.
-            self.state.abort_step(has_begun=self.resources.is_in_step)
+            self.state.abort_step(number, has_begun=self.resources.is_in_step)
             raise
         return total
 
@@ -266,15 +267,8 @@ class ProgramRunner:
         Raises:
             ExecutionError: The instruction failed.
         """
-        (
-            self.resources.is_in_step,
-            self.progress[POSITION_FIELD],
-            self.progress[POSITION_TIME_FIELD],
-        ) = (
-            True,
-            index,
-            monotonic_ns(),
-        )
+        self.resources.is_in_step, at = True, self.progress
+        at[POSITION_FIELD], at[POSITION_TIME_FIELD] = index, monotonic_ns()
         wait, run = self.calls[index]
         stamps = self.timestamps if self.record_timestamps else None
         try:
@@ -298,10 +292,8 @@ class ProgramRunner:
         Returns:
             The sum of the losses on a rank with the last stage, and None on other ranks.
         """
-        self.progress[POSITION_FIELD], self.progress[POSITION_TIME_FIELD] = (
-            len(self.calls),
-            monotonic_ns(),
-        )
+        at = self.progress
+        at[POSITION_FIELD], at[POSITION_TIME_FIELD] = len(self.calls), monotonic_ns()
         total, self.resources.is_in_step = self.state.finish_step(), False
         if self.timestamps is not None and self.record_timestamps:
             self.timestamps.end_step()

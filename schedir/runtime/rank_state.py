@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -287,23 +287,28 @@ class State:
 
     def restore_parameters(self) -> None:
         """Restore the parameters of all modules to their state between steps."""
-        for service in self.list_services():
-            service.restore()
-        for stage in self.stages.values():
-            stage.local_ties.restore()
+        with ExitStack() as stack:  # It makes the calls in reverse, also after one that raises.
+            for stage in self.stages.values():
+                stack.callback(stage.local_ties.restore)
+            for service in reversed(self.list_services()):
+                stack.callback(service.restore)
 
-    def abort_step(self, *, has_begun: bool) -> None:
+    def abort_step(self, step_number: int, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
 
         Modules get their own parameters back. An update that is not validated is undone if the step
-        had begun, and stays guarded if it had not.
+        had begun, and stays guarded if it had not. A step that had not begun is not counted.
 
         Args:
+            step_number: The number of the step, which its random numbers depend on.
             has_begun: True if an instruction of the step had begun.
         """
-        self.restore_parameters()
-        for service in self.list_services():
-            service.fail(has_begun=has_begun)
+        if not has_begun:
+            self.random_streams.step = step_number
+        with ExitStack() as stack:
+            for service in reversed(self.list_services()):
+                stack.callback(service.fail, has_begun=has_begun)
+            stack.callback(self.restore_parameters)
 
     def require_no_failed_step(self) -> None:
         """Raise ExecutionError if an earlier step failed."""

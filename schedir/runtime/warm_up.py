@@ -81,6 +81,7 @@ def undo_steps(state: State) -> Iterator[None]:
         preserved.add_tables(tables)
         preserved.add_fields(state.random_streams, "step")
         for service in state.list_services():
+            service.preserve(preserved)
             service.undo_steps(preserved, makes_update=makes_update)
         for module in state.list_modules():
             preserved.add_frozen_parameters(module)
@@ -100,6 +101,7 @@ def preserve_step(
     - Parameters that no optimizer steps, because a forward may write to them,
     - gradients of Parameters that no stage has,
     - torch's generators if there is no seed,
+    - the state of services,
     - the inputs of the step that the step reads.
 
     Args:
@@ -112,6 +114,8 @@ def preserve_step(
         here, so that they are recorded.
     """
     preserved = PreservedState()
+    for service in state.list_services():
+        service.preserve(preserved)
     for module in state.list_modules():
         preserved.add_buffers(module)
     preserved.callback(unstepped.capture())

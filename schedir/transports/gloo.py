@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from numbers import Real
 from typing import Any, Final, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from schedir.analysis.progress_models import ProgressModel
-from schedir.errors import ModelError, require_type
+from schedir.errors import ModelError, UsageError, describe, require_type
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.pipeline.process_mesh import make_process_mesh
 from schedir.ir.pipeline.tied_weights import find_reduction_groups
@@ -88,6 +89,7 @@ class ProcessTransport:
     Raises:
         ModelError: The number of processes is not pp * tp * dp, the processes have different
             programs or transports, or an extra program has another mesh.
+        UsageError: A program is no `Program`, or `timeout` is no positive number.
     """
 
     progress_model: ProgressModel
@@ -106,7 +108,11 @@ class ProcessTransport:
         group: dist.ProcessGroup | None = None,
         extra_programs: Sequence[Program] = (),
     ) -> None:
-        require_type(program, Program, "schedir.compile(schedule, shape)")
+        for one in (program, *extra_programs):
+            require_type(one, Program, "schedir.compile(schedule, shape)")
+        if timeout is not None and not (isinstance(timeout, Real) and timeout > 0):
+            fact = f"timeout must be a positive number of seconds, not {describe(timeout)}"
+            raise UsageError(fact, fields=["timeout"])
         self.programs: tuple[Program, ...] = (program, *extra_programs)
         self.uses_static_buffers: bool = torch.device(device).type != "cpu"
         self.tp: int = program.tp
@@ -122,10 +128,8 @@ class ProcessTransport:
             )
         members = np.array(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.mesh: NDArray[np.int64] = members.reshape(self.dp, pp, self.tp)
-        dp_rank, rank, tp_rank = np.unravel_index(dist.get_rank(group), self.mesh.shape)
-        self.dp_rank: int = int(dp_rank)
-        self.rank: int = int(rank)
-        self.tp_rank: int = int(tp_rank)
+        coordinates = np.unravel_index(dist.get_rank(group), self.mesh.shape)
+        self.dp_rank, self.rank, self.tp_rank = map(int, coordinates)
         if timeout is None and not self.uses_static_buffers:
             timeout = process_groups.get_host_timeout(group)
         self.timeout = timeout

@@ -15,9 +15,13 @@ from torch import Tensor, nn
 from schedir import compile, schedules
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.runtime.executor_options import GradientOptions
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.parameters.optimistic_step import OptimisticStep
+from schedir.runtime.rank_state import ProgramService
+from schedir.runtime.warm_up import undo_steps
 from tests.cpu.test_ahead import ADAMW, same, squares
 from tests.cpu.test_finite import Stranger, hooked, learned
 
@@ -46,14 +50,42 @@ class Broken(nn.Linear):
         return super().forward(x)
 
 
-def test_after_an_error_no_weights_are_left_that_were_not_validated() -> None:
-    broken = Broken(3, 3)
-    ranks = one(stages=[nn.Linear(3, 3), broken], gradients=GradientOptions(max_norm=1e-3))
+class Steps(ProgramService):
+    """Counts the steps, and keeps the count between them."""
+
+    count = 0
+
+    def begin_step(self) -> None:
+        self.count += 1
+
+    def preserve(self, preserved: PreservedState) -> None:
+        preserved.add_fields(self, "count")
+
+
+def test_a_service_keeps_its_state_when_a_step_runs_again() -> None:
+    ranks = one(gradients=GradientOptions(max_norm=1e-3))
+    counts = [rank.state.service(Steps) for rank in ranks.executors]
+    for _ in range(3):
+        ranks.step(X, X)
+    assert ranks.executors[0].state.service(OptimisticStep).repeated_steps
+    assert [each.count for each in counts] == [3, 3]
+    with undo_steps(ranks.executors[0].state):
+        counts[0].begin_step()
+    assert counts[0].count == 3
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_after_an_error_no_weights_are_left_that_were_not_validated(stage: int) -> None:
+    """Also on the second rank, which has not begun when the first one fails."""
+    stages = [Broken(3, 3), Broken(3, 3)]
+    ranks = one(stages=stages, gradients=GradientOptions(max_norm=1e-3))
     before = learned(ranks)
     ranks.step(X, X)
-    broken.fails = True
+    stages[stage].fails = True
     with pytest.raises(ExecutionError, match="broken"):
         ranks.step(X, X)
+    for module in stages:
+        module.state_dict()  # No guard is left that refuses it.
     assert all(torch.equal(a, b) for a, b in zip(before, learned(ranks), strict=True))
 
 

@@ -24,6 +24,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import one_f_one_b
+from schedir.transports.gloo import GlooTransport
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "given.txt"
 PROGRAM = compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
@@ -197,6 +198,21 @@ def told(wrong: Callable[[], object]) -> str:
 def test_what_cannot_be_meant_is_refused_in_one_way() -> None:
     said = "".join(f"{name}\n  {told(wrong)}\n" for name, wrong in WRONG.items())
     assert said == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("seconds", ["60", [60], 0, -1, math.nan], ids=repr)
+def test_what_is_no_timeout(seconds: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        GlooTransport(PROGRAM, seconds)
+    assert caught.value.fields == ("timeout",)
+
+
+def test_what_is_no_program() -> None:
+    one: Any = 5
+    with pytest.raises(UsageError):
+        GlooTransport(PROGRAM, extra_programs=[one])
+    with pytest.raises(UsageError):
+        world().step(X, X, program=one)
 
 
 def test_seeds_of_all_kinds_are_numbers() -> None:

@@ -17,7 +17,7 @@ from schedir import PipelineShape
 from schedir.errors import ExecutionError
 from schedir.runtime import Boundary, Executor, InProcessExecutor
 from schedir.runtime.autograd.preserved_state import PreservedState
-from schedir.runtime.rank_resources import RankResources, RankService
+from schedir.runtime.rank_resources import Loss, RankResources, RankService
 from schedir.runtime.rank_state import Call, ProgramService, State
 from schedir.runtime.recording.live_memory import LiveMemory
 from schedir.runtime.services.service import Service
@@ -83,6 +83,9 @@ class _Notes(Service):
     def validate(self) -> None:
         self.calls.append("validate")
 
+    def preserve(self, preserved: PreservedState) -> None:
+        self.calls.append("preserve")
+
     def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
         self.calls.append(f"undo {makes_update}")
         preserved.callback(lambda: self.calls.append("undone"))
@@ -123,11 +126,11 @@ class _RankNotes(RankService, _Notes):
         _Notes.__init__(self)
 
 
-def _make(*more: schedir.Program) -> InProcessExecutor:
-    shape = PipelineShape(1, 2)
+def _make(*more: schedir.Program, ranks: int = 1, loss: Loss = squared_error) -> InProcessExecutor:
+    shape = PipelineShape(ranks, 2)
     program = schedir.compile(one_f_one_b, shape, progress_model="per_edge", clip_grad_norm=True)
     return InProcessExecutor(
-        program, make_tiny_stages(1), loss=squared_error, extra_programs=more,
+        program, make_tiny_stages(ranks), loss=loss, extra_programs=more,
         boundary=Boundary((2, WIDTH), torch.float64),
         optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
     )  # fmt: skip
@@ -152,7 +155,7 @@ def test_all_parts_of_a_step_call_a_service(kind: type[_ProgramNotes | _RankNote
     saved.set_loading(False)
     assert notes.take() == ["on_load"]
     with undo_steps(rank.state):
-        assert notes.take() == ["undo True"]
+        assert notes.take() == ["preserve", "undo True"]
     assert notes.take() == ["undone"]
     # An error before the first instruction, and one within it.
     with pytest.raises(ExecutionError):
@@ -162,6 +165,52 @@ def test_all_parts_of_a_step_call_a_service(kind: type[_ProgramNotes | _RankNote
     with pytest.raises(ExecutionError):
         world.step(inputs, targets)
     assert notes.take()[-2:] == ["restore", "fail True"]
+
+
+class _Failure(ProgramService):
+    """Raises an error in one method."""
+
+    method = ""
+
+    def fail_in(self, method: str) -> None:
+        def fail(*_: object, **options: object) -> None:
+            self.method = method
+            raise KeyboardInterrupt
+
+        setattr(self, method, fail)
+
+
+def _dropout_error(y: Tensor, target: Tensor) -> Tensor:
+    return squared_error(nn.functional.dropout(y, 0.5), target)
+
+
+@pytest.mark.parametrize("method", ["prepare_step", "begin_update", "begin_step"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_before_the_first_instruction_changes_no_later_step(
+    rank: int, method: str
+) -> None:
+    worlds = [_make(ranks=2, loss=_dropout_error) for _ in range(2)]
+    failure = worlds[0].executors[rank].state.service(_Failure)
+    failure.fail_in(method)
+    with pytest.raises(KeyboardInterrupt):
+        worlds[0].step(*make_batch(2, 0))
+    assert failure.method == method
+    delattr(failure, method)
+    one, other = (world.step(*make_batch(2, 0)) for world in worlds)
+    assert torch.equal(one, other)
+    assert {each.random_streams.step for world in worlds for each in world.executors} == {1}
+
+
+@pytest.mark.parametrize("method", ["restore", "fail"])
+def test_an_error_in_the_clean_up_stops_no_other_service(method: str) -> None:
+    world = _make(ranks=2)
+    for rank in world.executors:
+        rank.state.service(_Failure).fail_in(method)
+    notes = [rank.state.service(_ProgramNotes) for rank in world.executors]
+    world.executors[0].runner.calls[0] = Call(None, lambda: [][0])
+    with pytest.raises(KeyboardInterrupt):
+        world.step(*make_batch(2, 0))
+    assert [one.take()[-2:] for one in notes] == [["restore", "fail True"]] * 2
 
 
 def test_live_memory_counts_that_of_services() -> None:

@@ -1,34 +1,34 @@
-"""The museum: real failures of pipelines, a file each, and what must be said of them.
+"""The museum: real failures of pipelines, one file each, and the errors that schedir must report.
 
-A case is `NAME.toml` here:
+A case is a file `NAME.toml` in this folder:
 
-    chapter = "wait"                one of CHAPTERS, by which the page is ordered
-    order = 1                       its place there
+    chapter = "wait"                a chapter of the page: a key of CHAPTERS
+    order = 1                       the position in the chapter
     title = "..."
-    sources = ["owner/repo#1"]      the public threads that it is known from
-    here = "tests/..."              or the test of ours in which it is seen, where none is known
-    seen = "..."                    what was seen in the field, as these threads tell it
-    follows = "..."                 what follows from a model, or from counting
-    unconfirmed = "..."             what is not confirmed on real NCCL; may be left out
-    missing = "..."                 instead of a program: why none can say it, and what would
+    sources = ["owner/repo#1"]      the public threads about the failure
+    here = "tests/..."              without a thread: the test of schedir that shows the failure
+    seen = "..."                    what these threads report
+    follows = "..."                 what follows from a progress model, or from counting
+    unconfirmed = "..."             what is not confirmed on real NCCL (optional)
+    missing = "..."                 instead of a program: why no program shows the failure
     program = '''...'''             the text of a program
-    make = "..."                    or an expression of schedir that makes one, or refuses to
-    runs = [["a", "b"], ["a"]]      or for each rank the steps that it runs in turn, with
-    steps.a = '''...'''            the text of each
-    show = "per_pair"                   the model whose verdict the page shows; else `per_device`,
-    or
-                                    the first under which the case is refused
-    activation = 16e6               the size of a message, if it runs where such wait for nobody
-    mended = '''...'''             the program that should be there instead, right under every model
+    make = "..."                    or an expression of schedir that makes or refuses a program
+    runs = [["a", "b"], ["a"]]      or for each rank the names of the steps that it runs in turn,
+    steps.a = '''...'''             with the text of each step
+    show = "per_pair"               the progress model whose error the page shows; the default is
+                                    `per_device`, or the first model that refuses the case
+    activation = 16e6               the size of a message: the program finishes under all models
+                                    if messages of this size need no receiver
+    mended = '''...'''              the corrected program, which all models accept
 
-    [refused]                       by model, what must be said; what is not named must finish
+    [refused]                       the error under each model; other models must accept the program
     per_device = ["DeadlockError", "rank 0 #3 send_act 0.1", ...]
-    every = [...]                   the same under all models
-    [lazy]                          the same where communicators are made at their first use, by
-    per_pair = [...]                    model, of those under which the case is not refused anyway
+    every = [...]                   the error under all models
+    [lazy]                          the error with lazy communicators, for models that accept the
+    per_pair = [...]                program without them
 
-What must be said is the class of the error and the instructions that it names; where it names none,
-the sentence of its first line.
+An error is given by its class and the instructions that it names. If it names none, it is given by
+the first line of its message.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CHAPTERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One failure; what its fields are, the docstring of this module says."""
+    """A failure. The docstring of this module explains the fields."""
 
     name: str
     chapter: str
@@ -83,22 +83,22 @@ class Case:
 
     @property
     def is_said(self) -> bool:
-        """Whether there is a program, or a sequence of such."""
+        """Return whether the case has a program or a sequence of programs."""
         return bool(self.program or self.make or self.runs)
 
     def ran(self) -> list[list[Program]]:
-        """The programs that each rank runs one after the other, of a case of steps."""
+        """Return the programs that each rank runs one after the other, in a case with steps."""
         steps = {name: from_text(text) for name, text in self.steps.items()}
         return [[steps[name] for name in row] for row in self.runs]
 
     def made(self) -> Program:
-        """The program, anew each time: no proof is left over.  What makes it may refuse."""
+        """Make the program again, without earlier proofs. This may raise the error of the case."""
         made = from_text(self.program) if self.program else eval(self.make.strip(), dict(NAMES))
         assert isinstance(made, Program)
         return made
 
     def refusal(self, progress_model: ProgressModel, **how: Any) -> SchedirError | None:
-        """What `check` says under a model, None if it accepts."""
+        """Return the error of `check` under a model, or None if it accepts the program."""
         if self.activation:
             how["sizes"] = Sizes(activation=self.activation)
         try:
@@ -110,12 +110,12 @@ class Case:
         return None
 
     def expected(self, progress_model: ProgressModel) -> list[str]:
-        """What must be said under a model; empty if the program must be accepted."""
+        """Return the expected error under a model, or an empty list if there is none."""
         return self.refused.get("every", self.refused.get(progress_model, []))
 
 
 def verdict(error: SchedirError | None) -> list[str]:
-    """What an error says, as a case says it."""
+    """Return an error in the form of a case."""
     if error is None:
         return []
     named = error.cycle if isinstance(error, DeadlockError) else error.sites
@@ -124,7 +124,7 @@ def verdict(error: SchedirError | None) -> list[str]:
 
 
 def cases() -> list[Case]:
-    """All of them, as the page has them."""
+    """Return all cases in the order of the page."""
     found = []
     for path in HERE.glob("*.toml"):
         told = tomllib.loads(path.read_text())

@@ -131,13 +131,7 @@ class RandomStreams:
             `step` is the number of the next step.
     """
 
-    def __init__(
-        self,
-        seed: int | None,
-        device: torch.device,
-        *,
-        step: int = 0,
-    ) -> None:
+    def __init__(self, seed: int | None, device: torch.device, *, step: int = 0) -> None:
         self.seed, self.step = seed, step
         self.generators = get_default_generators(device)
         self.step_keys: list[int] = []  # one for each microbatch, then one for each update

@@ -94,12 +94,23 @@ class Service:
         All processes call this after the same step.
         """
 
-    def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
-        """Begin steps that are undone, such as warm-up steps.
+    def preserve(self, preserved: PreservedState) -> None:
+        """Add the state that one step changes and a later step reads.
+
+        It is restored after warm-up steps, and before a step runs again. A checkpoint does not
+        contain it, so a service that has such state must refuse in `require_savable`, or begin anew
+        in `on_load`.
 
         Args:
-            preserved: The state that is restored after these steps. A service adds what the steps
-                change of it.
+            preserved: The state that is restored.
+        """
+
+    def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
+        """Begin steps that are undone, such as warm-up steps, after `preserve`.
+
+        Args:
+            preserved: The state that is restored after these steps. A service adds the fields that
+                it sets here.
             makes_update: True if the optimizer may step, because the caller restores its state.
         """
 
