@@ -370,8 +370,8 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--stack", metavar="NAME",
-        help="training software: megatron, nanotron, torchtitan or schedir; it sets constants, "
-        "bytes of states, attention and the order of ranks",
+        help="training software: megatron, megatron-fp8, megatron-2021, nanotron, torchtitan or "
+        "schedir; it sets constants, bytes of states, attention and the order of ranks",
     )  # fmt: skip
     group.add_argument(
         "--calibrate", metavar="RUNS.csv",
