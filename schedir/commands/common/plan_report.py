@@ -124,6 +124,7 @@ def format_plans(
         _format_table(plans, cluster.memory),
         *_describe_preference(plans[0], fastest),
         _describe_schedules(request),
+        *_describe_attention(plan),
         f"plan {selected_number}: {describe_plan(plan)}\n",
         *_join_columns(
             _format_step_times(plan),
@@ -185,6 +186,15 @@ def _describe_schedules(request: PlanRequest) -> str:
     others = [name for name in SCHEDULE_FORMULAS if name not in tried]
     also = f"; --schedules also takes {', '.join(others)}" if others else ""
     return f"schedules tried: {', '.join(tried)}{also}\n"
+
+
+def _describe_attention(plan: PlanEstimate) -> Iterator[str]:
+    """Yield a line about the attention that the plans assume, unless it is flash attention."""
+    if plan.attention == "softmax":
+        yield (
+            "attention: softmax, which saves all scores; --attention flash plans the fused kernels "
+            "that most software has\n"
+        )
 
 
 def _format_cell(value: int | str) -> str:
