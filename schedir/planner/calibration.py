@@ -240,7 +240,8 @@ def resize_to(cluster: Cluster, gpus: int) -> Cluster:
         return replace(cluster, nodes=1, gpus_per_node=gpus)
     if gpus % cluster.gpus_per_node:
         raise UsageError(
-            f"a run has {gpus} GPUs: they do not fill nodes of {cluster.gpus_per_node}",
+            f"a run has {gpus} GPUs, which do not fill nodes: a node of the cluster has "
+            f"{cluster.gpus_per_node} GPUs",
             fields=["gpus"],
         )
     return replace(cluster, nodes=gpus // cluster.gpus_per_node)

@@ -112,7 +112,8 @@ class ParallelPlan:
             _is_integer(each, 0) and each <= MAX_LAYERS for each in parts
         ):
             raise UsageError(
-                f"plan: layers_per_stage must be the layers of each stage, not {describe(parts)}",
+                "plan: layers_per_stage must have the number of layers of each stage, not "
+                f"{describe(parts)}",
                 hint="layers_per_stage=(2, 3, 2)",
                 fields=["layers_per_stage"],
             )

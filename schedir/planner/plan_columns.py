@@ -188,7 +188,8 @@ def simulation_only_error() -> UsageError:
     """Return the error for a plan that offloads, where only the closed form is available."""
     return UsageError(
         "closed forms cannot estimate plans with offload: these plans need a simulation",
-        hint="simulate_plan estimates one; on the command line, leave out --closed-form-only",
+        hint="simulate_plan estimates such a plan; on the command line, leave out "
+        "--closed-form-only",
         fields=["offload", "exact"],
     )
 

@@ -319,9 +319,9 @@ def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: Parallel
         )
     if plan.gpus != cluster.gpu_count:
         raise UsageError(
-            f"pp {plan.pp} x tp {plan.tp} x dp {plan.dp} x cp {plan.cp} = "
-            f"{plan.gpus} GPUs, and the cluster has {cluster.gpu_count}: {cluster.nodes} x "
-            f"{cluster.gpus_per_node}",
+            f"pp {plan.pp} x tp {plan.tp} x dp {plan.dp} x cp {plan.cp} = {plan.gpus} GPUs, but "
+            f"the cluster has {cluster.gpu_count} GPUs (nodes x GPUs of a node: {cluster.nodes} x "
+            f"{cluster.gpus_per_node})",
             fields=["pp", "tp", "dp", "cp"],
         )
     least = int(formulas.min_microbatches(plan.pp))

@@ -31,8 +31,8 @@ def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> 
     """
     if not predicted or len(predicted) != len(measured):
         raise UsageError(
-            f"regret: predicted has {len(predicted)} plans and measured has {len(measured)}: both "
-            "must have the same plans, and at least one",
+            f"regret: predicted has {len(predicted)} plans and measured has {len(measured)}, but "
+            "both must have the same plans, and at least one",
             fields=["predicted", "measured"],
         )
     for name, seconds in (("predicted", predicted), ("measured", measured)):

@@ -166,7 +166,7 @@ def test_a_name_that_may_be_wrong_is_refused() -> None:
     megatron._require_tag([tensor, None], other)
     with pytest.raises(ExecutionError, match=r"computes 5\.3 .* received for 5\.4"):
         megatron._require_tag(tensor, at)
-    with pytest.raises(ExecutionError, match="more messages than its schedule has"):
+    with pytest.raises(ExecutionError, match="more messages than its schedule contains"):
         step.name_message("recv_prev", tensor)
 
     schedule = SimpleNamespace(stage_id=2, stages=4, micro_batches=9, num_pipe_buffers=lambda: 2)

@@ -114,7 +114,8 @@ def _communicate(
         answer = json.loads(output)
     except ValueError:
         raise CodeError(
-            f"the process of the code ended with code {process.wait(1)}, without a schedule"
+            f"the process that ran the code ended with exit status {process.wait(1)} and returned "
+            "no schedule"
         ) from None
     return answer if isinstance(answer, dict) else {}
 

@@ -172,7 +172,7 @@ def get_formulas(name: object) -> ScheduleFormulas:
     if isinstance(name, str) and name in SCHEDULE_FORMULAS:
         return SCHEDULE_FORMULAS[name]
     near = get_close_matches(name, SCHEDULE_FORMULAS, 1) if isinstance(name, str) else []
-    hint = f"did you mean {near[0]}?" if near else f"it has {describe_schedule_names()}"
+    hint = f"did you mean {near[0]}?" if near else f"the schedules are {describe_schedule_names()}"
     raise UsageError(
         f"the planner has no formulas for schedule {describe(name)}", hint=hint, fields=["schedule"]
     )

@@ -103,8 +103,8 @@ def simulate_plan(
     program = compile_plan(model, cluster, plan, trainer)
     if program.shape.stages != plan.stages:
         raise UsageError(
-            f"schedule {plan.schedule} has stage replicas, and the planner supports one rank per "
-            "stage only",
+            f"schedule {plan.schedule} has stage replicas, but the planner supports only schedules "
+            "with one rank per stage",
             fields=["schedule"],
         )
     times = compute_stage_times(model, cluster, plan, trainer.constants)
@@ -176,8 +176,8 @@ def compile_plan(
         program = plan_program(plan, tied_weights=model.tied, **trainer.compile_options)
         if not plan.has_offload and len(find_used_tiers(program)) > 1:
             raise UsageError(
-                f"{plan.schedule} is a program with its own offload, and the planner cannot "
-                "estimate its copies",
+                f"{plan.schedule} is a program that contains offload, and the planner cannot "
+                "estimate the copies of such a program",
                 fields=["schedule", "offload"],
             )
         return program
@@ -214,7 +214,7 @@ def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
     examples = {"host_bandwidth": "24GB/s", "host_memory": "225GB"}
     if missing := [name for name in examples if getattr(cluster, name) is None]:
         raise UsageError(
-            f"offload needs the cluster's {' and '.join(missing)}, and the cluster has no value",
+            f"offload needs a value for {' and '.join(missing)} of the cluster, which is not set",
             hint=", ".join(f'{name} = "{examples[name]}"' for name in missing),
             fields=missing,
         )

@@ -135,7 +135,8 @@ class _DivisionSearch:
         self.shape: PipelineShape = self.program.shape
         if self.shape.stages > model.layers + 2:
             raise UsageError(
-                f"{model.layers} layers are too few for {self.shape.stages} stages",
+                f"{model.layers} layers, the embedding and the head are too few for "
+                f"{self.shape.stages} stages",
                 fields=["layers", "pp", "stages_per_rank"],
             )
         self.even_division = divide_evenly(model.layers, self.shape.stages)

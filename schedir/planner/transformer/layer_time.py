@@ -262,14 +262,14 @@ def _require_fp8(cluster: Cluster, constants: SoftwareConstants) -> None:
         raise UsageError(
             f"fp8_speedup {speedup:g} needs GPUs that compute in FP8, and the cluster has no "
             "fp8_peak",
-            hint="set fp8_peak of the cluster to the data sheet's dense FLOP/s of 8 bits, or use "
-            "software that trains in 16 bits",
+            hint="set fp8_peak of the cluster to the dense 8-bit FLOP/s in the data sheet of the "
+            "GPU, or use software that trains in 16 bits",
             fields=["fp8_speedup", "fp8_peak"],
         )
     if peak is not None and speedup > peak / cluster.peak_flops:
         raise UsageError(
-            f"fp8_speedup {speedup:g} is more than fp8_peak / peak of the cluster, "
-            f"{peak / cluster.peak_flops:.3g}",
+            f"fp8_speedup {speedup:g} is more than the fp8_peak of the cluster divided by its "
+            f"peak_flops, {peak / cluster.peak_flops:.3g}",
             fields=["fp8_speedup", "fp8_peak"],
         )
 

@@ -37,7 +37,8 @@ def list_initial_orders(
             raise UsageError(f"{program.name} {how}", fields=["initial_schedules"])
         if program.shape != problem.shape:
             raise UsageError(
-                f"{program.name} has {program.shape}, and the search has {problem.shape}",
+                f"{program.name} has the shape {program.shape}, but the search has the shape "
+                f"{problem.shape}",
                 fields=["initial_schedules"],
             )
         yield from _order_if_complete(problem, program)
