@@ -42,7 +42,7 @@ class FieldFilter(NamedTuple):
         attention: The attention of all plans.
         rank_order: The rank order of all plans.
         division: The rule that divides the layers among stages.
-        offload: True if to include plans that are useful only if states are offloaded.
+        offload: True to include plans that are useful only if states are offloaded.
     """
 
     schedules: tuple[str, ...] = DEFAULT_SCHEDULES

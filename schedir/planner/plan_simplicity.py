@@ -1,7 +1,7 @@
 """Prefer the simplest of the plans that are about as fast as the fastest.
 
-The error of a prediction is larger than a difference of 2 %, and each mechanism that a plan uses
-can fail, must be understood, and costs time that the prediction does not contain.
+The error of a prediction is larger than a difference of 2 %. Each mechanism that a plan uses can
+fail, must be understood, and costs time that the prediction does not contain.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, flo
 
     The simplest plan uses the fewest mechanisms.  Mechanisms are each dimension of parallelism
     (pp, tp, dp, cp, ep) above 1, several stages per rank, a schedule other than GPipe and 1F1B,
-    recomputation, ZeRO 2 and 3, sequence parallelism, and each offload.  ZeRO 1 is none, because it
-    divides the optimizer states among replicas without further communication.  Of plans with
-    equally many mechanisms, the one with fewer stages per rank is simpler, and then the one that
-    uses less memory.
+    recomputation, ZeRO 2 and 3, sequence parallelism, and each offload.  ZeRO 1 does not count,
+    because it divides the optimizer states among replicas without further communication.  Of plans
+    with equally many mechanisms, the one with fewer stages per rank is simpler, and then the one
+    that uses less memory.
 
     Args:
         plan: The plan.

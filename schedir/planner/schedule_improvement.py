@@ -143,7 +143,9 @@ def improve_schedule(
 
 
 def _merge_model_states(size: Sizes, plan: ParallelPlan, shape: PipelineShape) -> Sizes:
-    """Return the sizes with all states of a stage as one sum, the fixed memory of the search.
+    """Return sizes that have the sum of all states of a stage as one size.
+
+    A search counts this sum as fixed memory.
 
     With ZeRO the optimizer state is sharded. Weights and gradients count unsharded, because all
     stages may be unsharded at the same time.

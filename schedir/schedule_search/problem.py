@@ -178,8 +178,8 @@ def make_problem(
     Raises:
         ShapeError: The shape has stage replicas, several updates or sequence segments.
         CostsError: The costs differ between microbatches, are all 0, or add up to more than 1e299.
-            They are of other stages, or contain B without I and W for split backwards. Or `FB` is
-            less than a forward and a backward.
+            Also if they are for another number of stages, or contain B without I and W for split
+            backwards. Also if `FB` is less than a forward and a backward.
         UsageError: The limit is invalid, or too small for any schedule.
     """
     require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")

@@ -22,9 +22,9 @@ CountFormula = Callable[[Any, Any, Any], Any]  # A function of P, v and m.
 class ScheduleFormulas(NamedTuple):
     """The formulas of a schedule, for stages with equal times.
 
-    The bubble of a rank is (P-1) times `wait_time`, plus the exposed messages. For full backwards
-    the number of messages is exact to 2. For split backwards it is exact to P + 1, because their
-    dependencies are more complex than the formula.
+    The bubble of a rank is (P-1) times `wait_time`, plus the exposed messages. For full backwards,
+    the error of the number of messages is at most 2. For split backwards, the error is at most P +
+    1, because their dependencies are more complex than the formula.
 
     Attributes:
         name: The name of the schedule.

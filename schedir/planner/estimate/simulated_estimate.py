@@ -70,8 +70,9 @@ def simulate_plan(
     Each stage has its own times, from its layers and from the embedding or the head. The cluster
     gives the times of messages, reductions, gathers of weights, copies to the host and the update,
     from their bytes. Copies to the host and back are instructions of the program, with a lane for
-    each direction. The breakdown is that of the busiest rank. CPU processes that share cores are
-    simulated with `simulate_on_cpus`, and with the program and the sizes of `schedir train`.
+    each direction. The result contains the breakdown of the busiest rank. CPU processes that share
+    cores are simulated with `simulate_on_cpus`, and with the program and the sizes of `schedir
+    train`.
 
     Args:
         model: The model.
@@ -121,8 +122,8 @@ def simulated_program(
 ) -> Program:
     """Return the program that `simulate_plan` simulates.
 
-    It is that of `plan_program`. With `offload="fit"` it offloads as many activations as the memory
-    requires.
+    This is the program of `plan_program`. With `offload="fit"`, it offloads as many activations as
+    the memory requires.
 
     Args:
         model: The model.
@@ -301,8 +302,8 @@ def break_down_step(
     Args:
         run: The timeline of the step.
         stage_times: The times of one microbatch in each stage.
-        recompute_ahead: The share of recomputation that is an R of its own. The rest is part of the
-            backward.
+        recompute_ahead: The share of recomputation that is a separate instruction R. The rest is
+            part of the backward.
     """
     rank = int(run.busy.argmax())
     here = slice(*run.program.offsets[rank : rank + 2].tolist())

@@ -39,7 +39,7 @@ def _constant_field(
 
 @dataclass(frozen=True)
 class SoftwareConstants:
-    """Constants of the training software. Those of the machine are in `Cluster`.
+    """Constants of the training software. The constants of the machine are in `Cluster`.
 
     Args:
         tile_rows: Rows of the tile of a matrix product that a multiprocessor computes.

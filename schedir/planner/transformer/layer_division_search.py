@@ -249,7 +249,7 @@ class _DivisionSearch:
     def _iter_neighbors(self, division: Division, rank_times: Floats) -> Iterator[Division]:
         """Yield the divisions in which one layer is on another rank.
 
-        The first ones move a layer from the slowest rank to the fastest ranks.
+        The first of these divisions move a layer from the slowest rank to the fastest ranks.
         """
         own = self._sum_per_rank(division)
         load = rank_times[np.arange(len(own)), own]

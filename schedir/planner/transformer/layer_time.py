@@ -26,7 +26,7 @@ class GpuWork(NamedTuple):
         gpu: Compute of the GPU.
         layer_collectives: Collectives that compute does not hide.
         host: The time that the host takes to issue the kernels, ahead of the GPU.
-        all_to_alls: Those of `layer_collectives` that are all-to-alls of experts.
+        all_to_alls: The part of `layer_collectives` that is all-to-alls of experts.
     """
 
     gpu: PhaseTimes = PhaseTimes()
@@ -70,9 +70,10 @@ def layer_time(
     """Return the time of one microbatch in one layer on one GPU, in seconds.
 
     The forward and the backward each take the time of the GPU or of the host, whichever is longer.
-    A matrix product takes the time of its tiles or of its bytes, other kernels that of their bytes.
-    A collective takes the time of a ring or a tree, whichever is shorter, over the links of its
-    group. `R` is recomputation. `list_layer_ops` has the operations, with sources.
+    A matrix product takes the time of its tiles or of its bytes, whichever is longer. Other kernels
+    take the time of their bytes. A collective takes the time of a ring or a tree, whichever is
+    shorter, over the links of its group. `R` is recomputation. `list_layer_ops` has the operations,
+    with sources.
 
     Args:
         model: The model.

@@ -29,7 +29,7 @@ def list_initial_orders(
 
     Raises:
         UsageError: A schedule of the user recomputes, does not train all stages, has no backwards
-            or has tensor-parallel collectives between stage segments. Or it has another shape.
+            or has tensor-parallel collectives between stage segments. Also if it has another shape.
     """
     for each in schedules:
         program = each if isinstance(each, Program) else expand_schedule(each, problem.shape)

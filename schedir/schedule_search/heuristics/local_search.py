@@ -290,7 +290,7 @@ class LocalSearch:
         return self._evaluator.last_order
 
     def _use_compiled_loops(self) -> None:
-        """Switch to compiled loops if the remaining time pays for loading or compiling them."""
+        """Switch to compiled loops if they save more time than loading or compiling them takes."""
         if self._evaluator.is_compiled:
             return
         loops, self.numba = compile_within(LOOPS, self._seconds - self.elapsed)
