@@ -344,9 +344,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         ("heads", "attention heads"),
         ("vocab", "vocabulary size"),
         ("sequence", "tokens per sequence"),
-        ("ffn", "width of the feed-forward network (4 x hidden)"),
-        ("kv-heads", "heads of keys and values (as heads)"),
-        ("head-dim", "numbers of a head (hidden / heads)"),
+        ("ffn", "width of the feed-forward network (default: 4 x hidden)"),
+        ("kv-heads", "heads of keys and values (default: as many as --heads)"),
+        ("head-dim", "width of a head (default: hidden / heads)"),
         ("experts", "experts per layer (1)"),
         ("active", "experts per token (1)"),
     ):

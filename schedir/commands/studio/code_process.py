@@ -108,7 +108,7 @@ def _communicate(
         process.stdout.readline()  # the process is ready; its start does not count
         output, _ = process.communicate(f"{question}\n".encode(), max_seconds)
     except subprocess.TimeoutExpired:
-        fact = f"the code did not finish within {max_seconds:g} s, and was ended"
+        fact = f"the code did not finish within {max_seconds:g} s, and was stopped"
         raise CodeError(fact, hint="does each loop end?") from None
     try:
         answer = json.loads(output)
