@@ -23,7 +23,7 @@ def describe_plan(plan: ParallelPlan) -> str:
     """Return a short description of a plan.
 
     Args:
-        plan: The plan. Degrees and options that have their usual value are left out.
+        plan: The plan. The description leaves out degrees and options that have their usual value.
 
     Example:
         >>> from schedir.planner import ParallelPlan

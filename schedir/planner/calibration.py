@@ -1,8 +1,8 @@
 """Calibrate a cluster with a few measured runs of training software, with intervals.
 
 The logarithms of five constants are fitted to the logarithms of step times. A normal prior keeps
-them near the cluster's values, and Cauchy weights let a bad run count little. The result is the
-mode of the posterior and its covariance there (Laplace approximation).
+the constants near the values of the cluster. Cauchy weights reduce the influence of a bad run. The
+result is the mode of the posterior and its covariance there (Laplace approximation).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MeasuredRun(NamedTuple):
 
     Attributes:
         model: The model.
-        plan: The plan. Its GPUs fill the nodes of the cluster.
+        plan: The plan. The GPUs of the plan fill the nodes of the cluster.
         step_time: Seconds of a step.
         memory: Peak bytes of the GPU that used the most, or None.
 

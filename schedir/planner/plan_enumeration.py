@@ -114,8 +114,9 @@ def enumerate_plans(
     - `tp` divides the heads and stays within a node.
     - There are at most as many stages as layers. If the stages do not divide the layers, a rank has
       at most two stages, or a number that divides the layers plus embedding and head.
-    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. Otherwise
-      all stages would stay unsharded, or gradients would be reduced after every microbatch.
+    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. Other
+      plans of these levels would keep all stages unsharded, or reduce gradients after every
+      microbatch.
     - A pipeline of one rank has several stages only for this ZeRO case, or to offload states stage
       by stage (`FieldFilter.offload`).
 

@@ -249,8 +249,8 @@ def plan(
 def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
     """Return the sort key of a plan.
 
-    Plans with equal times up to rounding are sorted by simplicity, because a prediction does not
-    include the cost of issuing more instructions.
+    If the times of plans differ only by rounding, the simpler plan comes first, because a
+    prediction does not include the cost of issuing more instructions.
     """
     schedule_index, recompute_index = (
         [*SCHEDULE_FORMULAS].index(estimate.schedule),

@@ -336,7 +336,7 @@ def _compute_bounds(
 ) -> tuple[tuple[float, float], ...]:
     """Return (limit, bound) for more limits than are searched.
 
-    A bound of a larger limit is also a bound of a smaller one.
+    A bound for a limit is also a bound for each smaller limit.
     """
     low, high = limits[0], limits[-1]
     between = [low + (high - low) * k / _BOUND_SAMPLES for k in range(_BOUND_SAMPLES + 1)]

@@ -155,9 +155,9 @@ def estimate_breakdowns(
 def _compute_idle_share(cluster: Cluster, plans: PlanColumns) -> Floats:
     """Return the share of the waiting time in which CPU cores are idle.
 
-    If k of p ranks compute while the pipeline fills, only k/p of all processes need cores. With
-    fewer cores than processes, the cores continue to work for these processes while other processes
-    wait.
+    If k of p ranks compute while the pipeline fills, only the share k/p of all processes needs
+    cores. With fewer cores than processes, the cores continue to work for these processes while
+    other processes wait.
     """
     if cluster.processors is None:
         return np.ones(len(plans))
@@ -362,8 +362,8 @@ def _count_unshards(plans: PlanColumns) -> Floats:
 def _count_reductions(plans: PlanColumns) -> Any:
     """Return how often each gradient is reduced in a step.
 
-    With sharded gradients it is reduced after each run of backwards of its stage. A breadth-first
-    schedule has one run.
+    With sharded gradients, a gradient is reduced after each group of consecutive backwards of its
+    stage. A breadth-first schedule has one such group.
     """
     runs = np.where(
         plans.schedule == SCHEDULE_NAMES.index("looped_bfs"), 1, plans.microbatches // plans.pp

@@ -39,11 +39,11 @@ class ScheduleFormulas(NamedTuple):
         has_split_backward: True if W is a separate instruction.
         loss_microbatches: The number of microbatches for which the last stage keeps the saved
             tensors of the loss.
-        messages_per_microbatch: The exposed messages of every microbatch, a function of P. They are
-            hidden if ranks wait for a slower rank anyway.
+        messages_per_microbatch: The exposed messages of every microbatch, a function of P. The time
+            in which ranks wait for a slower rank hides these messages.
         boundary_buffers: The number of boundaries that a rank has buffers for.
-        is_breadth_first: True if all microbatches pass one loop of stages before the next. Each
-            loop is then as slow as its slowest stage.
+        is_breadth_first: True if all microbatches pass one loop of stages before the next loop.
+            Each loop is then as slow as its slowest stage.
     """
 
     name: str

@@ -205,7 +205,7 @@ def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
 
     Raises:
         UsageError: The cluster has CPUs only, or no `host_bandwidth` or `host_memory`. Also if the
-            plan places the optimizer state of parallel experts on the host.
+            plan has parallel experts and their optimizer state on the host.
     """
     if cluster.processors is not None:
         raise UsageError(

@@ -85,9 +85,9 @@ def optimize_layer_division(
 
     First `balance_layers` makes the slowest rank as fast as possible, with the embedding and the
     head, and within the memory of each GPU. Several divisions are then equally good or nearly so.
-    The search simulates these, and divisions that differ from the best one by one layer. It returns
-    the one with the shortest program, which is never slower than the even division if that fits.
-    The search may not find the optimum.
+    The search simulates these divisions, and also divisions that differ from the best one in the
+    place of one layer. It returns the division with the shortest program, which is never slower
+    than the even division if the even division fits. The search may not find the optimum.
 
     Args:
         model: The model.

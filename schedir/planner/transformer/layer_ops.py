@@ -17,7 +17,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 
 class Gemm(NamedTuple):
-    """`batch` matrix products (m, k) x (k, n) in the forward, and two each in the backward.
+    """`batch` matrix products (m, k) x (k, n) in the forward, and twice as many in the backward.
 
     Attributes:
         name: The name of the product.

@@ -47,7 +47,7 @@ class GpuWork(NamedTuple):
     def stage_times(self) -> StageTimes:
         """The longer of GPU and host time, in the forward, the backward and the recomputation.
 
-        If the host is slower, the GPU waits for it, and the wait counts as compute. In the
+        If the host is slower, the GPU waits for the host, and this wait counts as compute. In the
         backward, I and W share the wait in proportion to their host time. Values are numbers or
         arrays.
         """

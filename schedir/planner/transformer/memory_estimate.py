@@ -132,7 +132,7 @@ def compute_saved_bytes(
     - Flash attention saves no scores, but 4 bytes per token and head.
     - A context-parallel rank has 1/cp of the tokens, and the attention scores between its tokens
       and all tokens.
-    - A layer with full recomputation saves its input, which is divided with sequence parallelism.
+    - A layer with full recomputation saves only its input, which sequence parallelism divides.
 
     Args:
         model: The model.
