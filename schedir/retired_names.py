@@ -341,6 +341,9 @@ OTHER_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "Path(path).write_text(schedir.to_text(program)), or schedir.checkpoints.save for a "
             "checkpoint",
             "draw": "schedir.viz.gantt", "plot": "schedir.viz.gantt", "Shape": "PipelineShape",
+            "compare": "schedir.viz.compare for a picture, or the command schedir compare",
+            "explain": "the command schedir explain", "recommend": "the command schedir recommend",
+            "diagnose": "the command schedir diagnose",
             "Schedule": "schedir.torch_pipelining.Schedule, or a function that schedir.compile "
             "takes",
             "Pipeline": "schedir.runtime.Executor", "Trainer": "schedir.runtime.Executor",

@@ -55,6 +55,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     if name not in _MODULE_BY_NAME:
         raise make_attribute_error(__name__, name)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # Printed changes that save time.  Changes for which there is a command are always printed.
 MAX_CHANGES = 3
+MIN_SLOW_STAGE_RATIO = 1.5  # to the mean; a stage that takes less is not called slow
 MAX_RANKS = 16  # ranks in the table of idle shares
 MAX_MEMORY_CHANGES = 5  # printed changes of the memory of ranks
 TORCH_FORMAT = "torch-2.13"  # the version of torch's CSV format that contains transfers
@@ -45,6 +46,31 @@ EXAMPLES = """\
 
 The page docs/how-to/speed-up-a-run.md has more.
 """
+
+
+# What a rank waits for, by cause of its idle time, as in the glossary.
+_CAUSES = {
+    "warmup": "another rank's compute, before the rank's first backward",
+    "cooldown": "another rank's compute, after the rank's last forward; or no more work",
+    "imbalance": "another rank's compute, because the rank has less work than the busiest",
+    "peer": "another rank's compute, in all other cases",
+    "message": "a transfer, a scatter or a gather",
+    "reduction": "a reduction of gradients",
+    "sum": "a tensor-parallel collective between segments",
+    "all_to_all": "an all-to-all of experts",
+    "weights": "weights that ZeRO gathers",
+    "offload": "a copy from or to the host",
+    "disk": "a copy between the host and its disk",
+    "snapshot": "the copy of a stage for a checkpoint",
+    "step": "weights that the CPU optimizer updates",
+    "host": "nothing in the program: the trainer is late (measured runs only)",
+}
+
+
+def format_epilog() -> str:
+    """Return the causes of idle time, for `--help`."""
+    rows = "".join(f"  {cause:11} {meaning}\n" for cause, meaning in _CAUSES.items())
+    return f"\ncauses of idle time, by what a rank waits for\n{rows}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -303,6 +329,8 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     ):
         ratio = stage_times.mean() / durations[is_same_op].mean()
         comparison = f"; it takes {ratio:.2f}x the mean of all {INSTRUCTIONS[op].text}"
+        if ratio < 1:
+            comparison += _describe_slow_stage(spans["stage"][is_same_op], durations[is_same_op])
     if not timeline.idle.sum() > 0:  # the waits are so short that they round to 0
         return []
     share = waited.max() / (timeline.span * timeline.ranks)
@@ -310,6 +338,25 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
         f"longest awaited: {INSTRUCTIONS[op].text} of stage {stage} on rank {rank}, for "
         f"{share:.1%} of {_describe_total(timeline)}{comparison}"
     ]
+
+
+def _describe_slow_stage(stages: NDArray[Any], durations: NDArray[Any]) -> str:
+    """Return the stage that takes much longer than the mean, or an empty string.
+
+    Ranks wait for a fast stage if that stage waits for a slow one.
+
+    Args:
+        stages: The stage of each instruction of one opcode.
+        durations: The time of each.
+    """
+    import numpy as np
+
+    numbers, which = np.unique(stages, return_inverse=True)
+    ratios = np.bincount(which, durations) / np.bincount(which) / durations.mean()
+    slowest = int(ratios.argmax())
+    if ratios[slowest] < MIN_SLOW_STAGE_RATIO:
+        return ""
+    return f", and that of stage {numbers[slowest]} takes {ratios[slowest]:.2f}x"
 
 
 def _describe_advice(

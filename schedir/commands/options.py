@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from textwrap import wrap
 
+from schedir.commands import COMMANDS
 from schedir.commands.common.program_options import (
     PROGRAM_OPTIONS,
     ProgramOption,
     unknown_option_error,
 )
 from schedir.commands.common.schedule_options import DEFAULT_RANKS, MICROBATCHES_PER_RANK
+from schedir.errors import UsageError
 from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_words
 from schedir.io.terminal_output import format_json
 
@@ -43,6 +45,10 @@ def run(args: argparse.Namespace) -> str:
         UsageError: There is no option of this name.
     """
     if args.name is not None and (name := args.name.replace("-", "_")) not in PROGRAM_OPTIONS:
+        if name in COMMANDS:
+            raise UsageError(
+                f"{name} is a command, not an option for compiling", hint=f"schedir {name} --help"
+            )
         raise unknown_option_error(name)
     chosen = PROGRAM_OPTIONS if args.name is None else {name: PROGRAM_OPTIONS[name]}
     rows = {name: _collect_option_facts(name, option) for name, option in chosen.items()}

@@ -28,7 +28,11 @@ from schedir.commands.common.plan_request import (
     resolve_cluster,
     resolve_model,
 )
-from schedir.commands.common.schedule_options import parse_count, parse_number
+from schedir.commands.common.schedule_options import (
+    parse_byte_option,
+    parse_count,
+    parse_number,
+)
 from schedir.errors import SchedirError, UsageError
 from schedir.extras import require_package
 from schedir.io.files import atomic_write, require_writable
@@ -135,7 +139,9 @@ def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
 
 
 # Options that `--measure` excludes, and options that need it.
-_PLANNING_OPTIONS: Final = ("model", "layers", "batch", "cluster", "scale", "picture", "calibrate")
+_PLANNING_OPTIONS: Final = (
+    "model", "layers", "batch", "cluster", "scale", "picture", "calibrate", "memory_limit",
+)  # fmt: skip
 _MEASURING_OPTIONS: Final = ("processes", "device")
 
 
@@ -178,7 +184,7 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
                              fields=given)  # fmt: skip
         return None
     if given := [name for name in _PLANNING_OPTIONS if getattr(args, name) is not None]:
-        option = "gpu-counts" if given[0] == "scale" else given[0]
+        option = "gpu-counts" if given[0] == "scale" else given[0].replace("_", "-")
         raise UsageError(
             f"--measure does not plan, and cannot be combined with --{option}",
             hint="plan with the file that it writes: --cluster here.toml", fields=given,
@@ -227,6 +233,9 @@ def calibrate_cluster(args: argparse.Namespace) -> str:
     if args.stack is None:
         raise UsageError("--calibrate needs --stack, the training software of the runs",
                          hint="--stack megatron", fields=["stack"])  # fmt: skip
+    if args.memory_limit is not None:
+        raise UsageError("--calibrate does not plan, and cannot be combined with --memory-limit",
+                         fields=["memory_limit"])  # fmt: skip
     model, cluster = resolve_model(args), resolve_cluster(args)
     runs = read_runs(args.calibrate, model)
     with atomic_write(args.output) as temporary:  # fails here if the path cannot be written
@@ -374,17 +383,25 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         help="fit the constants of the cluster to the 1 to 20 measured runs of --stack in this "
         "file, and write the fitted cluster to -o",
     )  # fmt: skip
+    group.add_argument(
+        "--memory-limit", type=parse_byte_option, metavar="BYTES",
+        help="the most bytes of a GPU that a plan may use, such as 40GB (the memory of the GPU)",
+    )  # fmt: skip
     many: Any = group.add_mutually_exclusive_group()
     many.add_argument("--nodes", type=parse_count, metavar="N", help="number of nodes")
     many.add_argument("--gpus", type=parse_count, metavar="N", help="number of GPUs")
 
 
 def format_epilog() -> str:
-    """Return the model names that `--model` accepts, for `--help`."""
+    """Return the columns of the table and the names that `--model` accepts, for `--help`."""
     from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
     rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODEL_PRESETS.items())
-    return f"\nnames for --model, and the sources of their sizes\n{rows}"
+    return (
+        "\ncolumns of the table: pp, tp, dp, cp and ep are the options of these names; SP is "
+        "sequence\nparallelism, v stages per rank, b sequences per microbatch, m microbatches\n"
+        f"\nnames for --model, and the sources of their sizes\n{rows}"
+    )
 
 
 def _parse_counts(text: str) -> tuple[int, ...]:

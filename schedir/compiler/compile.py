@@ -41,7 +41,7 @@ from schedir.passes.pass_registry import LOWERING_PASSES, PASS_OPTIONS
 from schedir.passes.pass_types import BoundaryLayout, BufferSharing, Options, Pass
 from schedir.retired_names import RETIRED_HINTS, suggest_name
 from schedir.schedules import find_schedule, get_built_in_schedules
-from schedir.schedules.schedule_algebra import Schedule, get_stages_per_rank
+from schedir.schedules.schedule_algebra import Schedule, get_placement_mark, get_stages_per_rank
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
 
@@ -297,9 +297,24 @@ def _require_complete_draft(program: Program) -> Program:
             )
             built_in = get_built_in_schedules()
             if program.name in built_in:
-                several = [name for name, one in built_in.items() if get_stages_per_rank(one) > 1]
-                error.hint = f"{program.name} has one stage per rank; use {' or '.join(several)}"
+                several = [
+                    name
+                    for name, one in built_in.items()
+                    if get_stages_per_rank(one) > 1 and _supports_placement(one, program.shape)
+                ]
+                error.hint = f"{program.name} has one stage per rank"
+                if several:
+                    error.hint += f"; use {' or '.join(several)}"
         raise
+
+
+def _supports_placement(schedule: Schedule, shape: PipelineShape) -> bool:
+    """Return whether a schedule is made for the placement of a shape, or for every placement."""
+    placement, stages_per_rank = get_placement_mark(schedule)
+    return placement in (None, shape.placement) and stages_per_rank in (
+        None,
+        shape.stages_per_rank,
+    )
 
 
 def check_memory(

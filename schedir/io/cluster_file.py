@@ -47,7 +47,12 @@ def load_cluster(path: str | Path) -> Cluster:
         ...     load_cluster(f"{folder}/cluster.toml").gpu_count
         16
     """
-    text = read_text(path, MAX_TOML_BYTES)
+    try:
+        text = read_text(path, MAX_TOML_BYTES)
+    except UsageError as error:
+        if not Path(path).suffix:  # A name, such as "a100".
+            error.hint = f"schedir.planner.cluster_preset({str(path)!r}) returns a cluster by name"
+        raise
     table = parse_toml(text, str(path))
     for name, value in table.items():
         if name not in _FIELD_NAMES:

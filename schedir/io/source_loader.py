@@ -23,7 +23,7 @@ from schedir.ir.program import Program
 from schedir.ir.text_format import from_text
 from schedir.predict.timeline import Timeline
 from schedir.schedules import get_built_in_schedules, suggest_schedules
-from schedir.schedules.schedule_algebra import Schedule
+from schedir.schedules.schedule_algebra import Schedule, weave
 
 if TYPE_CHECKING:
     from typing import Self
@@ -117,6 +117,8 @@ def suggest_source(source: str) -> str:
     """
     if source.endswith(".csv"):
         return f"schedir import {source} converts torch's CSV to a program"
+    if timeline := _find_timeline(source):
+        return f"did you mean {timeline}?"
     if _is_trace(source):
         folder = source if isdir(source) else str(Path(source).parent)
         words = shlex.join(["schedir", "import", folder, "-o", "run.timeline"])
@@ -127,6 +129,18 @@ def suggest_source(source: str) -> str:
         return f"did you mean {path}.py:{name}?"
     suffixes = [suffix for suffix in (".sched", TIMELINE_SUFFIX) if isfile(source + suffix)]
     return f"did you mean {source}{suffixes[0]}?" if suffixes else ""
+
+
+def _find_timeline(source: str) -> str:
+    """Return the path of a run in a folder or in one of its folders, or an empty string.
+
+    Args:
+        source: The path of the folder, or of the `summary.json` that `schedir train` writes to it.
+    """
+    folder = Path(source).parent if Path(source).name == "summary.json" else Path(source)
+    patterns = f"*{TIMELINE_SUFFIX}", f"*/*{TIMELINE_SUFFIX}"
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return str(found[0]) if found else ""
 
 
 def _is_trace(source: str) -> bool:
@@ -198,7 +212,11 @@ def _load_function(path: str, name: str) -> Schedule:
     module = _load_module(path)
     value = getattr(module, name, None)
     if not callable(value):
-        functions = [k for k, v in vars(module).items() if isinstance(v, FunctionType)]
+        functions = [
+            k
+            for k, v in vars(module).items()
+            if isinstance(v, FunctionType) and v.__module__ != weave.__module__
+        ]
         raise UsageError(
             f"{path} has no function {name!r}",
             hint=suggest_schedules(name, functions) if functions else "the file has no functions",

@@ -150,10 +150,13 @@ def load_timeline(path: str | Path) -> Timeline:
         <predicted Timeline of gpipe: span 15, bubble 20.0%>
     """
     with open_regular_file(path) as file:
-        if file.read(8) == b"schedir ":
+        first_bytes = file.read(8)
+        if first_bytes == b"schedir ":
             raise TraceError(
-                f"{path} contains no run, but a program, whose file must end in .sched",
-                hint=f"rename the file to {Path(path).with_suffix('.sched')}",
+                f"{path} contains a program, whose file ends in .sched, and no run",
+                hint="schedir.from_text(text) reads the text of a program"
+                if Path(path).suffix == ".sched"
+                else f"rename the file to {Path(path).with_suffix('.sched')}",
             )
         file.seek(0)
         try:
@@ -166,7 +169,12 @@ def load_timeline(path: str | Path) -> Timeline:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
         except Exception as error:  # zipfile raises many types for a damaged file
             fact = f"{path} is not a Timeline file: {error or type(error).__name__}"
-            raise TraceError(fact) from None
+            hint = (
+                "the file is cut off or damaged: write or copy it again"
+                if first_bytes.startswith(b"PK")
+                else ""
+            )
+            raise TraceError(fact, hint=hint) from None
 
 
 class _TimelineReader:

@@ -143,6 +143,33 @@ def _make_selection_error(selection: object, option: str) -> UsageError:
     )
 
 
+def missing_limit_error(option: str, sizes: object, limit_name: str, limit: object) -> UsageError:
+    """Return the error for "fit" without sizes, without a limit, or without both.
+
+    Args:
+        option: The option with the value "fit".
+        sizes: The sizes of values, or None.
+        limit_name: The option with the limit in bytes: "memory_limit" or "host_memory_limit".
+        limit: The limit, or None.
+    """
+    words = {
+        "sizes": (
+            "--sizes activation=16MB,saved=1.2GB",
+            "sizes=Sizes(activation=16e6, saved=1.2e9)",
+        ),
+        "memory_limit": ("--memory-limit 40GB", "memory_limit=40e9"),
+        "host_memory_limit": ("-O host_memory_limit=40GB", "host_memory_limit=40e9"),
+    }
+    missing = [name for name, value in (("sizes", sizes), (limit_name, limit)) if value is None]
+    flags = " ".join(words[name][0] for name in missing)
+    arguments = ", ".join(words[name][1] for name in missing)
+    return UsageError(
+        f'{option}="fit" needs {" and ".join(missing)}',
+        hint=f"{flags}, or {arguments}",
+        fields=[option],
+    )
+
+
 def parse_selection(text: str) -> Any:
     """Parse the text of a selection: `all`, `half`, `fit`, or a list such as `0,1.3`.
 

@@ -20,7 +20,7 @@ from schedir.planner.estimate.schedule_formulas import (
 )
 from schedir.planner.parallel_plan import Attention, ParallelPlan, RankOrder
 from schedir.planner.plan_columns import COLUMN_NAMES, RECOMPUTE_MODES, SCHEDULE_NAMES, PlanColumns
-from schedir.planner.transformer.layer_division import DivisionRule
+from schedir.planner.transformer.layer_division import DivisionRule, divide_layers
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
@@ -112,11 +112,11 @@ def enumerate_plans(
     the batch. Without a filter of the field, these rules apply:
 
     - `tp` divides the heads and stays within a node.
-    - There are at most as many stages as layers. If the stages do not divide the layers, a rank has
-      at most two stages, or a number that divides the layers plus embedding and head.
-    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. Other
-      plans of these levels would keep all stages unsharded, or reduce gradients after every
-      microbatch.
+    - There are at most as many stages as layers, and all but the last have a layer. If the stages
+      do not divide the layers, a rank has at most two stages, or a number that divides the layers
+      plus embedding and head.
+    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. Otherwise
+      all stages would stay unsharded, or gradients would be reduced after every microbatch.
     - A pipeline of one rank has several stages only for this ZeRO case, or to offload states stage
       by stage (`FieldFilter.offload`).
 
@@ -195,6 +195,8 @@ def _enumerate_degrees(
             d, left = divmod(gpus, p * t * c)
             if left or p > model.layers or (field_filter.dp and d not in field_filter.dp):
                 continue
+            if 0 in divide_layers(model, p, field_filter.division)[:-1]:
+                continue  # A GPU without weights computes nothing. The last one has the head.
             for e in field_filter.ep:
                 if d % e == 0 and model.experts % e == 0 and model.sequence % c == 0:
                     yield Degree(p, t, d, c, e)

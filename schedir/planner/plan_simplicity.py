@@ -18,12 +18,12 @@ _PLAIN_SCHEDULES: Final = ("gpipe", "one_f_one_b")  # one queue of full backward
 def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, float]:
     """Return how complex a plan is, as a sort key: the simplest plan has the smallest.
 
-    The simplest plan uses the fewest mechanisms.  Mechanisms are each dimension of parallelism
-    (pp, tp, dp, cp, ep) above 1, several stages per rank, a schedule other than GPipe and 1F1B,
-    recomputation, ZeRO 2 and 3, sequence parallelism, and each offload.  ZeRO 1 does not count,
-    because it divides the optimizer states among replicas without further communication.  Of plans
-    with equally many mechanisms, the one with fewer stages per rank is simpler, and then the one
-    that uses less memory.
+    The simplest plan uses the fewest mechanisms.  Each dimension of parallelism (pp, tp, dp, cp,
+    ep) above 1 is a mechanism.  Others are several stages per rank, a schedule other than GPipe and
+    1F1B, recomputation, ZeRO 2 and 3, sequence parallelism, and each offload.  ZeRO 1 is no
+    mechanism, because it divides the optimizer states among replicas without further communication.
+    If two plans use equally many mechanisms, the plan with fewer stages per rank is simpler.  If
+    these are equal, too, the plan that needs less memory is simpler.
 
     Args:
         plan: The plan.

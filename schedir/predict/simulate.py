@@ -79,7 +79,7 @@ def simulate(
             program=program.name,
             fields=given,
         )
-    if isinstance(program, str) or (callable(program) and given):
+    if isinstance(program, str) or callable(program):
         program = compile(
             program, costs=costs, progress_model=progress_model, blocking_hosts=blocking_hosts,
             **shape,  # type: ignore[arg-type]

@@ -42,6 +42,7 @@ from schedir.ir.isa.instructions import (
     COMPUTE_OPS,
     FORWARD,
     INSTRUCTIONS,
+    RECOMPUTE,
     Lane,
     Value,
 )
@@ -370,9 +371,12 @@ class _Table:
         )
         has_parts = self.program.dp > 1 and (zero > 0 or tells_states)
         kept = remove_recompute(self.compute)
+        keeps_saved = self.program.used_opcodes.isdisjoint((RECOMPUTE, HOST_TRIP[0]))
         for options in _MEMORY_OPTIONS:
             what = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
             is_of_saved = options.keys() <= _SAVED_OPTIONS.keys()
+            if not options and keeps_saved:
+                continue
             if is_of_saved and has_saved and (has_copies or "offload" not in options):
                 yield self._make_memory_row(
                     what or "all saved activations kept", kept, _SAVED_OPTIONS | options

@@ -179,6 +179,13 @@ class Executor:
         stages = arguments.require_stages(stages, program, arguments.require_rank(rank, program))
         arguments.require_optimizer(optimizer)
         transport = arguments.require_transport(transport)
+        if (process_rank := getattr(transport, "rank", rank)) != rank:
+            raise ModelError(
+                f"rank is {rank}, but the transport of this process has rank {process_rank}",
+                program=program.name,
+                hint="pass transport.rank as rank",
+                fields=["rank"],
+            )
         programs = [program, *(other for other, _ in extra_runs)]
         require_type(gradients, GradientOptions, "gradients=GradientOptions(max_norm=1.0)")
         require_type(execution, ExecutionOptions, "execution=ExecutionOptions(debug=True)")
@@ -381,7 +388,9 @@ class Executor:
             program=self.program.name,
             hint="pass program=..., one of these programs"
             if found
-            else "Executor(..., extra_programs=[program])",
+            else "create the executor with extra_programs=[program]"
+            if has_backward or program is not None
+            else "create the executor with extra_programs=[schedir.evaluation_program(program)]",
         )
 
     def _switch_program(self, runner: ProgramRunner) -> None:

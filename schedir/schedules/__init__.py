@@ -92,9 +92,12 @@ def find_schedule(name: str) -> Schedule:
     """
     known = get_built_in_schedules()
     if name not in known:
+        base, bracket, options = name.partition("(")
         raise UsageError(
             f"there is no built-in schedule {describe(name)}",
-            hint=suggest_schedules(name, [*known]),
+            hint=f"functools.partial(schedir.schedules.{base}, {options.rstrip(')')})"
+            if bracket and base in known
+            else suggest_schedules(name, [*known]),
         )
     return known[name]
 

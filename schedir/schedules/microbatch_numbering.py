@@ -123,7 +123,8 @@ def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: Pipeline
             f"{text}[{local[at]}], but the rank has {has}: {text}[0] is stage {own[0]} of the "
             "model",
             hint="F[j] is local stage j of the rank, from 0; microbatches are numbered "
-            "automatically, or with F.at(mb)",
+            "automatically, or with F.at(mb); --stages-per-rank N, or stages_per_rank=N, gives "
+            "each rank N stages",
         )
     return local
 

@@ -56,6 +56,10 @@ _MODULE_BY_NAME = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise make_attribute_error(__name__, name)

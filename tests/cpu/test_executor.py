@@ -57,6 +57,19 @@ def _wrong_world(rank: int) -> None:
     GlooTransport(compile(gpipe, PipelineShape(3, 4)))
 
 
+def _rank_of_another_process(rank: int) -> None:
+    program = compile(gpipe, PipelineShape(2, 4))
+    transport = GlooTransport(program)
+    stages = {0: gpt_stages(2, tied=False)[0]}
+    if rank == 1:
+        with pytest.raises(ModelError, match="rank is 0, but the transport of this process has"):
+            Executor(program, 0, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
+
+
+def test_the_rank_of_an_executor_is_that_of_its_transport() -> None:
+    run(_rank_of_another_process, 2)
+
+
 @pytest.mark.parametrize("fn", [_two_programs, _wrong_world])
 def test_ranks_that_disagree_fail_at_once(fn: Any) -> None:
     with pytest.raises(RankError) as caught:

@@ -254,6 +254,8 @@ def refused() -> list[Exception]:
     ranks = ranks_of(program, stages, extra_programs=[looks, part], optimizer=None)
     inputs, targets, _ = batch(4)
     tried(lambda: ranks.step(inputs, targets, program=looks))
+    alone = ranks_of(program, stages, optimizer=None)
+    tried(lambda: alone.evaluate(inputs, targets))
     tried(lambda: ranks.evaluate(inputs[:2], targets[:2], program=part))
     return found
 

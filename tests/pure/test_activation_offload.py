@@ -314,10 +314,10 @@ def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: st
     ("how", "says"),
     [
         ({"offload": "fit"}, "needs sizes and memory_limit"),
-        ({"offload": "fit", "sizes": SIZES}, "needs sizes and memory_limit"),
+        ({"offload": "fit", "sizes": SIZES}, "needs memory_limit"),
         (
             {"offload": "all", "offload_to_disk": "fit", "sizes": SIZES},
-            "needs sizes and host_memory_limit",
+            "needs host_memory_limit",
         ),
         ({"offload": "all", "host_memory_limit": 20}, "host_memory_limit needs sizes"),
         ({"offload_to_disk": "all"}, "but offload is not set"),

@@ -88,6 +88,15 @@ def test_traces_are_for_import(capsys: pytest.CaptureFixture[str]) -> None:
         assert hint in run_refused_command(capsys, *argv)
 
 
+def test_a_folder_of_a_run_leads_to_its_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out/trace").mkdir(parents=True)
+    Path("out/trace/measured.timeline").touch()
+    Path("out/summary.json").write_text("{}")
+    for source in ("out", "out/trace", "out/summary.json"):
+        words = run_refused_command(capsys, "explain", source)
+        assert "hint: did you mean out/trace/measured.timeline?" in words
+
+
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     out = run_command(capsys, "--help")
     assert all(word in out for word in ["print", "check", "simulate", "draw", "train", "compare"])

@@ -81,6 +81,12 @@ def test_what_cannot_be_written_leaves_what_is_there(tmp_path: Path) -> None:
         save_cluster(a_dict, path)
 
 
+def test_the_name_of_a_preset_is_no_file() -> None:
+    with pytest.raises(UsageError, match="cannot read a100") as caught:
+        load_cluster("a100")
+    assert caught.value.hint == "schedir.planner.cluster_preset('a100') returns a cluster by name"
+
+
 def here(**more: Any) -> Cluster:
     """Four processes, all of whose rates are simple."""
     usual: dict[str, Any] = {

@@ -240,6 +240,12 @@ def test_a_wrong_set_is_refused(tmp_path: Path, option: str, word: str) -> None:
     assert word in str(error.value)
 
 
+def test_a_share_of_the_source_is_not_turned_into_a_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.validation must be a number") as error:
+        read_config(write(tmp_path, ""), ["data.validation=1.5"])
+    assert error.value.hint == ""
+
+
 def test_layers_that_cannot_be_divided_are_refused_with_a_division(tmp_path: Path) -> None:
     path = write(tmp_path, "[model]\nlayers = 5\n[pipeline]\nranks = 2")
     with pytest.raises(ConfigError) as error:

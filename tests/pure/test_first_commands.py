@@ -55,6 +55,8 @@ def complete(line: str) -> list[str]:
         ("schedir draw zb_v -O zer", ["zero"]),
         ("schedir simulate zb_v --progress-model torch", ["torch_lazy"]),
         ("schedir plan --model gpt-1", ["gpt-175b", "gpt-1t"]),
+        ("schedir draw zb_v --palette ", ["plain", "grey", "bright"]),
+        ("schedir plan --stack n", ["nanotron"]),
     ],
 )
 def test_names_are_completed(line: str, offers: list[str]) -> None:
@@ -114,6 +116,11 @@ def test_all_built_in_schedules_are_listed(capsys: pytest.CaptureFixture[str]) -
     assert {"zb_v": (2, "vee"), "gpipe": (1, "loop")}.items() <= {
         each["schedule"]: (each["stages_per_rank"], each["placement"]) for each in facts
     }.items()
+
+
+def test_options_of_a_command_are_in_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "hint: schedir train --help" in run_refused_command(capsys, "options", "train")
+    assert "did you mean -O recompute?" in run_refused_command(capsys, "options", "recomput")
 
 
 def test_a_missing_letter_of_an_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:

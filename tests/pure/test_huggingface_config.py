@@ -82,12 +82,29 @@ def test_a_window_that_is_not_used(tmp_path: Path) -> None:
     assert load_model(path).gated
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000])
+@pytest.mark.parametrize("text", ["[]", "[" * 100_000])
 def test_not_a_configuration(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="not a JSON object"):
         load_model(path)
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type":\n')
+    with pytest.raises(ConfigError, match="line 2, column 1: the file is not JSON") as caught:
+        load_model(path)
+    assert caught.value.hint == "the file is cut off"
+
+
+def test_keys_that_are_missing(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "hidden_size": 8, "vocab_size": 8}')
+    with pytest.raises(UsageError, match="required fields: layers, heads, sequence") as caught:
+        load_model(path)
+    keys = "num_hidden_layers, num_attention_heads, max_position_embeddings"
+    assert caught.value.hint == f"add {keys} to the file"
 
 
 def test_other_names() -> None:

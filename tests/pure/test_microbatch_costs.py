@@ -236,6 +236,12 @@ def test_what_is_no_array(value: Any, says: str) -> None:
             make()
 
 
+def test_only_given_costs_are_printed() -> None:
+    for costs in (Costs(F=1, send=(0.1, 0.2)), Costs()):
+        assert eval(repr(costs)) == costs
+    assert repr(Costs(F=1, B=2)) == "Costs(F=1.0, B=2.0)"
+
+
 def test_what_is_of_no_microbatch_takes_no_array() -> None:
     for name in ("step", "reduce_grads", "reduce_replicated_stages", "reduce_tied", "reduce_norm"):
         with pytest.raises(CostsError, match=f"cost {name} must be a number or one per stage, not"):

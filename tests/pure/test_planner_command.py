@@ -200,6 +200,17 @@ def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
         assert plan["recompute"] == "full" and plan["schedule"] in ("gpipe", "one_f_one_b")
 
 
+def test_plans_use_a_part_of_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    at = ("plan", "--model=llama-7b", "--cluster=a100", "--gpus=8", "--batch=32", "--json",
+          "--closed-form-only")  # fmt: skip
+    for limit in (40e9, 60e9):
+        found = json.loads(run_command(capsys, *at, f"--memory-limit={limit:g}B"))
+        used = [plan["memory"]["total"] for plan in found["plans"]]
+        assert 0.5 * limit < max(used) <= limit
+    words = run_refused_command(capsys, *at, "--memory-limit=90GB")
+    assert "--memory-limit 90 GB is not a part of the 80 GB of a GPU" in words
+
+
 def test_the_plan_is_written_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,3 +127,14 @@ def test_fp8_needs_a_gpu_that_has_it(cluster: Cluster, speedup: float, message: 
         planner.estimate_step(MODEL, cluster, ParallelPlan(dp=8), constants=constants)
     with pytest.raises(UsageError, match=message):
         planner.plan(MODEL, cluster, 64, constants=constants, exact=False)
+
+
+def test_no_plan_has_a_stage_without_weights() -> None:
+    """nanotron's division leaves stages of 16 layers on 16 ranks without a layer."""
+    assert 0 in divide_layers(MODEL, 16, "compute")[:-1]
+    cluster = planner.cluster_preset("h100-efa", nodes=2)
+    sizes = [
+        {*planner.all_plans(MODEL, cluster, 64, **options).plans.pp.tolist()}
+        for options in (NANOTRON.options, {})
+    ]
+    assert sizes == [{1, 2, 4, 8}, {1, 2, 4, 8, 16}]

@@ -15,7 +15,7 @@ import schedir
 from schedir.__main__ import _build_parser, main
 from schedir.commands import COMMANDS, import_command
 from schedir.commands.common.program_options import PROGRAM_OPTIONS, parse_option, read_config
-from schedir.errors import UsageError
+from schedir.errors import TraceError, UsageError
 from schedir.io.option_spelling import FIELDS_WITH_FLAGS
 from schedir.retired_names import RENAMED_ATTRIBUTES
 from tests.commands import run_command, run_refused_command
@@ -67,6 +67,12 @@ def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "did you mean -O zero?" in run_refused_command(capsys, *at, "-O", "zeros=1")
     assert "-O zero needs a value\n  hint: -O zero=N" in run_refused_command(
         capsys, *at, "-O", "zero"
+    )
+    assert "hint: options of a schedule are in brackets: 'interleaved(group=VALUE)'" in (
+        run_refused_command(capsys, *at, "-O", "group=4")
+    )
+    assert "hint: --memory-limit 40GB, or" in run_refused_command(
+        capsys, *at, "-O", "offload=fit", "--sizes", "saved=1GB"
     )
     assert "-O tp is given twice" in run_refused_command(capsys, *at, "-O", "tp=2", "-O", "tp=4")
     assert "hint: --ranks 4" in run_refused_command(capsys, *at, "-O", "ranks=4")
@@ -161,7 +167,9 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
     for text, hint in (
         ("[pipeline]\nzreo = 3\n", "did you mean zero?"),
         ("[pipelin]\nzero = 3\n", "did you mean pipeline?"),
-        ("zero = 3\n", "the names are "),
+        ("zero = 3\n", "it belongs into a section: [pipeline]"),
+        ("[pipeline]\nclip_grad_norm = 1.0\n", "did you mean train.clip_grad_norm?"),
+        ("[train]\nranks = 4\n", "did you mean pipeline.ranks?"),
         ("[pipeline]\nzero = '3'\n", "must be an integer, not '3'"),
         ("[pipeline]\nzero = true\n", "must be an integer, not true"),
         ("[pipeline]\noverlap = 'yes'\n", "must be yes or no, not 'yes'"),
@@ -253,6 +261,8 @@ def test_a_file_with_the_suffix_of_another_kind(
     program, run = tmp_path / "a.sched", tmp_path / "b.timeline"
     run_command(capsys, "compile", "gpipe", "-o", str(program))
     run_command(capsys, "simulate", "gpipe", "-o", str(run))
+    with pytest.raises(TraceError, match=r"hint: schedir\.from_text"):
+        schedir.load_timeline(program)
     wrong_run, wrong_program = (
         program.rename(tmp_path / "a.timeline"),
         run.rename(tmp_path / "b.sched"),
@@ -263,3 +273,15 @@ def test_a_file_with_the_suffix_of_another_kind(
     assert f"rename the file to {tmp_path}/b.timeline" in run_refused_command(
         capsys, "check", str(wrong_program)
     )
+
+
+def test_names_of_the_algebra_are_not_schedules_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from schedir import B, F, concat, weave\n\n\n"
+        "def mine(rank, ranks, microbatches):\n    return microbatches * (F + B)\n"
+    )
+    refused = run_refused_command(capsys, "check", f"{file}:nothing")
+    assert "hint: the schedules are mine\n" in refused + "\n"

@@ -287,6 +287,13 @@ def test_recomputing_and_keeping_are_simulated() -> None:
         assert change.memory == {"device": run.peak_memory.max()}
 
 
+def test_a_run_that_keeps_all_is_not_advised_to_keep_all() -> None:
+    costs = Costs(F=1, B=2, send=0.2)
+    program = compile(one_f_one_b, PipelineShape(4, 8))  # with other transfers than at these costs
+    changes = advise(simulate(program, costs, sizes=SIZES), costs).memory_changes
+    assert [change.description for change in changes] == ['recompute="all"']
+
+
 def test_commands_show_what_is_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["print", "one_f_one_b", "-O", "recompute=0.1,1"]) == 0
     assert "  R 0.1\n" in capsys.readouterr().out

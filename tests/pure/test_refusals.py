@@ -216,6 +216,10 @@ def test_an_empty_count_is_refused_before_anything_is_built(
 def test_a_schedule_of_one_stage_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     err = run_refused_command(capsys, "check", "gpipe", "--stages-per-rank", "2")
     assert "F 4.0 is missing on rank 0" in err and "gpipe has one stage per rank; use " in err
+    assert "hint: gpipe has one stage per rank; use interleaved or" in err
+    vee = run_refused_command(capsys, "check", "gpipe", "--placement", "vee")
+    fitting = "dualpipe_v or looped_bfs or looped_dfs or v_half or v_min or wave or zb_v"
+    assert f"hint: gpipe has one stage per rank; use {fitting}\n" in vee + "\n"
     Path("one.py").write_text(
         "from schedir import B, F\n\n\ndef f(r, P, m):\n    return m * (F + B)\n"
     )

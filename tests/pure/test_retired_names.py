@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from copy import deepcopy
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -110,6 +111,23 @@ def test_a_name_of_another_module_is_answered(name: str) -> None:
     module, _, attribute = right.partition("(")[0].partition(",")[0].rpartition(".")
     if module.startswith("schedir") and attribute.isidentifier():
         assert hasattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize("module", [schedir, schedir.viz, schedir.testing, planner])
+def test_the_public_names_of_a_module_are_listed(module: ModuleType) -> None:
+    assert {*module.__all__} <= {*dir(module)}
+
+
+def test_options_of_a_schedule_are_bound() -> None:
+    with pytest.raises(UsageError) as refused:
+        schedir.compile("interleaved(group=4)", shape)
+    assert "functools.partial(schedir.schedules.interleaved, group=4)" in refused.value.hint
+
+
+def test_a_schedule_without_a_shape_is_answered() -> None:
+    for schedule in (schedir.schedules.zb_h1, "zb_h1"):
+        with pytest.raises(UsageError, match="needs the numbers of ranks and microbatches"):
+            schedir.simulate(schedule, Costs(F=1))
 
 
 @pytest.mark.parametrize("kind", [schedir.Timeline, schedir.Program, PipelineShape])

@@ -262,6 +262,14 @@ def test_a_size_that_lies_unfolds_no_bomb() -> None:
     tracemalloc.stop()
 
 
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "run.timeline"
+    save_timeline(timeline(), path)
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(TraceError, match="hint: the file is cut off or damaged"):
+        load_timeline(path)
+
+
 def test_other_packings_are_refused() -> None:
     with ZipFile(FILE, "w", ZIP_BZIP2) as archive:
         for name in ("header.json", "program.sched", "start.npy", "end.npy"):

@@ -16,6 +16,7 @@ from schedir import Costs, PipelineShape, RankSchedule, Timeline
 from schedir.__main__ import main
 from schedir.commands.common.schedule_options import parse_costs
 from schedir.ir.isa.instructions import COMPUTE_OPS, FORWARD
+from schedir.predict.bubble_causes import IdleCause
 from schedir.predict.calibrate import simulate_at_mean_times
 from schedir.predict.what_if import Advice, advise
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1, zb_v
@@ -219,6 +220,21 @@ def test_what_is_less_than_a_simulation_misses_is_not_told(
         schedir.save_timeline(run, tmp_path / "x.timeline")
         *_, line, most = run_command(capsys, "explain", str(tmp_path / "x.timeline")).splitlines()
         assert line.strip().startswith(told) and most.startswith("another order of these stages")
+
+
+def test_a_fast_stage_that_waits_for_a_slow_one_is_not_all_that_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = run_command(capsys, "explain", "one_f_one_b", "--costs=F=1:1:4:1,B=2:2:8:2")
+    line = next(line for line in words.splitlines() if line.startswith("longest awaited"))
+    assert line.endswith("it takes 0.57x the mean of all B, and that of stage 2 takes 2.29x")
+    words = run_command(capsys, "explain", "one_f_one_b", "--costs=F=1,B=2")
+    assert "takes" not in next(line for line in words.splitlines() if "longest awaited" in line)
+
+
+def test_the_help_defines_each_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    words = run_command(capsys, "explain", "--help")
+    assert all(f"\n  {cause.text:11} " in words for cause in IdleCause)
 
 
 def test_each_rank_has_its_idle_shares(capsys: pytest.CaptureFixture[str]) -> None:

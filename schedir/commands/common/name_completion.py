@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from schedir.commands import COMMANDS
 
@@ -23,29 +24,32 @@ def answer_completion_request(
     parser = build_parser(words if words and words[0] in COMMANDS else [])
     for action in _list_actions(parser):
         if (make_names := _NAMES.get(action.dest)) is not None:
-            action.completer = _Completer(make_names)  # type: ignore[attr-defined]
+            action.completer = _Completer(  # type: ignore[attr-defined]
+                make_names, takes_files=action.dest not in _NAMES_ONLY
+            )
     argcomplete.autocomplete(parser)
 
 
 class _Completer:
-    """The completer of an argument that takes one of some names, or a file.
+    """The completer of an argument that takes one of some names, and perhaps a file.
 
     Args:
         make_names: Returns the names.
+        takes_files: True if the argument also takes files.
     """
 
-    def __init__(self, make_names: Callable[[], Iterable[str]]) -> None:
-        self.make_names = make_names
+    def __init__(self, make_names: Callable[[], Iterable[str]], *, takes_files: bool) -> None:
+        self.make_names, self.takes_files = make_names, takes_files
 
     def __call__(self, prefix: str, **_: object) -> list[str]:
-        """Return the names, and the files that begin with a prefix.
+        """Return the names, and files that begin with a prefix if the argument takes them.
 
         Args:
             prefix: The typed part of the word.
         """
         from argcomplete.completers import FilesCompleter
 
-        return [*self.make_names(), *FilesCompleter()(prefix)]
+        return [*self.make_names(), *(FilesCompleter()(prefix) if self.takes_files else ())]
 
 
 def _list_schedules() -> Iterable[str]:
@@ -78,6 +82,18 @@ def _list_clusters() -> Iterable[str]:
     return cluster_presets()
 
 
+def _list_palettes() -> Iterable[str]:
+    from schedir.viz.palette import PALETTES
+
+    return PALETTES
+
+
+def _list_stacks() -> Iterable[str]:
+    from schedir.planner import stack_presets
+
+    return stack_presets()
+
+
 # The names that an argument takes, by its `dest`.  All other arguments take files or choices.
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "source": _list_schedules,
@@ -89,7 +105,11 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "name": _list_program_options,
     "model": _list_models,
     "cluster": _list_clusters,
+    "palette": _list_palettes,
+    "stack": _list_stacks,
 }
+# The arguments above that take no files.
+_NAMES_ONLY: Final = {"progress_model", "program_options", "name", "palette", "stack"}
 
 
 def _list_actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from warnings import catch_warnings
 
 from schedir.commands.common.progress_bar import show_progress
-from schedir.errors import SchedirError, UsageError
+from schedir.errors import SchedirError, UsageError, format_bytes
 from schedir.planner.estimate.schedule_formulas import describe_schedule_names
 
 if TYPE_CHECKING:
@@ -116,9 +116,19 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
     planner_options |= fixed
     is_preset = args.model is not None and all(getattr(args, name) is None for name in SPEC_FIELDS)
     name = Path(args.model).stem if is_preset else "the model"
-    return PlanRequest(
-        model, resolve_cluster(args), args.batch, (name, Path(args.cluster).stem), planner_options
-    )
+    cluster = _limit_memory(resolve_cluster(args), args.memory_limit)
+    return PlanRequest(model, cluster, args.batch, (name, Path(args.cluster).stem), planner_options)
+
+
+def _limit_memory(cluster: Cluster, limit: float | None) -> Cluster:
+    """Return a cluster with the memory of `--memory-limit` on each GPU."""
+    if limit is not None and not 0 < limit <= cluster.memory:
+        raise UsageError(
+            f"--memory-limit {format_bytes(limit)} is not a part of the "
+            f"{format_bytes(cluster.memory)} of a GPU",
+            fields=["memory_limit"],
+        )
+    return cluster if limit is None else replace(cluster, memory=limit)
 
 
 def resolve_cluster(args: argparse.Namespace) -> Cluster:

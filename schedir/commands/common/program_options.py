@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any, Final, NamedTuple
 
 from schedir.errors import UsageError, describe
@@ -97,8 +98,20 @@ def unknown_option_error(name: str) -> UsageError:
     """
     near = get_close_matches(name, PROGRAM_OPTIONS, 1)
     hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists all options"
+    if not near and (schedule := _find_schedule_with_option(name)):
+        hint = f"options of a schedule are in brackets: '{schedule}({name}=VALUE)'"
     hint = _OTHER_OPTIONS.get(name, RETIRED_HINTS.get(name, hint))
     return UsageError(f"-O: no option {name!r}", hint=hint)
+
+
+def _find_schedule_with_option(name: str) -> str:
+    """Return a built-in schedule that takes an option in brackets, or an empty string."""
+    from schedir.schedules import get_built_in_schedules
+
+    for schedule_name, schedule in get_built_in_schedules().items():
+        if name != "v" and name in [*signature(schedule).parameters][3:]:
+            return schedule_name
+    return ""
 
 
 def parse_option(text: str) -> tuple[str, Any]:
@@ -204,11 +217,21 @@ def read_config(path: str) -> dict[str, Any]:
     tables = parse_toml(read_text(path), path)
     for section, table in tables.items():
         if section not in known or not isinstance(table, dict):
-            raise UsageError(f"{path}: no section {section!r}", hint=suggest_names(section, known))
-        for key in table if section in ("pipeline", "memory") else ():
+            homes = [home for home, names in known.items() if section in names]
+            hint = f"it belongs into a section: [{homes[0]}]" if homes else ""
+            hint = hint or suggest_names(section, known)
+            raise UsageError(f"{path}: no section {section!r}", hint=hint)
+        # The settings of [model] depend on its kind, and only `schedir train` reads them.
+        for key in table if section != "model" else ():
             if key not in known[section]:
                 name = f"{section}.{key}"
-                hint = RETIRED_HINTS.get(name) or suggest_names(key, known[section])
+                homes = [
+                    f"{home}.{key}"
+                    for home, names in known.items()
+                    if key in names and " " not in home  # "model of kind llama" is no section.
+                ]
+                hint = f"did you mean {' or '.join(homes)}?" if homes else ""
+                hint = RETIRED_HINTS.get(name) or hint or suggest_names(key, known[section])
                 raise UsageError(f"{path}: no setting {name}", hint=hint)
     values: dict[str, Any] = {}
     for name, option in PROGRAM_OPTIONS.items():

@@ -153,8 +153,9 @@ def _add_costs_option(group: argparse._ArgumentGroup, help: str) -> None:
 def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sizes", type=parse_sizes, metavar="SIZES",
-        help="bytes of values: activation=16MB,saved=1.2GB; ':' separates stages (saved=1GB:2GB), "
-        "'/' separates microbatches (saved=1GB/2GB)",
+        help="bytes of values of a stage: activation=16MB,saved=1.2GB,model_states=20GB; "
+        "saved=1GB:2GB per stage; saved=1GB/2GB per microbatch. In compare and recommend, they are "
+        "of a rank, and are split evenly over its stages",
     )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",

@@ -154,6 +154,9 @@ class Costs(CostFields):
             value = to_per_stage(f"cost {f.name}", value, CostsError, allow_arrays=arrays)
             object.__setattr__(self, f.name, value)
 
+    def __repr__(self) -> str:
+        return f"Costs({', '.join(f'{name}={cost!r}' for name, cost in self.specified.items())})"
+
     @property
     def specified(self) -> dict[str, Cost]:
         """The costs that are given, by name."""

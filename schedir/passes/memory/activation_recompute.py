@@ -37,7 +37,12 @@ from schedir.ir.program import (
 from schedir.passes.insertion import insert_before
 from schedir.passes.memory.offload_placement import predict_span
 from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, PresenceQuery
-from schedir.passes.selection import is_fit, make_selection_type, select_addresses
+from schedir.passes.selection import (
+    is_fit,
+    make_selection_type,
+    missing_limit_error,
+    select_addresses,
+)
 
 Positions = NDArray[np.intp]
 
@@ -181,12 +186,7 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
     that is kept longest, and no smaller number would suffice.
     """
     if options.memory_limit is None or options.sizes is None:
-        raise UsageError(
-            'recompute="fit" needs sizes and memory_limit',
-            hint="--sizes saved=1.2GB --memory-limit 40GB, or sizes=Sizes(saved=1.2e9), "
-            "memory_limit=40e9",
-            fields=["recompute"],
-        )
+        raise missing_limit_error("recompute", options.sizes, "memory_limit", options.memory_limit)
     sizes, limit = options.sizes, options.memory_limit
     chosen = candidates[:0]
     while True:

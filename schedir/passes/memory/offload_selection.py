@@ -45,6 +45,7 @@ from schedir.passes.selection import (
     is_fit,
     is_keyword,
     make_selection_type,
+    missing_limit_error,
     select_addresses,
     split_addresses,
 )
@@ -270,11 +271,7 @@ def _choose_fewest_to_fit(
     )
     limit = _get_memory_limit(options, tier)
     if limit is None or options.sizes is None:
-        raise UsageError(
-            f'{option}="fit" needs sizes and {name}',
-            hint=f"sizes=Sizes(activation=16e6, saved=1.2e9), {name}=40e9",
-            fields=[option],
-        )
+        raise missing_limit_error(option, options.sizes, name, limit)
     order = _order_candidates(program, candidates, options)
     ranks = range(program.shape.ranks)
 

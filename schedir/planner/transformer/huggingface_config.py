@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +38,15 @@ _KEYS: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
+def describe_missing_keys(fields: Sequence[str]) -> str:
+    """Return a hint with the keys of a `config.json` that give fields of a model.
+
+    Args:
+        fields: Names of fields of `TransformerSpec`.
+    """
+    return f"add {', '.join(_KEYS[field][0] for field in fields)} to the file"
+
+
 def read_huggingface_config(path: Path) -> dict[str, Any]:
     """Return the fields of a model from its `config.json`.
 
@@ -55,6 +65,17 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads(read_text(path, MAX_JSON_BYTES))
+    except json.JSONDecodeError as error:
+        # A string that is cut off is reported at its begin.
+        is_cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
+        raise ConfigError(
+            f"the file is not JSON: {error.msg}",
+            hint="the file is cut off" if is_cut else "",
+            location=str(path),
+            line=error.lineno,
+            column=error.colno,
+            fields=["model"],
+        ) from None
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):

@@ -11,7 +11,10 @@ from typing import Any, Final
 from schedir.errors import ConfigError, UsageError, describe
 from schedir.io.files import read_text, require_path
 from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml
-from schedir.planner.transformer.huggingface_config import read_huggingface_config
+from schedir.planner.transformer.huggingface_config import (
+    describe_missing_keys,
+    read_huggingface_config,
+)
 from schedir.planner.transformer.megatron_arguments import read_megatron_arguments
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
@@ -241,6 +244,7 @@ def build_model(model_fields: dict[str, Any], source: str = "") -> TransformerSp
         raise UsageError(
             f"{f'model {source}' if source else 'the model'} has no value for its required fields: "
             f"{', '.join(missing)}",
+            hint=describe_missing_keys(missing) if source.endswith(".json") else "",
             fields=missing,
         )
     return TransformerSpec(**model_fields)

@@ -90,7 +90,9 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
                 f'{name} = "all", or leave it out'
                 if is_flag and takes_all
                 else f'{name} = "{setting.value}{"GB" * name.endswith("_limit")}"'
-                if str in get_args(kind) and not isinstance(setting.value, list | dict | bool)
+                if str in get_args(kind)
+                and not isinstance(setting.value, list | dict | bool)
+                and (section, name) != ("data", "validation")  # A number is a share of the source.
                 else "",
             ) from None
     for name in ("checkpoint_every", "checkpoint_keep"):
