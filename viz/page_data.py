@@ -54,7 +54,10 @@ def describe_runs(runs: Sequence[Timeline], *, compression: int = 9) -> dict[str
     require_timelines(runs)
     if len({run.ranks for run in runs}) > 1:
         a, b = (run.ranks for run in runs)
-        raise UsageError(f"a page shows runs with equal ranks, but one has {a} and the other {b}")
+        raise UsageError(
+            "a page shows only runs with the same number of ranks, but one run has "
+            f"{a} ranks and the other {b}"
+        )
     labels, shades = label_runs(runs), _count_shades(runs)
     return {
         "ops": [_describe_opcode(row) for row in INSTRUCTIONS],

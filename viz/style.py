@@ -110,7 +110,7 @@ def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
     require_type(show, Collection, '"lanes,arrows"')
     for mark in show:
         if not isinstance(mark, str) or mark not in OVERLAYS:
-            raise UsageError(f"show must be among {', '.join(OVERLAYS)}, not {describe(mark)}")
+            raise UsageError(f"show must contain only {', '.join(OVERLAYS)}, not {describe(mark)}")
     return frozenset(show)
 
 
@@ -120,7 +120,9 @@ def _resolve_memory_limits(value: object) -> Mapping[str, float]:
     assert isinstance(value, Mapping)
     for tier, limit in value.items():
         if tier not in TIERS:
-            raise UsageError(f"the tiers of limits are {', '.join(TIERS)}, not {describe(tier)}")
+            raise UsageError(
+                f"limits has the tier {describe(tier)}, but the tiers are {', '.join(TIERS)}"
+            )
         size = to_float(limit)
         if size is None or not 0 < size < inf:
             raise UsageError(
@@ -151,7 +153,8 @@ def _resolve_palette(style: Style) -> Palette:
     for kind, colour in colours.items():
         if kind not in COLORED_KINDS:
             raise UsageError(
-                f"colours cannot set {describe(kind)}, only {', '.join(COLORED_KINDS)}"
+                f"colours has the name {describe(kind)}, but the names are "
+                f"{', '.join(COLORED_KINDS)}"
             )
         if not is_color_like(colour):
             raise UsageError(

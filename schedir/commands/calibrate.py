@@ -24,10 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    parser.add_argument("source", metavar="FILE.timeline", help="a run, usually a measured one")
+    parser.add_argument(
+        "source",
+        metavar="FILE.timeline",
+        help="the run whose times are averaged, usually a measured run",
+    )
     parser.add_argument(
         "--per-microbatch", action="store_true",
-        help="print the time of each microbatch, not the mean",
+        help="print one time per microbatch instead of the mean of all microbatches",
     )  # fmt: skip
 
 
@@ -51,7 +55,7 @@ def run(args: argparse.Namespace) -> str:
 
     if not args.source.endswith(".timeline"):
         raise UsageError(
-            f"{args.source!r} is not a run: its file must end in .timeline",
+            f"{args.source!r} is not a run: the name of a run must end in .timeline",
             hint=suggest_source(args.source),
         )
     timeline = load_timeline(args.source)

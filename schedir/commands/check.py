@@ -60,26 +60,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--blocking-hosts", action="store_true",
-        help="assume that a host waits for what an instruction needs before it issues the "
+        help="assume that a host waits for the inputs of an instruction before it issues the "
         "instruction, as CPU hosts do",
     )  # fmt: skip
     parser.add_argument(
         "--host-device-sync", action="store_true",
-        help="assume that a host may wait for all instructions that it issued, as the host of a "
-        "GPU does if a step allocates memory",
+        help="assume that a host may wait at any time until all instructions that it issued have "
+        "ended, as the host of a GPU does if a step allocates memory",
     )  # fmt: skip
     parser.add_argument(
         "--lazy-communicators", action="store_true",
-        help="assume that a communicator is created at its first use, where the hosts of all its "
-        "ranks wait for each other",
+        help="assume that each communicator is created at its first use, and that the hosts of its "
+        "ranks wait for each other to create it",
     )  # fmt: skip
     parser.add_argument(
         "--eager-limit", type=parse_byte_option, metavar="BYTES",
-        help="assume that a message of at most BYTES, such as 512KB, does not wait for its "
-        "receive; needs --sizes",
+        help="assume that a message of at most BYTES, such as 512KB, is sent before its receive is "
+        "posted; needs --sizes",
     )  # fmt: skip
     parser.add_argument(
-        "-o", dest="output", metavar="FILE.svg", help="draw a refused program and its waits"
+        "-o",
+        dest="output",
+        metavar="FILE.svg",
+        help="if the program is refused, draw it with the instructions that wait for each other",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_compile_options(parser)

@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect = actions.add_parser("inspect", help=about, description=about, allow_abbrev=False)
     _add_directory_arguments(inspect, "all")
     inspect.add_argument(
-        "--verify", action="store_true", help="read all files, and compare their digests"
+        "--verify",
+        action="store_true",
+        help="read all files, and compare their digests with the manifest",
     )
     inspect.add_argument("--json", action="store_true", help="print JSON")
     about = "verify a checkpoint, and write its weights and buffers"
@@ -41,25 +43,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_directory_arguments(export, "the newest complete one")
     export.add_argument(
         "--to", metavar="PATH", required=True,
-        help="a file .safetensors, or a folder with --as transformers",
+        help="the file to write, which must end in .safetensors; with --as transformers, the "
+        "folder to write",
     )  # fmt: skip
     export.add_argument(
         "--as", dest="form", metavar="FORMAT", default="safetensors",
-        help="safetensors (default), or transformers, for a GPT of schedir train: a folder that "
-        "AutoModelForCausalLM.from_pretrained loads",
+        help="safetensors (default) writes a file; transformers writes a folder that "
+        "AutoModelForCausalLM.from_pretrained loads, and supports only a GPT of schedir train",
     )  # fmt: skip
     export.add_argument(
         "--dtype", metavar="TYPE",
-        help=f"the type of the weights: {', '.join(_DTYPES)} (as stored); float32 copies of the "
-        "weights are used if the checkpoint has them",
+        help=f"the type of the exported weights: {', '.join(_DTYPES)} (default: as stored); "
+        "another type is converted from the float32 copies of the weights if the checkpoint has "
+        "them",
     )  # fmt: skip
     export.add_argument("--replace", action="store_true", help="overwrite existing files")
 
 
 def _add_directory_arguments(parser: argparse.ArgumentParser, default_step: str) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="the checkpoint folder of a run")
+    parser.add_argument("folder", metavar="FOLDER", help="the folder with the checkpoints of a run")
     parser.add_argument(
-        "--step", type=parse_count, metavar="N", help=f"the step of a checkpoint ({default_step})"
+        "--step",
+        type=parse_count,
+        metavar="N",
+        help=f"the step of the checkpoint (default: {default_step})",
     )
 
 
@@ -96,9 +103,13 @@ def _inspect(args: argparse.Namespace) -> tuple[str, int]:
 def _export(args: argparse.Namespace) -> str:
     require_package("torch", "schedir checkpoint export")
     if args.dtype not in (None, *_DTYPES):
-        raise UsageError(f"no dtype {args.dtype!r}", hint=" or ".join(_DTYPES), fields=["dtype"])
+        raise UsageError(
+            f"--dtype {args.dtype}: there is no such type",
+            hint=" or ".join(_DTYPES),
+            fields=["dtype"],
+        )
     if args.form not in (forms := ("safetensors", "transformers")):
-        raise UsageError(f"no export format {args.form!r}", hint=" or ".join(forms))
+        raise UsageError(f"--as {args.form}: there is no such format", hint=" or ".join(forms))
     to, transformers = Path(args.to), args.form == "transformers"
     if not transformers and to.suffix != ".safetensors":
         raise UsageError(f"--to {to}: the file must end in .safetensors", fields=["to"])

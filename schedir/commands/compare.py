@@ -64,10 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_source(parser, allows_several=True)
     parser.add_argument(
-        "-o", dest="output", metavar="FILE", help="draw the runs, one below another"
+        "-o", dest="output", metavar="FILE", help="draw the runs to this file, one below another"
     )
     parser.add_argument(
-        "--tradeoff", action="store_true", help="with -o, draw bubble against memory"
+        "--tradeoff",
+        action="store_true",
+        help="with -o: draw the bubble of each run against its memory",
     )
     add_chart_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dumps", metavar="DUMPS", nargs="+",
         help="dumps of torch's flight recorder, one for each rank: files, a folder, or a pattern; "
-        "or the output folder of a run of schedir train, with its black boxes",
+        "or the output folder of a run of schedir train, which contains black boxes",
     )  # fmt: skip
     parser.add_argument(
         "--program", metavar="SCHEDULE", help=f"the program of the job: {SOURCE_HELP}"
@@ -101,7 +101,8 @@ def _diagnose_run(args: argparse.Namespace, post_mortem: PostMortem) -> str:
     """Return the diagnosis of a run with black boxes, which contain the program."""
     if args.program is not None:
         raise UsageError(
-            f"--program is not needed: the black boxes in {post_mortem.directory} have the program",
+            f"--program is not needed: the black boxes in {post_mortem.directory} already contain "
+            "the program",
             hint="leave out --program",
             fields=["program"],
         )

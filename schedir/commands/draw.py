@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_chart_options(parser)
     parser.add_argument(
         "--idle-map", dest="idle", action="store_true",
-        help="draw why ranks are idle, as a heat map",
+        help="draw a heat map of the causes of idle time",
     )  # fmt: skip
     add_compile_options(parser)
 

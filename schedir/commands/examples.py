@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "-o", dest="output", metavar="DIR", default="examples",
-        help="the folder, which is created (examples)",
+        help="the folder to create (default: examples)",
     )  # fmt: skip
 
 

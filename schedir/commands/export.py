@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> str:
     """
     if args.to not in EXPORT_FORMATS:
         raise UsageError(
-            f"no export format {args.to!r}", hint=f"the formats are {', '.join(EXPORT_FORMATS)}"
+            f"--to {args.to}: there is no such format",
+            hint=f"the formats are {', '.join(EXPORT_FORMATS)}",
         )
     form, output = EXPORT_FORMATS[args.to], args.output
     is_compressed = form.suffix == ".json" and output.endswith(".json.gz")

@@ -28,12 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "sources", metavar="SOURCE", nargs="+",
-        help="FILE.csv of torch, with or without transfers; or torch.profiler traces of all ranks: "
-        "files (.json, .json.gz), a folder or a pattern",
+        help="the FILE.csv of a torch schedule, with or without transfers; or torch.profiler "
+        "traces of all ranks: files (.json, .json.gz), a folder or a pattern",
     )  # fmt: skip
     parser.add_argument(
         "-o", dest="output", metavar="FILE", required=True,
-        help="write the program to FILE.sched, or the run of traces to FILE.timeline",
+        help="the FILE.sched for the program of a CSV or of traces, or the FILE.timeline for the "
+        "run of traces",
     )  # fmt: skip
     parser.add_argument(
         "--ranks", type=parse_count, metavar="N",
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> str:
     if len(is_csv) > 1:
         raise UsageError("a CSV contains a complete program, so it must be the only SOURCE")
     if args.step is not None:
-        raise UsageError(f"{args.sources[0]} is a program: --step applies to traces")
+        raise UsageError(f"{args.sources[0]} is a program: --step applies only to traces")
     return _import_csv(args, args.sources[0])
 
 

@@ -157,7 +157,7 @@ def add_measure_options(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--processes", type=parse_count, metavar="N",
-        help="with --measure: the number of processes (one per processor or GPU)",
+        help="with --measure: the number of processes (default: one per processor or GPU)",
     )  # fmt: skip
     group.add_argument(
         "--device", metavar="DEVICE", help="with --measure: the device, cpu (default) or cuda"
@@ -273,11 +273,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="the number of plans to print (10)")  # fmt: skip
     parser.add_argument(
         "--tokens", type=parse_number, metavar="N",
-        help="the tokens of the training run, such as 300e9: prints its steps and days",
+        help="the number of tokens of the training run, such as 300e9, to print how many steps and "
+        "days it takes",
     )  # fmt: skip
     parser.add_argument(
         "--closed-form-only", dest="no_exact", action="store_true",
-        help="estimate by formulas only; by default, the best plans are simulated as programs",
+        help="estimate all plans by formulas; by default, the best plans are also compiled and "
+        "simulated",
     )  # fmt: skip
     parser.add_argument("--offload", action="store_true",
                         help="also search plans that move activations or the optimizer state to "
@@ -290,9 +292,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
                         help="with --improve-schedules: the seconds per plan (10)")  # fmt: skip
     parser.add_argument("--gpu-counts", dest="scale", type=_parse_counts, metavar="GPUS",
-                        help="plan for each of these numbers of GPUs, such as 256,512,1024: with "
-                        "one batch (strong scaling), and with a batch that grows with the GPUs "
-                        "(weak scaling)")  # fmt: skip
+                        help="plan for each of these numbers of GPUs, such as 256,512,1024: first "
+                        "with the same batch (strong scaling), then with a batch that grows with "
+                        "the GPUs (weak scaling)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_output(parser.add_argument_group("output"))
     _add_model(parser.add_argument_group("the model"))
@@ -307,14 +309,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     group.add_argument(
         "--sequence-parallel", action=argparse.BooleanOptionalAction,
-        help="share the tokens of norms and dropout among tensor-parallel ranks, or not",
+        help="divide the tokens in norms and dropout among tensor-parallel ranks, or not (default: "
+        "consider both)",
     )  # fmt: skip
     group.add_argument("--attention", metavar="HOW",
-                       help="softmax, which saves all scores (default), or flash")  # fmt: skip
+                       help="softmax (default), which saves the scores of all pairs of tokens, or "
+                       "flash, which saves none")  # fmt: skip
     group.add_argument(
         "--rank-order", metavar="ORDER",
-        help="how ranks are numbered on the GPUs: tp-pp-dp (default) or tp-dp-pp; the first group "
-        "has neighbouring GPUs",
+        help="the order in which ranks are numbered on the GPUs: tp-pp-dp (default) or tp-dp-pp; "
+        "the ranks of a tp group are on neighbouring GPUs",
     )  # fmt: skip
 
 
@@ -329,8 +333,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--picture", metavar="FILE",
-        help="draw how the step time of each plan is divided; with --gpu-counts, draw step time "
-        "against the number of GPUs",
+        help="draw the parts of the step time of each plan, such as compute and bubble; with "
+        "--gpu-counts, draw step time against the number of GPUs",
     )  # fmt: skip
     group.add_argument("--tradeoff", action="store_true",
                        help="with --picture: draw memory against step time")  # fmt: skip
@@ -341,7 +345,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--model", metavar="MODEL",
         help="a name (gpt-175b), a FILE.toml with the numbers below (at top level or in [model]), "
         "the config.json of a Hugging Face model, a script.sh with arguments of Megatron-LM, or "
-        "the job.toml of torchtitan; an option below replaces its number",
+        "the job.toml of torchtitan; each option below replaces one of the numbers",
     )  # fmt: skip
     for name, about in (
         ("layers", "number of layers"),
@@ -349,9 +353,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         ("heads", "attention heads"),
         ("vocab", "vocabulary size"),
         ("sequence", "tokens per sequence"),
-        ("ffn", "width of the feed-forward network (4 x hidden)"),
-        ("kv-heads", "heads of keys and values (as heads)"),
-        ("head-dim", "numbers of a head (hidden / heads)"),
+        ("ffn", "width of the feed-forward network (default: 4 x hidden)"),
+        ("kv-heads", "heads of keys and values (default: as many as --heads)"),
+        ("head-dim", "width of a head (default: hidden / heads)"),
         ("experts", "experts per layer (1)"),
         ("active", "experts per token (1)"),
     ):
@@ -370,12 +374,14 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--stack", metavar="NAME",
-        help="training software: megatron, megatron-fp8, megatron-2021, nanotron, torchtitan or "
-        "schedir; it sets constants, bytes of states, attention and the order of ranks",
+        help="the training software: megatron, megatron-fp8, megatron-2021, nanotron, torchtitan "
+        "or schedir; it sets the constants of its kernels and libraries, the bytes of model states, "
+        "the attention and the order of ranks",
     )  # fmt: skip
     group.add_argument(
         "--calibrate", metavar="RUNS.csv",
-        help="fit the cluster to at most 20 measured runs of --stack, and write it to -o",
+        help="fit the constants of the cluster to the 1 to 20 measured runs of --stack in this "
+        "file, and write the fitted cluster to -o",
     )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",
@@ -527,8 +533,10 @@ def _format_plan_file(
     if str(args.output).endswith(".toml"):
         if searched_program is not None:
             raise UsageError(
-                f"-o {args.output}: plan {args.take} has a searched schedule, which is a program",
-                hint="-o best.sched, then schedule = \"best.sched\" in [pipeline]",
+                f"-o {args.output}: plan {args.take} has a schedule from --improve-schedules, and "
+                "a .toml cannot contain this schedule",
+                hint="-o best.sched writes the schedule; then set schedule = \"best.sched\" in "
+                "[pipeline]",
                 fields=["output"],
             )  # fmt: skip
         moves = (

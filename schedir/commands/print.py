@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compute-only", dest="draft", action="store_true",
-        help="print the compute instructions only, before the lowering",
+        help="print only the compute instructions, as they are before the lowering adds "
+        "communication",
     )  # fmt: skip
     parser.add_argument(
         "-o", dest="output", metavar="FILE.sched", help="write the program to this file"

@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-activations", dest="activations", type=parse_number, metavar="N",
-        help="memory limit of a rank, in microbatches whose activations it keeps (in all its "
-        "stages); 1F1B needs as many as there are ranks",
+        help="the memory limit of a rank, as the number of microbatches whose activations the rank "
+        "can keep in all its stages; 1F1B needs as many as there are ranks",
     )  # fmt: skip
     parser.add_argument(
         "--no-split-backward", dest="whole", action="store_true",

@@ -77,12 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-o", dest="output", metavar="FILE.sched",
-        help="write the program, with the search as comments",
+        help="write the program to this file, with comments that describe the search",
     )  # fmt: skip
     parser.add_argument(
         "--frontier", action="store_true",
         help="find the shortest schedule at several memory limits, and print a table; -o FILE.svg "
-        "draws it",
+        "draws the table",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     what = add_search_options(
@@ -91,8 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(F=1:1:2); @FILE reads them from a file",
     )
     what.add_argument("--costs-from", metavar="FILE.timeline",
-                      help="use the mean times of this run instead of --costs, and its shape "
-                      "unless an option sets another")  # fmt: skip
+                      help="use the mean times of this run as costs instead of --costs, and the "
+                      "shape of the run unless an option sets another shape")  # fmt: skip
     what.add_argument(
         "--max-in-flight", type=_parse_counts, metavar="N",
         help="limit the (stage, microbatch) pairs in flight on a rank instead of its memory; a "
@@ -100,8 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     how = parser.add_argument_group("the search")
     how.add_argument("--objective", default="span", metavar="WHAT",
-                     help="the time to minimize: span (default), or own, the longest active span "
-                     "of a rank")  # fmt: skip
+                     help="the time to minimize: span (default), from the first start to the last "
+                     "end; or own, the longest time from the first to the last compute of a "
+                     "rank")  # fmt: skip
     how.add_argument(
         "--no-split-backward", dest="whole", action="store_true",
         help="search only schedules that do not split backwards into I and W",
@@ -109,17 +110,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
                      help="the longest time of the search, in seconds (10)")  # fmt: skip
     how.add_argument("--max-evaluations", type=parse_count, metavar="N",
-                     help="the most schedules to evaluate after the initial ones; if it is reached "
-                     "first, the result is the same on any machine")  # fmt: skip
+                     help="the most schedules to evaluate after the initial schedules; if the "
+                     "search reaches this number before the time limit, its result is the same on "
+                     "any machine")  # fmt: skip
     how.add_argument(
         "--seed", type=parse_count, default=0, metavar="N", help="the seed of the search (0)"
     )
     how.add_argument("--initial-schedules", dest="start", nargs="+", default=[], metavar="SCHEDULE",
-                     help="schedules with which the search also begins: names, FILE.sched or "
+                     help="more schedules to begin the search with: names, FILE.sched or "
                      "FILE.timeline")  # fmt: skip
     how.add_argument("--bound", dest="prove", default="closed", metavar="HOW",
-                     help="the proof of the lower bound: closed, by formulas (default), or solver, "
-                     "for small problems; solver needs schedir[solver]")  # fmt: skip
+                     help="how to prove the lower bound: closed (default), with formulas; or "
+                     "solver, with a constraint solver for small problems; solver needs "
+                     "schedir[solver]")  # fmt: skip
 
 
 def _parse_counts(text: str) -> int | tuple[int, ...]:
@@ -212,7 +215,8 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
     shape = PipelineShape(**(defaults | specified)).resolve_defaults()
     if isinstance(args.max_in_flight, tuple) and len(args.max_in_flight) != shape.ranks:
         raise UsageError(
-            f"--max-in-flight has {len(args.max_in_flight)} numbers for {shape.ranks} ranks",
+            f"--max-in-flight has {len(args.max_in_flight)} numbers for {shape.ranks} ranks: give "
+            "one number, or one per rank",
             fields=["max_in_flight"],
         )
     options = {f.name: getattr(shape, f.name) for f in SHAPE_FIELDS}
@@ -243,7 +247,9 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
     from schedir.schedule_search.heuristics.initial_orders import describe_unsearchable
 
     if not source.endswith(TIMELINE_SUFFIX):
-        raise UsageError(f"{source!r} is not a run: its file must end in {TIMELINE_SUFFIX}")
+        raise UsageError(
+            f"{source!r} is not a run: the name of a run must end in {TIMELINE_SUFFIX}"
+        )
     run = load_timeline(source)
     program, unit = run.program, run.unit and f" {run.unit}"
     if reason := describe_unsearchable(program):

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                         type=_require_assignment,
-                        help="replace a setting of the file: pipeline.ranks=2")  # fmt: skip
+                        help="replace a setting of the file, such as pipeline.ranks=2")  # fmt: skip
 
 
 def _require_assignment(text: str) -> str:

@@ -71,7 +71,7 @@ def read_documents(
     if any(path.suffix == ".bin" for path in paths):
         if not isinstance(tokenizer, Bytes):
             raise UsageError(
-                f"{paths[0]} contains tokens, so a tokenizer does not apply",
+                f"{paths[0]} already contains tokens, so tokenizer does not apply",
                 hint='leave out tokenizer, or set it to "bytes"',
                 fields=["tokenizer", "source"],
             )
@@ -82,8 +82,8 @@ def read_documents(
             return Documents(load_tokens(source))
         if vocab < tokenizer.vocab_size:
             raise UsageError(
-                f"bytes and the end of a document are {tokenizer.vocab_size} tokens, more than "
-                f"model.vocab = {vocab}",
+                f"the bytes and the end of a document need {tokenizer.vocab_size} tokens, more "
+                f"than model.vocab = {vocab}",
                 hint=f"model.vocab = {tokenizer.vocab_size}",
                 fields=["vocab", "documents"],
             )
@@ -127,8 +127,9 @@ def split_documents(documents: Documents, validation_share: float) -> tuple[Docu
     if not before:
         raise UsageError(
             f"validation = {validation_share:g} leaves no document for training: the first of "
-            f"{len(ends)} documents has {ends[0] if len(ends) else 0} of {len(tokens)} tokens",
-            hint="set validation to a source of its own",
+            f"{len(ends)} documents alone has {ends[0] if len(ends) else 0} of {len(tokens)} "
+            "tokens",
+            hint="set validation to another file",
             fields=["validation"],
         )
     first = int(ends[before - 1])

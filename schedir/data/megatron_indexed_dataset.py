@@ -77,12 +77,14 @@ def read_indexed_dataset(path: Path) -> Documents:
     if head["version"] != 1:
         raise refuse(f"has version {head['version']}; it must have version 1")
     if code not in _TOKEN_DTYPES:
-        raise refuse(f"has tokens of type {code}, which is not a type of integers")
+        raise refuse(
+            f"gives the type code {code} for its tokens, which is not the code of an integer type"
+        )
     needs = _HEADER.itemsize + 12 * sequences + 8 * bounds
     if len(raw) < needs:
         raise refuse(
             f"is cut off: {sequences} sequences and {bounds} bounds of documents take {needs} "
-            f"bytes, but it has {len(raw)} bytes"
+            f"bytes, but the file has {len(raw)} bytes"
         )
     kind, at = np.dtype(_TOKEN_DTYPES[code]), _HEADER.itemsize
     lengths = raw[at : at + 4 * sequences].view("<i4").astype(np.int64)
@@ -93,7 +95,7 @@ def read_indexed_dataset(path: Path) -> Documents:
         raise refuse("has gaps or overlaps between its sequences")
     if over[-1] * kind.itemsize != size:
         raise refuse(
-            f"needs {over[-1]} tokens of {kind.itemsize} bytes in {path.name}, but this file has "
+            f"needs {over[-1]} tokens of {kind.itemsize} bytes in {path.name}, but {path.name} has "
             f"{size} bytes"
         )
     if (
@@ -102,7 +104,10 @@ def read_indexed_dataset(path: Path) -> Documents:
         or firsts[-1] != sequences
         or np.diff(firsts).min(initial=0) < 0
     ):
-        raise refuse(f"has bounds of documents that do not go from 0 to {sequences}")
+        raise refuse(
+            f"has bounds of documents that do not increase from 0 to {sequences}, the "
+            "number of sequences"
+        )
     ends = over[firsts]
     tokens = np.memmap(path, kind, "r") if size else np.zeros(0, kind)
     return Documents(tokens, np.unique(ends[ends > 0]))

@@ -105,7 +105,7 @@ def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
             )
         found += files
     if not found:
-        raise UsageError("no files given")
+        raise UsageError("the list of files is empty")
     return found
 
 
@@ -114,7 +114,8 @@ def _memory_map(path: Path, dtype: str) -> Tokens:
         size, width = path.stat().st_size, np.dtype(dtype).itemsize
         if size % width:
             raise UsageError(
-                f"{path} is cut off: its tokens have {width} bytes each, but it has {size} bytes"
+                f"{path} is cut off: its {size} bytes are not a multiple of {width}, the bytes of "
+                "a token"
             )
         # An empty file cannot be mapped.
         return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)

@@ -199,7 +199,8 @@ def _require_byte_level(description: Any, source: str) -> None:
 def _unsupported_error(source: str, reason: str) -> UsageError:
     return UsageError(
         f"tokenizer {source} cannot be used: {reason}",
-        hint="encode the text with it, and set data.source to the .bin of tokens",
+        hint="encode the text with this tokenizer first, and set data.source to the .bin with the "
+        "tokens",
         fields=["tokenizer"],
     )
 

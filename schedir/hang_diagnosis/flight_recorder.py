@@ -211,7 +211,8 @@ def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], l
         if dump.rank in found:
             raise UsageError(
                 f"rank {dump.rank} has two dumps: {found[dump.rank].path} and {path}",
-                hint="give the dumps of one run, either JSON or pickles",
+                hint="give only the dumps of one run, and only one of its two formats, JSON or "
+                "pickle",
             )
         found[dump.rank] = dump
     return _infer_group_ranks(dict(sorted(found.items()))), skipped
@@ -228,8 +229,8 @@ def _find_paths(sources: Iterable[str]) -> tuple[list[str], list[str]]:
         if not dumps:
             raise UsageError(
                 f"{folder} has no file whose name ends in a rank, such as nccl_trace_rank_0",
-                hint="give the folder of the dumps; a run of schedir train that ended well has no "
-                "black boxes to read",
+                hint="give the folder of the dumps; if this is the folder of a run of schedir "
+                "train, the run ended without an error and left no black boxes",
             )
         return dumps
 
@@ -263,13 +264,13 @@ def _read_dump_file(path: str) -> dict[str, Any]:
         raise TraceError("this is not a flight recorder dump: it has no version")
     if raw["version"].partition(".")[0] != "2":
         raise TraceError(
-            f"the dump has version {_clean_text(raw['version'])}; it must have version 2"
+            f"the dump has version {_clean_text(raw['version'])}, but schedir reads only version 2"
         )
     entries = raw.setdefault("entries", [])  # Torch omits an empty list.
     if not isinstance(entries, list | tuple) or not all(isinstance(e, dict) for e in entries):
         raise TraceError("the entries of the dump are not a list of dictionaries")
     if len(entries) > MAX_ENTRIES:
-        raise TraceError(f"the dump has more than {MAX_ENTRIES} entries")
+        raise TraceError(f"the dump has more than {MAX_ENTRIES} entries, the limit")
     return raw
 
 
@@ -331,7 +332,7 @@ def _infer_rank(
     if match is None and not message_counts:
         raise UsageError(
             f"the rank of {path} is unknown: its name does not end in a rank",
-            hint="rename the file, so that its name ends in its rank, as nccl_trace_rank_0",
+            hint="rename the file, so that its name ends in its rank, such as nccl_trace_rank_0",
         )
     rank = int(match[1]) if match else message_counts.most_common(1)[0][0]
     if others := [other for other in message_counts if other != rank]:
@@ -441,7 +442,7 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
         # In a group without ranks, a rank of the group is taken as a rank of the job.
         if group.has_ranks and other >= len(group.ranks):
             raise TraceError(
-                f"a message of {group} is for its rank {other}, but the group has "
+                f"a message of {group} is for rank {other} of this group, but the group has only "
                 f"{len(group.ranks)} ranks"
             )
         peer = group.ranks[other] if group.has_ranks else other

@@ -224,7 +224,8 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
     if not (len(seen) <= world <= MAX_PROCESSES and shape.ranks * shape.tp * shape.dp == world
             and 0 <= min(seen) <= max(seen) < world):  # fmt: skip
         raise UsageError(
-            f"the black boxes in {directory} do not belong to a run of {world} processes"
+            f"the black boxes in {directory} contradict each other: they do not belong to one run "
+            f"of {world} processes"
         )
     # Another machine has another clock, so the last time in the boxes is the time of reading.
     if not here:

@@ -121,7 +121,7 @@ def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ..
     if not found and many > 1:
         raise UsageError(
             "the dumps have no messages between ranks, only collectives",
-            hint="leave out --program; torch's Gloo records no messages, NCCL does",
+            hint="leave out --program; NCCL records messages, but torch's Gloo does not",
         )
     used = {op.group for dump in job.dumps.values() for op in dump.ops if op.is_message}
     groups = [g.ranks for g in sorted(used) if g.has_ranks and len(g.ranks) == many]
@@ -153,8 +153,9 @@ def _match_copy(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> Ma
     left_out = sum(record.num_ignored for record in records)
     if left_out and not runs:
         raise UsageError(
-            f"none of the {left_out} messages of ranks {_abbreviate_ranks(ranks)} is a transfer: "
-            "each has only integers or one number, as torch sends for shapes and Python objects",
+            f"none of the {left_out} messages of ranks {_abbreviate_ranks(ranks)} can be a "
+            "transfer of a program: each contains only integers or one number, as torch sends for "
+            "shapes and Python objects",
             hint="leave out --program",
         )
     known = all(run.previous_steps is not None for run in runs)
@@ -439,11 +440,12 @@ class _RecordedRank:
         if ops[0].batch and ops[0].is_done:
             # A part of the first batch may be lost, and the order within a batch is not recorded.
             ops = [op for op in ops if op.batch != ops[0].batch] or ops
-        rank, larger = self.dump.rank, "a larger TORCH_FR_BUFFER_SIZE keeps more"
+        rank, larger = self.dump.rank, "a larger TORCH_FR_BUFFER_SIZE keeps more entries"
         if not ops[0].is_done:
             raise UsageError(
-                f"rank {rank} has lost the first {lost} entries of its buffer, and the oldest "
-                f"remaining message in {ops[0].group} has not ended: its position may be lost",
+                f"the flight recorder of rank {rank} has overwritten {lost} entries, and the "
+                f"oldest remaining message in {ops[0].group} has not ended: the position of the "
+                "rank may be overwritten",
                 hint=f"leave out --program; {larger}",
             )
         fits = self._find_fitting_places(ops, transfers)
@@ -456,8 +458,9 @@ class _RecordedRank:
                 return TransferSequence(positions, numbers, ops, steps, place, len(fits) == 1)
         if len(fits) > 1:
             raise UsageError(
-                f"rank {rank} has lost the first {lost} entries of its buffer, and the remaining "
-                f"messages match {len(fits)} positions in a step of {self.graph.program.name}",
+                f"the flight recorder of rank {rank} has overwritten {lost} entries, and the "
+                f"remaining messages match {len(fits)} positions in a step of "
+                f"{self.graph.program.name}",
                 hint=larger,
             )
         return TransferSequence(

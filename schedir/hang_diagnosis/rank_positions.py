@@ -443,8 +443,8 @@ def _diagnose_copy(
     named = [placed.graph.index.locate(at) for at in sorted(wrong or ())]
     first, later = (f"{instr} of rank {matched.ranks[rank]}" for rank, _, instr in named)
     raise UsageError(
-        f"the dumps contradict the progress model {one}: under it, {later} waits for {first}, but "
-        f"in this job, {later} did not wait",
+        f"the dumps contradict the progress model {one}: in this model, {later} waits for {first}, "
+        f"but in the job, {later} did not wait",
         fields=["progress_model"],
     )
 

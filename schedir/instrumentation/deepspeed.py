@@ -62,7 +62,10 @@ def _run_schedule(original: Any, engine: Any, schedule: Any, *args: Any, **kwarg
     if type(schedule).__name__ not in _KNOWN_SCHEDULES:
         kind = type(schedule).__name__
         known = ", ".join(_KNOWN_SCHEDULES)
-        warn(f"{kind} gets no profiler ranges: it is not one of {known}", stacklevel=3)
+        warn(
+            f"schedir adds no profiler ranges to the schedule {kind}: it supports only {known}",
+            stacklevel=3,
+        )
         return original(engine, schedule, *args, **kwargs)
     step = _DeepSpeedStep(
         schedule,
@@ -132,6 +135,7 @@ class _DeepSpeedStep:
             raise ExecutionError(
                 f"DeepSpeed runs {kind} on buffer {buffer}, which is not the buffer of microbatch "
                 f"{mb}",
-                hint="run without schedir.instrument: it does not support this version",
+                hint="run without schedir.instrument, which does not support this version of "
+                "DeepSpeed",
             )
         return f"{self.stage_of_phase[phase]}{_ACTIONS[kind]}{mb}"

@@ -89,7 +89,7 @@ class _MegatronStep:
             at = next(self.activations if direction == "recv_prev" else self.gradients, None)
             if at is None:
                 raise ExecutionError(
-                    "Megatron receives more messages than its schedule has", hint=_HINT
+                    "Megatron receives more messages than its schedule contains", hint=_HINT
                 )
             setattr(tensor, _POSITION_ATTRIBUTE, at)
             return f"{at.stage}{'RECV_F' if direction == 'recv_prev' else 'RECV_B'}{at.mb}"
@@ -122,7 +122,9 @@ def add_patches(patches: FunctionPatches) -> None:
         if not hasattr(schedules, name):
             raise UsageError(f"{_MODULE} has no {name}")
     if not {"vp_stage", "current_microbatch"} <= {*signature(schedules.forward_step).parameters}:
-        raise UsageError(f"{_MODULE}.forward_step takes no vp_stage or no current_microbatch")
+        raise UsageError(
+            f"{_MODULE}.forward_step does not have both parameters vp_stage and current_microbatch"
+        )
 
 
 def _run_schedule(
@@ -134,7 +136,10 @@ def _run_schedule(
     model = given["model"] if isinstance(given["model"], list) else [given["model"]]
     config = schedules.get_model_config(model[0])
     if set_ := [name for name in _UNSUPPORTED_SETTINGS if getattr(config, name, False)]:
-        warn(f"steps of Megatron with {', '.join(set_)} get no profiler ranges", stacklevel=3)
+        warn(
+            f"schedir adds no profiler ranges to steps of Megatron that use {', '.join(set_)}",
+            stacklevel=3,
+        )
         return original(*args, **kwargs)
     rank, ranks = _pipeline_position(schedules, original, given)
     chunks, table = len(model), [(mb, 0) for mb in range(given["num_microbatches"])]
@@ -249,7 +254,9 @@ def _post_one_by_one(original: Any, **kwargs: Any) -> Any:
     }
     works = FunctionType(original.__code__, patched_globals, closure=original.__closure__)(**kwargs)
     if names:
-        raise ExecutionError("Megatron posts messages with unknown functions", hint=_HINT)
+        raise ExecutionError(
+            "Megatron sends messages with functions that schedir does not know", hint=_HINT
+        )
     return {place: PostedMessages([work], [actions[place]]) for place, work in works.items()}
 
 
@@ -297,7 +304,7 @@ def _require_tag(value: Any, position: _MessageStage) -> None:
         found = getattr(tensor, _POSITION_ATTRIBUTE, position)
         if found != position:
             raise ExecutionError(
-                f"Megatron computes {position.stage}.{position.mb} (stage and microbatch) with a "
-                f"tensor that it received for {found.stage}.{found.mb}",
+                f"Megatron computes stage {position.stage} of microbatch {position.mb} with a "
+                f"tensor that it received for stage {found.stage} of microbatch {found.mb}",
                 hint=_HINT,
             )

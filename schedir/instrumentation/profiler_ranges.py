@@ -143,7 +143,7 @@ class FunctionPatches:
             UsageError: `owner` does not define such a function.
         """
         if not callable(vars(owner).get(name)):
-            raise UsageError(f"{owner.__name__} has no {name}")
+            raise UsageError(f"{owner.__name__} has no function {name}")
         self._planned.append((owner, name, wrapper))
 
     def __enter__(self) -> None:

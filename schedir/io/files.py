@@ -67,7 +67,9 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     with open_regular_file(path) as file:
         large = os.fstat(file.fileno()).st_size > max_bytes
         if large or len(data := read_prefix(file, max_bytes + 1)) > max_bytes:
-            raise UsageError(f"cannot read {path}: it has more than {format_bytes(max_bytes)}")
+            raise UsageError(
+                f"cannot read {path}: it has more than {format_bytes(max_bytes)}, the limit"
+            )
     return data
 
 

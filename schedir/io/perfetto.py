@@ -123,7 +123,10 @@ class _Tracks:
             since = (times - self.timeline.start_time) * (1e3 * _find_time_scale(self.timeline))
         if len(since) and not since.max() < _MAX_NANOSECONDS:
             name = self.timeline.program.name
-            raise UsageError(f"{name} has times above {_MAX_NANOSECONDS} ns, the limit of Perfetto")
+            raise UsageError(
+                f"cannot write {name} for Perfetto: it has times above "
+                f"{_MAX_NANOSECONDS} ns, the limit of Perfetto"
+            )
         return np.rint(since).astype(np.int64)
 
     def _assign_thread_id(self, rank: int, name: str) -> int:

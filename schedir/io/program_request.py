@@ -68,8 +68,9 @@ def _refuse_forms_with_sizes(program: Program, sizes: Sizes) -> None:
         size = FORMS[INSTRUCTIONS[op].form or 0].size
         if size and getattr(sizes, size) is not None:
             raise UsageError(
-                f"--cluster prices messages by the size of activations and gradients, but "
-                f"{INSTRUCTIONS[op].text} changes their bytes to the size {size}",
+                "--cluster computes the cost of a message from the size of an activation or a "
+                f"gradient, but {INSTRUCTIONS[op].text} changes the bytes of the message to the "
+                f"size {size}",
                 hint="give the cost of messages: --costs send=SECONDS",
                 fields=["cluster", "costs"],
             )
@@ -191,8 +192,8 @@ class Request:
         frozen, rest = divmod(parts * shape.stages, shape.ranks)
         if rest:
             raise ShapeError(
-                f"frozen_stages={parts} freezes {parts} of {shape.ranks} parts of the model, but "
-                f"this is not an integer number of the {shape.stages} stages",
+                f"frozen_stages={parts} freezes {parts}/{shape.ranks} of the model, but "
+                f"{parts}/{shape.ranks} of the {shape.stages} stages is not an integer",
                 fields=["frozen_stages", "stages_per_rank"],
             )
         return sum(segments[:frozen])
@@ -228,7 +229,8 @@ class Request:
         elif not loaded.is_draft:
             for name in self.compile_options:
                 raise UsageError(
-                    f"{self.source} is a lowered program: {name} applies to schedules and drafts",
+                    f"{self.source} is a lowered program: {name} applies only to schedules and "
+                    "drafts",
                     fields=[name],
                 )
             return self._check_memory_limit(self._share_buffers(loaded))
@@ -285,19 +287,21 @@ class Request:
             return replace(run, unit=self.unit if self.cluster is None else "s")
         if self.cluster is not None:
             raise UsageError(
-                f"{self.source} is a run with its own times: --cluster applies to programs and "
-                "schedules",
+                f"{self.source} is a run with its own times: --cluster applies only to programs "
+                "and schedules",
                 fields=["cluster"],
             )
         if self.progress_model not in (None, source_run.progress_model) and not self.for_comparison:
             raise UsageError(
-                f"{self.source} ran under the progress model {source_run.progress_model}, not "
-                f"{self.progress_model}",
+                f"{self.source} is a run with the progress model {source_run.progress_model}, so "
+                f"the progress model {self.progress_model} does not apply",
                 fields=["progress_model"],
             )
         if self.blocking_hosts and not source_run.blocking_hosts:
             raise UsageError(
-                f"{self.source} ran without --blocking-hosts", fields=["blocking_hosts"]
+                f"{self.source} is a run without blocking hosts, so --blocking-hosts does not "
+                "apply",
+                fields=["blocking_hosts"],
             )
         self._require_consistent_source(source_run.program)
         sizes = self._stage_sizes or source_run.sizes
@@ -400,7 +404,7 @@ class Request:
             for name in (*options, *self.compile_options):
                 option = "--compute-only" if name == "draft" else option_name(name)
                 raise UsageError(
-                    f"{self.source} is a program: {option} applies to schedules", fields=[name]
+                    f"{self.source} is a program: {option} applies only to schedules", fields=[name]
                 )
 
     def _require_compute_only(self) -> None:
@@ -410,7 +414,8 @@ class Request:
             *self.compile_options,
         ):
             raise UsageError(
-                f"--compute-only prints a draft: {option_name(name)} applies to lowered programs",
+                f"--compute-only prints a draft, but {option_name(name)} applies only to lowered "
+                "programs",
                 hint="leave out --compute-only",
                 fields=[name],
             )
@@ -463,7 +468,7 @@ class Request:
         loaded, unsegmented = self.source.schedule_or_program, self._unsegmented_shape
         if "microbatch_chunks" in self.compile_options or unsegmented.chunks_per_microbatch > 1:
             raise UsageError(
-                "--cluster cannot fill the costs of microbatch chunks",
+                "--cluster cannot compute the costs of microbatch chunks",
                 hint="leave out --cluster, and give all costs with --costs",
                 fields=["cluster", "microbatch_chunks", "chunks_per_microbatch"],
             )
@@ -487,7 +492,7 @@ class Request:
             and "tp_reduce" not in costs.specified
         ):
             raise UsageError(
-                "--cluster cannot fill the cost of tensor-parallel collectives between segments",
+                "--cluster cannot compute the cost of tensor-parallel collectives between segments",
                 hint="--costs tp_reduce=SECONDS",
                 fields=["cluster", "stage_segments", "segment_boundaries"],
             )
@@ -553,7 +558,8 @@ class Request:
         segments, shape = self.compile_options.get("stage_segments"), self.shape
         if segments is not None and max(self._unsegmented_shape.segments_per_stage) > 1:
             raise UsageError(
-                f"the stages of {self.source} have segments already", fields=["stage_segments"]
+                f"stage_segments does not apply: the stages of {self.source} already have segments",
+                fields=["stage_segments"],
             )
         return (
             {}

@@ -156,7 +156,7 @@ def _bind_options(source: str) -> Schedule:
     name, _, inside = source.partition("(")
     schedule = load_source(name.strip())
     if isinstance(schedule, Program):
-        raise UsageError(f"{name} is a program: options in brackets apply to schedules")
+        raise UsageError(f"{name} is a program: options in brackets apply only to schedules")
     given = {}
     try:
         call = ast.parse(f"f({inside}", mode="eval").body
@@ -186,7 +186,7 @@ def _parse_literal(name: str, option: str, value: ast.expr) -> object:
         written = ast.unparse(value)
         raise UsageError(
             f"{name}: {option}={written} is not a value",
-            hint=f"put text in quotes, and the schedule in other quotes for the shell: "
+            hint="put text in quotes, and for the shell, put the schedule in other quotes: "
             f"\"{name}({option}='{written}')\""
             if isinstance(value, ast.Name | ast.Attribute)
             else "a value is a number, text in quotes, True, False, None, or a list of these",
@@ -197,7 +197,7 @@ def _load_program(path: str) -> Program:
     with open_regular_file(path) as file:
         if file.read(2) == b"PK":  # a ZIP archive
             raise UsageError(
-                f"{path} contains no program: it may be a run, whose file ends in .timeline",
+                f"{path} contains no program: it may be a run, whose file must end in .timeline",
                 hint=f"rename the file to {path.removesuffix('.sched')}.timeline",
             )
     text = read_text(path)

@@ -89,7 +89,8 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         encoded_header = json.dumps(header, indent=2, allow_nan=False).encode() + b"\n"
     except ValueError:
         raise UsageError(
-            "cannot save the Timeline: clock_error or sizes are infinite or NaN",
+            "cannot save the Timeline: its clock_error or its sizes contain an infinite number or "
+            "NaN",
             fields=["clock_error", "sizes"],
         ) from None
     if len(encoded_header) > _MAX_HEADER_BYTES:
@@ -98,7 +99,8 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         raise UsageError(
             f"cannot save the Timeline: with its sizes, the header has {len(encoded_header)} "
             f"bytes, more than {_MAX_HEADER_BYTES}",
-            hint="dataclasses.replace(timeline, sizes=None), or sizes with one number per stage",
+            hint="save dataclasses.replace(timeline, sizes=None), or use sizes with one number per "
+            "stage",
             fields=["sizes"],
         )
     members = {
@@ -300,7 +302,7 @@ def _require_valid_times(
     """Raise TraceError if an instruction ends before it starts, or compute of a rank overlaps."""
     if (end < start).any():
         k = int((end < start).argmax())
-        raise TraceError(f"instruction {k} ends at {end[k]:g}, before it starts at {start[k]:g}")
+        raise TraceError(f"instruction {k} has the end {end[k]:g} before its start {start[k]:g}")
     spans = build_spans(program, start, end)
     compute = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~program.joined)
     same = spans["rank"][compute][1:] == spans["rank"][compute][:-1]
@@ -327,7 +329,8 @@ def _require_causal_order(timeline: Timeline) -> None:
             InstructionSite(rank, index, instr, f"{spans['start'][k]:g} to {spans['end'][k]:g}")
         )
     raise TraceError(
-        "in this prediction, an effect comes before its cause",
+        "in this prediction, the first instruction below starts or ends too early: it must wait "
+        "for the second",
         program=timeline.program.name,
         sites=sites,
     )

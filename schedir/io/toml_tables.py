@@ -31,7 +31,7 @@ def parse_toml(text: str, location: str) -> dict[str, Any]:
         if line.count(".") > MAX_DOTS_PER_LINE:
             raise ConfigError(
                 f"cannot be read: the line has more than {MAX_DOTS_PER_LINE} dots",
-                location=location, line=number, column=1, hint="split a list into several lines",
+                location=location, line=number, column=1, hint="write a list in several lines",
             )  # fmt: skip
     try:
         return tomllib.loads(text)

@@ -62,7 +62,8 @@ def require_torch_support(
         )
     if RECOMPUTE in program.used_opcodes:
         raise UsageError(
-            "the program has R, but torch's runtime recomputes only inside a backward",
+            "the program has Recompute instructions (R), but torch's runtime recomputes only "
+            "inside a backward",
             program=program.name,
             hint="leave out recompute, and use torch.utils.checkpoint in the modules of the stages",
         )
@@ -99,7 +100,8 @@ def require_torch_support(
         and (is_op(fields["op"], _PER_OCCURRENCE_REDUCES) & (fields["mb"] > 0)).any()
     ):
         raise UsageError(
-            "the program reduces the gradients of a stage several times, not once as torch",
+            "the program reduces the gradients of a stage several times, but torch reduces them "
+            "once",
             program=program.name,
             hint="compile it with reduce_scatter_at='update_end'",
         )

@@ -144,7 +144,9 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     if not program.has_backward:
-        raise CompletenessError("a schedule of torch needs a backward", program=program.name)
+        raise CompletenessError(
+            "the program has no backward, but a schedule of torch needs one", program=program.name
+        )
     if program.frozen_stages:
         raise UsageError(
             f"the program has no backward of its {program.frozen_stages} frozen stages, but torch "
@@ -174,7 +176,8 @@ def format_cells(program: Program, csv_format: str = "torch") -> list[list[str]]
     """
     if csv_format not in CSV_FORMATS:
         raise UsageError(
-            f"no export format {csv_format!r}", hint=f"the formats are {', '.join(CSV_FORMATS)}"
+            f"there is no CSV format {csv_format!r}",
+            hint=f"the formats are {', '.join(CSV_FORMATS)}",
         )
     if csv_format != "torch" and program.is_draft and program.shape.ranks > 1:
         raise LoweringLevelError(

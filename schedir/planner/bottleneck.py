@@ -23,7 +23,7 @@ def describe_plan(plan: ParallelPlan) -> str:
     """Return a short description of a plan.
 
     Args:
-        plan: The plan. Degrees and options that have their usual value are left out.
+        plan: The plan. The description leaves out degrees and options that have their usual value.
 
     Example:
         >>> from schedir.planner import ParallelPlan
@@ -76,7 +76,7 @@ def no_fit_error(
 
 
 def attach_bottleneck(cluster: Cluster, estimate: PlanEstimate) -> PlanEstimate:
-    """Return the estimate with the bottleneck of the plan alone, without other plans.
+    """Return the estimate with the bottleneck of the plan, without a comparison with other plans.
 
     Args:
         cluster: The cluster of the plan.
@@ -118,11 +118,12 @@ def attach_relative_bottleneck(
 
     The first rule that applies sets `bottleneck`:
 
-    - If another plan that fits is faster, it is the part with the largest difference to the fastest
-      one.
-    - If faster plans exist but none fits, it is "memory". `explanation` names the one of them that
-      uses the least memory.
-    - Otherwise it is the largest part that another plan reduces, or "compute" if there is none.
+    - If another plan that fits is faster, the bottleneck is the part of the step with the largest
+      difference to the fastest plan.
+    - If faster plans exist but none of them fits, the bottleneck is "memory". `explanation` names
+      the faster plan that uses the least memory.
+    - Otherwise the bottleneck is the largest part that another plan reduces, or "compute" if no
+      plan reduces a part.
 
     Args:
         model: The model of the plans.

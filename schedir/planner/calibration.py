@@ -1,8 +1,8 @@
 """Calibrate a cluster with a few measured runs of training software, with intervals.
 
 The logarithms of five constants are fitted to the logarithms of step times. A normal prior keeps
-them near the cluster's values, and Cauchy weights let a bad run count little. The result is the
-mode of the posterior and its covariance there (Laplace approximation).
+the constants near the values of the cluster. Cauchy weights reduce the influence of a bad run. The
+result is the mode of the posterior and its covariance there (Laplace approximation).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MeasuredRun(NamedTuple):
 
     Attributes:
         model: The model.
-        plan: The plan. Its GPUs fill the nodes of the cluster.
+        plan: The plan. The GPUs of the plan fill the nodes of the cluster.
         step_time: Seconds of a step.
         memory: Peak bytes of the GPU that used the most, or None.
 
@@ -152,7 +152,7 @@ class Calibration:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """The predicted over the measured step time of each run, less 1."""
+        """For each run, the predicted step time divided by the measured step time, less 1."""
         return tuple(
             found.step_time / run.step_time - 1
             for found, run in zip(self.estimates, self.runs, strict=True)
@@ -174,7 +174,7 @@ class Calibration:
         return float(seconds[0] * np.exp(-spread)), float(seconds[0] * np.exp(spread))
 
     def list_extrapolations(self, plan: ParallelPlan) -> list[str]:
-        """Return where a plan is outside of the runs, a sentence each.
+        """Return a sentence for each field of a plan whose value is outside of the runs' range.
 
         Args:
             plan: The plan.
@@ -192,12 +192,13 @@ class Calibration:
     def suggest_run(self, max_gpus: int | None = None) -> ParallelPlan | None:
         """Return the plan whose measurement would make the constants most certain.
 
-        It is the plan with the least certain step time, of all plans of the largest run's model and
-        batch that fit. The information of a run grows with this variance (D-optimality: Atkinson
-        and Donev 1992, section 10.2).
+        The plans to choose from have the model and the batch of the largest run, and fit in memory.
+        The result is the plan whose predicted step time is the least certain, because a run with a
+        larger variance gives more information (D-optimality: Atkinson and Donev 1992, section
+        10.2).
 
         Args:
-            max_gpus: The number of GPUs of the plan. None is that of the largest run.
+            max_gpus: The number of GPUs of the plan. None means the number of the largest run.
 
         Returns:
             The plan, or None if no plan fits.
@@ -240,7 +241,8 @@ def resize_to(cluster: Cluster, gpus: int) -> Cluster:
         return replace(cluster, nodes=1, gpus_per_node=gpus)
     if gpus % cluster.gpus_per_node:
         raise UsageError(
-            f"a run has {gpus} GPUs: they do not fill nodes of {cluster.gpus_per_node}",
+            f"a run has {gpus} GPUs, which do not fill nodes: a node of the cluster has "
+            f"{cluster.gpus_per_node} GPUs",
             fields=["gpus"],
         )
     return replace(cluster, nodes=gpus // cluster.gpus_per_node)
@@ -270,8 +272,8 @@ def predict(
 def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Calibration:
     """Fit five constants of a cluster to measured runs.
 
-    The constants are those of `CONSTANTS`. Each stays within its bounds, and near the value of
-    `cluster` as far as the runs do not determine it.
+    The constants are those of `CONSTANTS`. Each constant stays within its bounds. A constant that
+    the runs do not determine stays near its value in `cluster`.
 
     Args:
         cluster: The cluster before the calibration, such as a preset.
@@ -339,8 +341,8 @@ def fit_constants(
 ) -> tuple[Cluster, Floats]:
     """Return the cluster with the most likely constants, and the covariance of their logarithms.
 
-    The steps are those of Gauss and Newton, with weights 1 / (1 + (error / (c s))^2) for a noise of
-    s (iteratively reweighted least squares: Holland and Welsch 1977).
+    The function takes Gauss-Newton steps with weights 1 / (1 + (error / (c s))^2) for a noise of s
+    (iteratively reweighted least squares: Holland and Welsch 1977).
 
     Args:
         cluster: The cluster before the fit, with all constants.
@@ -363,7 +365,7 @@ def fit_constants(
             break
         if largest > 0.1:
             seconds, slopes = _differentiate(cluster, estimate)
-        else:  # The slopes are still right.
+        else:  # The step was small, so the slopes are still accurate.
             seconds = estimate(cluster)
     return cluster, np.array(np.linalg.inv(information), float)
 
@@ -371,12 +373,12 @@ def fit_constants(
 def _differentiate(
     cluster: Cluster, estimate: Callable[[Cluster], Floats]
 ) -> tuple[Floats, Floats]:
-    """Return seconds, and the derivatives of their logarithms by those of the constants."""
+    """Return seconds, and the derivatives of log seconds by the logarithms of the constants."""
     values, seconds = _get_constants(_fill_constants(cluster)), estimate(cluster)
     slopes = []
     for k in range(len(values)):
         moved = values.copy()
-        moved[k] *= np.exp(-_STEP)  # Down: `flops` cannot be above the peak.
+        moved[k] *= np.exp(-_STEP)  # Not upward, because `flops` cannot be above the peak.
         other = estimate(_set_constants(cluster, moved))
         slopes.append(np.log(seconds / other) / _STEP)
     return seconds, np.stack(slopes, axis=-1)

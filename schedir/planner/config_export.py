@@ -127,7 +127,7 @@ def _build_program(plan: ParallelPlan, *, tied_weights: bool, options: dict[str,
     if isinstance(schedule, Program) and not schedule.is_draft:
         if plan.has_offload:
             raise UsageError(
-                f"{plan.schedule} is a lowered program: a plan cannot change its offload",
+                f"{plan.schedule} is a lowered program, and a plan cannot change its offload",
                 hint='offload="none" and optimizer_placement="device"',
                 fields=["offload", "optimizer_placement", "schedule"],
             )
@@ -333,8 +333,8 @@ def _require_trainable(
         )
     if plan.offload != "none" and offload_program is None:
         raise UsageError(
-            f"offload {plan.offload!r} needs an offload_program, which has the offloaded "
-            "microbatches",
+            f"offload {plan.offload!r} needs an offload_program, the program that contains the "
+            "offloads of each microbatch",
             hint="offload_program=simulated_program(model, cluster, plan)",
             fields=["offload"],
         )

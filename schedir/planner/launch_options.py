@@ -162,8 +162,8 @@ def _format_torchtitan(
 def _count_removed_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int] | None:
     """Return by how many layers torchtitan shortens the first and the last stage, or None.
 
-    torchtitan divides layers plus the removed ones evenly, and the first stages get one more layer.
-    The result is None if no such numbers give this division.
+    torchtitan divides the sum of the layers and of these numbers evenly, and the first stages get
+    one more layer. The result is None if no such numbers give this division.
     """
     stages = len(layers_per_stage)
     if stages < 2:

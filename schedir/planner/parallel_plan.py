@@ -51,7 +51,7 @@ class ParallelPlan:
         optimizer_placement: Where the optimizer state is between steps: "device" or "host".
 
     Raises:
-        UsageError: A field has a value that it cannot have.
+        UsageError: A field has an invalid value.
 
     Example:
         >>> from schedir.planner import ParallelPlan
@@ -112,7 +112,8 @@ class ParallelPlan:
             _is_integer(each, 0) and each <= MAX_LAYERS for each in parts
         ):
             raise UsageError(
-                f"plan: layers_per_stage must be the layers of each stage, not {describe(parts)}",
+                "plan: layers_per_stage must have the number of layers of each stage, not "
+                f"{describe(parts)}",
                 hint="layers_per_stage=(2, 3, 2)",
                 fields=["layers_per_stage"],
             )
@@ -186,7 +187,7 @@ class StageTimes(NamedTuple):
         compute: Compute.
         layer_collectives: Tensor-, context- and expert-parallel collectives that compute of the
             same microbatch does not hide.
-        all_to_alls: Those of `layer_collectives` that are all-to-alls of experts.
+        all_to_alls: The part of `layer_collectives` that is all-to-alls of experts.
     """
 
     compute: PhaseTimes = PhaseTimes()

@@ -185,10 +185,11 @@ class PlanColumns:
 
 
 def simulation_only_error() -> UsageError:
-    """Return the error for a plan that offloads, where only the closed form is available."""
+    """Return the error for a plan that offloads, which the closed form cannot estimate."""
     return UsageError(
         "closed forms cannot estimate plans with offload: these plans need a simulation",
-        hint="simulate_plan estimates one; on the command line, leave out --closed-form-only",
+        hint="simulate_plan estimates such a plan; on the command line, leave out "
+        "--closed-form-only",
         fields=["offload", "exact"],
     )
 

@@ -42,7 +42,7 @@ class FieldFilter(NamedTuple):
         attention: The attention of all plans.
         rank_order: The rank order of all plans.
         division: The rule that divides the layers among stages.
-        offload: True if to include plans that are useful only if states are offloaded.
+        offload: True to include plans that are useful only if states are offloaded.
     """
 
     schedules: tuple[str, ...] = DEFAULT_SCHEDULES
@@ -99,7 +99,7 @@ def build_field_filter(**fields: Any) -> FieldFilter:
         get_formulas(name)
     for name, values in result.items():
         if values == ():
-            raise UsageError(f"{name} must have at least one value, and it is empty", fields=[name])
+            raise UsageError(f"{name} is empty: it must have at least one value", fields=[name])
     return FieldFilter(**result)
 
 
@@ -228,8 +228,8 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
         stacklevel: Stack frames from this function's caller to the line that the warning shows.
     """
     warnings.warn(
-        f"tp {t} is more than the {cluster.gpus_per_node} GPUs of a node: the tensor-parallel "
-        "collectives of each layer use the network",
+        f"tp {t} is more than the {cluster.gpus_per_node} GPUs of a node, so the tensor-parallel "
+        "collectives of each layer use the network between nodes",
         stacklevel=stacklevel + 1,
     )
 
@@ -395,6 +395,6 @@ def _no_batch_error(
     )
     return UsageError(
         f"batch {batch} cannot be divided among dp {_join_with_or(replicas)} replicas{sizes}",
-        hint=f"the nearest batches that work: {' and '.join(map(str, below + above))}",
+        hint=f"the nearest batches that can be divided: {' and '.join(map(str, below + above))}",
         fields=["batch", "dp"],
     )

@@ -249,8 +249,8 @@ def plan(
 def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
     """Return the sort key of a plan.
 
-    Plans with equal times up to rounding are sorted by simplicity, because a prediction does not
-    include the cost of issuing more instructions.
+    If the times of plans differ only by rounding, the simpler plan comes first, because a
+    prediction does not include the cost of issuing more instructions.
     """
     schedule_index, recompute_index = (
         [*SCHEDULE_FORMULAS].index(estimate.schedule),
@@ -319,9 +319,9 @@ def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: Parallel
         )
     if plan.gpus != cluster.gpu_count:
         raise UsageError(
-            f"pp {plan.pp} x tp {plan.tp} x dp {plan.dp} x cp {plan.cp} = "
-            f"{plan.gpus} GPUs, and the cluster has {cluster.gpu_count}: {cluster.nodes} x "
-            f"{cluster.gpus_per_node}",
+            f"pp {plan.pp} x tp {plan.tp} x dp {plan.dp} x cp {plan.cp} = {plan.gpus} GPUs, but "
+            f"the cluster has {cluster.gpu_count} GPUs (nodes x GPUs of a node: {cluster.nodes} x "
+            f"{cluster.gpus_per_node})",
             fields=["pp", "tp", "dp", "cp"],
         )
     least = int(formulas.min_microbatches(plan.pp))

@@ -1,7 +1,7 @@
 """Prefer the simplest of the plans that are about as fast as the fastest.
 
-The error of a prediction is larger than a difference of 2 %, and each mechanism that a plan uses
-can fail, must be understood, and costs time that the prediction does not contain.
+The error of a prediction is larger than a difference of 2 %. Each mechanism that a plan uses can
+fail, must be understood, and costs time that the prediction does not contain.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from schedir.errors import UsageError
 def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Return how much slower the predicted best plan is than the measured best plan.
 
-    If several plans have the lowest prediction, the slowest of them counts. An error that is the
-    same for all plans has no effect; an error that changes their order does.
+    If several plans have the lowest prediction, the function counts the slowest of them. An error
+    that is the same for all plans has no effect; an error that changes their order has an effect.
 
     Args:
         predicted: Predicted seconds of each plan.
@@ -31,8 +31,8 @@ def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> 
     """
     if not predicted or len(predicted) != len(measured):
         raise UsageError(
-            f"regret: predicted has {len(predicted)} plans and measured has {len(measured)}: both "
-            "must have the same plans, and at least one",
+            f"regret: predicted has {len(predicted)} plans and measured has {len(measured)}, but "
+            "both must have the same plans, and at least one",
             fields=["predicted", "measured"],
         )
     for name, seconds in (("predicted", predicted), ("measured", measured)):

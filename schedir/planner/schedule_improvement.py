@@ -36,9 +36,9 @@ class ImprovedPlan(NamedTuple):
         estimate: The plan and its estimates. Its schedule is "search" if a shorter one was found.
         program: The program of the plan.
         lower_bound: Seconds that no schedule of the plan can beat, without reductions over
-            replicas. It is the lower of the bounds for full and for split backwards, because fewer
-            collectives overlap with compute in a split backward. It assumes that recomputation runs
-            directly before its backward.
+            replicas. It is the smaller of two bounds, one for full and one for split backwards,
+            because fewer collectives overlap with compute in a split backward. It assumes that
+            recomputation runs directly before its backward.
         numba: True if the searches used Numba. See
             `schedir.schedule_search.search_results.SearchResult`.
     """
@@ -143,7 +143,9 @@ def improve_schedule(
 
 
 def _merge_model_states(size: Sizes, plan: ParallelPlan, shape: PipelineShape) -> Sizes:
-    """Return the sizes with all states of a stage as one sum, the fixed memory of the search.
+    """Return sizes that have the sum of all states of a stage as one size.
+
+    A search counts this sum as fixed memory.
 
     With ZeRO the optimizer state is sharded. Weights and gradients count unsharded, because all
     stages may be unsharded at the same time.

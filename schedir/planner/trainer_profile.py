@@ -53,7 +53,8 @@ def compute_trainer_sizes(
         model: The model.
         plan: The plan.
         shape: The pipeline shape of the plan.
-        constants: Not used. The parameter is there because all trainers have the same signature.
+        constants: Not used. The parameter exists because the size functions of all trainers have
+            the same signature.
         state_bytes: Bytes of weights, gradients and optimizer state per parameter.
 
     Returns:

@@ -338,7 +338,8 @@ class _CpSatModel:
         """
         saved, deferred = self.problem.saved[stage], self.problem.deferred_wgrad[stage]
         for k in range(self.problem.microbatches):
-            # The fewest Is assume that each has its W. The fewest Ws assume the best number of Is.
+            # The smallest number of Is is computed as if each I has its W. The smallest number of
+            # Ws is computed for the best number of Is.
             i = next(i for i in range(k + 1) if (k + 1 - i) * saved <= capacity)
             if i:
                 self.model.add(self.start_vars[stage, F][k] >= self.end_expression(stage, I, i - 1))

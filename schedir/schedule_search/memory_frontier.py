@@ -60,11 +60,11 @@ class MemoryFrontier:
 
     Attributes:
         shape: The pipeline shape.
-        levels: The results at ascending limits. A run is never longer than that of a smaller limit,
-            since it fits there too. Limits above the last level bring no gain, or were not
-            searched.
-        bounds: Pairs (limit, bound) in ascending order of limits, more than `levels` has. The
-            bounds never ascend. The last limit is infinite.
+        levels: The results at ascending limits. A run is never longer than the run of a smaller
+            limit, because that run also fits into the larger limit. Limits above the last level
+            bring no gain, or were not searched.
+        bounds: Pairs (limit, bound) in ascending order of limits, also for limits that `levels`
+            does not have. The bounds never ascend. The last limit is infinite.
         timelines: The predictions of the initial and the built-in schedules.
         is_complete: False if Ctrl-C ended the search early.
         numba: See `SearchResult`, for all searches together.
@@ -336,7 +336,7 @@ def _compute_bounds(
 ) -> tuple[tuple[float, float], ...]:
     """Return (limit, bound) for more limits than are searched.
 
-    A bound of a larger limit is also a bound of a smaller one.
+    A bound for a limit is also a bound for each smaller limit.
     """
     low, high = limits[0], limits[-1]
     between = [low + (high - low) * k / _BOUND_SAMPLES for k in range(_BOUND_SAMPLES + 1)]

@@ -178,8 +178,8 @@ def make_problem(
     Raises:
         ShapeError: The shape has stage replicas, several updates or sequence segments.
         CostsError: The costs differ between microbatches, are all 0, or add up to more than 1e299.
-            They are of other stages, or contain B without I and W for split backwards. Or `FB` is
-            less than a forward and a backward.
+            Also if they are for another number of stages, or contain B without I and W for split
+            backwards. Also if `FB` is less than a forward and a backward.
         UsageError: The limit is invalid, or too small for any schedule.
     """
     require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
@@ -192,14 +192,14 @@ def make_problem(
     _require_searchable_shape(shape)
     if split_backward and "B" in costs.specified and not {"I", "W"} & costs.specified.keys():
         raise CostsError(
-            "costs have B but not I and W, which a search with split backwards needs",
+            "costs have B, but a search with split backwards needs I and W",
             hint="add I=...,W=..., or search with full backwards: --no-split-backward, "
             "split_backward=False",
         )
     if costs.has_pairing_gain(shape):
         raise CostsError(
-            "costs have an FB that is less than a forward and a backward, and a search does not "
-            "support such pairs",
+            "the cost FB is less than F + B, so that pairs of a forward and a backward save time, "
+            "but a search does not support pairs",
             hint="leave out FB to search schedules without pairs",
         )
     F, I, W = (
@@ -212,7 +212,10 @@ def make_problem(
     else:
         I = _stage_costs(BACKWARD, costs, shape)
     if not sum(F + I + W) > 0:
-        raise CostsError("all costs are 0, so all schedules have the same length")
+        raise CostsError(
+            "all compute costs are 0, so a search has nothing to minimize: set a compute cost "
+            "above 0"
+        )
     send = _stage_costs(SEND_OPS[0], costs, shape)
     rank_of = shape.first_rank_per_stage.tolist()
     act = [c * (a != b) for c, a, b in zip(send, rank_of, [*rank_of[1:], rank_of[-1]], strict=True)]
@@ -224,7 +227,9 @@ def make_problem(
         for rank, own in enumerate(shape.stages_on_rank)
     ]
     if not shape.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MAX_TIME:
-        raise CostsError(f"the costs add up to {MAX_TIME:g} or more, the limit of a search")
+        raise CostsError(
+            f"the costs of all instructions add up to {MAX_TIME:g} or more, the limit of a search"
+        )
     saved, deferred, both, capacity = _stage_memory(
         shape, sizes, memory_limit, max_in_flight, split_backward=split_backward
     )
@@ -259,14 +264,17 @@ def _require_searchable_shape(shape: PipelineShape) -> None:
     ):
         if many > 1:
             raise ShapeError(
-                f"a search supports shapes with one {what}: this has {many}", fields=[field]
+                f"a search supports only shapes with one {what}, but this shape has {many}",
+                fields=[field],
             )
 
 
 def _stage_costs(op: int, costs: Costs, shape: PipelineShape) -> tuple[float, ...]:
     each = costs.for_opcode(op, shape)  # type: ignore[arg-type]
     if each.shape[1] > 1:
-        raise CostsError("costs differ between microbatches, and a search does not support this")
+        raise CostsError(
+            "costs differ between microbatches, but a search supports only one cost per stage"
+        )
     return tuple(each[:, 0].tolist())
 
 
@@ -286,7 +294,7 @@ def _stage_memory(
     one, zero = (1.0,) * shape.stages, _zeros(shape)
     if limit is not None and in_flight is not None:
         raise UsageError(
-            "memory_limit cannot be combined with max_in_flight", hint="give one of them"
+            "memory_limit and max_in_flight cannot be combined", hint="give one of them"
         )
     if limit is None:
         capacity = (inf,) * shape.ranks
@@ -308,7 +316,9 @@ def _stage_memory(
         for name in ("saved", "deferred_wgrad", "saved_and_deferred")
     }
     if any(of_stage.shape[1] > 1 for of_stage in each.values()):
-        raise UsageError("sizes differ between microbatches, and a search does not support this")
+        raise UsageError(
+            "sizes differ between microbatches, but a search supports only one size per stage"
+        )
     saved, deferred, both = (tuple(of_stage[:, 0].tolist()) for of_stage in each.values())
     weights = sizes.for_stages("model_states", shape.stages)
     capacity = tuple(float(most - weights[list(own)].sum()) for own in shape.stages_on_rank)

@@ -1,8 +1,8 @@
 """The order of tasks of each rank without microbatch numbers, and its time.
 
-A task is one F, I or W of a microbatch on a stage. All microbatches are alike, so a rank loses
-nothing if it runs each kind of task of a stage in ascending order of microbatches. Sorting the
-starts of a kind keeps the dependencies of the k-th tasks, and memory depends on counts alone
+A task is one F, I or W of a microbatch on a stage. All microbatches are alike, so a rank loses no
+time if it runs each kind of task of a stage in ascending order of microbatches. Sorting the starts
+of a kind keeps the dependencies of the k-th tasks, and memory depends on counts alone
 (docs/explanation/lower-bounds.md).
 """
 

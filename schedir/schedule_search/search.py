@@ -88,14 +88,14 @@ def search_schedule(
         split_backward: True to split backwards into I and W. If a full backward takes less than
             I and W together, the bound is for split backwards only.
         time_limit: The longest time of the search, in seconds.
-        max_evaluations: The largest number of evaluated orders. If they end before `time_limit`,
-            the result depends on `seed` alone. By default there is no limit.
+        max_evaluations: The largest number of evaluated orders. If the search evaluates this number
+            before `time_limit`, the result depends on `seed` alone. By default there is no limit.
         seed: The random seed.
         initial_schedules: Schedule functions or programs to start from, in addition to the built-in
             schedules. Their backwards are split or joined as `split_backward` demands.
         prove: "closed" computes the bound from formulas. "solver" searches for three tenths of the
             time, and then runs CP-SAT (`pip install 'schedir[solver]'`). CP-SAT proves small cases
-            that the formulas leave open. Its result depends on time, not on `seed` alone.
+            that the formulas leave open. The result of CP-SAT depends on time, not on `seed` alone.
         report: Called with each shorter schedule and the bound. While CP-SAT runs, it is also
             called with each better bound.
 
@@ -103,7 +103,7 @@ def search_schedule(
         The shortest schedule, its prediction, and the lower bound.
 
     Raises:
-        UsageError: An argument is invalid, or no schedule fits into the limit. Or an initial
+        UsageError: An argument is invalid, or no schedule fits into the limit. Also if an initial
             schedule recomputes, does not train all stages, or has another shape.
         CostsError: See `make_problem`.
         ShapeError: See `make_problem`.

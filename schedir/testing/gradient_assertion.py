@@ -139,7 +139,7 @@ def assert_same_gradients(
     method = start_method or ("spawn" if _forks_are_unsafe() else "fork")
     with _use_one_thread(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if not loop.expected_gradients:
-            raise UsageError("the loss does not depend on a trainable parameter of the model")
+            raise UsageError("the loss does not depend on any trainable parameter of the model")
         dumps = _run_processes(step, full_model, batch, ranks, method, timeout)
         if full_model is not model:
             dumps = [dump.infer_stages() for dump in dumps]
@@ -153,11 +153,15 @@ def _join_stages(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be an nn.Module or a list of stages, not {describe(model)}")
     if any(map(is_lazy, model.parameters())):
-        raise UsageError("model has lazy parameters without values", hint="run the model once")
+        raise UsageError(
+            "model has lazy parameters that have no values yet",
+            hint="run a forward of the model first",
+        )
     devices = {str(p.device) for p in model.parameters()}
     if devices - {"cpu"}:
         raise UsageError(
-            f"model must be on the CPU, as the processes, not on {', '.join(sorted(devices))}",
+            "model must be on the CPU, because the processes compute there, not on "
+            f"{', '.join(sorted(devices))}",
             hint="model.cpu()",
         )
     return model
@@ -172,7 +176,7 @@ def _find_divisor(reduction: object, microbatches: int) -> float:
     if isinstance(reduction, int | float) and not isinstance(reduction, bool) and reduction > 0:
         return reduction
     raise UsageError(
-        f"reduction must be 'mean', 'sum', or a positive number that divides the sum, not "
+        "reduction must be 'mean', 'sum', or a positive number by which the sum is divided, not "
         f"{describe(reduction)}",
         fields=["reduction"],
     )
@@ -190,7 +194,7 @@ def _require_counts(ranks: object, replicas: object, microbatches: int) -> None:
         raise UsageError(
             f"microbatches {microbatches} cannot be divided among {replicas} replicas",
             fields=["microbatches", "replicas"],
-            hint="microbatches is the number of all replicas together",
+            hint="microbatches counts the microbatches of all replicas together",
         )
 
 

@@ -187,7 +187,8 @@ def compare_gradients(
     if not any(g is not None for one in dumps for g in one.gradients.values()):
         raise UsageError(
             "no rank has a gradient of `model` after the step",
-            hint="a step with copies of `model` must return {name: gradient} with its names",
+            hint="a step that trains copies of `model` must return {name: gradient} with the "
+            "parameter names of `model`",
         )
     expected = loop.expected_gradients
     all_weight_names = find_parameter_names(loop.model).values()

@@ -93,7 +93,8 @@ def _require_progress_models(value: object) -> tuple[ProgressModel, ...]:
     result = tuple(models) if isinstance(models, Iterable) else (models,)
     if not result or any(model not in MODELS for model in result):
         raise UsageError(
-            f"progress_models must be of {', '.join(map(repr, MODELS))}, not {describe(value)}",
+            f"progress_models must be one or more of {', '.join(map(repr, MODELS))}, not "
+            f"{describe(value)}",
             fields=["progress_models"],
         )
     return result

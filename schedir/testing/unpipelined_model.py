@@ -92,7 +92,8 @@ class UnpipelinedModel:
             loss = compute_loss(self.model, batch, self.loss_fn)
             if number == 0 and not torch.equal(state, torch.get_rng_state()):
                 raise UsageError(
-                    "model uses random numbers, as dropout does, and a pipeline uses other ones",
+                    "model uses random numbers, as dropout does, but a pipeline draws other random "
+                    "numbers than the plain loop",
                     hint="call model.eval() for this test, or set dropout to 0",
                 )
             if loss.requires_grad:
@@ -196,7 +197,7 @@ def split_batch(batch: Batch, microbatches: int | None, loss_fn: LossFunction) -
         result = batch
         if microbatches not in (None, len(batch)):
             raise UsageError(
-                f"microbatches is {microbatches}, and batch is a list of {len(batch)} microbatches",
+                f"microbatches is {microbatches}, but batch is a list of {len(batch)} microbatches",
                 fields=["microbatches"],
             )
     else:
@@ -260,8 +261,8 @@ def copy_model(model: nn.Module) -> nn.Module:
     for name, p in model.named_parameters():
         if p._post_accumulate_grad_hooks:
             raise UsageError(
-                f"{name} has a post-accumulate-grad hook, which gets the sum of gradients, and the "
-                "plain loop has only the gradients of each microbatch",
+                f"{name} has a post-accumulate-grad hook, which needs the sum of gradients, but "
+                "the plain loop without a pipeline computes only the gradient of each microbatch",
                 hint="remove the hook for this test, or use register_hook",
             )
     try:

@@ -59,8 +59,8 @@ def align_clocks(
         max_offset = np.minimum(max_offset, max_offset[:, via, None] + max_offset[None, via])
     if (np.diag(max_offset) < 0).any():
         raise TraceError(
-            "the clocks of hosts cannot be aligned: with all offsets, a message is received "
-            f"{-float(np.diag(max_offset).min()):.3g} s before it was sent"
+            "the clocks of hosts cannot be aligned: for any clock offsets, some message is "
+            f"received at least {-float(np.diag(max_offset).min()):.3g} s before it was sent"
         )
     if not np.isfinite(max_offset).all():
         row, column = map(int, np.argwhere(~np.isfinite(max_offset))[0])

@@ -175,15 +175,15 @@ class TracedProcesses:
                 sorted({stage for part in parts for stage in part.stages})
             )
             if not stages_of_process[number]:
-                raise TraceError(f"{own[0].path} has no forward and no backward in this step")
+                raise TraceError(f"{own[0].path} contains no forward and no backward in this step")
             each[number] = parts
         numbers, known = self._choose_pipeline(stages_of_process)
         ranks = {stages: each[number] for stages, number in numbers.items()}
         few, most = (f(ranks.values(), key=len) for f in (min, max))
         if len(few) != len(most):
             raise TraceError(
-                f"{most[0].trace.path} has the schedule {len(most)} times, but "
-                f"{few[0].trace.path} has it {len(few)} times",
+                f"{most[0].trace.path} contains {len(most)} runs of the schedule, but "
+                f"{few[0].trace.path} contains {len(few)}",
                 hint=""
                 if step is not None
                 else "mark steps with profile(schedule=...) and profiler.step()",
@@ -204,7 +204,9 @@ class TracedProcesses:
         within = [trace for trace in traces if step is None or step in trace.steps]
         if len(within) > 1:
             of = "" if step is None else f" and have ProfilerStep {step}"
-            raise TraceError(f"{within[0].path} and {within[1].path} are of the same rank{of}")
+            raise TraceError(
+                f"{within[0].path} and {within[1].path} are traces of the same rank{of}"
+            )
         (trace,) = within
         for seen in split_repetitions(
             trace, _ALL_TIME if step is None else trace.steps[step], default_stage

@@ -156,7 +156,7 @@ def read_run(
             skipped.remove(evaluates)
         elif once.is_evaluation:
             failed = failed or TraceError(
-                f"{once.description} is an evaluation: no operators run in its backwards"
+                f"{once.description} is an evaluation: its backwards contain no operators"
             )
             skipped.append(evaluates)
             if not once.has_backwards:
@@ -209,8 +209,8 @@ def _build_timeline(
     gpu = any(part.trace.kernels is not None for part in ranks)
     if gpu and (lacking := [p.trace.path for p in ranks if p.trace.kernels is None]):
         raise TraceError(
-            f"{lacking[0]} has no kernels, but other traces have: its ranges have only the times "
-            "when the host launched instructions"
+            f"{lacking[0]} has no kernels, but other traces have kernels: its ranges have only the "
+            "times when the host launched instructions"
         )
     marked = replace(_build_marked_program(ranks, name), **program_attributes)
     if marked.used_opcodes.isdisjoint(TRANSFER_OPS) and marked.shape.ranks > 1:

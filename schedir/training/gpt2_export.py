@@ -178,7 +178,8 @@ def _read_setting(
 
 def _make_gpt_error(manifest: Manifest, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the model of step {manifest.step} is not a GPT of schedir train: {reason}",
+        f"the model in the checkpoint of step {manifest.step} is not a GPT of schedir train: "
+        f"{reason}",
         step=manifest.step,
         hint="leave out --as transformers to export any model",
     )

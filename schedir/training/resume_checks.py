@@ -201,7 +201,8 @@ def _require_same_settings(
             continue  # The file has moved. Its tokens are the same.
         what = f"the checkpoint of step {previous_run.step}" if previous_run.step else "the run"
         raise UsageError(
-            f"{what} in {config.train.checkpoint_dir} has {name} {had}, not {value}",
+            f"{what} in {config.train.checkpoint_dir} has {name} {had}, but the configuration has "
+            f"{value}",
             hint="--set train.checkpoint_dir=... writes elsewhere",
             fields=[name.rpartition(".")[2], "checkpoint_dir"]
             if name != DATA_FACT

@@ -178,7 +178,7 @@ def check_memory(config: Config, processes: int) -> None:
         )
         raise UsageError(
             f"{processes} processes need more memory than the {total / 2**30:,.1f} GiB of this "
-            f"machine; their needs in GiB: {sizes_text}"
+            f"machine: in GiB, they need {sizes_text}"
         )
 
 
@@ -271,7 +271,10 @@ def _check_environment() -> None:
     """Check the environment variables that a launcher sets."""
     names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in os.environ]:
-        raise UsageError(f"RANK is set without {' and '.join(missing)}", hint=_LAUNCHER_HINT)
+        raise UsageError(
+            f"the environment variable RANK is set, but {' and '.join(missing)} is not",
+            hint=_LAUNCHER_HINT,
+        )
     world = _read_integer("WORLD_SIZE", 1, 2**31 - 1)
     _read_integer("RANK", 0, world - 1)
     _read_integer("MASTER_PORT", 0, 65535)
@@ -288,7 +291,7 @@ def _read_integer(name: str, minimum: int, maximum: int, default: str = "") -> i
         fits = False
     if not fits:
         raise UsageError(
-            f"the environment variable {name} must be {minimum} to {maximum}, not {value!r}",
+            f"the environment variable {name} must be from {minimum} to {maximum}, not {value!r}",
             hint=_LAUNCHER_HINT,
         )
     return number

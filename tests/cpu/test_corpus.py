@@ -78,7 +78,7 @@ def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_p
     np.zeros(99, "<u2").tofile(tmp_path / "a.bin")
     for data, fact, field in (
         ({"tokenizer": "bep"}, "cannot read tokenizer bep", "tokenizer"),
-        ({"validation": source}, "is in data.validation and in data.source", "validation"),
+        ({"validation": source}, "is both in data.validation and in data.source", "validation"),
         (
             {"source": str(tmp_path / "a.bin"), "packing": "best_fit"},
             "needs the ends of documents",
@@ -86,7 +86,7 @@ def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_p
         ),
         (
             {"source": str(tmp_path / "a.bin"), "tokenizer": tokenizer},
-            "a tokenizer does not apply",
+            "so tokenizer does not apply",
             "tokenizer",
         ),
         ({"packing": "cut"}, "'cut' is not known", "packing"),

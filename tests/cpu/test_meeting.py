@@ -61,9 +61,9 @@ def test_all_are_told_in_what_they_differ(each: Any, fact: str) -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not connect"
+    assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not connect in time"
     # Who judges has not come: that others differ, too, nobody says.
-    assert said([(1, 3, {}), (2, 2, {})], timeout=0.5) == ["process 0 did not connect"] * 2
+    assert said([(1, 3, {}), (2, 2, {})], timeout=0.5) == ["process 0 did not connect in time"] * 2
 
 
 def test_what_comes_from_a_peer_is_no_code() -> None:

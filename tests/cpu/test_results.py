@@ -246,7 +246,7 @@ def test_writing_may_take_longer_than_the_timeout(config: str, tmp_path: Path) -
 
 
 def test_a_first_process_that_gives_no_sign_is_not_waited_for() -> None:
-    with pytest.raises(ExecutionError, match="process 0 has sent no heartbeat"):
+    with pytest.raises(ExecutionError, match="process 0 sent no heartbeat"):
         wait_for_results(HashStore(), 0.3)
 
 

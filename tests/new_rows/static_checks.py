@@ -311,7 +311,7 @@ def check_cluster_refuses_packed_messages(folder: str) -> None:
     model, costs = "activation=100,params=1,grads=1,optimizer=1", "F=1,B=2"
     packed = f"{model},packed=40"
     for sizes, times, compressed, error in (
-        (packed, costs, "yes", "compress changes their bytes to the size packed"),
+        (packed, costs, "yes", "compress changes the bytes of the message to the size packed"),
         (packed, f"{costs},send=1", "yes", ""),
         (model, costs, "yes", ""),
         (packed, costs, "no", ""),

@@ -184,4 +184,6 @@ def test_the_same_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_
         "--time-range=1:2",
     ):
         name = option.split("=")[0]
-        assert f"{name} is for Gantt charts" in run_refused_command(capsys, "draw", "gpipe", option)
+        assert f"{name} applies to Gantt charts" in run_refused_command(
+            capsys, "draw", "gpipe", option
+        )

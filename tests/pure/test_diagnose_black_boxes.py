@@ -156,4 +156,4 @@ def test_boxes_of_no_run_are_refused(
         words[word] = value
 
     leave(tmp_path, 0, 3, odd)
-    assert "do not belong to a run of " in run_refused_command(capsys, "diagnose", str(tmp_path))
+    assert "do not belong to one run of " in run_refused_command(capsys, "diagnose", str(tmp_path))

@@ -40,14 +40,14 @@ def spoil(at: int, value: bytes) -> object:
         (lambda raw: raw[:20], "does not begin with MMIDIDX"),
         (spoil(0, b"N"), "does not begin with MMIDIDX"),
         (spoil(9, b"\2"), "has version 2"),
-        (spoil(17, b"\6"), "has tokens of type 6"),
+        (spoil(17, b"\6"), "gives the type code 6 for its tokens"),
         (spoil(17, b"\4"), "has gaps or overlaps"),
         (spoil(18, b"\xff" * 8), "is cut off"),
         (lambda raw: raw[:-1], "is cut off"),
         (spoil(34, b"\xff\xff\xff\xff"), "has gaps or overlaps"),
         (spoil(38, b"\6"), "needs 10 tokens of 2 bytes in a.bin"),
-        (spoil(58, b"\1"), "bounds of documents that do not go from 0 to 2"),
-        (spoil(66, b"\3"), "bounds of documents that do not go from 0 to 2"),
+        (spoil(58, b"\1"), "bounds of documents that do not increase from 0 to 2"),
+        (spoil(66, b"\3"), "bounds of documents that do not increase from 0 to 2"),
     ],
 )  # fmt: skip
 def test_an_index_that_is_odd_is_refused(tmp_path: Path, change: object, said: str) -> None:

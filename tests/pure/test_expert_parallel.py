@@ -184,5 +184,5 @@ def test_a_cluster_prices_all_to_alls_by_the_link_of_their_group(
         options = {k: v for k, v in change.items() if k != "tp"}
         tp = {"tp": 2, "dp": 4 // ranks * 2} if "tp" in change else {}
         other = replace(request, compile_options=options, specified=specified | tp)
-        with pytest.raises(UsageError, match="--cluster cannot fill"):
+        with pytest.raises(UsageError, match="--cluster cannot compute"):
             _ = other.timeline

@@ -194,7 +194,7 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
     assert "program gpipe\n" in plain[1]
     assert "from 0 to 9" in too_large[1]
     assert written[0] == 0
-    assert refused[0] == 2 and "-O mark_by applies to schedules" in refused[1]
+    assert refused[0] == 2 and "-O mark_by applies only to schedules" in refused[1]
     code, output = run_python(
         copy,
         "-c",
@@ -217,7 +217,7 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
     """,
     )
     assert code == 0, output
-    assert "below 10" in output and "mark_by applies to schedules and drafts" in output
+    assert "below 10" in output and "mark_by applies only to schedules and drafts" in output
 
 
 @pytest.mark.parametrize("file", ["count", "import_as_well", "async_"])

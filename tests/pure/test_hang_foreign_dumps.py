@@ -48,4 +48,4 @@ def test_only_whole_numbers_place_no_program(tmp_path: Path) -> None:
         recorder.entries = [entry | {"input_dtypes": ["Byte"]} for entry in recorder.entries]
     with pytest.raises(UsageError) as caught:
         match_program(job_of(tmp_path, recorders), program)
-    assert "is a transfer: each has only integers or one number" in caught.value.fact
+    assert "a program: each contains only integers or one number" in caught.value.fact

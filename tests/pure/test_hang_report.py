@@ -200,7 +200,7 @@ def test_of_many_ranks_who_matters_is_told(tmp_path: Path) -> None:
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refusal = run_refused_command(capsys, "diagnose", str(tmp_path))
     assert "no file whose name ends in a rank" in refusal
-    assert "a run of schedir train that ended well has no black boxes" in refusal
+    assert "the run ended without an error and left no black boxes" in refusal
     _stage(tmp_path, "late, program")
     assert "do not match gpipe" in run_refused_command(
         capsys, "diagnose", str(tmp_path), "--program", "gpipe", "--microbatches", "6"
@@ -271,7 +271,7 @@ def test_a_buffer_that_may_have_lost_where_its_rank_stands(tmp_path: Path) -> No
     assert not any("is the cause" in line for line in describe_job(job))
     with pytest.raises(UsageError) as caught:
         match_program(job, program)
-    assert "its position may be lost" in caught.value.fact
+    assert "the position of the rank may be overwritten" in caught.value.fact
 
 
 def test_a_collective_that_has_not_started_everywhere(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_two_runs_share_an_axis_and_are_told_apart() -> None:
     labels = [run["label"] for run in data_of(html(predicted, other))["runs"]]
     assert labels == ["one_f_one_b", "gpipe"]
     assert [r["label"] for r in data_of(html(other, other))["runs"]] == ["first", "second"]
-    with pytest.raises(UsageError, match="one has 4 and the other 2"):
+    with pytest.raises(UsageError, match="one run has 4 ranks and the other 2"):
         html(predicted, timeline(2, 2))
 
 

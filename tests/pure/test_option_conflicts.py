@@ -121,7 +121,7 @@ def test_why_on_hosts_that_block(
         starts.append(chain[-1]["start"])
     assert starts[0] < starts[1]
     schedir.save_timeline(schedir.simulate(program), "x.timeline")
-    assert "ran without --blocking-hosts" in run_refused_command(
+    assert "is a run without blocking hosts" in run_refused_command(
         capsys, "check", "x.timeline", "--explain-start=0:1", "--blocking-hosts"
     )
 
@@ -144,4 +144,4 @@ def test_a_draft_is_not_lowered(capsys: pytest.CaptureFixture[str]) -> None:
     cut = run_refused_command(
         capsys, "print", "gpipe", "-O", "tp=2", "-O", "stage_segments=5", "--compute-only"
     )
-    assert "-O stage_segments applies to lowered programs" in cut
+    assert "-O stage_segments applies only to lowered programs" in cut

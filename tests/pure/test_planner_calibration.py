@@ -117,7 +117,7 @@ def test_the_command_writes_a_cluster_that_plans(
         "--batch", "256", "--stack", "nanotron", "--closed-form-only", "--zero", "1",
     ])  # fmt: skip
     said = capsys.readouterr().out
-    assert "in 90 % of runs" in said and "cannot be told apart" in said
+    assert "in 90 % of runs" in said and "cannot be distinguished" in said
     assert "16 GPUs are an extrapolation" in said
 
 

@@ -94,12 +94,12 @@ REFUSED = {
     (*TINY, "--batch=8", "--cluster=a10", "--nodes=1"): "there is no cluster preset 'a10'\n"
     "  hint: did you mean 'a100'?",
     (*TINY, "--batch=8", "--cluster=none.toml"): "cannot read none.toml: No such file",
-    (*TINY, "--batch=8", "--cluster=a100", "--gpus=12"): "12 GPUs are not a multiple of the 8 "
-    "GPUs of a node\n  hint: 8 or 16 GPUs",
+    (*TINY, "--batch=8", "--cluster=a100", "--gpus=12"): "12 GPUs do not fill nodes: a node "
+    "of the cluster has 8 GPUs\n  hint: 8 or 16 GPUs",
     (*TINY, "--batch=8", "--cluster=a100", "--gpus=8", "--tp=3"): "tp 3 does not divide heads 8"
     "\n  hint: tp = 1 or 2 or 4 or 8",
     (*TINY, "--batch=7", "--cluster=a100", "--gpus=8", "--dp=8"): "batch 7 cannot be divided "
-    "among dp 8 replicas\n  hint: the nearest batches that work: 8",
+    "among dp 8 replicas\n  hint: the nearest batches that can be divided: 8",
     ("--model=gpt-175b", "--batch=8", "--cluster=a100", "--gpus=8"): "plans fits into the 80 GB "
     "of a GPU: the smallest plan needs",
     (*AT[1:], "--select=99"): "--select: there is no plan 99, the plans are 1 to 10",
@@ -114,7 +114,10 @@ REFUSED = {
     ): "schedir train does not support ffn 11008: the feed-forward network of its GPT has width "
     '4 x 4096\n  hint: a [model] with kind = "llama" supports ffn',
     ("-o", "best.txt"): "-o best.txt: the file of a plan must end in .toml or .sched",
-    ("--picture", "x.gif"): "a picture must end in .png or .svg or .pdf, not 'x.gif'",
+    (
+        "--picture",
+        "x.gif",
+    ): "the file name of a picture must end in .png or .svg or .pdf, not 'x.gif'",
     ("--tradeoff",): "--tradeoff draws a picture, and needs --picture\n  hint: --picture FILE.svg",
     ("--top=0",): "--top must be 1 or more, not 0",
     ("--tokens=-1",): "--tokens must be above 0 and finite, not -1",
@@ -253,7 +256,7 @@ def test_a_search_finds_a_shorter_schedule(
         capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml"
     )
     assert (
-        "plan 1 has a searched schedule, which is a program" in told
+        "plan 1 has a schedule from --improve-schedules, and a .toml cannot" in told
         and not Path("best.toml").exists()
     )
 

@@ -208,7 +208,7 @@ def test_offload_beside_what_fits() -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "host_bandwidth and host_memory": {"host_bandwidth": None, "host_memory": None},
-    "the cluster's host_memory, and the cluster has no value": {"host_memory": None},
+    "a value for host_memory of the cluster, which is not set": {"host_memory": None},
     "processors of this cluster compute in host memory": {"processors": 4},
 }
 
@@ -253,9 +253,13 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
     moved = tmp_path / "own.sched"
     moved.write_text(said_program(where), encoding="utf-8")
     file = replace(one, schedule=str(moved), offload="none")
-    with pytest.raises(UsageError, match="own offload, and the planner cannot estimate its copies"):
+    with pytest.raises(
+        UsageError, match="contains offload, and the planner cannot estimate the copies"
+    ):
         planner.simulate_plan(MODEL, where, file)
-    with pytest.raises(UsageError, match="is a lowered program: a plan cannot change its offload"):
+    with pytest.raises(
+        UsageError, match="is a lowered program, and a plan cannot change its offload"
+    ):
         plan_program(replace(file, optimizer_placement="host"))
     with pytest.raises(UsageError, match="'host' with expert parallelism, and ep is 2"):
         experts = replace(MODEL, experts=4, active=2)
@@ -319,7 +323,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     bare = [line for line in lines if not line.startswith("host")]
     node.write_text("\n".join(bare), encoding="utf-8")
     assert (
-        "needs the cluster's host_bandwidth and host_memory, and the cluster has no value"
+        "needs a value for host_bandwidth and host_memory of the cluster, which is not set"
         in run_refused_command(capsys, *asked, "--offload")
     )
 

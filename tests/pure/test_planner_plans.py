@@ -314,10 +314,10 @@ def test_numbers_of_a_model_are_those_of_its_parts() -> None:
     [
         ({"batch": 0}, "batch must be an integer from 1 to 1073741824, not 0", ""),
         ({"batch": 30, "dp": 4},
-         "batch 30 cannot be divided among dp 4 replicas", "work: 28 and 32"),
-        ({"batch": 3, "dp": 4}, "batch 3 cannot be divided among dp 4 replicas", "work: 4"),
+         "batch 30 cannot be divided among dp 4 replicas", "divided: 28 and 32"),
+        ({"batch": 3, "dp": 4}, "batch 3 cannot be divided among dp 4 replicas", "divided: 4"),
         ({"batch": 32, "dp": 4, "microbatch_size": 3}, "replicas with microbatch_size 3",
-         "work: 24 and 36"),
+         "divided: 24 and 36"),
         ({"tp": 3}, "tp 3 does not divide heads 16", "tp = 1 or 2 or 4 or 8"),
         ({"pp": 3, "tp": 2},
          "no plan with pp 3 x tp 2 uses all 16 GPUs", "must be 16 = 2 x 2 x 2 x 2"),
@@ -326,7 +326,7 @@ def test_numbers_of_a_model_are_those_of_its_parts() -> None:
         ({"pp": 16, "layers": 8}, "pp 16 exceeds the 8 layers of the model", ""),
         ({"schedules": "1f1b"}, "no formulas for schedule '1f1b'", "default is all but eager_1f1b"),
         ({"schedules": "zb_h_1"}, "no formulas for schedule 'zb_h_1'", "did you mean zb_h1?"),
-        ({"schedules": ()}, "schedules must have at least one value, and it is empty", ""),
+        ({"schedules": ()}, "schedules is empty: it must have at least one value", ""),
         ({"zero": 4}, "zero must be an integer from 0 to 3, not 4", ""),
         ({"recompute": "some"}, "recompute must be none or selective or full, not 'some'", ""),
         ({"microbatch_size": 0}, "microbatch_size must be an integer from 1 to", ""),
@@ -384,7 +384,7 @@ def test_one_choice_is_priced_also_where_it_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("choice", "fact"),
     [
-        (ParallelPlan(pp=4), "pp 4 x tp 1 x dp 1 x cp 1 = 4 GPUs, and the cluster has 8: 1 x 8"),
+        (ParallelPlan(pp=4), "pp 4 x tp 1 x dp 1 x cp 1 = 4 GPUs, but the cluster has 8 GPUs"),
         (ParallelPlan(pp=8, microbatches=8), "12 layers cannot be divided evenly among pp 8 x"),
         (
             ParallelPlan(pp=2, dp=4, stages_per_rank=2),
@@ -412,10 +412,10 @@ def test_choices_that_cannot_be_are_refused(choice: ParallelPlan, fact: str) -> 
     [
         ({"zero": 4}, "zero must be an integer from 0 to 3, not 4"),
         ({"sequence_parallel": 1}, "sequence_parallel must be True or False, not 1"),
-        ({"layers_per_stage": "ab"}, "layers_per_stage must be the layers of each stage, not 'ab'"),
+        ({"layers_per_stage": "ab"}, "must have the number of layers of each stage, not 'ab'"),
         (
             {"layers_per_stage": (6.0, 6)},
-            "layers_per_stage must be the layers of each stage, not (6.0, 6)",
+            "layers_per_stage must have the number of layers of each stage, not (6.0, 6)",
         ),
     ],
 )

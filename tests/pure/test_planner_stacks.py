@@ -114,7 +114,11 @@ def test_fp8_makes_only_products_with_weights_faster() -> None:
     ("cluster", "speedup", "message"),
     [
         (planner.cluster_preset("a100"), 1.6, "fp8_speedup 1.6 needs GPUs that compute in FP8"),
-        (planner.cluster_preset("h100"), 2.1, "is more than fp8_peak / peak of the cluster, 2"),
+        (
+            planner.cluster_preset("h100"),
+            2.1,
+            "is more than the fp8_peak of the cluster divided by its peak_flops, 2",
+        ),
     ],
 )
 def test_fp8_needs_a_gpu_that_has_it(cluster: Cluster, speedup: float, message: str) -> None:

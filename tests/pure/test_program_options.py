@@ -77,7 +77,7 @@ def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "-O tp is given twice" in run_refused_command(capsys, *at, "-O", "tp=2", "-O", "tp=4")
     assert "hint: --ranks 4" in run_refused_command(capsys, *at, "-O", "ranks=4")
     assert "hint: schedir options zero" in run_refused_command(capsys, *at, "-O", "zero=4")
-    assert "has its own shape" in run_refused_command(
+    assert "already give the shape" in run_refused_command(
         capsys, "import", "x.csv", "-o", "x.sched", "-O", "optimizer_steps=2"
     )
 
@@ -121,9 +121,10 @@ def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str])
         ("check gpipe --stages_per_rank 2", "did you mean --stages-per-rank?"),
         (
             "search --zero 3",
-            "-O zero is an option of the lowering, but schedir search only orders computes",
+            "-O zero is an option of the lowering, but schedir search only orders compute "
+            "instructions",
         ),
-        ("import x.csv -o x.sched --updates 2", "a CSV or a trace has its own shape"),
+        ("import x.csv -o x.sched --updates 2", "the CSV or the traces already give the shape"),
         ("print gpipe --in-flight 3", "see schedir print --help"),
         ("check gpipe -O limit=3GB", "--memory-limit BYTES"),
         ("diagnose dumps -O zero=3", "-O needs --program"),

@@ -250,7 +250,9 @@ def test_a_start_that_does_other_work_is_refused(start: Program) -> None:
 
 
 def test_costs_of_whole_backwards_are_not_split() -> None:
-    with pytest.raises(CostsError, match="costs have B but not I and W"):
+    with pytest.raises(
+        CostsError, match="costs have B, but a search with split backwards needs I and W"
+    ):
         search_schedule(PipelineShape(2, 4), Costs(F=10, B=20))
     assert (
         search_schedule(

@@ -93,7 +93,7 @@ def test_a_file_says_its_pieces(path: str) -> None:
             "stage 0 has 1 layer, and needs the segment boundaries 'fgfg'",
             "layers_per_stage = [...]",
         ),
-        (["pipeline.stage_segments=9"], "stage_segments applies to schedules and drafts", ""),
+        (["pipeline.stage_segments=9"], "stage_segments applies only to schedules and drafts", ""),
         (["model.kind=llama"], "kind 'llama' has no segments", 'kind = "gpt"'),
     ):
         with pytest.raises(ConfigError, match=word) as error:

@@ -240,7 +240,7 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
     for words, told in (
         ("--microbatches=8", "has microbatches 4, not 8"),
         ("-O frozen_stages=1", "has frozen_stages 0, not 1"),
-        ("--relower -O stage_segments=5", "have segments already"),
+        ("--relower -O stage_segments=5", "already have segments"),
     ):
         assert told in commands.run_refused_command(capsys, "compare", file, *words.split(), costs)
     (own,) = compared(file, "--relower", "-O", "frozen_stages=1")

@@ -204,7 +204,7 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
         (lambda: forge(header_json=header(kind="seen")), "kind: 'seen'"),
         (lambda: forge(header_json=header(unit="x" * 50_000)), "unit"),
         (lambda: forge(header_json=header(unit="parsecs")), r"unit: 'parsecs'\n.*'' and 's'"),
-        (lambda: forge(start_npy=npy(BEFORE), end_npy=npy(AFTER)), "before its cause"),
+        (lambda: forge(start_npy=npy(BEFORE), end_npy=npy(AFTER)), "starts or ends too early"),
         (lambda: forge(header_json=header(progress_model="gloo")), "model: 'gloo'"),
         (lambda: forge(header_json=header(progress_model=[])), "model"),
         (lambda: forge(header_json=header(blocking_hosts=1)), "blocking_hosts: 1"),
@@ -230,7 +230,7 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
         (lambda: forge(end_npy=npy(END)[:-8]), "finite time for each"),
         (lambda: forge(end_npy=npy(NAN)), "finite"),
         (lambda: forge(end_npy=npy(END + np.inf)), "finite"),
-        (lambda: forge(end_npy=npy(END - 100)), "before it starts"),
+        (lambda: forge(end_npy=npy(END - 100)), "before its start"),
         (lambda: forge(end_npy=npy(END + 0.5)), "before its rank's last compute ends"),
         (lambda: forge(extra=b""), "must contain exactly"),
     ],
@@ -317,7 +317,7 @@ def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(capsys, "draw", str(FILE), "-o", "x.svg")
     assert "leave out --ranks" in run_refused_command(capsys, "simulate", str(FILE), "--ranks=4")
     assert "predicted" in run_command(capsys, "simulate", str(FILE), "--costs=F=1")
-    assert "under the progress model per_device" in run_refused_command(
+    assert "with the progress model per_device" in run_refused_command(
         capsys, "simulate", str(FILE), "--progress-model=per_edge"
     )
     FILE.write_text("a run\n")

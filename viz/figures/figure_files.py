@@ -42,7 +42,9 @@ def require_figure_suffix(path: str | Path, hint: str = "") -> str:
     suffix = require_path(path).suffix.lower()
     if suffix not in FORMAT_METADATA:
         raise UsageError(
-            f"a picture must end in {' or '.join(FORMAT_METADATA)}, not {str(path)!r}", hint=hint
+            f"the file name of a picture must end in {' or '.join(FORMAT_METADATA)}, not "
+            f"{str(path)!r}",
+            hint=hint,
         )
     return suffix
 

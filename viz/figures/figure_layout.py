@@ -189,7 +189,7 @@ def _find_time_ranges(
     if style.time_range is None:
         return [(0.0, longest * s) for s in scale]
     if not has_shared_unit:
-        raise UsageError("a time range needs runs in one unit")
+        raise UsageError("a time range needs runs that all have the same time unit")
     return [_require_time_range(style.time_range, longest)] * len(timelines)
 
 

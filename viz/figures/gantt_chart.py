@@ -156,7 +156,9 @@ def _require_bound(value: object) -> float | None:
     """Return a bound as a float, or None."""
     if value is None or (isinstance(value, Real) and 0 < float(value) < inf):
         return None if value is None else float(value)
-    raise UsageError(f"a bound must be a positive number, the least span, not {describe(value)}")
+    raise UsageError(
+        f"a bound must be a positive number, a lower bound of the span, not {describe(value)}"
+    )
 
 
 def _draw_figure(layout: FigureLayout, style: ResolvedStyle) -> Figure:

@@ -121,7 +121,7 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
 def _require_plans(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
     """Return the plans. Raise UsageError if there are none, or if one is no PlanEstimate."""
     if not plans or not all(isinstance(plan, PlanEstimate) for plan in plans):
-        raise UsageError(f"plans must be at least one PlanEstimate, not {describe(plans)}",
+        raise UsageError(f"plans must contain at least one PlanEstimate, not {describe(plans)}",
                          hint="schedir.planner.plan(model, cluster, batch)")  # fmt: skip
     return plans
 

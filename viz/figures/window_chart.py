@@ -60,7 +60,8 @@ def window_tiles(*tile_sets: Tiles) -> Figure:
         rows, columns = _measure_grid(one)
         if rows * columns > _MAX_TILES:
             raise UsageError(
-                f"{rows} x {columns} tiles are more than {_MAX_TILES}, the most for a picture",
+                f"{rows} x {columns} tiles are too many for a picture, which can have at most "
+                f"{_MAX_TILES}",
                 fields=["tile_sets"],
             )
         dense = replace(one, axes=tuple(axis.dense_tiles for axis in one.axes)).grid > 0

@@ -46,9 +46,10 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
     plan_fields = {f.name: f.default for f in fields(ParallelPlan)}
     unknown = [name for name in header if name not in (*plan_fields, *_RESULTS)]
     if unknown or not {"step_time", "tokens_per_second"} & {*header}:
-        what = f"unknown column {unknown[0]}" if unknown else "no column of the results"
+        what = f"unknown column {unknown[0]}" if unknown else "no column with the results"
         raise ConfigError(
-            f"{what}: the columns are fields of a plan, step_time or tokens_per_second, and memory",
+            f"{what}: the columns must be fields of a plan, step_time or tokens_per_second, and "
+            "optionally memory",
             location=str(path), line=lines[0][0] if lines else 1,
             hint="pp,tp,dp,microbatch_size,microbatches,step_time",
         )  # fmt: skip
@@ -56,7 +57,9 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
     for (number, _), row in zip(lines[1:], table[1:], strict=True):
         try:
             if len(row) != len(header):
-                raise ValueError(f"{len(row)} values in {len(header)} columns")
+                raise ValueError(
+                    f"the line has {len(row)} values, but the header has {len(header)} columns"
+                )
             cells = {k: v.strip() for k, v in zip(header, row, strict=True) if v.strip()}
             plan = ParallelPlan(
                 **{k: _parse_cell(v, plan_fields[k]) for k, v in cells.items() if k in plan_fields}

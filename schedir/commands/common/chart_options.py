@@ -27,23 +27,29 @@ def add_chart_options(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "--show", metavar="MARKS",
-        help="the overlays: some of lanes,arrows,path,in_flight,memory,phases, or none (lanes)",
+        help="the overlays to draw: one or more of lanes,arrows,path,in_flight,memory,phases, or "
+        "none (default: lanes)",
     )  # fmt: skip
     parser.add_argument(
-        "--width", metavar="WIDTH", type=_parse_width, help="column or page (of a paper), or inches"
+        "--width",
+        metavar="WIDTH",
+        type=_parse_width,
+        help="the width: column or page (of a paper), or a number of inches",
     )
     parser.add_argument(
         "--title", metavar="TEXT", action="append",
-        help="a title instead of the name, once for each chart; '' removes the title",
+        help="the title of a chart instead of the name of its program; give --title once for each "
+        "chart; '' removes the title",
     )  # fmt: skip
     parser.add_argument(
         "--palette", metavar="NAME",
-        help="plain (for colour-blind readers and grey prints; default), grey, or bright",
+        help="the palette: plain (default; suits colour-blind readers and grey prints), grey, or "
+        "bright",
     )  # fmt: skip
     parser.add_argument(
         "--colors", dest="colours", metavar="COLOURS", type=_parse_colors,
-        help="other colours: F=skyblue,B=#4b3b8f; names are F, B, I, W, R, act, grad, tp, dp, "
-        "params, step",
+        help="replace colours of the palette: F=skyblue,B=#4b3b8f; the names are F, B, I, W, R, "
+        "act, grad, tp, dp, params, step",
     )  # fmt: skip
     parser.add_argument(
         "--axis-label", dest="axis", metavar="TEXT",
@@ -51,7 +57,7 @@ def add_chart_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--time-range", dest="time", metavar="FROM:TO", type=_parse_time_range,
-        help="the time range to draw, in the unit of the run",
+        help="the time range to draw, in the time unit of the run, such as 10:25",
     )  # fmt: skip
 
 
@@ -95,7 +101,9 @@ def require_no_chart_options(args: argparse.Namespace, subject: str) -> None:
     for name in ("title", *_STYLE_OPTIONS):
         if getattr(args, name) is not None:
             option = {"colours": "colors", "axis": "axis-label", "time": "time-range"}
-            raise UsageError(f"--{option.get(name, name)} is for Gantt charts, not for {subject}")
+            raise UsageError(
+                f"--{option.get(name, name)} applies to Gantt charts, not to {subject}"
+            )
 
 
 def format_text_chart(timeline: Timeline, line_prefix: str = "") -> str:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "--rank-programs", dest="on", action="append", metavar="RANK:STEPS", default=[],
-        help="with several programs, one step each: the programs that this rank runs instead, such "
+        help="with several programs, one per step: the programs that rank RANK runs instead, such "
         "as 1:train.sched+train.sched",
     )  # fmt: skip
 

@@ -294,7 +294,7 @@ def _list_notes(
         low, high = (format_seconds(plan.step_time * x) for x in (1 / share, share))
         alike = sum(one.step_time <= plans[0].step_time * share for one in plans)
         yield f"the step takes {low} to {high} in 90 % of runs" + (
-            f"; plans 1 to {alike} cannot be told apart" if alike > 1 else ""
+            f"; plans 1 to {alike} cannot be distinguished" if alike > 1 else ""
         )
     if cluster.calibrated_gpus and cluster.gpu_count > cluster.calibrated_gpus:
         yield (
@@ -303,8 +303,8 @@ def _list_notes(
         )
     if plan.tp > request.cluster.gpus_per_node:
         yield (
-            f"tp {plan.tp} is more than the {request.cluster.gpus_per_node} GPUs of a node: the "
-            "tensor-parallel collectives of each layer use the network"
+            f"tp {plan.tp} is more than the {request.cluster.gpus_per_node} GPUs of a node, so the "
+            "tensor-parallel collectives of each layer use the network between nodes"
         )
 
 

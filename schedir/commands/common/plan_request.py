@@ -147,7 +147,8 @@ def resolve_cluster(args: argparse.Namespace) -> Cluster:
         raise UsageError(
             "--cluster is missing",
             fields=["cluster"],
-            hint=f"--cluster {cluster_presets()[0]} --nodes 4, or a FILE.toml of your own",
+            hint=f"--cluster {cluster_presets()[0]} --nodes 4, or --cluster FILE.toml with your "
+            "own cluster",
         )
     is_preset = args.cluster in cluster_presets()
     result = (
@@ -184,7 +185,7 @@ def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
         return replace(cluster, nodes=1, gpus_per_node=gpus)
     if gpus % each:
         raise UsageError(
-            f"{gpus} GPUs are not a multiple of the {each} GPUs of a node",
+            f"{gpus} GPUs do not fill nodes: a node of the cluster has {each} GPUs",
             hint=f"{gpus // each * each} or {(gpus // each + 1) * each} GPUs",
             fields=["gpus"],
         )

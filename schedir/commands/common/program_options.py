@@ -310,8 +310,8 @@ def add_program_options(
     )  # fmt: skip
     group.add_argument(
         "--config", metavar="FILE.toml", action=_ConfigAction, const=validate_option,
-        help="read the other options from the tables [pipeline] and [memory] of this "
-        "configuration; its schedule is ignored",
+        help="read the options that are not on the command line from the tables [pipeline] and "
+        "[memory] of this configuration; its schedule is ignored",
     )  # fmt: skip
     defaults = {name: None for name in names if name not in FIELDS_WITH_FLAGS}
     group.set_defaults(**{**defaults, "overlap": False})

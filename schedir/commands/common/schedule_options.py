@@ -109,7 +109,8 @@ def _require_shape_option(name: str, text: str) -> None:
     """Raise an error for an option of the lowering, because `search` orders computes only."""
     if not PROGRAM_OPTIONS[name].is_shape_option:
         raise UsageError(
-            f"-O {name} is an option of the lowering, but schedir search only orders computes",
+            f"-O {name} is an option of the lowering, but schedir search only orders compute "
+            "instructions",
             hint="schedir search ... -o found.sched, then schedir simulate found.sched --relower "
             f"-O {shlex.quote(text)}",
             fields=[name],
@@ -120,24 +121,26 @@ def _fill_lowering_group(group: argparse._ArgumentGroup, *, has_shape_options: b
     def accept(name: str, text: str) -> None:
         if PROGRAM_OPTIONS[name].is_shape_option and not has_shape_options:
             raise UsageError(
-                f"-O {name} does not apply: a CSV or a trace has its own shape", fields=[name]
+                f"-O {name} does not apply: the CSV or the traces already give the shape",
+                fields=[name],
             )
 
     add_program_options(group, accept, has_shape_options=has_shape_options)
     group.add_argument(
         "--relower", action="store_true",
-        help="for a FILE.sched: remove its communication, and add it again",
+        help="remove the communication from the program FILE.sched, and add it again",
     )  # fmt: skip
     models = [f"{model} (default)" if model == "per_device" else model for model in MODELS]
     group.add_argument(
         "--progress-model", metavar="MODEL",
-        help=f"the progress model of the transport: {', '.join(models[:-1])} or {models[-1]}",
+        help="the progress model, which is the rule by which the transfers of a transport queue: "
+        f"{', '.join(models[:-1])} or {models[-1]}",
     )  # fmt: skip
     _add_costs_option(group, _COSTS_HELP)
     group.add_argument(
         "--cluster", metavar="FILE.toml",
-        help="from --sizes and the speeds of this cluster, compute the costs that --costs does not "
-        "give: messages, reductions and optimizer steps. Give --costs in seconds. `schedir "
+        help="compute the costs of messages, reductions and optimizer steps that --costs does not "
+        "give, from --sizes and the speeds of this cluster. Give --costs in seconds. `schedir "
         "examples` writes files to edit, such as examples/clusters/a100.toml",
     )  # fmt: skip
     _add_memory_options(group)
@@ -333,9 +336,10 @@ def _read_cluster(path: str) -> Cluster:
     preset = get_preset_path(path)
     if preset is not None:
         raise UsageError(
-            f"--cluster {path}: this command needs a FILE.toml; only schedir plan takes a name",
-            hint="schedir examples writes files: set nodes and gpus_per_node in "
-            f"examples/clusters/{preset.name}, and give this FILE.toml",
+            f"--cluster {path}: this command needs a FILE.toml; only schedir plan accepts the name "
+            "of a preset",
+            hint="run schedir examples, set nodes and gpus_per_node in the new file "
+            f"examples/clusters/{preset.name}, and give --cluster this file",
             fields=["cluster"],
         )
     return load_cluster(path)

@@ -53,17 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{SOURCE_HELP} (one_f_one_b)",
     )  # fmt: skip
     parser.add_argument(
-        "--port", type=parse_count, default=0, metavar="N", help="the port (a free one)"
+        "--port",
+        type=parse_count,
+        default=0,
+        metavar="N",
+        help="the port of the page (default: a free port)",
     )
     parser.add_argument(
         "--no-browser", action="store_true",
-        help="print the address, and open no browser; for a remote host, forward the port with "
-        "ssh -L N:127.0.0.1:N",
+        help="print the address of the page, but open no browser; if the studio is on a remote "
+        "host, forward its port with ssh -L N:127.0.0.1:N",
     )  # fmt: skip
     parser.add_argument(
         "--export", metavar="FOLDER",
-        help="write FOLDER/index.html, a page with the timelines of all built-in schedules of this "
-        "shape, which needs no server",
+        help="write FOLDER/index.html, a page that needs no server; the page shows the timelines "
+        "of all built-in schedules for this shape",
     )  # fmt: skip
     add_compile_options(parser)
 
@@ -85,7 +89,7 @@ def run(args: argparse.Namespace) -> int | str:
 
     for name in ("config", "cluster", "relower"):
         if getattr(args, name, None):
-            raise UsageError(f"studio does not take --{name}", fields=[name])
+            raise UsageError(f"schedir studio does not support --{name}", fields=[name])
     state, opened = _make_state(args)
     if args.export is not None:
         return export_page(Studio(opened), state, args.export)

@@ -82,7 +82,7 @@ class Studio:
         request = None
         try:
             if not isinstance(question, dict):
-                raise UsageError("a question is an object with a state")
+                raise UsageError("a question must be a JSON object with a state")
             state = StudioState.from_json(question.get("state", {}))
             request = self.make_request(state, run_code=question.get("run_code") is not False)
             if "move" in question:
@@ -118,7 +118,10 @@ class Studio:
     def _load_source(self, state: StudioState, run_code: bool) -> Source:
         if state.run:
             if self.run is None:
-                raise UsageError("this studio was started without a run", fields=["run"])
+                raise UsageError(
+                    "this studio was started without a run: start it with a FILE.timeline",
+                    fields=["run"],
+                )
             return self.run
         if state.program:
             return Source.from_loaded(from_text(state.program), "the program")
@@ -129,7 +132,7 @@ class Studio:
     def _find_draft(self, state: StudioState, run_code: bool) -> str:
         """Return the text of the draft of a state's code, perhaps from an earlier run."""
         if self.expand_code is None:
-            raise CodeError("this studio was started with --no-code and runs no code")
+            raise CodeError("this studio was started with --no-code, so it does not run code")
         options = {
             name: text
             for name, text in state.options.items()
@@ -141,7 +144,7 @@ class Studio:
         key = json.dumps(state.to_json(), sort_keys=True)
         if key not in self._drafts:
             if not run_code:
-                raise CodeError("this code has no result for these options", hint="press Run")
+                raise CodeError("this code did not run with these options yet", hint="press Run")
             draft = self.expand_code(state)
             for old in [*self._drafts][: 1 - _MAX_DRAFTS]:
                 self._drafts.pop(old, None)
@@ -202,7 +205,9 @@ def load_built_in(schedule: str, field: str) -> Source:
 def _read_integers(value: object, count: int) -> list[int]:
     numbers = [*value] if isinstance(value, list) else []
     if len(numbers) != count or not all(type(number) is int for number in numbers):
-        raise UsageError(f"a question needs {count} integers here")
+        raise UsageError(
+            f"this part of a question must be a list of {count} integers, not {value!r:.80}"
+        )
     return numbers
 
 

@@ -108,13 +108,14 @@ def _communicate(
         process.stdout.readline()  # the process is ready; its start does not count
         output, _ = process.communicate(f"{question}\n".encode(), max_seconds)
     except subprocess.TimeoutExpired:
-        fact = f"the code did not finish within {max_seconds:g} s, and was ended"
+        fact = f"the code did not finish within {max_seconds:g} s, and was stopped"
         raise CodeError(fact, hint="does each loop end?") from None
     try:
         answer = json.loads(output)
     except ValueError:
         raise CodeError(
-            f"the process of the code ended with code {process.wait(1)}, without a schedule"
+            f"the process that ran the code ended with exit status {process.wait(1)} and returned "
+            "no schedule"
         ) from None
     return answer if isinstance(answer, dict) else {}
 

@@ -101,8 +101,8 @@ def _find_in_draft(words: Words, draft: Words, index: int, before: int) -> tuple
     lowered = (words & ~JOINED_BIT).tolist()
     if lowered[index] not in place:
         raise UsageError(
-            f"{Stream(words)[index]} is not in the schedule: an option of the lowering adds it, "
-            "or splits its stage",
+            f"{Stream(words)[index]} cannot be moved: the schedule does not contain this "
+            "instruction, because an option of the lowering added it or divided its stage",
         )
     following = (place[word] for word in lowered[before:] if word in place)
     return place[lowered[index]], next(following, len(draft))

@@ -80,7 +80,9 @@ class StudioState:
         """
         known = {f.name: type(f.default) for f in fields(cls)} | {"options": dict}
         if not isinstance(data, dict) or not data.keys() <= known.keys():
-            raise UsageError(f"a state is an object with the keys {', '.join(known)}")
+            raise UsageError(
+                f"a state must be a JSON object with no other keys than {', '.join(known)}"
+            )
         for name, value in data.items():
             if not isinstance(value, known[name]):
                 raise UsageError(f"{name} of a state has a wrong type", fields=[name])
@@ -142,7 +144,10 @@ def _parse_option(name: str, text: str) -> Any:
     if name not in PROGRAM_OPTIONS and name not in PREDICTION_OPTIONS:
         raise unknown_option_error(name)
     if text.startswith("@"):
-        raise UsageError(f"{name}: the studio reads no files", fields=[name])
+        raise UsageError(
+            f"{name} is {text!r:.80}, but the studio reads no files: write the values",
+            fields=[name],
+        )
     flag = f"--{name.replace('_', '-')}"
     try:
         if name in PREDICTION_OPTIONS:

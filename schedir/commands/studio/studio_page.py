@@ -83,7 +83,11 @@ def export_page(studio: Studio, state: StudioState, folder: str) -> str:
             and is no page of a studio.
     """
     if state.code or state.program or state.run:
-        raise UsageError("--export shows built-in schedules, not a file", fields=["source"])
+        raise UsageError(
+            "--export writes a page of the built-in schedules: give the name of a "
+            "schedule, not a file",
+            fields=["source"],
+        )
     answers = {}
     for schedule in dict.fromkeys([state.schedule, *sorted(get_built_in_schedules())]):
         options = state.to_json() | {"schedule": schedule}

@@ -1,8 +1,8 @@
 """Estimate the step times of many plans in closed form, without a program.
 
-The rank with the most compute determines the step. The step is its compute, its waiting time for
-all other ranks, and the messages and reductions that compute does not hide. `simulated_estimate`
-simulates the program instead.
+The rank with the most compute determines the step. The step time is the sum of the compute of this
+rank, its waiting time for all other ranks, and the messages and reductions that compute does not
+hide. `simulated_estimate` simulates the program instead.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def estimate_breakdowns(
 def _compute_idle_share(cluster: Cluster, plans: PlanColumns) -> Floats:
     """Return the share of the waiting time in which CPU cores are idle.
 
-    If k of p ranks compute while the pipeline fills, only k/p of all processes need cores. With
-    fewer cores than processes, the cores continue to work for these processes while other processes
-    wait.
+    If k of p ranks compute while the pipeline fills, only the share k/p of all processes needs
+    cores. With fewer cores than processes, the cores continue to work for these processes while
+    other processes wait.
     """
     if cluster.processors is None:
         return np.ones(len(plans))
@@ -286,8 +286,9 @@ def _estimate_data_parallel(
     - Gradients: without ZeRO, a ring all-reduce; with ZeRO, a reduce-scatter (arXiv 1910.02054,
       section 7).
     - The reduction of a stage overlaps with its last backward, by `reduction_overlap_share`.
-      Reductions of all but the last stage to end also overlap with the backwards of the next ones.
-      Ranks that end before the first rank have until then.
+      On a rank with several stages, the reductions of all stages but the last one also overlap with
+      the backwards that follow. On a rank that ends before the first rank, reductions have time
+      until the first rank ends.
     - Weights: with ZeRO they are gathered at the start of the step, while ranks wait for their
       first microbatch. With sharded weights they are gathered several times, in parallel with
       compute.
@@ -345,7 +346,7 @@ def _estimate_data_parallel(
 
 
 def _count_unshards(plans: PlanColumns) -> Floats:
-    """Return how often a rank unshards its stages in a step, over all of them."""
+    """Return the number of unshards of a rank in a step, summed over its stages."""
     found = plans.stages_per_rank.astype(float)
     for number in np.unique(plans.schedule).tolist():
         mine = (plans.schedule == number) & (plans.zero >= 3)
@@ -361,8 +362,8 @@ def _count_unshards(plans: PlanColumns) -> Floats:
 def _count_reductions(plans: PlanColumns) -> Any:
     """Return how often each gradient is reduced in a step.
 
-    With sharded gradients it is reduced after each run of backwards of its stage. A breadth-first
-    schedule has one run.
+    With sharded gradients, a gradient is reduced after each group of consecutive backwards of its
+    stage. A breadth-first schedule has one such group.
     """
     runs = np.where(
         plans.schedule == SCHEDULE_NAMES.index("looped_bfs"), 1, plans.microbatches // plans.pp

@@ -70,8 +70,8 @@ def compute_costs(
 ) -> Costs:
     """Return the costs of all instructions of a plan's program, in seconds.
 
-    A share `recompute_ahead` of full recomputation is an R of its own. The rest is added to the
-    backward. Reductions over replicas cost the time that the last backward does not hide
+    The share `recompute_ahead` of full recomputation is a separate instruction R. The rest is part
+    of the backward. Reductions over replicas cost the time that the last backward does not hide
     (`reduction_overlap_share`).
 
     Args:
@@ -151,7 +151,8 @@ def time_joined_pair(times: StageTimes, layers: int, alone: float) -> float:
     """Return the time of a forward that is joined with the backward of another microbatch.
 
     The segments of their layers alternate, and the all-to-alls of one run beside the compute of
-    the other one (arXiv 2412.19437, section 3.2.1). The segments of each are taken as equal.
+    the other one (arXiv 2412.19437, section 3.2.1). The estimate assumes that all segments of an
+    instruction take the same time.
 
     Args:
         times: The times of one microbatch in the stage.

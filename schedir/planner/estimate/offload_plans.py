@@ -114,7 +114,7 @@ def _guess_offload_plans(
     The times are rough: they only decide which plans are simulated, and in which order. An offload
     adds the time by which its copies are longer than the compute that hides them. For activations
     of a single microbatch, only forwards hide the copies to the host, and only backwards the copies
-    back. States are loaded stage by stage, and the store of the last one is not hidden.
+    back. States are loaded stage by stage, and storing the states of the last stage is not hidden.
     """
     plans, share = plan_table.plans, 1 + constants.allocator_share
     weights, gradients, optimizer, activations, _ = plan_table.memory

@@ -22,9 +22,9 @@ CountFormula = Callable[[Any, Any, Any], Any]  # A function of P, v and m.
 class ScheduleFormulas(NamedTuple):
     """The formulas of a schedule, for stages with equal times.
 
-    The bubble of a rank is (P-1) times `wait_time`, plus the exposed messages. For full backwards
-    the number of messages is exact to 2. For split backwards it is exact to P + 1, because their
-    dependencies are more complex than the formula.
+    The bubble of a rank is (P-1) times `wait_time`, plus the exposed messages. For full backwards,
+    the error of the number of messages is at most 2. For split backwards, the error is at most P +
+    1, because their dependencies are more complex than the formula.
 
     Attributes:
         name: The name of the schedule.
@@ -39,11 +39,11 @@ class ScheduleFormulas(NamedTuple):
         has_split_backward: True if W is a separate instruction.
         loss_microbatches: The number of microbatches for which the last stage keeps the saved
             tensors of the loss.
-        messages_per_microbatch: The exposed messages of every microbatch, a function of P. They are
-            hidden if ranks wait for a slower rank anyway.
+        messages_per_microbatch: The exposed messages of every microbatch, a function of P. The time
+            in which ranks wait for a slower rank hides these messages.
         boundary_buffers: The number of boundaries that a rank has buffers for.
-        is_breadth_first: True if all microbatches pass one loop of stages before the next. Each
-            loop is then as slow as its slowest stage.
+        is_breadth_first: True if all microbatches pass one loop of stages before the next loop.
+            Each loop is then as slow as its slowest stage.
     """
 
     name: str
@@ -172,7 +172,7 @@ def get_formulas(name: object) -> ScheduleFormulas:
     if isinstance(name, str) and name in SCHEDULE_FORMULAS:
         return SCHEDULE_FORMULAS[name]
     near = get_close_matches(name, SCHEDULE_FORMULAS, 1) if isinstance(name, str) else []
-    hint = f"did you mean {near[0]}?" if near else f"it has {describe_schedule_names()}"
+    hint = f"did you mean {near[0]}?" if near else f"the schedules are {describe_schedule_names()}"
     raise UsageError(
         f"the planner has no formulas for schedule {describe(name)}", hint=hint, fields=["schedule"]
     )

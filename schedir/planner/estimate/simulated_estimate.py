@@ -70,8 +70,9 @@ def simulate_plan(
     Each stage has its own times, from its layers and from the embedding or the head. The cluster
     gives the times of messages, reductions, gathers of weights, copies to the host and the update,
     from their bytes. Copies to the host and back are instructions of the program, with a lane for
-    each direction. The breakdown is that of the busiest rank. CPU processes that share cores are
-    simulated with `simulate_on_cpus`, and with the program and the sizes of `schedir train`.
+    each direction. The result contains the breakdown of the busiest rank. CPU processes that share
+    cores are simulated with `simulate_on_cpus`, and with the program and the sizes of `schedir
+    train`.
 
     Args:
         model: The model.
@@ -103,8 +104,8 @@ def simulate_plan(
     program = compile_plan(model, cluster, plan, trainer)
     if program.shape.stages != plan.stages:
         raise UsageError(
-            f"schedule {plan.schedule} has stage replicas, and the planner supports one rank per "
-            "stage only",
+            f"schedule {plan.schedule} has stage replicas, but the planner supports only schedules "
+            "with one rank per stage",
             fields=["schedule"],
         )
     times = compute_stage_times(model, cluster, plan, trainer.constants)
@@ -121,8 +122,8 @@ def simulated_program(
 ) -> Program:
     """Return the program that `simulate_plan` simulates.
 
-    It is that of `plan_program`. With `offload="fit"` it offloads as many activations as the memory
-    requires.
+    This is the program of `plan_program`. With `offload="fit"`, it offloads as many activations as
+    the memory requires.
 
     Args:
         model: The model.
@@ -176,8 +177,8 @@ def compile_plan(
         program = plan_program(plan, tied_weights=model.tied, **trainer.compile_options)
         if not plan.has_offload and len(find_used_tiers(program)) > 1:
             raise UsageError(
-                f"{plan.schedule} is a program with its own offload, and the planner cannot "
-                "estimate its copies",
+                f"{plan.schedule} is a program that contains offload, and the planner cannot "
+                "estimate the copies of such a program",
                 fields=["schedule", "offload"],
             )
         return program
@@ -204,7 +205,7 @@ def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
 
     Raises:
         UsageError: The cluster has CPUs only, or no `host_bandwidth` or `host_memory`. Also if the
-            plan places the optimizer state of parallel experts on the host.
+            plan has parallel experts and their optimizer state on the host.
     """
     if cluster.processors is not None:
         raise UsageError(
@@ -214,7 +215,7 @@ def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
     examples = {"host_bandwidth": "24GB/s", "host_memory": "225GB"}
     if missing := [name for name in examples if getattr(cluster, name) is None]:
         raise UsageError(
-            f"offload needs the cluster's {' and '.join(missing)}, and the cluster has no value",
+            f"offload needs a value for {' and '.join(missing)} of the cluster, which is not set",
             hint=", ".join(f'{name} = "{examples[name]}"' for name in missing),
             fields=missing,
         )
@@ -301,8 +302,8 @@ def break_down_step(
     Args:
         run: The timeline of the step.
         stage_times: The times of one microbatch in each stage.
-        recompute_ahead: The share of recomputation that is an R of its own. The rest is part of the
-            backward.
+        recompute_ahead: The share of recomputation that is a separate instruction R. The rest is
+            part of the backward.
     """
     rank = int(run.busy.argmax())
     here = slice(*run.program.offsets[rank : rank + 2].tolist())

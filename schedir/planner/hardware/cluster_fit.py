@@ -122,7 +122,7 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
     - `hbm_bandwidth` is the rate at which the mean error of the other layers is 0. It is at most
       `copy_bandwidth`, and at least 1/100 of it.
     - `latency` and `nvlink_bandwidth` are fitted to the all-reduces, by least squares of relative
-      errors. Without all-reduces they are 0 and `copy_bandwidth`.
+      errors. Without all-reduces, `latency` is 0 and `nvlink_bandwidth` is `copy_bandwidth`.
 
     Args:
         measurements: The measurements.

@@ -54,8 +54,8 @@ def cluster_preset(name: str, nodes: int = 1) -> Cluster:
             f"there is no cluster preset {describe(name)}",
             hint=f"did you mean {near[0]!r}?"
             if near
-            else f"the presets are {', '.join(cluster_presets())}; load_cluster, or "
-            "--cluster FILE.toml, reads a file",
+            else f"the presets are {', '.join(cluster_presets())}; load_cluster and --cluster "
+            "FILE.toml read a file",
             fields=["cluster"],
         )
     return replace(load_cluster(path), nodes=nodes)

@@ -39,7 +39,7 @@ def _constant_field(
 
 @dataclass(frozen=True)
 class SoftwareConstants:
-    """Constants of the training software. Those of the machine are in `Cluster`.
+    """Constants of the training software. The constants of the machine are in `Cluster`.
 
     Args:
         tile_rows: Rows of the tile of a matrix product that a multiprocessor computes.
@@ -54,8 +54,8 @@ class SoftwareConstants:
             counts.
         loss_share: Bytes that the loss reads and writes, as a share of those of Megatron-LM.
         gathers_per_layer: Tensors of a layer that ZeRO gathers with a collective of its own.
-        crossing_us: Microseconds of the host per rank of a tensor-parallel group for each of its
-            collectives, if the boundaries of stages cross nodes.
+        crossing_us: Microseconds that the host needs for each tensor-parallel collective, per rank
+            of the group, if the boundaries of stages cross nodes.
         flash_forward_efficiency: The share of `Cluster.flops` that the flash attention forward
             reaches.
         flash_backward_efficiency: The share of `Cluster.flops` that the flash attention backward

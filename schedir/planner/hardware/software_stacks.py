@@ -23,7 +23,7 @@ class Stack(NamedTuple):
         division: The rule by which it divides layers among stages.
         attention: Its attention.
         rank_order: The order in which it numbers ranks.
-        source: Where these values come from.
+        source: The sources of these values.
 
     Example:
         >>> from schedir.planner import stack_preset
@@ -48,7 +48,7 @@ class Stack(NamedTuple):
 
         Args:
             model: The model.
-            plan: The plan. A division of its own is kept.
+            plan: The plan. A plan with `layers_per_stage` keeps this division.
         """
         layers = plan.layers_per_stage or divide_layers(model, plan.stages, self.division)
         return replace(

@@ -34,8 +34,8 @@ def divide_evenly(layers: int, stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, as even as possible.
 
     If some stages have one more layer, these are late stages, because they keep the fewest
-    microbatches. The first and the last stage get one only after all others, because they also have
-    the embedding and the head.
+    microbatches. The first and the last stage get one more layer only after all other stages,
+    because they also have the embedding and the head.
 
     Args:
         layers: Layers of the model.
@@ -53,8 +53,8 @@ def divide_evenly(layers: int, stages: int) -> tuple[int, ...]:
 def divide_by_compute(model: TransformerSpec, stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, by the weights that a token multiplies.
 
-    The head counts with its matrix. A stage takes parts of the model until the sum over all stages
-    so far reaches its share. Late stages can have no layer.
+    The head counts with its matrix. A stage takes parts of the model until it and all earlier
+    stages together have their share of the sum. Late stages can have no layer.
 
     Args:
         model: The model.

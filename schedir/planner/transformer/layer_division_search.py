@@ -85,9 +85,9 @@ def optimize_layer_division(
 
     First `balance_layers` makes the slowest rank as fast as possible, with the embedding and the
     head, and within the memory of each GPU. Several divisions are then equally good or nearly so.
-    The search simulates these, and divisions that differ from the best one by one layer. It returns
-    the one with the shortest program, which is never slower than the even division if that fits.
-    The search may not find the optimum.
+    The search simulates these divisions, and also divisions that differ from the best one in the
+    place of one layer. It returns the division with the shortest program, which is never slower
+    than the even division if the even division fits. The search may not find the optimum.
 
     Args:
         model: The model.
@@ -135,7 +135,8 @@ class _DivisionSearch:
         self.shape: PipelineShape = self.program.shape
         if self.shape.stages > model.layers + 2:
             raise UsageError(
-                f"{model.layers} layers are too few for {self.shape.stages} stages",
+                f"{model.layers} layers, the embedding and the head are too few for "
+                f"{self.shape.stages} stages",
                 fields=["layers", "pp", "stages_per_rank"],
             )
         self.even_division = divide_evenly(model.layers, self.shape.stages)
@@ -248,7 +249,7 @@ class _DivisionSearch:
     def _iter_neighbors(self, division: Division, rank_times: Floats) -> Iterator[Division]:
         """Yield the divisions in which one layer is on another rank.
 
-        The first ones move a layer from the slowest rank to the fastest ranks.
+        The first of these divisions move a layer from the slowest rank to the fastest ranks.
         """
         own = self._sum_per_rank(division)
         load = rank_times[np.arange(len(own)), own]

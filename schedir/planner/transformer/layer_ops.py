@@ -17,7 +17,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 
 class Gemm(NamedTuple):
-    """`batch` matrix products (m, k) x (k, n) in the forward, and two each in the backward.
+    """`batch` matrix products (m, k) x (k, n) in the forward, and twice as many in the backward.
 
     Attributes:
         name: The name of the product.
@@ -64,7 +64,7 @@ class MemoryPass(NamedTuple):
         input_grad_bytes: Bytes of the backward of the inputs.
         weight_grad_bytes: Bytes of the backward of the weights.
         kernel_counts: The number of kernels in F, I and W. The gradient of a weight is one kernel,
-            and adding it to the gradient buffer another.
+            and its addition to the gradient buffer is another kernel.
         is_attention_core: True if selective recomputation runs the pass again.
     """
 
@@ -86,8 +86,8 @@ class CollectiveOp(NamedTuple):
         size: Bytes, as the methods of `Cluster` count them, for numbers of 16 bits.
         group: The kind of group.
         phase: The phase that contains the collective.
-        overlapped_gemm: The name of a product. The collective may overlap with its weight gradient.
-            "" is none.
+        overlapped_gemm: The name of a product. The collective may overlap with the weight gradient
+            of this product. "" means that it overlaps with none.
     """
 
     name: str

@@ -26,7 +26,7 @@ class GpuWork(NamedTuple):
         gpu: Compute of the GPU.
         layer_collectives: Collectives that compute does not hide.
         host: The time that the host takes to issue the kernels, ahead of the GPU.
-        all_to_alls: Those of `layer_collectives` that are all-to-alls of experts.
+        all_to_alls: The part of `layer_collectives` that is all-to-alls of experts.
     """
 
     gpu: PhaseTimes = PhaseTimes()
@@ -47,7 +47,7 @@ class GpuWork(NamedTuple):
     def stage_times(self) -> StageTimes:
         """The longer of GPU and host time, in the forward, the backward and the recomputation.
 
-        If the host is slower, the GPU waits for it, and the wait counts as compute. In the
+        If the host is slower, the GPU waits for the host, and this wait counts as compute. In the
         backward, I and W share the wait in proportion to their host time. Values are numbers or
         arrays.
         """
@@ -70,9 +70,10 @@ def layer_time(
     """Return the time of one microbatch in one layer on one GPU, in seconds.
 
     The forward and the backward each take the time of the GPU or of the host, whichever is longer.
-    A matrix product takes the time of its tiles or of its bytes, other kernels that of their bytes.
-    A collective takes the time of a ring or a tree, whichever is shorter, over the links of its
-    group. `R` is recomputation. `list_layer_ops` has the operations, with sources.
+    A matrix product takes the time of its tiles or of its bytes, whichever is longer. Other kernels
+    take the time of their bytes. A collective takes the time of a ring or a tree, whichever is
+    shorter, over the links of its group. `R` is recomputation. `list_layer_ops` has the operations,
+    with sources.
 
     Args:
         model: The model.
@@ -262,14 +263,14 @@ def _require_fp8(cluster: Cluster, constants: SoftwareConstants) -> None:
         raise UsageError(
             f"fp8_speedup {speedup:g} needs GPUs that compute in FP8, and the cluster has no "
             "fp8_peak",
-            hint="set fp8_peak of the cluster to the data sheet's dense FLOP/s of 8 bits, or use "
-            "software that trains in 16 bits",
+            hint="set fp8_peak of the cluster to the dense 8-bit FLOP/s in the data sheet of the "
+            "GPU, or use software that trains in 16 bits",
             fields=["fp8_speedup", "fp8_peak"],
         )
     if peak is not None and speedup > peak / cluster.peak_flops:
         raise UsageError(
-            f"fp8_speedup {speedup:g} is more than fp8_peak / peak of the cluster, "
-            f"{peak / cluster.peak_flops:.3g}",
+            f"fp8_speedup {speedup:g} is more than the fp8_peak of the cluster divided by its "
+            f"peak_flops, {peak / cluster.peak_flops:.3g}",
             fields=["fp8_speedup", "fp8_peak"],
         )
 

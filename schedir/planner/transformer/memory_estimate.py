@@ -21,7 +21,7 @@ class StateBytes(NamedTuple):
     """Bytes per parameter that training keeps.
 
     Attributes:
-        params: Bytes of a weight. An activation has as many.
+        params: Bytes of a weight, and of a number of an activation.
         grads: Bytes of a gradient.
         optimizer: Bytes of the optimizer state, including float32 main parameters.
 
@@ -112,7 +112,8 @@ def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]
 
     Returns:
         The parameters of the token and position embeddings, of the last norm, and of the head
-        matrix. A tied matrix is the embedding's if both are on one rank.
+        matrix. A tied matrix counts as part of the embedding if the embedding and the head are on
+        one rank.
     """
     table = -(-model.vocab // t) * model.hidden
     return table + model.sequence * model.hidden, 2 * model.hidden + 0 * table, table
@@ -129,8 +130,9 @@ def compute_saved_bytes(
     - Terms of the feed-forward network have its width, twice for the input of a gate, and count for
       each of the `active` experts of a token.
     - Flash attention saves no scores, but 4 bytes per token and head.
-    - A context-parallel rank has 1/cp of the tokens, and the scores of these for all tokens.
-    - A layer with full recomputation saves its input, which is divided with sequence parallelism.
+    - A context-parallel rank has 1/cp of the tokens, and the attention scores between its tokens
+      and all tokens.
+    - A layer with full recomputation saves only its input, which sequence parallelism divides.
 
     Args:
         model: The model.

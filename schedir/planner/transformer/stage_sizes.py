@@ -51,7 +51,8 @@ def count_stage_params(
     Args:
         model: The model.
         plan: The plan.
-        shape: The pipeline shape. It decides whether a tied embedding and head are on one rank.
+        shape: The pipeline shape. Its placement decides whether a tied embedding and head are on
+            one rank.
     """
     layers = np.array(get_layers_per_stage(model, plan), float)
     common, experts = (layers * each for each in count_layer_params(model, plan.tp, plan.ep))

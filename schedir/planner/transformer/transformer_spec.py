@@ -23,10 +23,10 @@ class TransformerSpec:
         vocab: Size of the vocabulary.
         sequence: Tokens in a sequence.
         ffn: Width of the feed-forward network. 0 is 4 * hidden.
-        kv_heads: Heads of keys and values, which the attention heads share (arXiv 2305.13245). 0 is
-            one for each attention head.
-        head_dim: Numbers of a head's query, key or value. 0 is hidden / heads, which must then be
-            an integer. Some models have wider heads, such as Qwen3 (arXiv 2505.09388).
+        kv_heads: Heads of keys and values, which the attention heads share (arXiv 2305.13245). 0
+            means one for each attention head.
+        head_dim: The width of the query, the key or the value of a head. 0 is hidden / heads, which
+            must then be an integer. Some models have wider heads, such as Qwen3 (arXiv 2505.09388).
         gated: True if the feed-forward network has a third matrix, for a gate (arXiv 2002.05202).
         experts: Feed-forward networks in a layer.
         active: Experts that process each token (arXiv 2101.03961).

@@ -4,7 +4,8 @@ Each bound is of one rank. Its idle time has up to three parts, which do not ove
 
 - Before its first I, a rank can only run as many F's as fit into its memory.
 - After its last F, it can only run the I's and W's of microbatches in its memory.
-- Between a microbatch's F and I, it can only run other microbatches that fit next to that one.
+- Between the F and the I of a microbatch, it can only run other microbatches that fit into its
+  memory together with this one.
 
 So a rank takes at least its compute time plus these idle times. The page
 docs/explanation/lower-bounds.md has the proofs.
@@ -113,7 +114,8 @@ class _RankWait:
     def max_other_work(self) -> float:
         """The largest time of I's and W's between a microbatch's last F and its first I.
 
-        They are of other microbatches, which must fit into memory next to that one.
+        They are tasks of other microbatches, which must fit into memory together with this
+        microbatch.
         """
         problem, own, others = self.problem, self.stages, self.problem.microbatches - 1
         capacity = problem.rounded_capacity[self.rank] - sum(problem.saved[s] for s in own)

@@ -2,7 +2,7 @@
 
 The tasks that precede a task on its rank are partly given: tasks of a kind ascend, and a memory
 limit forces lags. Each of these tasks has an earliest start, and a rank runs one task at a time. So
-the task starts no earlier than all of them can end.
+the task starts no earlier than the time at which all these tasks can have ended.
 
 The same computation backward in time gives each task's tail: the least time from its end to the end
 of the run. Jackson's preemptive schedule with these releases and tails is a lower bound on the time

@@ -44,8 +44,9 @@ def lower_bound(
             function of the rank. It excludes `memory_limit`.
         objective: The length to bound: "span" or "own", see `search_schedule`.
         split_backward: True for schedules with split backwards, False for full backwards.
-        time_limit: The approximate time for the computation, in seconds. It decides by the number
-            of tasks which bounds are computed, not by a clock. So the result is deterministic.
+        time_limit: The approximate time for the computation, in seconds. The number of tasks, and
+            not a clock, decides which bounds the function computes in this time. So the result is
+            deterministic.
 
     Returns:
         The tightest bound of those computed, in the unit of the costs, and its proof in words.

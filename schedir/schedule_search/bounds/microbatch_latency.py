@@ -17,8 +17,8 @@ class MicrobatchLatency(NamedTuple):
         backward_to_stage_0: From the end of that I to the end of its I on stage 0.
         outside_stage: The least time before the first F plus the least time after the last I of a
             stage. For "span" it includes the W and the optimizer step of an earlier stage. For
-            "own" it is the part of an earlier rank's active span outside of that interval, the
-            largest over the earlier ranks. 0 for stage 0.
+            "own", it is the part of the active span of an earlier rank that is outside of that
+            interval, for the earlier rank with the largest part. 0 for stage 0.
     """
 
     until_forward: tuple[float, ...]

@@ -69,7 +69,7 @@ def compute_program_bound(
 
     Returns:
         The bound. None if no bound applies: the program has stage replicas, several updates,
-        sequence segments, frozen stages or no backwards. Or it recomputes or offloads, or
+        sequence segments, frozen stages or no backwards. Also if it recomputes or offloads, or if
         `Costs.FB` is less than a forward and a backward.
     """
     costs = Costs() if costs is None else costs

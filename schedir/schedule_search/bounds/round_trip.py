@@ -5,7 +5,7 @@ another. The round trip then sets the pace.
 
 Two microbatches on a round trip at the same time cross: the later one's F and the earlier one's I
 need the same rank. One of them is late unless their distance in time has one of few values. If no
-two of these distances add up to the pace, the pace is slower. The page
+two of these values add up to the pace, the pace is slower. The page
 docs/explanation/lower-bounds.md has the proof.
 """
 

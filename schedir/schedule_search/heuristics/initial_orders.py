@@ -29,7 +29,7 @@ def list_initial_orders(
 
     Raises:
         UsageError: A schedule of the user recomputes, does not train all stages, has no backwards
-            or has tensor-parallel collectives between stage segments. Or it has another shape.
+            or has tensor-parallel collectives between stage segments. Also if it has another shape.
     """
     for each in schedules:
         program = each if isinstance(each, Program) else expand_schedule(each, problem.shape)
@@ -37,7 +37,8 @@ def list_initial_orders(
             raise UsageError(f"{program.name} {how}", fields=["initial_schedules"])
         if program.shape != problem.shape:
             raise UsageError(
-                f"{program.name} has {program.shape}, and the search has {problem.shape}",
+                f"{program.name} has the shape {program.shape}, but the search has the shape "
+                f"{problem.shape}",
                 fields=["initial_schedules"],
             )
         yield from _order_if_complete(problem, program)

@@ -58,7 +58,8 @@ def dispatch_by_policy(
        `idle_share` allows.
 
     Otherwise the rank waits. Among several stages, the I with the lowest microbatch goes first, and
-    then that of the deepest stage. For F's the same applies, unless `stage_choice` differs.
+    among equal microbatches the I of the deepest stage. For F's the same applies, unless
+    `stage_choice` differs.
 
     Args:
         ranks: The number of ranks.
@@ -81,8 +82,8 @@ def dispatch_by_policy(
         max_lag: By rank, the largest number of W's that wait.
         wait_share: A rank waits for an I that arrives within this share of an F's cost.
         late_share: A W may end later than the next arrival by this share of its cost.
-        idle_share: A rank runs a W if waiting made its idle time exceed this share of the largest
-            idle time of all ranks. Idle time counts from the rank's first F.
+        idle_share: A rank runs a W instead of waiting if otherwise its idle time would exceed this
+            share of the largest idle time of all ranks. Idle time counts from the rank's first F.
         forward_first: 1 if an F goes before an I.
         stage_choice: The F among several stages. 0: the lowest microbatch. 1: the deepest stage. 2:
             the first stage.

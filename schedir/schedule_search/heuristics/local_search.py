@@ -169,8 +169,8 @@ class LocalSearch:
     def list_finalists(self) -> Iterator[tuple[float, Order]]:
         """Yield lengths and orders to compile, the shortest first.
 
-        After the shortest order come others of the same length, and then earlier shortest orders.
-        The search for orders of the same length uses the remaining seconds.
+        After the shortest order come other orders of the same length, and then the orders that were
+        the shortest before. The search for orders of the same length uses the remaining seconds.
         """
         yield from self.shortest_orders[:1]
         for order in islice(self._generate_equal_orders(), _MAX_EQUAL_ORDERS):
@@ -290,7 +290,7 @@ class LocalSearch:
         return self._evaluator.last_order
 
     def _use_compiled_loops(self) -> None:
-        """Switch to compiled loops if the remaining time pays for loading or compiling them."""
+        """Switch to compiled loops if they save more time than loading or compiling them takes."""
         if self._evaluator.is_compiled:
             return
         loops, self.numba = compile_within(LOOPS, self._seconds - self.elapsed)

@@ -101,7 +101,10 @@ class Batches:
             UsageError: A token is negative or not below `vocab`, or there are no such samples.
         """
         if first_sample < 0 or sample_count < 1:
-            raise UsageError(f"there are no {sample_count} samples from sample {first_sample}")
+            raise UsageError(
+                f"cannot read {sample_count} samples from sample {first_sample}: the "
+                "number must be 1 or more, and the first sample 0 or more"
+            )
         at, counts = self.windows.locate(self._order_windows(first_sample, sample_count))
         tokens = self.tokens[at].astype(np.int64)
         if tokens.max() >= self.vocab or tokens.min() < 0:

@@ -83,7 +83,8 @@ class Corpus:
                 path.samefile(one) for one in find_files(data.source)
             ):
                 raise UsageError(
-                    f"{path} is in data.validation and in data.source",
+                    f"{path} is both in data.validation and in data.source: remove it from one of "
+                    "them",
                     fields=["validation", "source"],
                 )
         return _CorpusSplit(

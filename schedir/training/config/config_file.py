@@ -197,7 +197,7 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
         for name in ("overlap", *PASS_OPTIONS):
             if setting := settings.get((OPTION_SECTIONS.get(name, "pipeline"), name)):
                 raise setting.make_error(
-                    f"{source} is a lowered program: {name} applies to schedules and drafts"
+                    f"{source} is a lowered program: {name} applies only to schedules and drafts"
                 )
         decided |= {
             f.name: f.get_value(source.schedule_or_program) for f in ATTRIBUTE_FIELDS if f.in_config

@@ -28,7 +28,8 @@ def require_expert_parallelism(config: Any) -> None:
         return
     if pipeline.frozen_stages:
         raise UsageError(
-            "a model of kind 'moe' has no frozen stages",
+            "frozen_stages = {pipeline.frozen_stages}, but a model of kind 'moe' cannot have "
+            "frozen stages",
             hint="frozen_stages = 0",
             fields=["frozen_stages"],
         )

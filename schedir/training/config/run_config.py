@@ -300,7 +300,8 @@ class DataConfig:
         require_known("packing", self.packing, ("concatenate", "best_fit"))
         if self.end_of_document is not None and self.tokenizer == "bytes":
             raise UsageError(
-                'end_of_document needs a tokenizer from a file: tokenizer = "bytes" has its own',
+                'end_of_document needs a tokenizer from a file: tokenizer = "bytes" has its own '
+                "token for the end of a document",
                 fields=["end_of_document", "tokenizer"],
             )
 
@@ -362,7 +363,8 @@ class Config:
         )
         if getattr(self.pipeline, "fill_collective_waits", None) is not None:
             raise UsageError(
-                "fill_collective_waits needs costs, and a training run has none at its start",
+                "fill_collective_waits needs costs, but a training run has no costs when it "
+                "compiles the schedule",
                 hint="schedir compile ... -O fill_collective_waits=W --costs ... -o x.sched, "
                 "then schedule = x.sched",
                 fields=["fill_collective_waits"],

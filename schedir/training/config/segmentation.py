@@ -120,7 +120,7 @@ def make_segmentation(
     if not layer_boundaries:
         raise UsageError(
             f"a model of kind {model_kind!r} has no segments",
-            hint='kind = "gpt", or stages without segments',
+            hint='use kind = "gpt", or stages without segments',
             fields=[where, "kind"],
         )
     letters = split_letters_by_stage(segment_boundaries, shape.stages)
@@ -155,7 +155,7 @@ def make_segmentation(
         raise UsageError(
             "the embedding and the head share a weight, so they cannot be in two segments of one "
             "stage",
-            hint="two stages, or tied = false",
+            hint="use two or more stages, or tied = false",
             fields=[where, "tied_weights"],
         )
     if segment_boundaries and frozen_stages not in found.first_segments:

@@ -141,6 +141,7 @@ def wait_for_results(store: Any, timeout: float) -> None:
             beats, deadline = now, monotonic() + timeout
         if monotonic() > deadline:
             raise ExecutionError(
-                f"process 0 has sent no heartbeat for {timeout:g} s while it writes results"
+                f"process 0 sent no heartbeat for {timeout:g} s while the other processes waited "
+                "for it to write results"
             )
         sleep(HEARTBEAT_INTERVAL / 5)

@@ -177,7 +177,7 @@ def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, 
         case (dict() as facts, (tuple() | None) as place):
             if all(isinstance(one, str) for one in (*facts, *facts.values(), *(place or ()))):
                 return facts, place
-    raise ModelError(f"{sender} sent invalid facts: {data[:40]!r}")
+    raise ModelError(f"{sender} sent invalid facts about its configuration: {data[:40]!r}")
 
 
 def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
@@ -186,7 +186,7 @@ def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
         if store.check(["twice"]):
             raise ModelError(store.get("twice").decode(errors="replace"))
         if monotonic() > deadline:
-            raise ExecutionError(f"process {process} did not connect")
+            raise ExecutionError(f"process {process} did not connect in time")
         sleep(0.01)
     return bytes(store.get(key))
 
