@@ -110,7 +110,7 @@ def split_tokens(context: int, tp: int) -> int:
     """
     if context % tp:
         raise UsageError(
-            f"tp {tp} does not divide the context of {context} tokens (sequence_parallel)",
+            f"tp {tp} does not divide the context of {context} tokens (for sequence_parallel)",
             hint=f"context = {context - context % tp or tp}, or sequence_parallel = false",
             fields=["context", "sequence_parallel"],
         )

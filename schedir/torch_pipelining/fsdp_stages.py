@@ -103,10 +103,10 @@ def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
             unsharded.remove(stage)
         needs = _stages_of_action(action)
         if needs and len(unsharded) > limit:
-            raise SlotError(f"{action}: stages {sorted(unsharded)} are unsharded, limit {limit}")
+            raise SlotError(f"{action}: stages {sorted(unsharded)} are unsharded, not {limit}")
         for s in needs:
             if s not in unsharded:
-                raise OrderError(f"{action} needs stage {s} unsharded, and it is sharded")
+                raise OrderError(f"{action} needs stage {s} unsharded, but the stage is sharded")
             if s in reduced:
                 raise OrderError(f"{action} comes after the reduction of stage {s}")
         added.update(_stages_of_action(action, BACKWARDS))

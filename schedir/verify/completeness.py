@@ -254,7 +254,7 @@ def _require_valid_groups(inspector: Inspector) -> None:
     wrong = starts[ix.joined[starts]]
     if len(wrong):
         site = inspector.make_site(int(wrong[0]))
-        inspector.refuse("it is joined, but nothing precedes it", site, kind=GroupError)
+        inspector.refuse("it is joined, but no instruction precedes it", site, kind=GroupError)
     begins = np.flatnonzero(~ix.joined)
     sizes = np.diff([*begins.tolist(), len(ix.op)])
     is_transfer = ix.is_op(TRANSFER_OPS)

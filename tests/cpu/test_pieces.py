@@ -273,7 +273,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "not said": (OWN, r"tensor 0 from stage 0 .* gives it the shape \[2, 8, 8\]"),
     "of another": (
         Boundary(OWN, received_shape=(2, 4, 16)),
-        r"received as \[2, 4, 16\], but the program gives it the shape \[2, 8, 8",
+        r"received as \[2, 4, 16\], but the program gives this tensor the shape \[2, 8, 8",
     ),
     "beside": (
         (Boundary(OWN, received_shape=EVERY), Boundary(OWN, received_shape=EVERY)),

@@ -150,8 +150,8 @@ class Cluster:
             )  # fmt: skip
         if self.peak is not None and self.peak < self.flops:
             raise UsageError(
-                f"cluster: flops must be at most peak ({self.peak:g}), not {self.flops:g}: flops "
-                "is the reached part of the peak", fields=["flops", "peak"],
+                f"cluster: flops must be at most peak ({self.peak:g}), not {self.flops:g}: a GPU "
+                "reaches flops, and cannot be faster than peak", fields=["flops", "peak"],
             )  # fmt: skip
         if self.fp8_peak is not None and self.fp8_peak < self.peak_flops:
             raise UsageError(
@@ -568,7 +568,7 @@ class Cluster:
                 fields=["nodes", "gpus_per_node", "ranks", "tp", "dp"],
             )
         if dp % ep:
-            raise UsageError(f"ep {ep} does not divide dp {dp}", fields=["ep", "dp"])
+            raise UsageError(f"dp must be a multiple of ep ({ep}), not {dp}", fields=["ep", "dp"])
         mesh = make_process_mesh(shape.ranks, tp, dp) if mesh is None else mesh
         if mesh.shape != (dp, shape.ranks, tp):
             raise UsageError(

@@ -51,7 +51,7 @@ def _format_weight_delay(value: str | int | tuple[int, ...], _: object) -> str:
 
 
 # The text form and the command-line help of each field of a shape.
-_DELAY_REQUIREMENT = "must be an integer, or one per stage like 2,1,0"
+_DELAY_REQUIREMENT = "must be an integer, or one integer per stage like 2,1,0"
 _RANKS = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
     "number of pipeline ranks ({ranks})",
@@ -307,7 +307,8 @@ class PipelineShape:
                 delay = index(self.weight_delay)
         except TypeError:
             raise ShapeError(
-                f"weight_delay must be an integer or one per stage, not {self.weight_delay!r}",
+                "weight_delay must be an integer, or a list with one integer per stage, not "
+                f"{self.weight_delay!r}",
                 fields=["weight_delay"],
             ) from None
         each = delay if isinstance(delay, tuple) else (delay,)

@@ -133,9 +133,8 @@ def require_compatible(
     for stages in tied_weights:
         if stages[0] < frozen_stages <= stages[-1]:
             refuse(
-                f"stages {format_tied_stages(stages)} share a weight; stage {stages[0]} is "
-                "frozen and stage "
-                f"{stages[-1]} is trained",
+                f"stages {format_tied_stages(stages)} share a weight, but stage {stages[0]} is "
+                f"frozen and stage {stages[-1]} is trained",
                 "freeze all stages that share the weight, or do not share it",
                 "tied_weights",
                 "frozen_stages",
@@ -159,8 +158,8 @@ def require_compatible(
             )
         if zero:
             refuse(
-                f"norm_check='after_step' needs zero=0, not {zero}: to repeat a step, a rank needs "
-                "gradients that it has released",
+                f"norm_check='after_step' needs zero=0, not {zero}: to repeat a step, a rank "
+                "needs full gradients, but ZeRO has freed them",
                 "norm_check='before_step'",
                 "zero",
                 "norm_check",
@@ -175,9 +174,9 @@ def require_compatible(
             )
         if optimizer_placement != "device":
             refuse(
-                f"norm_check='after_step' needs optimizer_placement='device', not "
-                f"{optimizer_placement!r}: to repeat a step, a rank needs the state that it has "
-                "moved",
+                "norm_check='after_step' needs optimizer_placement='device', not "
+                f"{optimizer_placement!r}: to repeat a step, a rank needs the optimizer state, "
+                "but has moved it off the device",
                 "optimizer_placement='device', or norm_check='before_step'",
                 "optimizer_placement",
                 "norm_check",
@@ -193,8 +192,8 @@ def require_compatible(
     if reduce_scatter_at == "each_backward" and zero < SHARDED_FROM_LEVEL["grads"]:
         refuse(
             f"reduce_scatter_at='each_backward' needs zero={SHARDED_FROM_LEVEL['grads']} or "
-            "more, not "
-            f"{zero}: each replica has the full gradient, which is reduced once",
+            f"more, not {zero}: with zero={zero} each replica has the full gradient, and reduces "
+            "it once",
             f"zero={SHARDED_FROM_LEVEL['grads']}, or reduce_scatter_at='update_end'",
             "reduce_scatter_at",
             "zero",
@@ -224,7 +223,7 @@ def require_compatible(
         )
     if dp % ep:
         refuse(
-            f"ep={ep} does not divide dp={dp}: experts are distributed over data-parallel replicas",
+            f"dp={dp} is not a multiple of ep={ep}: experts are distributed over replicas",
             f"dp={dp - dp % ep + ep}, or an ep that divides {dp}",
             "ep",
             "dp",

@@ -148,7 +148,7 @@ def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
             raise ShapeError(
                 f"{name} has the all-to-alls {experts} in a stage, but each dispatch d needs a "
                 "combine c after it in the same stage",
-                hint="dc for each mixture-of-experts layer, as in dc or fgdc",
+                hint="write dc for each mixture-of-experts layer, as in dc or fgdc",
                 fields=[name],
             )
     for s, letter in enumerate(value):

@@ -201,10 +201,10 @@ def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> lis
     if isinstance(stages, Mapping):
         if {*stages} != {*range(len(stages))}:
             raise UsageError(
-                "all stages of the model are needed, numbered from 0, not only "
+                "stages must be all stages of the model, numbered from 0, not only "
                 f"{describe([*stages])}",
-                hint="or list the ties: TiedWeights((((0, 'embedding.weight'), (3, "
-                "'head.weight')),))",
+                hint="pass all stages, or list the ties: TiedWeights((((0, 'embedding.weight'), "
+                "(3, 'head.weight')),))",
             )
         result = [stages[s] for s in range(len(stages))]
     else:
@@ -270,7 +270,7 @@ def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
     for one in result:
         if len(one) < 2:
             raise ShapeError(
-                f"each set of tied_weights needs two stages or more, not {[*one]}",
+                f"each set of tied_weights needs two stages or more, but one is {[*one]}",
                 fields=["tied_weights"],
             )
         if one[0] < 0 or one[-1] >= shape.stages:

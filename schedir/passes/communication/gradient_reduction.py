@@ -275,7 +275,7 @@ def _list_tied_reductions(
             first.setdefault(int(holders[key]), key)
     once = np.zeros(len(holders), bool)
     once[[*first.values()]] = program.has_backward
-    why = "each rank has one only, at its first stage with a copy of a tied weight"
+    why = "each rank has only one such sum, at its first stage with a copy of a tied weight"
     why = why if program.trained_ties or not program.tied_weights else "all tied stages are frozen"
     yield ExpectedInstructions(
         Opcode.ReduceTied,

@@ -61,7 +61,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
     yield ExpectedInstructions(
         Opcode.Snapshot,
         once,
-        "a step has one for each trained stage, on the first replica of the stage"
+        "a step has one snapshot for each trained stage, on the first replica of the stage"
         if program.checkpoint_snapshots
         else "the program has 'checkpoint_snapshots no'",
         "place it at the beginning of the Stream",

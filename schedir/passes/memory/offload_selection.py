@@ -163,7 +163,7 @@ def _choose_addresses(
         for stage, *_ in find_named_pairs(selection, option, program.shape):
             if stage < program.frozen_stages:
                 raise UsageError(
-                    f"{option} has stage {stage}, which is frozen and saves no activations",
+                    f"{option} selects stage {stage}, which is frozen and saves no activations",
                     hint=f"select stages from {program.frozen_stages} on",
                     fields=[option, "frozen_stages"],
                 )
@@ -185,12 +185,13 @@ def _warn_of_no_effect(named: set[tuple[int, ...]], option: str, chosen: Words) 
         one = ", ".join(".".join(map(str, each)) for each in left[:MAX_LISTED])
         more = f" and {len(left) - MAX_LISTED} more" if len(left) > MAX_LISTED else ""
         why = (
-            "no compute runs between the forward and the use of its activations"
+            "no compute runs between the forward and the use of the activations"
             if option == "offload"
-            else "it is not offloaded"
+            else "offload does not move the activations to the host"
         )
         warnings.warn(
-            f"{option} has {one}{more}, but no activation of it is moved: {why}", stacklevel=3
+            f"{option} selects {one}{more}, but moves no activation of this selection: {why}",
+            stacklevel=3,
         )
 
 

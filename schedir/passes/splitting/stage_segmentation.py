@@ -95,7 +95,7 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
     each = [*segments] if several and isinstance(segments, Iterable) else [segments]
     if several and len(each) != shape.stages:
         raise UsageError(
-            f"stage_segments has {len(each)} entries for {shape.stages} stages",
+            f"stage_segments has {len(each)} entries, but the program has {shape.stages} stages",
             fields=["stage_segments"],
         )
     found = [_parse_letters(one) for one in each]
@@ -227,7 +227,7 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
         return program
     if program.segment_boundaries and (number > 1).any():
         raise UsageError(
-            "stage_segments is not possible: the program has segments already",
+            "stage_segments cannot be applied: the stages of the program are segments already",
             fields=["stage_segments"],
         )
     first = np.concatenate([[0], np.cumsum(number)])
@@ -315,9 +315,9 @@ def split_shape(shape: PipelineShape, segment_counts: Words, chunks: int = 1) ->
     shape = replace(shape, microbatches=more)
     if shape.microbatch_row_offsets != tuple(chunks * end for end in parts):
         raise UsageError(
-            f"the replicas of a stage divide {more // chunks} microbatches at "
-            f"{describe([*parts[1:]])}, but {more} chunks at "
-            f"{describe([*shape.microbatch_row_offsets[1:]])}",
+            "the replicas of a stage have different numbers of microbatches: the shares of "
+            f"{more // chunks} microbatches end at {describe([*parts[1:]])}, but the shares of "
+            f"{more} chunks at {describe([*shape.microbatch_row_offsets[1:]])}",
             hint="use the same number of microbatches for each replica",
             fields=["microbatch_chunks", "microbatches"],
         )
