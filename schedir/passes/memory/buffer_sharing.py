@@ -189,7 +189,7 @@ def _count_overlaps(
     """Return the number of slots with which every fill and free happens at given times.
 
     The k-th fill uses the slot of the (k-c)-th free, so that free must end before this fill starts.
-    The times need not be in the order of these numbers. With `lower_bound` the result is a lower
+    The times need not be in the order of the numbers k. With `lower_bound` the result is a lower
     bound, and otherwise an upper bound.
     """
     counts = np.zeros((program.shape.ranks, len(SLOT_VALUES)), np.int64)

@@ -26,7 +26,7 @@ def insert_snapshots(program: Program) -> Program:
 
     A copy runs during forwards and backwards, because only the optimizer step waits for it. If a
     stage has several stage replicas, only the first one has a snapshot, because all have the same
-    weights. Frozen stages do not change, so they have none.
+    weights. Frozen stages do not change, so they have no snapshots.
 
     Args:
         program: The program.

@@ -1,7 +1,7 @@
 """Offload saved activations to the host or its disk, and reload them before their use.
 
-A microbatch needs two copies, one each way. They run during compute if a move takes no longer than
-the compute.
+A microbatch needs two copies, one each way. The copies run during compute if a move takes no longer
+than the compute.
 
 References:
     PipeOffload, arXiv 2503.01328.
@@ -58,8 +58,8 @@ _TRIED_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the values that 
 class ImportedSelection(tuple[tuple[int, int], ...]):
     """The pairs of (stage, microbatch) that a program moves, read from the program.
 
-    In another program some of them may have no effect. As the user did not list them, that causes
-    no warning.
+    In another program, some of these pairs may have no effect. This causes no warning, because the
+    user did not list the pairs.
     """
 
     __slots__ = ()
@@ -72,9 +72,9 @@ def insert_offloads(program: Program, options: Options) -> Program:
     Reload comes as late as possible: by the prediction it ends just before its value is used.
     Reloads have the order of these uses. The slots of saved activations prevent earlier reloads,
     because a Reload and a forward wait for a slot. The pass chooses the fewest slots that keep the
-    predicted time. If the costs make moves free, it assumes half a forward for each move. With a
-    memory limit, it chooses no more slots than fit, for all durations of instructions. With
-    OffloadToDisk and ReloadFromDisk, or a limit on the host, it chooses the slots of the host
+    predicted time. If the costs make moves free, the pass assumes half a forward for each move.
+    With a memory limit, the pass chooses no more slots than fit, for all durations of instructions.
+    With OffloadToDisk and ReloadFromDisk, or a limit on the host, it chooses the slots of the host
     likewise.
 
     A value is not offloaded if no compute runs between its forward and its use. A keyword or a
@@ -230,8 +230,8 @@ def _compute_idle_times(program: Program, lifetimes: ForwardLifetimes, options: 
 def _set_slots(program: Program, options: Options) -> Program:
     """Return the program with numbers of slots for saved activations on the device and the host.
 
-    The device has them if a value is offloaded. The host has them if a value moves on to the disk,
-    or if there is a limit.
+    The device has such slots if a value is offloaded. The host has them if a value moves on to the
+    disk, or if the host has a memory limit.
     """
     tiers: tuple[tuple[Tier, OffloadRoundTrip], ...] = (("device", HOST_TRIP), ("host", DISK_TRIP))
     for tier, ops in tiers:

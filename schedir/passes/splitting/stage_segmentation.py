@@ -341,7 +341,8 @@ def _find_tied_segment(
 
 # ---------------------------------------------------------------- costs of segments
 
-# Costs and sizes that the segments of a stage share.  All others are as large as for the stage.
+# Costs and sizes that the segments of a stage share.  All other costs and sizes are as large as
+# those of the stage.
 SHARED_FIELDS: Final = (
     *STAGE_COSTS,
     "saved",
@@ -368,9 +369,9 @@ def split_costs(
     pass more: a residual stream in addition to the reduced value, or all tokens instead of a rank's
     own with sequence parallelism.
 
-    A chunk has an equal part of all times and bytes of a microbatch. So a product with fewer rows
-    is assumed to be faster in proportion, and a message or a collective, too. The overhead of
-    chunks must be measured.
+    A chunk has an equal part of all times and bytes of a microbatch. So products, messages and
+    collectives with fewer rows are assumed to be faster in proportion. The overhead of chunks must
+    be measured.
 
     Args:
         values: The costs or sizes of the stages.
@@ -468,8 +469,9 @@ _SEQUENCE_PARALLEL_GATHERS: Final = (
 def insert_collectives(program: Program) -> Program:
     """Insert the collectives between segments, each after its producer.
 
-    With sequence parallelism those of the tensor-parallel group are reduce-scatters and
-    all-gathers, and otherwise all-reduces. Those of the expert-parallel group are all-to-alls.
+    The collectives of the tensor-parallel group are reduce-scatters and all-gathers with sequence
+    parallelism, and all-reduces without it. The collectives of the expert-parallel group are
+    all-to-alls.
 
     Args:
         program: A program with segments (`segment_boundaries`).
