@@ -52,8 +52,8 @@ def input_limits(
 ) -> Iterator[None]:
     """Limit the size of programs and forbid code from files, within a `with` block.
 
-    The limits apply to all threads of the process.  At the end of the block the limits from before
-    it apply again.
+    The limits apply to all threads of the process.  At the end of the block, the limits from before
+    the block apply again.
 
     Args:
         max_instructions: The most instructions of a program.  None keeps the present limit.

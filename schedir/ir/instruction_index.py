@@ -220,7 +220,8 @@ class InstructionIndex:
     def rank(self) -> Positions:
         """Return the rank of each instruction, shape (instructions,).
 
-        For a program of more than 65536 instructions it is computed at each call, to save memory.
+        For a program of more than 65536 instructions, the array is computed at each call, to save
+        memory.
         """
         if self._rank is not None:
             return self._rank
@@ -235,7 +236,7 @@ class InstructionIndex:
 
         Args:
             op: The opcode.
-            key: The keys.  They may be out of range.
+            key: The keys, which may be out of range.
 
         Returns:
             The positions, in the shape of `key`; -1 if there is no such instruction or key.

@@ -102,7 +102,7 @@ def to_text(program: Program, folded: bool = True) -> str:
 def _format_header(program: Program) -> Iterator[str]:
     """Yield the lines of the header.
 
-    Fields that all texts have and fields that few have are on different lines.
+    Fields that all texts have and fields that few texts have are on different lines.
     """
     for (_, always), fields in groupby(
         HEADER_FIELDS, lambda f: (f.is_shape_field, f.is_always_shown)
@@ -149,8 +149,8 @@ def _format_instruction(word: int, step: int) -> str:
 def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
     """Split a Stream into runs: (repetitions, first repetition, step of each microbatch).
 
-    It is greedy.  Each step takes the run that saves most, and the shortest of several that save
-    the same.
+    The search is greedy: each step takes the run that saves most, and the shortest of several that
+    save equally much.
     """
     head, mb = words >> STAGE_SHIFT, words & 0xFFFFFFFF
     joined = (words & JOINED_BIT) != 0

@@ -55,18 +55,21 @@ class Cluster:
         nvlink_bandwidth: Bytes per second that a GPU sends to GPUs of its node, while it receives
             as many.
         network_bandwidth: Bytes per second that a GPU sends to other nodes, while it receives as
-            many. It is the GPU's share of its node's network.
-        host_bandwidth: Bytes per second between a GPU and the memory of its host. Offload needs it.
+            many. This is the GPU's share of the network of its node.
+        host_bandwidth: Bytes per second between a GPU and the memory of its host. Offload needs
+            this rate.
         disk_bandwidth: Bytes per second between the host and its disk, for one GPU. Offload to the
-            disk needs it.
+            disk needs this rate.
         dram_bandwidth: Bytes per second that the processors of the host read and write in its
-            memory, for one GPU. The CPU optimizer needs it.
+            memory, for one GPU. The CPU optimizer needs this rate.
         latency: Time of a message in addition to that of its bytes, in seconds.
-        network_latency: The same between nodes. The default is `latency`.
+        network_latency: Time of a message between nodes in addition to that of its bytes, in
+            seconds. The default is `latency`.
         jitter: Standard deviation of the step time of one replica, as a share of its mean. The
             planner adds the time that replicas wait for the slowest one.
         kernel_us: Time to issue a kernel, in microseconds.
-        uncertainty: Standard deviation of predicted step times, as a share. A calibration sets it.
+        uncertainty: Standard deviation of predicted step times, as a share. A calibration sets this
+            number.
         calibrated_gpus: The number of GPUs of the largest run of a calibration.
         peak: Floating-point operations per second of the data sheet. The model FLOPs utilization
             (MFU) is a share of it. The default is `flops`.
@@ -240,7 +243,8 @@ class Cluster:
             target: Process that receives.
 
         Returns:
-            latency + size/bandwidth. It is 0 for a message to the same process and for 0 bytes.
+            latency + size/bandwidth. The time is 0 for a message to the same process and for 0
+            bytes.
 
         Raises:
             UsageError: A process does not exist, or `size` is negative or not finite.
@@ -277,8 +281,8 @@ class Cluster:
     def reduce_scatter_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of a reduce-scatter over a ring, in seconds.
 
-        It takes the time of an all-gather, with its messages in the other direction. Additions are
-        free.
+        A reduce-scatter takes the time of an all-gather, with the messages in the other direction.
+        Additions are free.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -299,7 +303,7 @@ class Cluster:
     def all_reduce_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of an all-reduce over a ring, in seconds.
 
-        It is a reduce-scatter followed by an all-gather.
+        An all-reduce is a reduce-scatter followed by an all-gather.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -319,7 +323,7 @@ class Cluster:
     def small_all_reduce_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of an all-reduce of a few bytes by recursive doubling, in seconds.
 
-        Use it for tensors whose time is dominated by the latency.
+        Use this time for tensors so small that the latency decides.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -341,7 +345,7 @@ class Cluster:
         """Return the time of an all-to-all by pairwise exchange, in seconds.
 
         Messages within the node and to other nodes use separate links at the same time. The slower
-        of the two decides. Each process uses its own share of the network.
+        of the two links decides. Each process uses its own share of the network.
 
         Args:
             size: Bytes that each of g processes sends, 1/g of them to each process.
@@ -514,9 +518,9 @@ class Cluster:
           to the disk and back (`disk_transfer_time`).
         - `I` and `W`: half of B each, if only B is given.
 
-        You must give F, and either B or both I and W, in seconds. A cluster cannot derive them
-        without the model. It also cannot derive `reduce_tied` and the extra cost of skip
-        connections; they stay unchanged.
+        You must give F, and either B or both I and W, in seconds. A cluster cannot derive these
+        costs without the model. A cluster also cannot derive `reduce_tied` and the extra cost of
+        skip connections; these costs stay unchanged.
 
         Args:
             shape: Shape of the pipeline.
@@ -526,7 +530,7 @@ class Cluster:
             tp: Size of the tensor-parallel groups.
             dp: Number of data-parallel replicas.
             zero: ZeRO level, 0 to 3.
-            ep: Number of replicas that share the experts. It divides `dp`.
+            ep: Number of replicas that share the experts. `dp` is a multiple of `ep`.
             checkpoint_snapshots: If True, programs copy snapshots to the host.
             optimizer_placement: Place of the optimizer state: "device", "host", "disk" or
                 "cpu_step".

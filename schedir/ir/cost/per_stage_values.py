@@ -189,8 +189,8 @@ def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> Pe
 
     Args:
         value: The value for the old stages. One number applies to each of them.
-        old_stages: Number of old stages. It is used only for a value that is the same for all
-            stages.
+        old_stages: Number of old stages. This number is used only for a value that is the same for
+            all stages.
         new_stages: Number of new stages.
 
     Returns:
@@ -241,10 +241,11 @@ def add_fields(
 
     Args:
         names: Names of the fields. Fields that the class declares itself stay unchanged.
-        default: Default of the new fields. With None their type is optional.
+        default: Default of the new fields. With the default None, the type of the fields is
+            optional.
 
     Returns:
-        The decorator. It changes the class and returns it.
+        A function that changes the class and returns it.
     """
 
     def extended(kind: type[_Class]) -> type[_Class]:

@@ -2,8 +2,9 @@
 
 `PipelineShape` and `Program` declare each field with `make_field_metadata`. `collect_fields` makes
 `Field` records from these declarations. `HEADER_FIELDS` in `schedir/ir/program.py` lists all
-records. They define the header of a program's text, the digest, the command-line options and the
-settings of a configuration. They also define the error for an option that contradicts a file.
+records. These records define the header of a program's text, the digest, the command-line options
+and the settings of a configuration. They also define the error for an option that contradicts a
+file.
 """
 
 from __future__ import annotations

@@ -138,9 +138,9 @@ class PipelineShape:
         optimizer_steps: Number of optimizer steps of the program. There is no flush between them.
             The first microbatches / optimizer_steps microbatches belong to the first step, and so
             on.
-        weight_delay: The number of steps by which the weights of a microbatch are old. A microbatch
-            of step u uses the weights after max(u - weight_delay, 0) steps, forward and backward.
-            It is one number, or one number per stage.
+        weight_delay: The age of the weights of a microbatch, in optimizer steps. A microbatch of
+            step u uses the weights after max(u - weight_delay, 0) steps, forward and backward. It
+            is one number, or one number per stage.
         sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch: chunk j of
             sequence n is microbatch n * sequence_chunks + j. A chunk attends to the earlier chunks
             of its sequence, and gives them gradients. So each stage runs the chunks of a sequence
@@ -456,8 +456,8 @@ class PipelineShape:
             rank: Numbers of ranks.
 
         Returns:
-            The row, from 0. It is also 0 where the rank does not have the stage. The shape is the
-            broadcast shape of `stage` and `rank`.
+            The row, from 0. The row is also 0 where the rank does not have the stage. The shape is
+            the broadcast shape of `stage` and `rank`.
         """
         stage, rank = np.broadcast_arrays(stage, rank)
         if self.placement_rows == 1:
@@ -488,7 +488,7 @@ class PipelineShape:
 
         Args:
             stage: Numbers of stages.
-            mb: Numbers of microbatches. They are not used if each stage has one replica.
+            mb: Numbers of microbatches. These numbers are not used if each stage has one replica.
 
         Returns:
             The ranks, in the broadcast shape of `stage` and `mb`. With one replica per stage, the

@@ -157,7 +157,7 @@ def find_tied_weights(
 ) -> TiedWeights | ModelTies:
     """Return the trained weights that are one object in several places.
 
-    Call it before anything is copied.
+    Call this function before you copy the model or a stage.
 
     Args:
         model: All stages of a model, in order or by number, or a model that is not split.
