@@ -406,7 +406,7 @@ class Program:
         """Return whether values of a kind take memory of their own.
 
         Weights and gradients take no memory of their own, because a stage has them all the time. If
-        replicas have parts of the weights or gradients (ZeRO), these values take memory of their own.
+        replicas have parts of the weights or gradients (ZeRO), these values take memory.
 
         Args:
             value: The kind of value, a member of `schedir.ir.isa.instructions.Value`.
