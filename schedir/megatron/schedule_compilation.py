@@ -120,7 +120,7 @@ def _lower(
         raise UsageError(
             f"{', '.join(options)} cannot be applied to a program that is already compiled",
             program=schedule.name,
-            hint="give the options to schedir.compile",
+            hint="pass the options to schedir.compile",
             fields=[*options],
         )
     has_step = not schedule.used_opcodes.isdisjoint(OPTIMIZER_STEP_OPS)

@@ -62,7 +62,7 @@ def split_layers(
             uneven = [each + (stage < remainder) for stage in range(stages)]
             raise UsageError(
                 f"{layers} layers cannot be divided by {stages} stages",
-                hint=f"layers_per_stage {uneven} divides them unevenly",
+                hint=f"layers_per_stage {uneven} divides the layers unevenly",
                 fields=field_names,
             )
         return (each,) * stages

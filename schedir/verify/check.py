@@ -511,7 +511,7 @@ def _require_update_end_order(graph: Graph) -> None:
     k = int(early.argmax())
     first, second = index.locate(int(at[k])), index.locate(int(at[k + 1]))
     raise OrderError(
-        f"{first[2]}, in update {update[k]}, comes before {second[2]}, in update {update[k + 1]}",
+        f"{first[2]} of update {update[k]} comes before {second[2]} of update {update[k + 1]}",
         program=graph.program.name,
         sites=[InstructionSite(*first, "comes too early"), InstructionSite(*second)],
         hint="end the updates of each rank in order, also on a rank with frozen stages only",

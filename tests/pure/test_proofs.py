@@ -241,7 +241,7 @@ def test_what_cannot_be_compiled() -> None:
         compile(one_f_one_b)
     with pytest.raises(LoweringLevelError) as caught:
         check(given)
-    assert "schedir.compile lowers a draft" in caught.value.hint
+    assert "lower the draft with schedir.compile" in caught.value.hint
 
 
 def test_what_is_derived_of_a_program_goes_with_it() -> None:

@@ -179,7 +179,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN, _V.UNSHARDED_PARAMS, _V.WGRAD_BUFFER),
         gives=(_V.GRAD_OUT, _V.WGRAD, _V.SKIP_GRAD_OUT),
         frees=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN),
-        doc="The full backward: the gradients of the input and of the weights.",
+        doc="Computes the full backward: the gradients of the input and of the weights.",
         cost="B", is_compute=True,
     ),
     Row(
@@ -188,9 +188,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.GRAD_OUT, _V.DEFERRED_WGRAD, _V.WGRAD, _V.SKIP_GRAD_OUT),
         frees=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN),
         doc=(
-            "The gradient of the input, and of the weights that cannot be deferred (biases, "
-            "norms). I keeps the saved activations that the deferred weight gradients need. The "
-            "zero-bubble papers call this instruction B."
+            "Computes the gradient of the input, and of the weights that cannot be deferred "
+            "(biases, norms). I keeps the saved activations that the deferred weight gradients "
+            "need. The zero-bubble papers call this instruction B."
         ),
         cost="I", is_compute=True,
     ),
@@ -199,7 +199,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.DEFERRED_WGRAD, _V.WGRAD_BUFFER),
         gives=(_V.WGRAD,),
         frees=(_V.DEFERRED_WGRAD,),
-        doc="The deferred weight gradients.",
+        doc="Computes the deferred weight gradients.",
         cost="W", is_compute=True,
     ),
     Row(
@@ -299,7 +299,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.ReduceNorm, "reduce_norm", _L.DP, _RANK,
         needs=(_V.GRAD,),
         gives=(_V.NORM,),
-        doc="The norm of all gradients, over all pipeline ranks.",
+        doc="Computes the norm of all gradients, over all pipeline ranks.",
         cost="reduce_norm", partner=_O.ReduceNorm, group="model", host_sync="always",
         is_implicit_in_torch=True,
     ),
@@ -355,9 +355,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.LOCAL_NORM,),
         frees=(_V.LOCAL_NORM,),
         doc=(
-            "The norm of all gradients over all pipeline ranks, after an optimizer step that "
-            "did not wait for this norm. The next optimizer step waits for the norm, and both "
-            "steps are repeated if gradients had to be clipped."
+            "Computes the norm of all gradients over all pipeline ranks, after an optimizer "
+            "step that did not wait for it. The next step waits for the norm. Both steps are "
+            "repeated if gradients had to be clipped."
         ),
         cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model",
         is_implicit_in_torch=True,
