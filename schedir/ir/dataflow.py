@@ -212,8 +212,8 @@ class Dataflow:
     def find_missing_giver(self) -> tuple[int, Value] | None:
         """Return the first instruction whose value no instruction gives, and the value, or None.
 
-        Values with states are left out: `stale_reads` has these.  So is an instruction that runs a
-        stage, because some of its values are optional.
+        Values with states are left out, because `stale_reads` covers these values. Instructions
+        that run a stage are left out, because some of their values are optional.
         """
         for row, needer in self.index.iterate_rows():
             if row.is_compute:

@@ -30,8 +30,8 @@ class InstructionIndex:
     - per stage: `row * stages + stage`, where `row` is the stage's row in the placement;
     - per rank: the rank.
 
-    The keys of the last two start with update 0, followed by those of update 1, and so on.  For
-    instructions per occurrence, the occurrence replaces the update.
+    For instructions per stage or per rank, the keys of update 0 come first, then those of update 1,
+    and so on.  For instructions per occurrence, the occurrence replaces the update.
 
     Programs that differ only in their slots share one index.  So do not read the slots of
     `program`.

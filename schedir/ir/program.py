@@ -429,8 +429,8 @@ class Program:
     def has_static_buffers(self, value: Value) -> bool:
         """Return whether the number of slots of a kind of value can be chosen.
 
-        This is so for values that cross boundaries, and for values that an instruction of the
-        program uses off the compute lane.
+        The number can be chosen for values that cross boundaries, and for values that an
+        instruction of the program uses off the compute lane.
 
         Args:
             value: The kind of value.
@@ -482,8 +482,8 @@ class Program:
     def first_stage(self, op: int) -> int:
         """Return the first stage that can have instructions with an opcode.
 
-        It is the first trained stage for backwards, for messages with gradients and for reductions,
-        and stage 0 for all others.
+        This is the first trained stage for backwards, for messages with gradients and for
+        reductions, and stage 0 for all other opcodes.
 
         Args:
             op: The opcode.

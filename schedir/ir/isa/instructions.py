@@ -147,7 +147,8 @@ BACKWARD_INPUT_OPS: Final = find_producers(Value.DEFERRED_WGRAD)
 FULL_BACKWARD_OPS: Final = tuple(op for op in BACKWARD_OPS if op not in BACKWARD_INPUT_OPS)
 BACKWARD_WEIGHT_OPS: Final = find_consumers(Value.DEFERRED_WGRAD)
 OPTIMIZER_STEP_OPS: Final = find_producers(Value.PARAMS)
-# After these, the next update may add to the gradients, before the step of this update.
+# After these instructions, the next update may add to the gradients, before the step of this
+# update.
 GRADS_CHECK_OPS: Final = find_producers(Value.GRADS_CHECKED)
 # There is one compute instruction of each kind.  The unpacking fails if a second one is added: then
 # decide for each use which one it means.

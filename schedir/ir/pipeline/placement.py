@@ -157,7 +157,7 @@ def _parse_placement(text: str) -> Placement:
     except ValueError:
         if text[:1].isdigit():
             raise ValueError(f"{_REQUIREMENT}, not {text!r}") from None
-        return text  # It is a name; the shape verifies it.
+        return text  # The text is a name, which the shape verifies.
     return rows if len(rows) > 1 else rows[0]
 
 

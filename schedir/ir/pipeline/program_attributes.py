@@ -26,8 +26,9 @@ from schedir.retired_names import get_rename_hint
 
 
 def _digest_tied_weights(tied: TiedStages, shape: PipelineShape) -> tuple[object, ...]:
-    """Return True for a tie of the first and the last stage, whatever the number of stages is."""
-    # With one stage both keys are (), and the value is False: a single stage is not tied.
+    """Return True for a tie of the first and the last stage, for any number of stages."""
+    # With one stage, both keys of `ends` are (), and the value is False: a single stage is not
+    # tied.
     ends = {normalize_tied_stages(True, shape): True, (): False}
     return (ends.get(tied, tied),)
 
@@ -261,7 +262,7 @@ TIED_WEIGHTS: Final = make_field_metadata(
     "stages that share weights: yes for the first and the last (a tied embedding), or 0=2,1=3",
     is_always_shown=True,
     digest=_digest_tied_weights,
-    in_config=False,  # The model section of a configuration has it.
+    in_config=False,  # The model section of a configuration has this setting.
 )
 CLIP_GRAD_NORM: Final = make_field_metadata(
     YES_OR_NO_TYPE,
@@ -291,7 +292,7 @@ REDUCE_SCATTER_AT: Final = make_field_metadata(
 CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
     YES_OR_NO_TYPE,
     "for checkpoints, copy the state that a step changes while the next step runs",
-    in_config=False,  # The checkpoint settings of a configuration imply it.
+    in_config=False,  # The checkpoint settings of a configuration decide this.
 )
 OPTIMIZER_PLACEMENT: Final = make_field_metadata(
     _make_choice_type(*TIERS, "cpu_step", metavar="WHERE"),
@@ -309,7 +310,7 @@ EP: Final = make_field_metadata(
 SKIPS: Final = make_field_metadata(
     SKIPS_KIND,
     "skip connections, each from a source to a target stage: 0=3,1=2",
-    in_config=False,  # The model of a configuration decides it.
+    in_config=False,  # The model of a configuration decides this.
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
