@@ -73,9 +73,9 @@ class Graph:
             message of a gather, as on CPUs. While the host waits, it issues nothing, so all later
             instructions of the Stream wait, too, in every queue. Over NCCL the device waits, and
             the host does not.
-        host_device_sync: True if the host also waits for everything that it issued, each time that
-            it launches anything but a message. cudaMalloc, cudaFree and the first use of a kernel
-            may do so. Implies `blocking_hosts`.
+        host_device_sync: True if the host also waits for all issued instructions each time that it
+            launches anything but a message. cudaMalloc, cudaFree and the first use of a kernel may
+            do so. Implies `blocking_hosts`.
         eager_messages: Messages whose send can end before the receive is posted. None if there are
             none.
 
@@ -289,9 +289,9 @@ class Graph:
     def collective_groups(self) -> list[Positions]:
         """The positions of the members of each collective.
 
-        All collectives of one kind and update are one, with two exceptions: the replicas of each
-        stage have their own, and so have the ranks that share no tied weight
-        (`number_tied_groups`).
+        All instructions of one kind and update are one collective, with two exceptions. The
+        replicas of each stage have their own collective. Ranks that share no tied weight have
+        separate collectives (`number_tied_groups`).
         """
         meetings: list[Positions] = []
         shape = self.program.shape

@@ -196,9 +196,10 @@ def _find_earliest_starts(
 ) -> Positions:
     """Return the instruction after which each value can exist at the earliest.
 
-    If a lane other than compute makes the value, the result is the instruction that frees its slot,
-    or the first instruction of the Stream if a slot is always free. A value with an initial tier
-    exists after the inputs of the instruction that makes it, and after the inputs of those inputs.
+    If a lane other than compute makes the value, the result is the instruction that frees its slot.
+    If a slot is always free, the result is the first instruction of the Stream. A value with an
+    initial tier exists after the inputs of the instruction that makes it, and after the inputs of
+    those inputs.
     """
     index = InstructionIndex.from_program(program)
     has_initial_tier = bool(VALUES[kind].initial_tier)

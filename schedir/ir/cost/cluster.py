@@ -545,7 +545,8 @@ class Cluster:
 
         Raises:
             UsageError: shape.ranks x tp x dp is not the number of GPUs, `mesh` has another shape,
-                a size or a bandwidth that is needed is missing, or `ep` does not divide `dp`.
+                or `dp` is not a multiple of `ep`. Or a size or a bandwidth that is needed is
+                missing.
             CostsError: F or the backwards are missing.
 
         Example:

@@ -131,7 +131,7 @@ def _number_instructions(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the global order: a number for each instruction, and one for each produced value.
 
-    The order is that of times: of the starts of instructions, and of the ends of the producers. At
+    Instructions are ordered by their start, and produced values by the end of their producer. At
     equal times the level of the walk decides, and then the position.
     """
     program = graph.program

@@ -205,9 +205,10 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
 def _place_with_offload(program: Program, candidates: Words, options: Options) -> Program:
     """Return the draft with R where both recomputation and offload can reduce memory.
 
-    The choice is the one with the shortest simulated step. Candidates are no R; as many as would
-    fit without offload, or a half or a quarter of these, evenly spaced; and then, from the best of
-    these, all or none of each stage. The search stops at a choice that costs no time.
+    The choice is the one with the shortest simulated step. The first candidates are no R, the
+    number of R that would fit without offload, and a half or a quarter of this number, evenly
+    spaced. From the best of these, the search then tries all or none of the R of each stage. The
+    search stops at a choice that costs no time.
     """
     alone = replace(
         options,

@@ -214,9 +214,9 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
         chunks: Number of chunks of each microbatch.
 
     Raises:
-        UsageError: The stages are split already; a stage other than the first and the last has a
-            tied weight and is split; or stage replicas would share the chunks differently from the
-            microbatches.
+        UsageError: The stages are split already. Or a stage that is split has a tied weight, and is
+            not the first or the last stage. Or stage replicas would share the chunks differently
+            from the microbatches.
     """
     letters, chunks = (
         parse_segment_letters(segments, program.shape),
