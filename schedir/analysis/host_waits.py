@@ -34,8 +34,8 @@ def find_host_waits(
       instructions of the lane have ended. Nothing else can delay the gather, so the row contains
       the last instruction that the host started. Collectives between segments are left out, because
       the host computes their inputs itself.
-    - Before some instructions the host drains their lane (`Row.host_sync`). Then all instructions
-      before the drain have ended.
+    - Before some instructions the host drains their lane (`Row.host_sync`). After the drain, all
+      instructions before it have ended.
     - Some instructions wait for another lane (`Row.host_sync_lanes`). After such an instruction,
       all earlier instructions of the other lane have ended.
 

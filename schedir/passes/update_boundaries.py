@@ -65,8 +65,8 @@ def find_separate_ends(program: Program) -> UpdateEnds:
 
     A rank ends an update before the first compute after its last work on it. So the rank sends its
     results first, because other ranks may need these results to end their own update. A rank that
-    only runs forwards may finish a later update before an earlier one. It still ends its updates in
-    order, and within its Stream.
+    only runs forwards may finish a later update before an earlier one. Such a rank still ends its
+    updates in order, and within its Stream.
 
     Args:
         program: The program.

@@ -1,10 +1,10 @@
 """Assign values to slots, and find which instruction must free a slot before its reuse.
 
-A value uses a slot of its rank and kind. It uses the slot from the start of its producer to the end
-of the instruction that frees it. Slots are assigned along the Stream. Each fill uses the slot that
-was freed earliest. So with c slots of a kind, the k-th fill uses the slot of the (k-c)-th free. The
-number of slots decides which slot each value gets, and which instruction each fill waits for. This
-is interval colouring: c slots suffice if and only if no more than c values overlap.
+A value uses a slot of its rank and kind. The value uses its slot from the start of its producer to
+the end of the instruction that frees it. Slots are assigned along the Stream. Each fill uses the
+slot that was freed earliest. So with c slots of a kind, the k-th fill uses the slot of the (k-c)-th
+free. The number of slots decides which slot each value gets, and which instruction each fill waits
+for. This is interval colouring: c slots suffice if and only if no more than c values overlap.
 
 Receives fill slots of inputs (ACT_IN, GRAD_IN). Compute fills slots of outputs (ACT_OUT, GRAD_OUT).
 The slots of outputs are read by a send, or by the compute of the neighbour stage on the same rank.

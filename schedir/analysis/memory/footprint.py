@@ -6,14 +6,14 @@ if the backward is split.
 
 With sizes, memory is in bytes, and has two parts:
 
-- Received and sent values use static slots, which exist all the time. Their memory is their number
-  times their size, in any order of the instructions. A slot has the size of a value in the form in
-  which it is sent. A transport that sends directly from the value uses less memory while fewer
-  messages are in flight.
+- Received and sent values use static slots, which exist all the time. The memory of these slots is
+  their number times their size, in any order of the instructions. A slot has the size of a value in
+  the form in which it is sent. A transport that sends directly from the value uses less memory
+  while fewer messages are in flight.
 - Values that compute keeps for later compute use memory until an instruction has freed or changed
-  them. They use it from the start of the instruction that produces them. These values are saved
-  activations, deferred weight gradients, and outputs for another stage or a change of form on the
-  same rank. Compute is in order, so these times are exact.
+  them. A value uses memory from the start of the instruction that produces it. These values are
+  saved activations, deferred weight gradients, and outputs for another stage or a change of form on
+  the same rank. Compute is in order, so these times are exact.
 
 A BackwardInput converts saved activations to deferred weight gradients, and uses
 `Sizes.saved_and_deferred` meanwhile. Until its end, the saved activations count in full, and the
@@ -237,8 +237,8 @@ def peak_in_flight(
 ) -> NDArray[np.int64]:
     """Return the largest number of (stage, microbatch) pairs in flight on each rank.
 
-    The number is exact, since a rank's compute is in order. It is 0 for a program that does not
-    train.
+    The number is exact, since a rank's compute is in order. The number is 0 for a program that does
+    not train.
 
     Args:
         program: The program.

@@ -188,7 +188,7 @@ class Cluster:
             processes: The processes of the ring, or their number.
 
         Returns:
-            Bytes per second. It is infinite for one process.
+            Bytes per second. The bandwidth is infinite for one process.
 
         Raises:
             UsageError: The group is empty, names a process twice, or has a process that does not
@@ -352,7 +352,7 @@ class Cluster:
             processes: The processes of the group, or their number.
 
         Returns:
-            (g-1) latency, and the longer of the two transfer times. It is 0 for one process.
+            (g-1) latency, and the longer of the two transfer times. The time is 0 for one process.
 
         Raises:
             UsageError: See `bandwidth` and `send_time`.
@@ -481,7 +481,7 @@ class Cluster:
     ) -> Costs:
         """Return costs in seconds, in which missing costs are computed from bytes and links.
 
-        Costs that are given in `costs` stay unchanged. These are filled if they are missing:
+        Costs that are given in `costs` stay unchanged. The costs below are filled if missing:
 
         - `send`: a message with an activation or a gradient. With tp > 1, each process of the
           tensor-parallel group sends its part. If a stage sends in both directions, the cost is
@@ -492,8 +492,9 @@ class Cluster:
           last backward, so that the remaining time at its position is shorter.
         - `reduce_replicated_stages`: an all-reduce over the ranks that have a replica of the stage.
         - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a ring for the stage's
-          `grads`, and `unshard`, an all-gather of its `params`. Both run over the replicas, at the
-          slowest link of their ring. Each takes half the time of an all-reduce of the same bytes.
+          `grads`, and `unshard`, an all-gather of its `params`. Both collectives run over the
+          replicas, at the slowest link of their ring. Each takes half the time of an all-reduce of
+          the same bytes.
         - With `ep` above 1: `dispatch` and `combine`, all-to-alls of `routed` bytes among `ep`
           replicas, within nodes or between them (`all_to_all_time`).
         - `reduce_norm`: an all-reduce of 8 bytes over all processes of a replica.

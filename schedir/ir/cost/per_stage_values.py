@@ -284,8 +284,8 @@ def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
         segments: Number of segments of each stage.
 
     Returns:
-        The value for the segments. It is one number, or one row, if all stages have the same number
-        of segments. Microbatches keep their own numbers.
+        The value for the segments. This value is one number, or one row, if all stages have the
+        same number of segments. Microbatches keep their own numbers.
 
     Example:
         >>> average_stages((1.0, 3.0), (1, 1)), average_stages((1.0, 4.0, 1.0, 2.0), (3, 1))

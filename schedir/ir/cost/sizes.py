@@ -82,10 +82,10 @@ class Sizes:
     buffer uses its own bytes.
 
     Args:
-        activation: Output of a stage. It is the full tensor, even if each tensor-parallel rank
-            sends a part of it. With a sharded boundary, it is the rank's own part. Between segments
-            with sequence parallelism, it is the output plus the result of the collective, because
-            both exist at the same time.
+        activation: Output of a stage. The size is that of the full tensor, even if each
+            tensor-parallel rank sends a part of it. With a sharded boundary, it is the rank's own
+            part. Between segments with sequence parallelism, it is the output plus the result of
+            the collective, because both exist at the same time.
         activation_grad: Gradient of the output. The default is `activation`.
         saved: Tensors that a Forward saves for its backward.
         deferred_wgrad: Tensors that a BackwardInput keeps for its BackwardWeight: a part of
@@ -95,8 +95,8 @@ class Sizes:
             possible value. This default matches arXiv 2401.10241, where M_W <= M_B. `measure_sizes`
             measures the actual size.
         recompute_inputs: Inputs of the stage, which a Forward saves if a Recompute runs it again.
-            The default is the `activation` of the previous stage. It is 0 for the first stage,
-            whose inputs exist all the time.
+            The default is the `activation` of the previous stage. The default is 0 for the first
+            stage, whose inputs exist all the time.
         model_states: Sum of `params`, `grads`, `optimizer` and `buffers`, as one number instead of
             these four.
         params: Trained parameters.

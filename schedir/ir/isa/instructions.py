@@ -130,7 +130,7 @@ BOUNDARY_COLLECTIVE_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS
     if row.ring is not None and row.ring.members == "tp" and row.scope is Scope.MICROBATCH
 )  # fmt: skip
-# Those that remove a form: afterwards each rank has the full value.
+# Instructions that remove a form: after such an instruction, each rank has the full value.
 BOUNDARY_GATHER_OPS: Final = tuple(
     op for op in BOUNDARY_COLLECTIVE_OPS if INSTRUCTIONS[op].form is not None
 )

@@ -76,7 +76,7 @@ class ValueRow(NamedTuple):
             gradients take no memory of their own, unless replicas have parts of them: a stage has
             them all the time.
         peer: For a value that passes between stages, the other stage.  The value exists only if
-            there is such a stage.  Its size is that of the earlier of the two stages.
+            there is such a stage.  The size of the value is that of the earlier of the two stages.
         local_source: For a value that a stage takes in, the value that the other stage puts out.
             If both stages are on one rank, the two values are the same tensor.
         converted_from: A value that is freed when this one is made, and the field of `Sizes` with
@@ -175,8 +175,8 @@ class Change(NamedTuple):
 
     Attributes:
         value: The value.
-        before: Its state when the instruction starts.
-        after: Its state when the instruction ends.
+        before: The state of the value when the instruction starts.
+        after: The state of the value when the instruction ends.
     """
 
     value: Value

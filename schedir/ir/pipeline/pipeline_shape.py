@@ -125,22 +125,22 @@ class PipelineShape:
         placement: The rank of each stage.
 
             - "loop": rank r has the stages j * ranks + r.
-            - "vee": rank r has the stages r and 2 * ranks - 1 - r. There are two stages per rank by
-              default. With more, the pattern repeats.
+            - "vee": rank r has the stages r and 2 * ranks - 1 - r. The default is two stages per
+              rank. With more stages per rank, the pattern repeats.
             - A tuple with the rank of each stage: `(0, 1, 1, 0)`.
             - "mirror", for DualPipe and Chimera: each stage has two replicas. One replica is placed
               as in "loop", with half as many stages per rank. The other replica of a stage on rank
               r is on rank ranks - 1 - r.
-            - "mirror-vee", for BitPipe: "vee" and its mirror image. There are four stages per rank
-              by default.
+            - "mirror-vee", for BitPipe: "vee" and its mirror image. The default is four stages per
+              rank.
             - Several tuples: one row for each replica of the stages. The microbatches are divided
               into one part per row, larger parts first. Each part passes along its row.
-        optimizer_steps: Number of optimizer steps of the program. There is no flush between them.
-            The first microbatches / optimizer_steps microbatches belong to the first step, and so
-            on.
+        optimizer_steps: Number of optimizer steps of the program. The pipeline does not drain
+            between two steps. The first microbatches / optimizer_steps microbatches belong to the
+            first step, and so on.
         weight_delay: The age of the weights of a microbatch, in optimizer steps. A microbatch of
-            step u uses the weights after max(u - weight_delay, 0) steps, forward and backward. It
-            is one number, or one number per stage.
+            step u uses the weights after max(u - weight_delay, 0) steps, forward and backward. Give
+            one number, or one number per stage.
         sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch: chunk j of
             sequence n is microbatch n * sequence_chunks + j. A chunk attends to the earlier chunks
             of its sequence, and gives them gradients. So each stage runs the chunks of a sequence

@@ -102,7 +102,8 @@ def merge_segments(
     """Return the shape from before the split into segments and chunks.
 
     Args:
-        shape: Shape of the program. Its stages are segments, and its microbatches are chunks.
+        shape: Shape of the program. The stages of this shape are segments, and its microbatches are
+            chunks.
         segment_boundaries: A letter for each boundary, or "" if no stage has segments.
         chunks_per_microbatch: Number of chunks of each microbatch.
 

@@ -8,7 +8,7 @@ several names:
     ties = ties.locate_in_stages(stages)  # the stages of the model may be copies
     program = schedir.compile(schedule, shape, tied_weights=ties)
 
-This module does not import torch. It accepts any object that has `named_parameters`.
+This module does not import torch. Its functions accept any object that has `named_parameters`.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def parse_tied_weights(text: str) -> TiedStages | bool:
         text: yes, no, or stages such as `0=3,1=2`.
 
     Returns:
-        True or False for yes or no, and else the sets of stages. They are not normalized.
+        True or False for yes or no, and else the sets of stages. These sets are not normalized.
 
     Raises:
         ValueError: The text has another form.

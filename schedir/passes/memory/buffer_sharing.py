@@ -1,6 +1,6 @@
 """Choose the number of static buffers of each rank for received and sent values.
 
-This pass is the last one. It changes no Stream, only `Program.slots`.
+This pass is the last one. The pass changes no Stream, only `Program.slots`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def share_slots(
     unchanged.
 
     With costs at which messages are free, such as unit costs, a slot would be empty as soon as it
-    is full. But the next fill would in fact wait for the message. So the numbers must then also
+    is full. In a real run, the next fill would wait for the message. So the numbers must then also
     keep the time if a message takes half a forward.
 
     Args:

@@ -84,9 +84,9 @@ def insert_offloads(program: Program, options: Options) -> Program:
     that time (k <= 2).
 
     "fit" selects on each rank that exceeds the limit the values with the longest time until their
-    use, as in the paper. Values with equal times are selected evenly spaced. It selects the fewest
-    values that keep the limit, or a larger share of the rest if that makes the step shorter. For
-    the disk, it selects the values that are on the host longest.
+    use, as in the paper. Values with equal times are selected evenly spaced. "fit" selects the
+    fewest values that keep the limit, or a larger share of the rest if that makes the step shorter.
+    For the disk, it selects the values that are on the host longest.
 
     Args:
         program: A program with messages.
