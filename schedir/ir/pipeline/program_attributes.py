@@ -287,11 +287,11 @@ ZERO: Final = make_field_metadata(
 )
 REDUCE_SCATTER_AT: Final = make_field_metadata(
     _make_choice_type("update_end", "each_backward"),
-    "with zero 2 or 3, the time of the gradient reduction: update_end (default) or each_backward",
+    "with zero 2 or 3, when gradients are reduced: update_end (default) or each_backward",
 )
 CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
     YES_OR_NO_TYPE,
-    "for checkpoints, copy the state that a step changes while the next step runs",
+    "for checkpoints, copy weights and optimizer state while the next step runs",
     in_config=False,  # The checkpoint settings of a configuration decide this.
 )
 OPTIMIZER_PLACEMENT: Final = make_field_metadata(
@@ -314,8 +314,8 @@ SKIPS: Final = make_field_metadata(
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
-    "letters of the boundaries between stages of the program that are segments, with their "
-    "tensor-parallel and expert-parallel collectives: fgfg-fgfg (-O stage_segments sets it)",
+    "a letter for each boundary between two stages of the program, which are segments, for its "
+    "tensor-parallel or expert-parallel collective: fgfg-fgfg (-O stage_segments sets it)",
     in_config=False,  # A configuration has stage_segments instead.
 )
 CHUNKS_PER_MICROBATCH: Final = make_field_metadata(

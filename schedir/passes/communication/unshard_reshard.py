@@ -193,8 +193,8 @@ PASSES = (
         section="memory",
         option_types=_OPTION_TYPES,
         option_descriptions={
-            "unsharded_stages": "with zero 3: number of stages of a rank with unsharded weights "
-            "at once; by default the stage that computes and the next one",
+            "unsharded_stages": "with zero 3: number of stages of a rank whose weights are "
+            "unsharded at once; the default is the stage that computes and the next one",
             "unshard_prefetch": "with zero 3: begin to gather weights this number of stage "
             "computations before their use (1), as far as unsharded_stages allows; 0 has the "
             "fewest gathers, but ranks wait for each one",
