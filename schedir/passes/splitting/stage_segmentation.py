@@ -227,7 +227,7 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
         return program
     if program.segment_boundaries and (number > 1).any():
         raise UsageError(
-            "stage_segments cannot be applied: the stages of the program are segments already",
+            "stage_segments cannot be applied: the program has segments already",
             fields=["stage_segments"],
         )
     first = np.concatenate([[0], np.cumsum(number)])
