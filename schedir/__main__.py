@@ -238,8 +238,8 @@ def _add_input_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits for untrusted files")
     group.add_argument(
         "--max-instructions", dest="most_instructions", type=_parse_positive_count, metavar="N",
-        help=f"refuse programs with more instructions than this ({DEFAULT_MAX_INSTRUCTIONS}); an "
-        "instruction takes about 30 to 100 bytes of memory",
+        help=f"refuse programs with more than N instructions ({DEFAULT_MAX_INSTRUCTIONS}); an "
+             "instruction takes about 30 to 100 bytes of memory",
     )  # fmt: skip
     group.add_argument(
         "--no-code", action="store_true",
@@ -268,7 +268,9 @@ def _build_parser(argv: Sequence[str]) -> _Parser:
     if not asked.startswith("-") and asked not in ("", *COMMANDS):
         near = get_close_matches(asked, COMMANDS, 1)
         hint = f"did you mean schedir {near[0]}?" if near else "schedir --help lists all commands"
-        raise UsageError(f"no command {asked!r}", hint=RETIRED_HINTS.get(f"schedir {asked}", hint))
+        raise UsageError(
+            f"schedir has no command {asked!r}", hint=RETIRED_HINTS.get(f"schedir {asked}", hint)
+        )
     for name, about in COMMANDS.items():
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
         if name == asked:  # importing all commands would take longer than most commands run

@@ -74,7 +74,7 @@ def _make_call_error(
     for each in positional[: len(args)]:
         if each in named:
             return UsageError(
-                f"{name} got {each} twice: with its name and without it",
+                f"{name} got the argument {each} twice: by position and by name",
                 hint=example,
                 fields=[each],
             )

@@ -45,8 +45,8 @@ def find_order_error(graph: Graph) -> OrderError | None:
     """Return the error for the first instruction that uses a value before its rank produces it.
 
     Each value must be produced earlier in the Stream, and not by an instruction of the same group.
-    Lanes run independently, but the host issues a Stream in order. A wait for an instruction that
-    is not issued yet would wait for nothing.
+    Lanes run independently, but the host issues a Stream in order. A lane cannot wait for an
+    instruction that the host has not issued yet.
 
     Args:
         graph: The dependency graph of a program or a draft. In a draft, values from other ranks are
@@ -223,12 +223,12 @@ def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
         notes = [of_pair, of_group]
     return ChannelMismatchError(
         f"{sends[2]} and {takes[2]} use different communicators: the "
-        f"{'send' if grouped else 'receive'} is in a group with sends and receives, and its "
-        "other end is not",
+        f"{'send' if grouped else 'receive'} is in a group with sends and receives, but the "
+        f"{'receive' if grouped else 'send'} is not",
         program=graph.program.name,
         sites=[InstructionSite(*sends, notes[0]), InstructionSite(*takes, notes[1])],
-        hint="group both ends of a message or neither, or initialise NCCL eagerly with "
-        "init_process_group(device_id=...), and use the progress model per_device",
+        hint="put both ends of the message in groups, or neither; or initialise NCCL eagerly "
+        "with init_process_group(device_id=...), and use the progress model per_device",
     )
 
 
@@ -271,10 +271,10 @@ def _find_unmet_waits(
 ) -> dict[int, list[tuple[int, int]]]:
     """Return the waits of each queue head, as pairs of another head and the instruction needed.
 
-    The needed instruction is in the queue of the other head. It produces a missing value, or is the
-    other end of a message or collective. A group starts as one, when each member is the head of its
-    queue and has its values. If both ends of a message are heads, an end that lacks something on
-    its own rank does not wait for the other.
+    The needed instruction is in the queue of the other head. The needed instruction produces a
+    missing value, or is the other end of a message or collective. All members of a group start
+    together, when each member is the head of its queue and has its values. If both ends of a
+    message are heads, an end that lacks something on its own rank does not wait for the other.
     """
     heads = _find_queue_heads(graph, finished)
     together = {head: _find_group_members(graph, head) for head in heads.values()}

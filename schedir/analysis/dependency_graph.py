@@ -16,8 +16,8 @@ collective are one node. An eager send is a node of its own, and its receive com
 message with mismatched communicators has an edge to itself.
 
 A group of transfers that are issued together has a node at which it starts and a node at which it
-is complete. Each of its transfers is between the two. One node for the group would make cycles of
-legal rings of messages.
+is complete. The nodes of its transfers are between these two nodes. If the group had only one node,
+a legal ring of messages would be a cycle.
 """
 
 from __future__ import annotations
@@ -63,20 +63,21 @@ from schedir.ir.program import Program, Proof
 class Graph:
     """The dependency graph of a program under a progress model.
 
-    The graph of a draft has no messages. Each value that crosses ranks takes `Costs.send` there,
-    and no queue.
+    The graph of a draft has no messages. In it, each value that crosses ranks takes the time
+    `Costs.send`, and uses no queue.
 
     Args:
         program: The program or draft.
         progress_model: The progress model of the transport.
         blocking_hosts: True if the host itself waits for the inputs of a compute and for the
-            message of a gather, as on CPUs. It issues nothing meanwhile, so all later instructions
-            of the Stream follow, in every queue. Over NCCL the device waits, and the host does not.
-        host_device_sync: True if the host also waits for everything that it issued, each time that
-            it launches anything but a message. cudaMalloc, cudaFree and the first use of a kernel
-            may do so. Implies `blocking_hosts`.
-        eager_messages: Messages that leave without their receiver, which receives them later. None
-            if there are none.
+            message of a gather, as on CPUs. While the host waits, it issues nothing, so all later
+            instructions of the Stream wait, too, in every queue. Over NCCL the device waits, and
+            the host does not.
+        host_device_sync: True if the host also waits for all issued instructions each time that it
+            launches anything but a message. cudaMalloc, cudaFree and the first use of a kernel may
+            do so. Implies `blocking_hosts`.
+        eager_messages: Messages whose send can end before the receive is posted. None if there are
+            none.
 
     References:
         CUDA C++ Programming Guide, "Implicit Synchronization" and "Lazy Loading".
@@ -135,7 +136,7 @@ class Graph:
 
     @property
     def proof(self) -> Proof:
-        """The proof that a program has if this graph has no cycle."""
+        """The proof that the program finishes, which is valid if this graph has no cycle."""
         return Proof(
             self.progress_model,
             self.blocking_hosts,
@@ -160,7 +161,7 @@ class Graph:
 
     @cached_property
     def host_slot_reuses(self) -> dict[str, tuple[Positions, Positions]]:
-        """By name of the slots on the host: fills of a used slot, and what emptied it."""
+        """By name of the slots on the host: fills of a used slot, and what emptied the slot."""
         return find_host_slot_reuses(self.program)
 
     @cached_property
@@ -288,9 +289,9 @@ class Graph:
     def collective_groups(self) -> list[Positions]:
         """The positions of the members of each collective.
 
-        All collectives of one kind and update are one, with two exceptions: the replicas of each
-        stage have their own, and so have the ranks that share no tied weight
-        (`number_tied_groups`).
+        All instructions of one kind and update are one collective, with two exceptions. The
+        replicas of each stage have their own collective. Ranks that share no tied weight have
+        separate collectives (`number_tied_groups`).
         """
         meetings: list[Positions] = []
         shape = self.program.shape

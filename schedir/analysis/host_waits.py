@@ -27,17 +27,17 @@ def find_host_waits(
 
     There is a row for each lane at which the host waits (`LaneRow.host_action`):
 
-    - The host runs some lanes itself. The row has the last instruction of the lane before each
-      instruction.
+    - The host runs some lanes itself. The row contains, for each instruction, the last instruction
+      of the lane before it.
     - On other lanes, the host waits for the inputs of an instruction and then starts it. An example
       is the gather of a received activation. When the host starts it, the message and the earlier
-      instructions of the lane have ended. Nothing else can delay the gather, so the row has the
-      last such instruction. Collectives between segments are left out, because the host computes
-      their inputs itself.
-    - Before some instructions the host drains their lane (`Row.host_sync`). Then all instructions
-      before the drain have ended.
-    - Some instructions wait for another lane (`Row.host_sync_lanes`). After these, all earlier
-      instructions of that lane have ended.
+      instructions of the lane have ended. Nothing else can delay the gather, so the row contains
+      the last instruction that the host started. Collectives between segments are left out, because
+      the host computes their inputs itself.
+    - Before some instructions the host drains their lane (`Row.host_sync`). After the drain, all
+      instructions before it have ended.
+    - Some instructions wait for another lane (`Row.host_sync_lanes`). After such an instruction,
+      all earlier instructions of the other lane have ended.
 
     Instructions of one lane follow each other anyway, so a lane has no entries for its own
     instructions.
@@ -63,10 +63,10 @@ def find_known_ends(
 ) -> Positions:
     """Return the position at which a blocking host first observes the end of each instruction.
 
-    The host observes the end of an instruction that it runs itself at once, at its own position. It
-    observes the end of an instruction that it only starts before the first instruction that waits
-    for it, or for a later one of its lane. If no instruction waits, it is the last instruction of
-    the Stream.
+    The host observes the end of an instruction that it runs itself at once, at its own position. If
+    the host only starts an instruction, it observes the end before the first instruction that waits
+    for this instruction, or for a later one of its lane. If no instruction waits, the position is
+    that of the last instruction of the Stream.
 
     Args:
         program: The program.

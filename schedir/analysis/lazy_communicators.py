@@ -1,9 +1,9 @@
 """Check that every rank reaches the first use of each communicator that NCCL creates lazily.
 
 A lazy communicator is created at its first use by all its ranks together. The host of each rank
-blocks there until all others have arrived, and issues nothing meanwhile. Otherwise hosts do not
-wait. So only the order of the first uses decides whether the hosts pass all of them, and the other
-waits of the program are irrelevant.
+blocks at this first use until the other ranks have arrived, and issues nothing meanwhile. At all
+other times, hosts do not wait. So only the order of the first uses decides whether the hosts pass
+all of them, and the other waits of the program are irrelevant.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _make_absence_error(graph: Graph, members: dict[int, int]) -> ChannelMismatc
     away = next(r for r in range(graph.program.shape.ranks) if r not in members)
     first = graph.index.locate(min(members.values()))
     return ChannelMismatchError(
-        f"{first[2]} uses the communicator of all ranks, which waits for all ranks, but rank "
-        f"{away} never uses it",
+        f"{first[2]} uses the communicator of all ranks and waits for all ranks, but rank {away} "
+        "never uses this communicator",
         program=graph.program.name,
         sites=[InstructionSite(*first, "waits for all ranks")],
         hint=_HINT,

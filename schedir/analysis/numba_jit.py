@@ -2,10 +2,10 @@
 
 numba is optional (`schedir[fast]`). The import of numba and its compiled loops takes some tenths of
 a second, which is more than a small command computes. So a process starts without numba and adds up
-the time of its walks of the graph. It imports numba before the walk that would bring this sum to
-the cost of the import. So a process takes at most about twice the possible time, and a command with
-one small walk never imports numba. Results with and without numba are equal to the last bit.
-`enable_numba` imports numba at once.
+the time of its walks of the graph. When the next walk would bring this sum to the time of the
+import, the process imports numba before that walk. So a process takes at most about twice the
+possible time, and a command with one small walk never imports numba. Results with and without numba
+are equal to the last bit. `enable_numba` imports numba at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Find one order of all instructions that every rank can follow.
 
 Each rank follows its part of the order, and starts an instruction after the previous one has ended.
-Then nothing can hang, whatever delays a rank: the first unfinished instruction of the order has no
-unfinished predecessor on any of its ranks. So the order needs no progress model, and works with
-hosts that wait for their device.
+Then no rank can hang, even if other ranks are late: the first unfinished instruction of the order
+has no unfinished predecessor on any of its ranks. So the order needs no progress model, and works
+with hosts that wait for their device.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def find_total_order(graph: Graph) -> tuple[Positions, ...]:
     """Return the instructions of each rank in one order that all ranks can follow.
 
     Computes of a rank and messages of a queue keep their order, and a slot is emptied before it is
-    filled. Transfers that the program issues together are issued separately. A receive comes where
-    its message is sent. All other instructions keep the order of the Stream, so that memory use is
-    that of a normal step. If there are too few slots for that, the order of the Stream is not kept.
+    filled. Transfers that the program issues together are issued separately. A receive has the
+    place of its send in the order. All other instructions keep the order of the Stream, so that
+    memory use is that of a normal step. If there are too few slots for the order of the Stream,
+    this order is not kept.
 
     Args:
         graph: The dependency graph of a program that is proven to finish.

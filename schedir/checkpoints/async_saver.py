@@ -124,7 +124,7 @@ class Saver:
         program = self.rank_executors[0].program
         if not program.checkpoint_snapshots:
             raise ModelError(
-                "a Saver needs a program with checkpoint_snapshots",
+                "a Saver needs a program with checkpoint_snapshots, but this program has none",
                 program=program.name,
                 hint="compile(..., checkpoint_snapshots=True), or save(executor, folder, step=...)",
             )
@@ -215,8 +215,8 @@ class Saver:
             self.cancel()
             raise ModelError(
                 f"step {plan.step} cannot be saved: the weights changed before they were copied",
-                hint="call saver.write() before you load a checkpoint, use another Saver, or run a "
-                "program without snapshots",
+                hint="first call saver.write(); after it, load a checkpoint, use another Saver, "
+                "or run a program without snapshots",
             )
         if any(waits for _, waits in statuses):
             self._save_plan = plan

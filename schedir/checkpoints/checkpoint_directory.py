@@ -88,7 +88,7 @@ class CheckpointDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path_text = str(require_path(path))
         if not str(path):
-            raise UsageError("directory is ''", hint="'.' is the current directory")
+            raise UsageError("directory is '', not a path", hint="'.' is the current directory")
         try:
             # An absolute path stays the same directory when the process changes its working
             # directory.
@@ -97,8 +97,8 @@ class CheckpointDirectory:
             raise UsageError(f"directory {self.path_text} cannot be used: {error}") from None
         if os.path.exists(self.path / MANIFEST_NAME):
             raise CheckpointError(
-                f"{self.path_text} is a single checkpoint",
-                hint=f"its directory of checkpoints is {Path(path).parent}",
+                f"{self.path_text} is a single checkpoint, not a directory of checkpoints",
+                hint=f"use the directory that contains this checkpoint: {Path(path).parent}",
             )
 
     # ------------------------------------------------------------ what is there
@@ -155,7 +155,7 @@ class CheckpointDirectory:
             raise
         if manifest.step != step:
             raise IncompleteCheckpointError(
-                f"{path.name} is not complete: its manifest is of step {manifest.step}",
+                f"{path.name} is not complete: its manifest is for step {manifest.step}",
                 step=step,
                 file=MANIFEST_NAME,
             )
@@ -180,7 +180,7 @@ class CheckpointDirectory:
         for file, digest in compute_digests(sizes, manifest.step):
             if digest != manifest.files[file.name].sha256:
                 raise IncompleteCheckpointError(
-                    f"{path.name} is not complete: {file.name} has another digest",
+                    f"{path.name} is not complete: {file.name} does not match its digest",
                     step=manifest.step,
                     file=file.name,
                 )
@@ -384,7 +384,7 @@ class CheckpointDirectory:
         for step, what in sorted(self._scan_entries()):
             self._remove(self._make_path(step, what))
         if left := self.list_steps():
-            raise CheckpointError(f"{self.path_text} still has step {left[0]}", step=left[0])
+            raise CheckpointError(f"cannot remove step {left[0]} of {self.path_text}", step=left[0])
 
     def finish(self, manifest: Manifest, keep: int | None = None) -> Path:
         """Complete the checkpoint of a step, after all processes have written their files.
@@ -408,7 +408,7 @@ class CheckpointDirectory:
         """
         step = manifest.step
         if keep is not None and (type(keep) is not int or keep < 1):
-            raise UsageError(f"keep is {keep!r:.60}; it must be 1 or more", fields=["keep"])
+            raise UsageError(f"keep must be 1 or more, not {keep!r:.60}", fields=["keep"])
         path, to = self.get_unfinished_path(step), self._make_path(step)
         try:
             with self.translate_write_errors(step):
@@ -517,7 +517,7 @@ class CheckpointDirectory:
             size = os.fstat(opened.fileno()).st_size
         if size != file.size:
             raise IncompleteCheckpointError(
-                f"{path.name} is not complete: {name} has {size:,} bytes, not {file.size:,}",
+                f"{path.name} is not complete: {name} has {size:,} bytes instead of {file.size:,}",
                 step=step,
                 file=name,
             )
@@ -537,7 +537,7 @@ class CheckpointDirectory:
 
 def _require_step(step: int) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**16:
-        raise UsageError(f"step is {step!r:.60}; it must be an integer from 0", fields=["step"])
+        raise UsageError(f"step must be an integer of 0 or more, not {step!r:.60}", fields=["step"])
 
 
 def _gather_outcomes(compute: Callable[[], _T], gather_texts: GatherTexts | None) -> list[_T]:

@@ -162,7 +162,7 @@ def _find_verified(
     if found.manifest is None and found.skip_reasons:
         raise CheckpointError(
             f"no checkpoint in {directory.path_text} is complete: {join_facts(found.skip_reasons)}",
-            hint="to begin at the first step, remove them or use another folder",
+            hint="to begin at the first step, remove these checkpoints or use another folder",
         )
     return found
 
@@ -177,8 +177,8 @@ def _require_valid_state(manifest: Manifest) -> None:
         if key not in state or not is_sound(state[key]):
             what = describe(state[key]) if key in state else "missing"
             raise CheckpointError(
-                f"the checkpoint of step {manifest.step} is not from a run: {key} of its state is "
-                f"{what}",
+                f"the checkpoint of step {manifest.step} was not written by a run: its state has "
+                f"{key} {what}",
                 step=manifest.step,
                 file=MANIFEST_NAME,
             )

@@ -359,8 +359,8 @@ class OptimizerOwners:
                     if other is not by:
                         raise CheckpointError(
                             f"two optimizers, {type(other).__name__} and {type(by).__name__}, "
-                            f"step a parameter of shape {list(p.shape)}: a checkpoint has the "
-                            "state of only one",
+                            f"step the same parameter of shape {list(p.shape)}, but a checkpoint "
+                            "has the state of one optimizer per parameter",
                         )
 
     def find_owner(self, p: nn.Parameter) -> tuple[Tensor | None, Any, Any, dict[str, Any]]:

@@ -123,7 +123,7 @@ def read_manifest(
         return reader.build_manifest(digest)
     except _InvalidManifest as why:
         raise IncompleteCheckpointError(
-            f"{checkpoint_name} is not complete: its manifest: {why}"
+            f"{checkpoint_name} is not complete: its manifest is not valid: {why}"
         ) from None
 
 

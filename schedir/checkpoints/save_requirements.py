@@ -67,7 +67,8 @@ def _require_known_optimizer(optimizer: Any) -> None:
         elif not (is_torch_optimizer(inner) or getattr(inner, "elementwise", False)):
             raise CheckpointError(
                 f"schedir cannot determine whether the optimizer {name} is elementwise",
-                hint=f"if it is, and has no state in its groups: {name}.elementwise = True",
+                hint="if the optimizer is elementwise and has no state in its groups, set "
+                f"{name}.elementwise = True",
             )
 
 
@@ -97,7 +98,7 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
                 raise CheckpointError(f"{name} steps a parameter {list(p.shape)} that no stage has")
         for p, kept in getattr(inner, "state", {}).items():
             if id(p) not in weight_of and kept:
-                raise CheckpointError(f"{name} has {', '.join(kept)} of a weight without a stage")
+                raise CheckpointError(f"{name} has {', '.join(kept)} of a weight of no stage")
             for key, value in kept.items():
                 if not isinstance(key, str) or "/" in key:
                     raise CheckpointError(

@@ -173,7 +173,7 @@ def _require_consistent(manifests: Sequence[RankManifest]) -> None:
             other, there = every.setdefault(name, (stage, kind))
             if other != stage:
                 raise CheckpointError(
-                    f"stages {other} and {stage} both have {name}",
+                    f"stages {other} and {stage} both have a tensor with the name {name}",
                     hint="pass name_map=..., a function that gives each tensor of the complete "
                     "model a different name",
                 )
@@ -186,7 +186,7 @@ def _require_consistent(manifests: Sequence[RankManifest]) -> None:
     for name, before, process in _find_differing_tensors(manifests, "weights/"):
         raise CheckpointError(
             f"{name.removeprefix('weights/')}, or its optimizer state, differs between processes "
-            f"{before} and {process}: they are not replicas, or gradients were not reduced",
+            f"{before} and {process}: these are not replicas, or gradients were not reduced",
         )
 
 
@@ -207,7 +207,7 @@ def _require_complete_experts(manifests: Sequence[RankManifest]) -> None:
             if name.startswith("buffers/") and name not in written:
                 raise CheckpointError(
                     f"the first replica does not have {name}, which belongs to an expert",
-                    hint="set its attribute `expert_slice`, as for the parameters of the expert",
+                    hint="set `expert_slice` of this buffer, as for the parameters of the expert",
                 )
 
 
@@ -231,7 +231,7 @@ def warn_of_differing_buffers(peers: CheckpointGroup, manifests: Sequence[RankMa
         manifests: The descriptions of all processes.
     """
     for name, *_ in _find_differing_tensors(manifests, "buffers/"):
-        warn_once(peers, f"{name} differs between processes: the checkpoint has that of the first")
+        warn_once(peers, f"{name} differs between processes: the checkpoint has the first value")
         return
 
 

@@ -262,7 +262,7 @@ def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -
     if not isinstance(schedule, Program):
         if shape is None:
             raise UsageError(
-                "a schedule needs the numbers of ranks and microbatches",
+                "compile needs ranks and microbatches for this schedule",
                 hint="ranks=4, microbatches=8",
                 fields=["ranks", "microbatches"],
             )
@@ -270,14 +270,16 @@ def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -
         return expand_schedule(schedule, shape)
     if not schedule.is_draft:
         raise LoweringLevelError(
-            "the program is lowered already: it has other instructions than F, B, I, W and R",
+            "the program is lowered already: it has instructions other than F, B, I, W and R",
             program=schedule.name,
-            hint="schedir.check(program) verifies it",
+            hint="call schedir.check(program) to verify the program",
         )
     if shape is not None:
         given = (f.name for f in SHAPE_FIELDS if f.name not in shape.default_fields)
         if any(getattr(shape, name) != getattr(schedule.shape, name) for name in given):
-            raise UsageError(f"the draft has the shape {schedule.shape}, not {shape}")
+            raise UsageError(
+                f"the draft has the shape {schedule.shape}, but the argument shape is {shape}"
+            )
     return schedule
 
 
@@ -340,7 +342,7 @@ def check_memory(
     name = "memory_limit" if tier == "device" else f"{tier}_memory_limit"
     if sizes is None:
         raise UsageError(
-            f"{name} needs sizes: the bytes of the values",
+            f"{name} needs sizes, the bytes of each kind of value",
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
     require_type(sizes, Sizes, SIZES_EXAMPLE)

@@ -67,7 +67,7 @@ class StaleRead(NamedTuple):
 
     Attributes:
         needer: Position of the instruction that reads the value.
-        culprit: Position of the last instruction before it that touched the value.
+        culprit: Position of the last instruction before the reader that touched the value.
         value: The kind of value.
     """
 
@@ -108,7 +108,7 @@ class ValueLives(NamedTuple):
         Args:
             groups: Number of the issue group of each instruction, ascending, shape
                 (instructions,).  A slot that one instruction of a group frees is not free for
-                another one of the group.
+                another instruction of the group.
 
         Returns:
             The number of values, shape (ranks,).
@@ -212,8 +212,8 @@ class Dataflow:
     def find_missing_giver(self) -> tuple[int, Value] | None:
         """Return the first instruction whose value no instruction gives, and the value, or None.
 
-        Values with states are left out: `stale_reads` has these.  So is an instruction that runs a
-        stage, because some of its values are optional.
+        Values with states are left out, because `stale_reads` covers these values. Instructions
+        that run a stage are left out, because some of their values are optional.
         """
         for row, needer in self.index.iterate_rows():
             if row.is_compute:
@@ -294,10 +294,10 @@ class Dataflow:
     def _find_version_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
         """Return the givers of weights, by the version that each instruction uses.
 
-        The giver is the instruction that changes this version, otherwise the one that makes it.  It
-        is -1 for weights from before the program, and always for those of a frozen stage.  The
-        instruction of update u makes version u + 1, and an instruction that changes weights changes
-        version u.
+        The giver is the instruction that changes this version, otherwise the one that makes it.
+        The giver is -1 for weights from before the program, and always for the weights of a frozen
+        stage.  The instruction of update u makes version u + 1, and an instruction that changes
+        weights changes version u.
         """
         index, shape = self.index, self.index.program.shape
         changed = [
@@ -517,7 +517,7 @@ class Dataflow:
 
         Returns:
             The lifetimes.  Values that are never freed, or are freed on another rank, are left out.
-            There are none for a kind of value that takes no memory of its own.
+            For a kind of value that takes no memory of its own, the result is empty.
         """
         index = self.index
         chains = self.get_chains(value)

@@ -52,8 +52,8 @@ def input_limits(
 ) -> Iterator[None]:
     """Limit the size of programs and forbid code from files, within a `with` block.
 
-    The limits apply to all threads of the process.  At the end of the block the limits from before
-    it apply again.
+    The limits apply to all threads of the process.  At the end of the block, the limits from before
+    the block apply again.
 
     Args:
         max_instructions: The most instructions of a program.  None keeps the present limit.
@@ -76,7 +76,7 @@ def input_limits(
         ...         PipelineShape(ranks=8, microbatches=8)
         ...     except ShapeError as error:
         ...         print(error.fact)
-        8 stages x 8 microbatches are at least 64 instructions, and the limit is 50
+        8 stages x 8 microbatches need at least 64 instructions, but the limit is 50
     """
     global _current_trust
     if max_instructions is not None and max_instructions < 1:
@@ -129,7 +129,7 @@ def require_instruction_limit(
     )
     if max_instructions is not None and count > max_instructions:
         raise ShapeError(
-            f"{subject} are at least {count} instructions, and the limit is {max_instructions}",
+            f"{subject} need at least {count} instructions, but the limit is {max_instructions}",
             hint=RAISE_LIMIT_HINT,
             fields=fields,
         )
@@ -147,5 +147,5 @@ def require_code_allowed(source: str) -> None:
     if not _current_trust.allow_code:
         raise UsageError(
             f"{source} is Python code, which --no-code or input_limits(allow_code=False) forbids",
-            hint="use a FILE.sched, which contains no code, or allow code",
+            hint="use a FILE.sched, which has no code, or leave out --no-code or allow_code=False",
         )

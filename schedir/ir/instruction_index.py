@@ -30,8 +30,8 @@ class InstructionIndex:
     - per stage: `row * stages + stage`, where `row` is the stage's row in the placement;
     - per rank: the rank.
 
-    The keys of the last two start with update 0, followed by those of update 1, and so on.  For
-    instructions per occurrence, the occurrence replaces the update.
+    For instructions per stage or per rank, the keys of update 0 come first, then those of update 1,
+    and so on.  For instructions per occurrence, the occurrence replaces the update.
 
     Programs that differ only in their slots share one index.  So do not read the slots of
     `program`.
@@ -220,7 +220,8 @@ class InstructionIndex:
     def rank(self) -> Positions:
         """Return the rank of each instruction, shape (instructions,).
 
-        For a program of more than 65536 instructions it is computed at each call, to save memory.
+        For a program of more than 65536 instructions, the array is computed at each call, to save
+        memory.
         """
         if self._rank is not None:
             return self._rank
@@ -235,7 +236,7 @@ class InstructionIndex:
 
         Args:
             op: The opcode.
-            key: The keys.  They may be out of range.
+            key: The keys, which may be out of range.
 
         Returns:
             The positions, in the shape of `key`; -1 if there is no such instruction or key.

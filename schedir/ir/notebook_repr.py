@@ -1,7 +1,7 @@
 """Register the function that shows results in notebooks.
 
 A notebook calls `_repr_html_` of an object.  The code that draws pictures is in `schedir.viz`,
-which imports these classes.  So it registers its function here.
+which imports these classes.  So `schedir.viz` registers its function here.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 MessageOrder = Mapping[Opcode, NDArray[np.int32]]
 
-# The most instructions of a program that caches derived objects.  Those of a larger program would
-# use too much memory.
+# The most instructions of a program that caches derived objects.  The derived objects of a larger
+# program would use too much memory.
 _MAX_CACHED_INSTRUCTIONS: Final = 2**22
 _T = TypeVar("_T")
 
@@ -104,16 +104,16 @@ class Program:
         tied_weights: For each weight that several stages have a copy of, these stages, ascending:
             `((0, 3),)`.  True means the first and the last stage.
         clip_grad_norm: True if gradients are clipped by their global norm.
-        frozen_stages: Number of first stages that are not trained.  They have no backward, and no
-            gradient is sent to them.  Stage `frozen_stages` has no gradient of its input.
+        frozen_stages: Number of first stages that are not trained.  These stages have no backward,
+            and no gradient is sent to them.  Stage `frozen_stages` has no gradient of its input.
         skips: The stages, from and to, between which a second value passes: `((0, 3), (1, 2))`.
         norm_check: "before_step": an optimizer step that clips waits for the gradient norm.
             "after_step": the step runs as if nothing was clipped.  If the norm then shows that
             gradients had to be clipped, the step is undone and repeated (post-validation, arXiv
             2401.10241, section 4).
         zero: Level of ZeRO (arXiv 1910.02054), 0 to 3.  Each replica has a part of the optimizer's
-            state from level 1 on, and a part of the gradients from level 2 on.  At level 3 it has a
-            part of the weights, which Unshard gathers.
+            state from level 1 on, and a part of the gradients from level 2 on.  At level 3, each
+            replica has a part of the weights, which Unshard gathers.
         reduce_scatter_at: When sharded gradients are reduced: once, at the "update_end", or at
             "each_backward", so that no full gradient uses memory between runs of backwards.
         checkpoint_snapshots: True if a checkpoint can copy the weights and the optimizer state
@@ -128,14 +128,14 @@ class Program:
         chunks_per_microbatch: Number of the program's microbatches that are chunks of one
             microbatch.
         sequence_parallel: True if tensor-parallel ranks also split the tokens (arXiv 2205.05198).
-            Each sends its part, and gradients of weights that all ranks have are summed.
+            Each rank sends its part, and gradients of weights that all ranks have are summed.
         ep: Size of the expert-parallel groups.  A group has `ep` consecutive data-parallel
             replicas, and each of them has 1/ep of the experts.  The letters d and c of
             `segment_boundaries` need ep > 1.
         slots: The numbers of static buffers of each rank; empty if each value has its own.
         message_order: The numbers of messages in the order of the lowering, for each kind of send
-            by `stage * microbatches + mb`; -1 if there is no message.  It is a hint that makes
-            `check` faster, and `check` verifies it.  A pass need not update it.
+            by `stage * microbatches + mb`; -1 if there is no message.  This order makes `check`
+            faster, and `check` verifies it. A pass need not update it.
 
     Attributes:
         words: The instructions of all Streams, one Stream after the other.
@@ -145,9 +145,8 @@ class Program:
             `dataclasses.replace`, `copy` or `pickle` has none.
 
     Raises:
-        ShapeError: The name is not allowed, or `slots` are not valid numbers for each rank.  Or an
-            attribute does not have an allowed value, or does not fit the shape or another
-            attribute.
+        ShapeError: The name is not allowed, or `slots` are not valid numbers for each rank.  Or the
+            value of an attribute is not allowed, or does not fit the shape or another attribute.
 
     Example:
         >>> from schedir import PipelineShape, compile, schedules
@@ -269,7 +268,8 @@ class Program:
     def with_slots(self, slots: Sequence[SlotCounts]) -> Self:
         """Return a program with the same Streams and other numbers of slots.
 
-        It keeps the cached index and flow of values, because these do not depend on slots.
+        The new program keeps the cached index and flow of values, because these do not depend on
+        slots.
 
         Args:
             slots: The numbers of static buffers of each rank.
@@ -405,8 +405,8 @@ class Program:
     def takes_memory(self, value: Value) -> bool:
         """Return whether values of a kind take memory of their own.
 
-        Weights and gradients do not, because a stage has them all the time.  From the ZeRO level on
-        at which replicas have parts of them, they do.
+        Weights and gradients take no memory of their own, because a stage has them all the time. If
+        replicas have parts of the weights or gradients (ZeRO), these values take memory.
 
         Args:
             value: The kind of value, a member of `schedir.ir.isa.instructions.Value`.
@@ -429,8 +429,8 @@ class Program:
     def has_static_buffers(self, value: Value) -> bool:
         """Return whether the number of slots of a kind of value can be chosen.
 
-        This is so for values that cross boundaries, and for values that an instruction of the
-        program uses off the compute lane.
+        The number can be chosen for values that cross boundaries, and for values that an
+        instruction of the program uses off the compute lane.
 
         Args:
             value: The kind of value.
@@ -482,8 +482,8 @@ class Program:
     def first_stage(self, op: int) -> int:
         """Return the first stage that can have instructions with an opcode.
 
-        It is the first trained stage for backwards, for messages with gradients and for reductions,
-        and stage 0 for all others.
+        This is the first trained stage for backwards, for messages with gradients and for
+        reductions, and stage 0 for all other opcodes.
 
         Args:
             op: The opcode.

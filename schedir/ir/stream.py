@@ -206,7 +206,8 @@ class StreamSlices(tuple[Stream, ...]):
         """Return Streams as slices of one array.
 
         Args:
-            streams: The Streams.  A StreamSlices is returned unchanged, and others are copied.
+            streams: The Streams.  A StreamSlices is returned unchanged, and other Streams are
+                copied.
         """
         if isinstance(streams, cls):
             return streams

@@ -11,14 +11,14 @@
       B 0.7
 
 - `F 1.0` is the forward of stage 1, microbatch 0.
-- `7 x` repeats a line.  In `1.0+` the microbatch is one more at each repetition; `+4` means four
-  more, and `-` one less.
+- `7 x` repeats a line.  In `1.0+`, the number of the microbatch grows by one at each repetition;
+  `+4` adds four, and `-` subtracts one.
 - `&` joins instructions that are issued together.
 - `#` begins a comment.
 - If slots are shared, each rank gives its numbers of slots:
   `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.
-- `tied_weights yes` means the first and the last stage.  `tied_weights 0=2,1=3` lists other stages
-  that share weights.
+- `tied_weights yes` means that the first and the last stage share weights. `tied_weights 0=2,1=3`
+  lists other stages that share weights.
 - `skips 0=3,1=2` means that a second value passes from stage 0 to stage 3, and one from 1 to 2.
 """
 
@@ -102,7 +102,7 @@ def to_text(program: Program, folded: bool = True) -> str:
 def _format_header(program: Program) -> Iterator[str]:
     """Yield the lines of the header.
 
-    Fields that all texts have and fields that few have are on different lines.
+    Fields that all texts have and fields that few texts have are on different lines.
     """
     for (_, always), fields in groupby(
         HEADER_FIELDS, lambda f: (f.is_shape_field, f.is_always_shown)
@@ -149,8 +149,8 @@ def _format_instruction(word: int, step: int) -> str:
 def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
     """Split a Stream into runs: (repetitions, first repetition, step of each microbatch).
 
-    It is greedy.  Each step takes the run that saves most, and the shortest of several that save
-    the same.
+    The search is greedy: each step takes the run that saves most, and the shortest of several that
+    save equally much.
     """
     head, mb = words >> STAGE_SHIFT, words & 0xFFFFFFFF
     joined = (words & JOINED_BIT) != 0
@@ -185,7 +185,7 @@ def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words
 
 
 def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
-    """Return how often k instructions from i on repeat with even steps of their microbatches."""
+    """Return how often k instructions from i on repeat, with equal steps of their microbatches."""
     if not np.array_equal(head[i : i + k], head[i + k : i + 2 * k]):
         return 1
     step = mb[i + k : i + 2 * k] - mb[i : i + k]
@@ -219,8 +219,8 @@ class _Line(NamedTuple):
 
 _NAME_PATTERN = re.compile(r"\s*(program)\b\s*(.*)")
 _PAIR_PATTERN = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
-# A rank gives its numbers of slots in the order of `SlotCounts`.  It gives those of values between
-# neighbouring stages all or not at all.
+# A rank gives its numbers of slots in the order of `SlotCounts`.  For values between neighbouring
+# stages, a rank gives all these numbers or none.
 _NEIGHBOR_SLOTS = SlotCounts._fields[: len(NEIGHBOR_VALUES)]
 _OPTIONAL_SLOTS = SlotCounts._fields[len(NEIGHBOR_VALUES) :]
 _SLOTS_PATTERN = "".join(rf"\s+{kind}\s+(\d{{1,9}})" for kind in _NEIGHBOR_SLOTS)

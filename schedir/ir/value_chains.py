@@ -1,9 +1,9 @@
 """Find all instructions that touch a value, in the order of the Stream.
 
-This is for kinds of values that are made again, or that change their state.  A state is a memory
-tier or a form (a field of `Sizes`).  The instruction that makes a value leaves it in the form that
-the first change needs.  A reader needs the value on the first tier, in the form after the last
-change.  A reader that needs another state has a `Change` in its row.
+This module is for kinds of values that are made again, or that change their state.  A state is a
+memory tier or a form (a field of `Sizes`).  The instruction that makes a value leaves it in the
+form that the first change needs.  A reader needs the value on the first tier, in the form after the
+last change.  A reader that needs another state has a `Change` in its row.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ChainMember(NamedTuple):
     Attributes:
         positions: Position of each instruction.
         keys: Key of the value that each instruction touches.
-        is_giver: True if they give the values, False if they free them.
-        is_producer: True if they make the values.
+        is_giver: True if the instructions give the values, False if they free the values.
+        is_producer: True if the instructions make the values.
         change: The change of the values' state; None if there is none.
     """
 
@@ -147,8 +147,8 @@ class ValueChains(NamedTuple):
         """Return which instructions give a value, and which leave it in a wrong state.
 
         The giver is the nearest earlier event if the value has the required state after it,
-        otherwise the next event with that state.  If there is none, but the value is made later, it
-        is the first maker.
+        otherwise the next event with that state.  If there is no such event, but the value is made
+        later, the giver is the first maker.
 
         Args:
             key: Key of the value that each instruction needs, shape (needers,).

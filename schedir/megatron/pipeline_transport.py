@@ -52,8 +52,8 @@ class PipelineGroupTransport:
         backend = get_backend_name(group, device)
         if backend not in ("gloo", "nccl"):
             raise UsageError(
-                f"the pipeline group has {backend or 'no'} backend for {device.type}; programs are "
-                "proven for Gloo and NCCL",
+                f"the pipeline group has {backend or 'no'} backend for {device.type}; schedir "
+                "checks programs for Gloo and NCCL only",
                 hint='torch.distributed.init_process_group("nccl")',
             )
         self.uses_tags = backend == "gloo"

@@ -57,7 +57,7 @@ def require_supported_settings(chunks: Sequence[Any], config: Any) -> None:
         if is_unsupported(value):
             raise UsageError(
                 f"{name}={value!r} is not supported: {reason}",
-                hint="unset it, or use Megatron's get_forward_backward_func()",
+                hint=f"unset {name}, or use Megatron's get_forward_backward_func()",
                 fields=[name],
             )
     for chunk in chunks:
@@ -92,14 +92,14 @@ def require_call_arguments(chunks: int, iterators: int, has_shapes_fn: bool) -> 
     """
     if iterators != chunks:
         raise UsageError(
-            f"{chunks} model chunks need {chunks} data iterators, and data_iterator has "
+            f"{chunks} model chunks need {chunks} data iterators, but data_iterator has "
             f"{iterators}",
             hint="give a list with one data iterator for each model chunk",
             fields=["data_iterator"],
         )
     if has_shapes_fn:
         raise UsageError(
-            "adjust_tensor_shapes_fn is not supported: all boundaries have one shape",
+            "adjust_tensor_shapes_fn is not supported: all boundaries have the same shape",
             fields=["adjust_tensor_shapes_fn"],
         )
 
@@ -119,7 +119,7 @@ def require_finished_reductions(chunks: Sequence[Any]) -> None:
         )
         if any(group.grad_reduce_handle is not None for group in groups):
             raise ExecutionError(
-                "a reduction of gradients of an earlier step was not finished",
+                "the reduction of gradients of an earlier step has not ended",
                 hint="the earlier step failed: restart the processes from a checkpoint",
             )
 
@@ -227,7 +227,7 @@ def require_untied_embeddings(shape: PipelineShape, schedule: str) -> None:
     first_rank, last_rank = (int(shape.first_rank_per_stage[stage]) for stage in (0, -1))
     if first_rank == last_rank and shape.ranks > 1:
         raise ModelError(
-            f"{schedule} puts the embedding and the output layer on rank {first_rank}, and "
+            f"{schedule} puts the embedding and the output layer on rank {first_rank}, but "
             "Megatron sums the gradients of tied embeddings over the first and the last rank",
             hint="share_embeddings_and_output_weights=False "
             "(--untie-embeddings-and-output-weights)",

@@ -110,8 +110,8 @@ def _lower(
                 f"the schedule does not run the {setting.chunks} model chunks of each rank: "
                 f"{error.fact}",
                 program=error.program,
-                hint="the number of model chunks is Megatron's virtual pipeline size: set another "
-                "one, or choose another schedule",
+                hint="change Megatron's virtual pipeline size, which is the number of model "
+                "chunks, or choose another schedule",
                 fields=["schedule"],
             ) from error
     if schedule.is_draft:
@@ -120,7 +120,7 @@ def _lower(
         raise UsageError(
             f"{', '.join(options)} cannot be applied to a program that is already compiled",
             program=schedule.name,
-            hint="give the options to schedir.compile",
+            hint="pass the options to schedir.compile",
             fields=[*options],
         )
     has_step = not schedule.used_opcodes.isdisjoint(OPTIMIZER_STEP_OPS)
@@ -145,7 +145,7 @@ def require_runnable(
     found = (shape.ranks, shape.stages_per_rank, shape.microbatches)
     if found != (setting.ranks, setting.chunks, setting.microbatches):
         raise UsageError(
-            f"the program is for {_describe(*found)}, and the run has "
+            f"the program is for {_describe(*found)}, but the run has "
             f"{_describe(setting.ranks, setting.chunks, setting.microbatches)}",
             program=program.name,
             fields=["program"],
@@ -160,14 +160,14 @@ def require_runnable(
         )
     if shape.placement_rows > 1:
         raise UsageError(
-            "the schedule puts each stage on several ranks, and Megatron has it on one",
+            "the schedule puts each stage on several ranks, but Megatron has each on one",
             program=program.name,
             fields=["placement"],
         )
     if shape.optimizer_steps > 1:
         raise UsageError(
-            f"the program has {shape.optimizer_steps} optimizer steps, and Megatron's trainer "
-            "takes one after each call",
+            f"the program has {shape.optimizer_steps} optimizer steps, but Megatron's trainer "
+            "runs one optimizer step after each call",
             program=program.name,
             fields=["optimizer_steps"],
         )
@@ -186,7 +186,7 @@ def require_runnable(
             if instr.mb != next_mb[stage]:
                 raise UsageError(
                     f"rank {rank} runs the forward of microbatch {instr.mb} of stage {stage} "
-                    f"before that of microbatch {next_mb[stage]}, and Megatron's data iterators "
+                    f"before that of microbatch {next_mb[stage]}, but Megatron's data iterators "
                     "return the microbatches in ascending order",
                     program=program.name,
                     hint="use a schedule that runs the forwards of each stage in ascending order",

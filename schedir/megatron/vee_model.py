@@ -111,8 +111,8 @@ def find_looped_rank(shape: PipelineShape, rank: int, chunk: int) -> int:
     looped_chunk, looped_rank = divmod(stage, shape.ranks)
     if looped_chunk != chunk:
         raise UsageError(
-            f"placement {shape.placement!r} makes stage {stage} chunk {chunk} of rank {rank}, and "
-            f"Megatron builds its layers only as chunk {looped_chunk} of a rank",
+            f"with placement {shape.placement!r}, stage {stage} is chunk {chunk} of rank {rank}, "
+            f"but Megatron builds the layers of this stage only as chunk {looped_chunk} of a rank",
             hint='use the placement "loop" or "vee"',
             fields=["placement"],
         )

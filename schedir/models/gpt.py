@@ -189,7 +189,7 @@ class Stage(nn.Module):
         if self.embedding is not None and self.positions is not None:
             length = x.shape[-1]
             if length > self.config.context:
-                raise UsageError(f"{length} tokens are more than context = {self.config.context}")
+                raise UsageError(f"{length} tokens exceed the context of {self.config.context}")
             positions = select_local_tokens(
                 self.positions[:length], self.tp, sequence_parallel=self.sequence_parallel
             )

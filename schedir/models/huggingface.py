@@ -153,8 +153,8 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in _FAMILIES:
         raise UsageError(
-            f"cut does not know models of type {describe(kind)}",
-            hint=f"it knows {', '.join(_FAMILIES)}; write a Stage class for others",
+            f"cut does not support models of type {describe(kind)}",
+            hint=f"cut supports {', '.join(_FAMILIES)}; write a Stage class for other models",
             fields=["model"],
         )
     prefix, head = getattr(model, "base_model_prefix", ""), getattr(model, "lm_head", None)
@@ -181,7 +181,7 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
     counts = split_layers(layers, stages, layers_per_stage)
     if 0 in counts:
         raise UsageError(
-            f"layers_per_stage {[*counts]} has a stage without layers; each needs 1 or more",
+            f"layers_per_stage {[*counts]} has a stage without layers; a stage needs 1 or more",
             fields=["layers_per_stage"],
         )
     ends = [sum(counts[: number + 1]) for number in range(stages)]

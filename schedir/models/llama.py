@@ -153,7 +153,7 @@ class Stage(nn.Module):
         """
         length = x.shape[1] * (1 if self.embedding is not None else self.sequence_shards)
         if length > self.config.context:
-            raise UsageError(f"{length} tokens are more than context = {self.config.context}")
+            raise UsageError(f"{length} tokens exceed the context of {self.config.context}")
         if self.embedding is not None:
             x = self.embedding(x)
         rotations = compute_rotations(

@@ -59,7 +59,7 @@ class MoEConfig(GPTConfig):
                 require_positive(self, name)
         if self.active > self.experts:
             raise UsageError(
-                f"active is {self.active}, but a layer has {self.experts} experts",
+                f"active is {self.active}, but a layer has only {self.experts} experts",
                 fields=["active", "experts"],
             )
         for name, least in (("aux_loss", 0), ("balance_rate", 0), ("capacity_factor", 1)):

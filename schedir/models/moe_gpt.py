@@ -78,7 +78,7 @@ def build_stage(
         raise UsageError(f"stage is {stage}; it must be from 0 to {stages - 1}")
     if not counts[0]:
         raise UsageError(
-            "the first stage of a mixture-of-experts model needs a layer",
+            "layers_per_stage[0] is 0, but a mixture-of-experts model needs a layer there",
             fields=["layers_per_stage"],
         )
     if ep < 1 or config.experts % ep:
@@ -140,7 +140,7 @@ class MoEStage(gpt.Stage):
         """
         if not self.has_all_experts:
             raise ModelError(
-                "the stage has some of the experts only, so its segments must run",
+                "the stage has only some of the experts, so it must be split into segments",
                 hint="split_stage(stage), and compile(..., ep=2, stage_segments='dc')",
             )
         for segment in _make_segments(self):

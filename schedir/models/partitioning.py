@@ -62,7 +62,7 @@ def split_layers(
             uneven = [each + (stage < remainder) for stage in range(stages)]
             raise UsageError(
                 f"{layers} layers cannot be divided by {stages} stages",
-                hint=f"layers_per_stage {uneven} divides them unevenly",
+                hint=f"layers_per_stage {uneven} divides the layers unevenly",
                 fields=field_names,
             )
         return (each,) * stages
@@ -110,7 +110,7 @@ def split_tokens(context: int, tp: int) -> int:
     """
     if context % tp:
         raise UsageError(
-            f"tp {tp} does not divide the context of {context} tokens (sequence_parallel)",
+            f"tp {tp} does not divide the context of {context} tokens (for sequence_parallel)",
             hint=f"context = {context - context % tp or tp}, or sequence_parallel = false",
             fields=["context", "sequence_parallel"],
         )

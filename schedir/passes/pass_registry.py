@@ -38,7 +38,8 @@ PASS_OPTIONS: Final[Mapping[str, tuple[FieldType, str]]] = {
     for each in LOWERING_PASSES
     for option in each.option_names
 }
-# The option with which a program that has an instruction was lowered (`Pass.opcodes`).
+# By opcode: the option with which a program was lowered if it has this instruction
+# (`Pass.opcodes`).
 OPTION_BY_OPCODE: Final[Mapping[int, str]] = {
     op: option for each in LOWERING_PASSES for op in each.opcodes for option in each.option_names
 }

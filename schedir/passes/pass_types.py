@@ -40,7 +40,7 @@ class Options:
         sizes: The sizes of values, for `memory_limit`.
         memory_limit: The limit in bytes of the device memory of a rank.
         run_later_passes: Runs the later passes on a program, for a pass that evaluates the final
-            program. Its keywords replace entries of `extra_options`.
+            program. The keywords of a call replace entries of `extra_options`.
     """
 
     costs: Costs | None = None
@@ -96,14 +96,14 @@ class Pass:
             "memory" and "better", so `check` expects their instructions only if some are there.
         lower: Runs the pass with the options of the lowering.
         should_run: Returns whether the pass runs for a program and options.
-        list_expected: Lists the instructions that `check` must find. Its second argument returns
-            the mask of an opcode's instructions (`Inspector.is_present`).
-        read_options: Returns the options with which a program was lowered, where the program shows
-            them.
+        list_expected: Lists the instructions that `check` must find. The second argument of this
+            function returns the mask of an opcode's instructions (`Inspector.is_present`).
+        read_options: Returns the options with which a program was lowered, as far as the program
+            shows them.
         option_names: The names of the options in `Options.extra_options` that the pass uses.
         opcodes: For a pass whose only option is yes or no, the instructions that no other pass
-            inserts. A program that has one was lowered with the option. So `--relower` sets it, and
-            errors name it.
+            inserts. A program that has one of these instructions was lowered with the option. So
+            `--relower` sets the option, and errors name it.
         applies_to: Returns whether the options have an effect for a program.
         option_types: The type of an option by its name; options that are missing are yes or no.
         description: The help text of the options in `--help`.

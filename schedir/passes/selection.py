@@ -115,7 +115,7 @@ def find_named_pairs(
         for number, (what, most) in zip(one, there, strict=False):
             if not 0 <= number < most:
                 raise UsageError(
-                    f"{option} has {what} {number}, but the last {what} is {most - 1}",
+                    f"{option} selects {what} {number}, but the last {what} is {most - 1}",
                     fields=[option],
                 )
     return named

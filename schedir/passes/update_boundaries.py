@@ -63,10 +63,10 @@ def find_update_ends(program: Program) -> UpdateEnds:
 def find_separate_ends(program: Program) -> UpdateEnds:
     """Return the last position of each update but the last, for ends without collectives.
 
-    A rank ends an update before the first compute after its last work on it. So it sends its
-    results first, because other ranks may need them for their own end. A rank that only runs
-    forwards may finish a later update before an earlier one. It still ends its updates in order,
-    and within its Stream.
+    A rank ends an update before the first compute after its last work on it. So the rank sends its
+    results first, because other ranks may need these results to end their own update. A rank that
+    only runs forwards may finish a later update before an earlier one. Such a rank still ends its
+    updates in order, and within its Stream.
 
     Args:
         program: The program.
@@ -81,8 +81,8 @@ def find_separate_ends(program: Program) -> UpdateEnds:
 def find_joint_ends(graph: Graph) -> UpdateEnds:
     """Return the last position of each update but the last, for ends with collectives.
 
-    An update ends as soon as no later instruction is needed by an earlier one. In a draft that
-    means the values from other ranks, and otherwise the other ends of messages.
+    An update ends as soon as no later instruction is needed by an earlier one. In a draft, an
+    update needs values from other ranks. In a program, it needs the other ends of messages.
 
     Args:
         graph: The dependency graph of a program or a draft.

@@ -71,7 +71,9 @@ def simulate_on_cpus(
             f"processors must be a number > 0, not {describe(processors)}", fields=["processors"]
         )
     if program.is_draft:
-        raise UsageError("a draft has no messages yet", hint="schedir.compile(schedule, shape)")
+        raise UsageError(
+            "program is a draft, which has no messages yet", hint="schedir.compile(schedule, shape)"
+        )
     graph = build_complete_graph(program, progress_model, blocking_hosts=blocking_hosts)
     prove(graph)
     start, end = _share_processors(graph, costs, float(processors))

@@ -88,7 +88,7 @@ def require_timelines(timelines: object) -> None:
     require_type(timelines, Sequence, f"[{run}]")
     assert isinstance(timelines, Sequence)
     if not timelines:
-        raise UsageError("at least one Timeline is needed")
+        raise UsageError("timelines is empty: at least one Timeline is needed")
     for each in timelines:
         require_type(each, Timeline, run)
 
@@ -345,7 +345,7 @@ class Timeline:
             raise UsageError(f"tier must be one of {', '.join(TIERS)}, not {tier!r:.60}")
         if self.sizes is None:
             raise UsageError(
-                "memory in bytes needs the sizes of values",
+                "this Timeline has no sizes of values, so its memory in bytes is unknown",
                 hint="simulate(program, sizes=Sizes(...))",
             )
         return tuple(

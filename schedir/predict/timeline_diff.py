@@ -48,10 +48,12 @@ def compare_timelines(first: Timeline, second: Timeline) -> list[TimeDifference]
         UsageError: The runs are of different programs, or their times have different units.
     """
     if first.program.digest != second.program.digest:
-        raise UsageError("the two runs have different programs")
+        raise UsageError("the two timelines are of different programs")
     if first.unit != second.unit:
         units = (t.unit or "the costs' units" for t in (first, second))
-        raise UsageError(f"the two runs have different units: {' and '.join(units)}")
+        raise UsageError(
+            f"the times of the two timelines have different units: {' and '.join(units)}"
+        )
     tables = [_sum_times(first), _sum_times(second)]
     both = (
         TimeDifference(rank, what, *(table.get((rank, what), 0.0) for table in tables))

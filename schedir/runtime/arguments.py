@@ -70,8 +70,8 @@ def require_program(value: object) -> Program:
         )
     if value.ep > 1 and value.used_opcodes.isdisjoint(EP_COLLECTIVE_OPS):
         raise ModelError(
-            f"the program has ep={value.ep}, but no dispatch, so no token would reach an expert of "
-            "another replica",
+            f"the program has ep={value.ep}, but no dispatch instruction, so no token would "
+            "reach an expert of another replica",
             program=value.name,
             hint="compile(..., stage_segments='dc')",
         )
@@ -104,7 +104,7 @@ def require_stages(
     if isinstance(value, Mapping):
         result = dict(value)
         if {*result} != {*expected}:
-            raise refuse(f"`stages` has {describe([*result])}, but {owner} has {[*expected]}")
+            raise refuse(f"`stages` has {describe([*result])}, but {owner} needs {[*expected]}")
     elif isinstance(value, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(value, str):
         if len(value) != len(all_stages):
             raise refuse(f"`stages` has {len(value)} modules instead of {len(all_stages)}")
@@ -209,7 +209,8 @@ def require_loss(value: _T) -> _T:
     """
     example = "loss=lambda y, target: (y - target).square().sum()"
     if isinstance(value, type) and issubclass(value, nn.Module):
-        raise ModelError(f"the loss must be an instance, not {describe(value)}", hint=example)
+        fact = f"the loss must be an instance, such as {value.__name__}(), not {describe(value)}"
+        raise ModelError(fact, hint=example)
     return require_callable(value, "the loss", example)
 
 

@@ -65,7 +65,7 @@ def resolve_extra_programs(
             for known in (_ScheduledRun(program, boundaries), *runs)
         ):
             raise ModelError(
-                "the executor has this program twice",
+                "this program is twice in extra_programs, or is the executor's first program",
                 program=other.name,
                 hint="list each program once",
             )
@@ -95,7 +95,7 @@ def _require_compatible(program: Program, other: Program) -> None:
 
     if [*map(set, program.shape.stages_on_rank)] != [*map(set, other.shape.stages_on_rank)]:
         refuse(
-            f"it places its stages on other ranks than program {program.name} does",
+            f"this program places its stages on other ranks than program {program.name} does",
             "use the same ranks, stages_per_rank and placement",
         )
     for what in ("tp", "dp", "ep", "zero"):
@@ -113,7 +113,7 @@ def _require_compatible(program: Program, other: Program) -> None:
             )
         return
     if not program.has_backward:
-        refuse(f"it trains, but {program.name} does not", "make it the first program")
+        refuse(f"this program trains, but {program.name} does not", "make it the first program")
     for what in _TRAINING_ATTRIBUTES:
         if getattr(program, what) != getattr(other, what):
             refuse(

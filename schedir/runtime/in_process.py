@@ -381,8 +381,8 @@ class ExecutionOrders:
         if cross := find_crossed_messages(Graph.from_program(program, "per_edge")):
             raise ModelError(
                 f"{cross.sites[0].instr} and {cross.sites[1].instr} are received in another "
-                f"order than sent: {progress_model!r} has two communicators for them, but virtual "
-                "ranks have one mailbox",
+                f"order than they are sent: {progress_model!r} has two communicators for them, "
+                "but InProcessExecutor has one queue between two ranks",
                 program=program.name,
                 sites=cross.sites,
             )

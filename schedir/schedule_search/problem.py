@@ -304,7 +304,7 @@ def _stage_memory(
         return one, one if split_backward else zero, one, capacity
     if sizes is None:
         raise UsageError(
-            "memory_limit needs sizes: the bytes of the values",
+            "memory_limit needs sizes, the bytes of each kind of value",
             hint="--sizes saved=1.2GB,deferred_wgrad=0.5GB, or sizes=Sizes(...)",
         )
     require_type(sizes, Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")

@@ -95,7 +95,7 @@ def _number_recomputes(
         one = int(r[lone.argmax()])
         raise ScheduleError(
             f"letter #{one - int((rank == rank[one]).argmax())} of rank {rank[one]} is "
-            f"R[{local[one]}], but no later backward of that stage is without an R",
+            f"R[{local[one]}], but each later backward of that stage already has an R",
             hint="each R belongs to the next B or I of its stage: F + R + B",
         )
     mb[r[free]] = mb[b[at[free]]]

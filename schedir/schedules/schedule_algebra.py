@@ -352,7 +352,10 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
         schedir.errors.ScheduleError: late: late needs weight_delay 1, not 0
     """
     if isinstance(delay, NON_NUMBER_TYPES):
-        raise TypeError(f"@with_weight_delay takes an integer or one per stage, not {delay!r:.60}")
+        raise TypeError(
+            "@with_weight_delay takes an integer, or a list with one integer per stage, not "
+            f"{delay!r:.60}"
+        )
     if isinstance(delay, Iterable):
         delay = tuple(_require_integer("@with_weight_delay", each) for each in delay)
     else:

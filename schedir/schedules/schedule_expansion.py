@@ -189,7 +189,8 @@ def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -
             count += max(len(word), 1)
             if count > limit:
                 raise ScheduleError(
-                    f"{subject} has more than {limit} instructions, but {enough} are enough",
+                    f"{subject} has more than {limit} instructions, but a schedule of this shape "
+                    f"needs at most {enough}",
                     hint="does its loop end?" if yields else "",
                 )
     except SchedirError as error:

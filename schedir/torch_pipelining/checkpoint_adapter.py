@@ -71,7 +71,7 @@ class TorchCheckpointState:
         """
         if self.is_load_incomplete:
             raise ExecutionError(
-                "a load has failed: some weights are loaded, and others are not",
+                "an earlier load failed: some weights are loaded, and others are not",
                 program=self.program.name,
                 hint="build new stages and a new Schedule",
             )

@@ -226,7 +226,7 @@ def collect_requirements(
         for mb, one in enumerate(each):
             if one != each[0]:
                 raise UsageError(
-                    f"microbatch {mb} is {_describe_shapes(one)}, and microbatch 0 is "
+                    f"microbatch {mb} is {_describe_shapes(one)}, but microbatch 0 is "
                     f"{_describe_shapes(each[0])}: all microbatches must have the same shapes",
                     program=program.name,
                 )
@@ -369,7 +369,7 @@ def _require_executor_support(stage: Any) -> None:
     module = stage.submod
     if any(p._unsharded_dtensor_spec for g in list_parameter_groups(module) for p in g.fsdp_params):
         raise UsageError(
-            f"stage {stage.stage_index} has tensor-parallel weights under fully_shard, and "
+            f"stage {stage.stage_index} has tensor-parallel weights under fully_shard, but "
             "runtime='schedir' does not support them",
             hint="runtime='torch'",
             fields=["runtime"],

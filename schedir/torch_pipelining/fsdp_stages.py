@@ -106,7 +106,7 @@ def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
             raise SlotError(f"{action}: stages {sorted(unsharded)} are unsharded, limit {limit}")
         for s in needs:
             if s not in unsharded:
-                raise OrderError(f"{action} needs stage {s} unsharded, and it is sharded")
+                raise OrderError(f"{action} needs stage {s} unsharded, but the stage is sharded")
             if s in reduced:
                 raise OrderError(f"{action} comes after the reduction of stage {s}")
         added.update(_stages_of_action(action, BACKWARDS))

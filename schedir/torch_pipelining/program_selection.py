@@ -45,7 +45,7 @@ def load_schedule_or_program(
     if (schedule is None) == (program is None):
         both = "both are" if schedule is not None else "none is"
         raise UsageError(
-            f"exactly one of schedule and program must be given, and {both}",
+            f"give exactly one of schedule and program: {both} given",
             hint=EXAMPLE,
             fields=["schedule", "program"],
         )
@@ -97,14 +97,14 @@ def compile_for_stages(
     )
     if has != (shape.ranks, shape.microbatches, shape.replica_ranks.tolist()):
         raise UsageError(
-            f"the program is for {_describe_shape(own)}, and the ranks have "
+            f"the program is for {_describe_shape(own)}, but the ranks have "
             f"{_describe_shape(shape)}",
             program=source.name,
             fields=["program"],
         )
     if source.zero:
         raise UsageError(
-            f"the program has zero {source.zero}, and Schedule shards stages by fully_shard only",
+            f"the program has zero {source.zero}, but Schedule shards stages by fully_shard only",
             program=source.name,
             hint="compile it with zero=0, and apply fully_shard to the modules of the stages",
             fields=["program"],
@@ -160,7 +160,7 @@ def infer_shape(
         for s in own:
             if s in rank_of:
                 raise UsageError(
-                    f"stage {s} is on rank {rank_of[s]} and on rank {rank}"
+                    f"stage {s} must be on one rank, not on {rank_of[s]} and {rank}"
                     if rank_of[s] != rank
                     else f"stage {s} is twice in the stages of rank {rank}",
                     fields=["stages"],
@@ -168,7 +168,7 @@ def infer_shape(
             rank_of[s] = rank
     if missing := [s for s in range(stages) if s not in rank_of]:
         raise UsageError(
-            f"num_stages is {stages}, and no rank has stage {missing[0]}", fields=["stages"]
+            f"num_stages is {stages}, but no rank has stage {missing[0]}", fields=["stages"]
         )
     return torch_csv.find_shape(
         len(stages_of_ranks), microbatches, [rank_of[s] for s in range(stages)]

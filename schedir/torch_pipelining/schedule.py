@@ -316,7 +316,7 @@ class Schedule(CheckedRuntime):
         self._checkpoint_adapter.require_complete_load()
         if self._has_backward and not self.program.has_backward:
             raise UsageError(
-                "step needs backwards, and the program has forwards only",
+                "step needs backwards, but the program has forwards only",
                 program=self.program.name,
                 hint="schedule.eval(...), or a program with backwards",
             )

@@ -72,7 +72,7 @@ def require_runnable(
             one, other = getattr(stages[0], what), getattr(stage, what)
             if one != other:
                 raise UsageError(
-                    f"stage {stages[0].stage_index} has {what} {describe(one)}, and stage "
+                    f"stage {stages[0].stage_index} has {what} {describe(one)}, but stage "
                     f"{stage.stage_index} of the same rank has {describe(other)}",
                     fields=["stages"],
                 )
@@ -105,7 +105,7 @@ def require_outermost_wrapper(stages: Sequence[Any]) -> None:
             outermost = isinstance(stage.submod, FSDPModule | Replicated) and is_so(stage.submod)
             if not outermost and any(map(is_so, stage.submod.modules())):
                 raise UsageError(
-                    f"some modules of stage {stage.stage_index} are {done}, and the stage itself "
+                    f"some modules of stage {stage.stage_index} are {done}, but the stage itself "
                     "is not: its gradients would be reduced in each backward or never",
                     hint=again,
                     fields=["stages"],
@@ -140,7 +140,7 @@ def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
             p.requires_grad for p in stage.submod.parameters()
         ):
             raise ModelError(
-                f"the program has no backward of stage {stage.stage_index}, and the stage has "
+                f"the program has no backward of stage {stage.stage_index}, but the stage has "
                 "trainable parameters",
                 program=program.name,
                 hint="stage.submod.requires_grad_(False), or a program without frozen stages",
@@ -168,15 +168,15 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
         kind, other = (tensor.shape, tensor.dtype), (expected.shape, expected.dtype)
         if is_sent and type(tensor) is Tensor and kind != other:
             raise ModelError(
-                f"output {k} of stage {stage.stage_index} is {[*kind[0]]} of {kind[1]}, and must "
-                f"be {[*other[0]]} of {other[1]}, as in the first step: torch's runtime needs the "
-                "same shapes in all microbatches",
+                f"output {k} of stage {stage.stage_index} is {[*kind[0]]} of {kind[1]}, but must "
+                f"be {[*other[0]]} of {other[1]}, as in the first step: torch's runtime needs "
+                "the same shapes in all microbatches",
                 hint="use batches of one size that n_microbatches divides, another Schedule for "
                 "another size, or runtime='schedir'",
             )
         if tensor.requires_grad and not expected.requires_grad and stage.has_backward:
             raise ModelError(
-                f"output {k} of stage {stage.stage_index} needs a gradient, and it needed none in "
+                f"output {k} of stage {stage.stage_index} needs a gradient, but needed none in "
                 "its output_args or in the first step",
                 hint="use requires_grad=True in its output_args and in the input_args of the next "
                 "stage, or a new Schedule if more stages are trained now",
@@ -317,7 +317,7 @@ def require_reducible(stage: Any) -> None:
     ):
         if there:
             raise ModelError(
-                f"stage {stage.stage_index} is wrapped by DistributedDataParallel with {what}, and "
-                "schedir reduces its gradients without that",
+                f"stage {stage.stage_index} is wrapped by DistributedDataParallel with {what}, "
+                f"but schedir reduces the gradients of the stage without {what}",
                 hint="use fully_shard, or a schedule with full backwards and no static_graph",
             )

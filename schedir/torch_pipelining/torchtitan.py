@@ -60,8 +60,8 @@ def patch_torchtitan(
     is_vee = shape.placement == "vee" and shape.stages_per_rank == 2
     if not is_vee and shape.placement != "loop":
         raise UsageError(
-            f"torchtitan places stages in a loop, or two per rank in a vee, and the schedule needs "
-            f"placement {shape.placement!r} with {shape.stages_per_rank_text}",
+            "torchtitan places stages in a loop, or two per rank in a vee, but the schedule "
+            f"needs placement {shape.placement!r} with {shape.stages_per_rank_text}",
             hint="patch_torchtitan('zb_v'), or another schedule with placement loop or vee",
             fields=["schedule" if program is None else "program"],
         )
@@ -98,7 +98,7 @@ def _import_pipeline_parallel() -> Any:
         found = "not installed"
     if found not in KNOWN_VERSIONS:
         raise UsageError(
-            f"torchtitan is {found}, and schedir knows versions {', '.join(KNOWN_VERSIONS)}",
+            f"torchtitan is {found}, but schedir supports versions {', '.join(KNOWN_VERSIONS)}",
             hint=f"pip install torchtitan=={KNOWN_VERSIONS[-1]}",
         )
     return import_module("torchtitan.distributed.pipeline_parallel")

@@ -40,7 +40,7 @@ class _RefusedVariable(NamedTuple):
     reason: str
     refused_values: tuple[str, ...] = ()
     max_value: int | None = None
-    hint: str = "unset it"
+    hint: str = "unset this variable"
 
     def refuses(self, value: str) -> bool:
         if self.max_value is None:
@@ -58,7 +58,7 @@ _REFUSED_VARIABLES: Final = (
         "streams that share a hardware queue wait for each other, and a waiting receive may block "
         "the computation after it for ever",
         tuple(map(str, range(MIN_QUEUES))),
-        hint="unset it, or set it to 32",
+        hint="unset this variable, or set it to 32",
     ),
     _RefusedVariable(
         ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT", "CUDA_LAUNCH_BLOCKING"),
@@ -89,7 +89,7 @@ _REFUSED_VARIABLES: Final = (
         ),
         "a waiting receive of each edge would take this number of multiprocessors from computation",
         max_value=MAX_CTAS,
-        hint=f"unset it, or set it to {MAX_CTAS} or less",
+        hint=f"unset this variable, or set it to {MAX_CTAS} or less",
     ),
 )  # fmt: skip
 

@@ -96,8 +96,8 @@ def require_safe_queues(
         if not reached.is_done.all():
             why = explain_deadlock(graph, reached)
             raise ModelError(
-                f"streams share a hardware queue of a GPU ({'; '.join(map(str, shared))}), and the "
-                f"program would deadlock: {why.fact}",
+                f"streams share a hardware queue of a GPU ({'; '.join(map(str, shared))}), so "
+                f"the program would deadlock: {why.fact}",
                 program=program.name,
                 hint='transport = "nccl_grouped", or a program with fewer edges per rank',
             ) from why

@@ -91,4 +91,4 @@ def require_same(name: str, values: Sequence[object], hint: str = "") -> None:
     for rank, other in enumerate(values):
         if other != values[0]:
             one, two = (v if isinstance(v, str) else describe(v) for v in (values[0], other))
-            raise UsageError(f"{name} is {one} on rank 0, and {two} on rank {rank}", hint=hint)
+            raise UsageError(f"{name} is {one} on rank 0, but {two} on rank {rank}", hint=hint)

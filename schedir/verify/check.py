@@ -97,7 +97,7 @@ def require_segment_order(index: InstructionIndex) -> None:
         fact = f"{early[2]} runs before {later[2]}, which gives gradients to its keys and values"
         needs = "needs the gradients that the other gives"
     raise OrderError(
-        f"{fact}: both are of sequence {later[2].mb // shape.sequence_chunks}",
+        f"{fact}: both are chunks of sequence {later[2].mb // shape.sequence_chunks}",
         program=index.program.name,
         sites=[InstructionSite(*early, needs), InstructionSite(*later, "comes too late")],
         hint=f"run the {shape.sequence_chunks} chunks of a sequence forward from first to last, "
@@ -384,7 +384,7 @@ def _require_free_slots(graph: Graph) -> None:
     else:
         least = int(count_min_slots(program)[rank, SLOT_VALUES.index(Value[name.upper()])])
     raise SlotError(
-        f"rank {rank} has {count} {name} slot{'s' * (count != 1)}, and {instr} needs one more",
+        f"rank {rank} has {count} {name} slot{'s' * (count != 1)}, but {instr} needs one more",
         program=program.name,
         sites=[
             InstructionSite(rank, at, instr, "needs a slot"),
@@ -406,8 +406,8 @@ def _require_releases(graph: Graph) -> None:
             continue
         for again, before in chains.find_overwrites()[:1]:
             raise OrderError(
-                f"{place(again)[2]} gives {row.phrase}, but no instruction has freed that of "
-                f"{place(before)[2]}",
+                f"{place(again)[2]} gives {row.phrase} again, but no instruction has freed the "
+                f"value that {place(before)[2]} gave",
                 program=graph.program.name,
                 sites=[
                     InstructionSite(*place(before), "gives it"),
@@ -511,7 +511,7 @@ def _require_update_end_order(graph: Graph) -> None:
     k = int(early.argmax())
     first, second = index.locate(int(at[k])), index.locate(int(at[k + 1]))
     raise OrderError(
-        f"{first[2]}, in update {update[k]}, comes before {second[2]}, in update {update[k + 1]}",
+        f"{first[2]} of update {update[k]} comes before {second[2]} of update {update[k + 1]}",
         program=graph.program.name,
         sites=[InstructionSite(*first, "comes too early"), InstructionSite(*second)],
         hint="end the updates of each rank in order, also on a rank with frozen stages only",

@@ -81,7 +81,7 @@ def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
         raise LoweringLevelError(
             "the program is a draft: it has no messages, reductions or optimizer steps",
             program=program.name,
-            hint="schedir.compile lowers a draft",
+            hint="lower the draft with schedir.compile",
         )
     _require_valid_ranges(inspector)
     _require_owner_ranks(inspector)
@@ -254,7 +254,7 @@ def _require_valid_groups(inspector: Inspector) -> None:
     wrong = starts[ix.joined[starts]]
     if len(wrong):
         site = inspector.make_site(int(wrong[0]))
-        inspector.refuse("it is joined, but nothing precedes it", site, kind=GroupError)
+        inspector.refuse("it is joined, but no instruction precedes it", site, kind=GroupError)
     begins = np.flatnonzero(~ix.joined)
     sizes = np.diff([*begins.tolist(), len(ix.op)])
     is_transfer = ix.is_op(TRANSFER_OPS)
@@ -339,8 +339,8 @@ def _require_occurrences(inspector: Inspector) -> None:
             occurrence = int(expected[wrong.argmax()])
             site = inspector.make_site(where)
             inspector.refuse(
-                f"{site.instr} is where {Instr(row.op, int(ix.stage[where]), occurrence)} is "
-                "expected",
+                f"{site.instr} is out of order: "
+                f"{Instr(row.op, int(ix.stage[where]), occurrence)} is expected here",
                 site,
                 hint=f"number the {row.text} of a stage from 0, in order",
             )

@@ -109,7 +109,7 @@ class _ProgramSequence:
                 require_type(program, Program, "schedir.compile(schedule, shape)")
                 if program.shape.ranks != len(runs):
                     raise UsageError(
-                        f"runs has lists for {len(runs)} ranks, but {program.name} has "
+                        f"runs has lists for {len(runs)} ranks, but program {program.name} has "
                         f"{program.shape.ranks} ranks",
                         hint="give a list of programs for each rank",
                     )
@@ -213,7 +213,7 @@ class _ProgramSequence:
             gone = other_rank if other_step is None else one_rank
             fact = (
                 f"{first.instr} of {names[0]} is never matched: rank {gone} has no step left "
-                "with its other end"
+                "with the matching instruction"
             )
         else:
             fact = f"{first.instr} of {names[0]} matches {sites[1].instr} of {names[1]}"

@@ -346,11 +346,11 @@ def test_a_state_that_no_save_writes_is_refused(tmp_path: Path, key: str, value:
     manifest.write_bytes(text + b'{"sha256": "%s"}\n' % sha256(text).hexdigest().encode())
     other = two(seed=1)
     before = numbers(other)
-    with pytest.raises(CheckpointError, match=f"is not from a run: {key} of its state is"):
+    with pytest.raises(CheckpointError, match=f"was not written by a run: its state has {key} "):
         load(other, tmp_path)
     assert alike(before, numbers(other))
 
 
 def test_no_folder_is_named_by_nothing() -> None:
-    with pytest.raises(UsageError, match="directory is ''"):
+    with pytest.raises(UsageError, match="directory is '', not a path"):
         CheckpointDirectory("")

@@ -125,9 +125,9 @@ def test_parts_that_no_stage_would_use_are_refused() -> None:
 
 def test_what_it_does_not_know_is_refused() -> None:
     model = build("llama")
-    with pytest.raises(UsageError, match="cut does not know models of type 'bert'"):
+    with pytest.raises(UsageError, match="cut does not support models of type 'bert'"):
         cut(transformers.BertModel(transformers.BertConfig(num_hidden_layers=1)), 1)
-    with pytest.raises(UsageError, match="cut does not know models of type None"):
+    with pytest.raises(UsageError, match="cut does not support models of type None"):
         cut(torch.nn.Linear(2, 2), 2)
     with pytest.raises(UsageError, match="needs a causal language model, not LlamaModel"):
         cut(model.model, 2)

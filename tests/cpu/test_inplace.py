@@ -203,8 +203,8 @@ def test_a_function_that_writes_works_on_what_is_received_and_else_is_said(ranks
     with pytest.raises(ExecutionError) as error:
         world.step(*batch(2))
     assert str(error.value).splitlines() == [
-        "mine: ModelError: a stage changes its input in place, but other code may read the "
-        "input, or the first forward did not change it",
+        "mine: ModelError: a stage changes its input in place; either other code may read this "
+        "input, or the first forward of the stage did not change it",
         "  rank 0 #1   F 1.0  failed",
         "  hint: begin the forward with x = x.clone(), or set inplace=True on the layer",
     ]

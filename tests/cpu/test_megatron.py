@@ -216,7 +216,7 @@ def refuse_later_calls() -> list[str]:
 def test_later_calls_with_other_arguments_or_another_model_are_checked() -> None:
     for errors in run_probes()[refuse_later_calls.__name__]:
         assert "adjust_tensor_shapes_fn is not supported" in errors[0]
-        assert "need 2 data iterators, and data_iterator has 1" in errors[1]
+        assert "need 2 data iterators, but data_iterator has 1" in errors[1]
         assert "is stage 2 of zb_v, so post_process must be False, but it is True" in errors[2]
 
 
@@ -277,7 +277,7 @@ def step_after_a_failing_one() -> str:
 
 def test_a_step_after_one_that_failed_in_a_reduction_is_refused() -> None:
     for error in run_probes()[step_after_a_failing_one.__name__]:
-        assert "an earlier step was not finished" in error
+        assert "an earlier step has not ended" in error
 
 
 def find_wrong_checkpoint_keys() -> list[set[str]]:

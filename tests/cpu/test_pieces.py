@@ -270,10 +270,10 @@ def test_a_stage_of_ones_own() -> None:
 
 OWN, EVERY = (2, 4, 8), (2, 8, 8)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "not said": (OWN, r"tensor 0 from stage 0 .* gives it the shape \[2, 8, 8\]"),
+    "not said": (OWN, r"tensor 0 from stage 0 .* gives this tensor the shape \[2, 8, 8\]"),
     "of another": (
         Boundary(OWN, received_shape=(2, 4, 16)),
-        r"received as \[2, 4, 16\], but the program gives it the shape \[2, 8, 8",
+        r"received as \[2, 4, 16\], but the program gives this tensor the shape \[2, 8, 8",
     ),
     "beside": (
         (Boundary(OWN, received_shape=EVERY), Boundary(OWN, received_shape=EVERY)),
@@ -297,7 +297,7 @@ def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
         with pytest.raises(ModelError, match="tensor 0 from stage 1 is"):
             require_fit(ModelBoundaries.from_edges(right | {1: other}, 3), program)
     whole = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg")
-    with pytest.raises(ModelError, match=r"gives it the shape \[2, 4, 8\]"):
+    with pytest.raises(ModelError, match=r"gives this tensor the shape \[2, 4, 8\]"):
         require_fit(ModelBoundaries.from_edges(right, 3), whole)
 
 

@@ -299,7 +299,8 @@ def test_an_optimizer_that_draws_for_copies_of_a_weight_is_said() -> None:
             for _ in range(2):
                 virtually.step(*batch(2))
         assert [
-            "for the copies of a tied weight: they will differ" in str(one.message) for one in said
+            "for each copy of a tied weight: the copies will differ" in str(one.message)
+            for one in said
         ] == [True] * 2 * (ranks > 1)
 
 

@@ -158,8 +158,9 @@ def test_the_warning_names_the_layers() -> None:
     assert loss.isfinite()
     said = run(plain)
     assert said == [
-        f"Mixed (stage {s}) is not split in attn.c_attn (Conv1D), own.0 (Bilinear): I runs their "
-        "full backward; schedir.runtime.make_backward_splittable(stage) splits Conv1D; "
+        f"the backward of Mixed (stage {s}) is not split in attn.c_attn (Conv1D), own.0 "
+        "(Bilinear): the instruction I runs their full backward; "
+        "schedir.runtime.make_backward_splittable(stage) splits Conv1D; "
         "schedir.runtime.register_splittable_layer adds a type"
         for s in range(2)
     ]

@@ -92,7 +92,9 @@ def test_nothing_goes_that_is_needed_at_once() -> None:
     slow = Costs(F=1, B=2, offload=4, reload=4)
     program = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload="all")
     assert [len(own) for own in moved(program)] == [8, 0, 0, 0] or moved(program)[2] == []
-    with pytest.warns(UserWarning, match="offload has 3.0, but no activation of it is moved"):
+    with pytest.warns(
+        UserWarning, match="offload selects 3.0, but moves no activation of this selection"
+    ):
         which: Any = [2, (3, 0)]
         named = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload=which)
     assert [len(own) for own in moved(named)] == [0, 0, 8, 0]
@@ -296,13 +298,17 @@ def peaks(program: Program, tier: str) -> list[float]:
     [
         ({"offload": 4}, UsageError, "offload must be"),
         ({"offload": "some"}, UsageError, "offload must be"),
-        ({"offload": [4]}, UsageError, "offload has stage 4, but the last stage is 3"),
+        ({"offload": [4]}, UsageError, "offload selects stage 4, but the last stage is 3"),
         (
             {"offload": [(0, 8)]},
             UsageError,
-            "offload has microbatch 8, but the last microbatch is 7",
+            "offload selects microbatch 8, but the last microbatch is 7",
         ),
-        ({"offload": [0], "frozen_stages": 1}, UsageError, "offload has stage 0, which is frozen"),
+        (
+            {"offload": [0], "frozen_stages": 1},
+            UsageError,
+            "offload selects stage 0, which is frozen",
+        ),
     ],
 )
 def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: str) -> None:
@@ -348,7 +354,7 @@ def test_slots_of_which_too_few_are_said_are_refused() -> None:
     program = compile(gpipe, PipelineShape(2, 8), offload="all", sizes=SIZES, host_memory_limit=80)
     for name in ("saved", "host"):
         slots = tuple(own._replace(**{name: 1}) for own in program.slots)
-        with pytest.raises(SlotError, match=f"rank . has 1 {name} slot, and .* needs one more"):
+        with pytest.raises(SlotError, match=f"rank . has 1 {name} slot, but .* needs one more"):
             check(replace(program, slots=slots))
 
 

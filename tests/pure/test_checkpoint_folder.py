@@ -87,7 +87,7 @@ def test_what_cannot_be_removed_is_said(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(CheckpointError, match=r"run still has step 7"):
+    with pytest.raises(CheckpointError, match=r"cannot remove step 7 of run"):
         folder.remove_all()
     assert folder.find_newest_step() == 7
 
@@ -206,7 +206,7 @@ def test_the_newest_whole_one_and_why_others_are_not(folder: CheckpointDirectory
     assert found.manifest is not None and found.manifest.step == 1 and len(found.skip_reasons) == 4
     size = len(DATA) + len("5 1 ")
     assert found.skip_reasons[0] == (
-        f"step-00000005 is not complete: __1_0.distcp has 32 bytes, not {size}"
+        f"step-00000005 is not complete: __1_0.distcp has 32 bytes instead of {size}"
     )
     for step, name in ((5, "__1_0.distcp"), (4, "__0_0.distcp"), (3, MANIFEST_NAME)):
         with pytest.raises(IncompleteCheckpointError) as error:

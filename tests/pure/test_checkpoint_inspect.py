@@ -85,12 +85,12 @@ def test_what_is_not_whole_is_told_and_passed_over(
     assert "\nstep 4\n" in out  # its sizes are right
     assert main(["checkpoint", "inspect", "run", "--verify"]) == 2
     out = capsys.readouterr().out
-    assert "step 4: step-00000004 is not complete: __0_0 has another digest\n" in out
+    assert "step 4: step-00000004 is not complete: __0_0 does not match its digest\n" in out
     assert "\nstep 2\n" in out and out.count("yes") == 1 and "sizes" not in out
     assert main(["checkpoint", "inspect", "run", "--step", "2", "--verify"]) == 0
     file.write_bytes(b"?")
     capsys.readouterr()
-    assert "4 is not complete: __0_0 has 1 bytes, not 104\n" in run_command(
+    assert "4 is not complete: __0_0 has 1 bytes instead of 104\n" in run_command(
         capsys, "checkpoint", "inspect", "run"
     )
 

@@ -309,7 +309,7 @@ def test_an_update_is_stepped_under_the_next_and_awaited_by_the_one_behind() -> 
         ("host_step 1", "check_grads_finite", "host_step 1 needs the check of the gradients"),
         ("B 1.3", "check_grads_finite", "B 1.3 is in update 1"),
         ("offload_grads 1.1", "step", "offload_grads 1.1 needs the weights"),
-        ("reduce_norm 1", "step", "reduce_norm 1, in update 1, comes before step"),
+        ("reduce_norm 1", "step", "reduce_norm 1 of update 1 comes before step"),
         ("check_grads_finite 1", "step", "gives only later|comes before step"),
         ("step", "reload_weights 1", "gives only later"),
         ("check_grads_finite", "", "check_grads_finite is missing on rank 1"),

@@ -184,7 +184,7 @@ def test_refusals() -> None:
     odd = PipelineShape(2, 3, 2, "mirror")
     refused(
         lambda: compile(schedules.chimera, odd, microbatch_chunks=2),
-        UsageError, "the replicas of a stage divide 3", "[2, 3]", "[3, 6]",
+        UsageError, "the shares of 3 microbatches", "[2, 3]", "[3, 6]",
     )  # fmt: skip
     refused(lambda: split_costs(Costs(), 1, odd, chunks=0), ShapeError, "chunks must be from 1")
 

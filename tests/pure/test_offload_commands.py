@@ -183,16 +183,19 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
     [
         (
             {"offload": [3, 0]},
-            "offload has 3, but no activation of it is moved: no compute runs",
+            "offload selects 3, but moves no activation of this selection: no compute runs",
         ),
-        ({"offload": [(3, 1), (0, 0)]}, "offload has 3.1, but no activation of it is moved"),
+        (
+            {"offload": [(3, 1), (0, 0)]},
+            "offload selects 3.1, but moves no activation of this selection",
+        ),
         (
             {"offload": [0], "offload_to_disk": [1, (2, 3)]},
-            "offload_to_disk has 1, 2.3, .*it is not offloaded",
+            "offload_to_disk selects 1, 2.3, .*offload does not move the activations to the host",
         ),
         (
             {"offload": [0], "offload_to_disk": [(1, k) for k in range(6)]},
-            "1.3 and 2 more, but no activation",
+            "1.3 and 2 more, but moves no activation",
         ),
     ],
 )
@@ -217,8 +220,8 @@ def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
             main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "-O", "offload=3"]) == 0
         )
     (own,) = told
-    assert own.startswith("warning: offload has 3, but no activation of it is moved: ")
-    assert own.endswith("the use of its activations\n")
+    assert own.startswith("warning: offload selects 3, but moves no activation of this selection: ")
+    assert own.endswith("the use of the activations\n")
 
 
 def test_a_limit_says_what_moving_would_spare() -> None:

@@ -154,7 +154,9 @@ def test_what_does_not_go_together_is_refused() -> None:
         schedir.compile(gpipe, PipelineShape(2, 4), optimizer_placement="nvme")
     with pytest.raises(ShapeError, match="optimizer_device_buffers"):
         lowered(optimizer_device_buffers=0)
-    with pytest.raises(UsageError, match="optimizer of a stage is on the host"):
+    with pytest.raises(
+        UsageError, match="optimizer of a stage is not on the device: it is on the host"
+    ):
         compute_footprints(lowered(), Sizes(model_states=10))
 
 

@@ -186,7 +186,9 @@ def test_what_does_not_go_together_is_refused() -> None:
         schedir.compile(interleaved, PLAN, optimizer_placement="host", optimizer_host_buffers=2)
     with pytest.raises(UsageError, match="but optimizer_placement is 'device'"):
         schedir.compile(interleaved, PLAN, optimizer_host_buffers=2)
-    with pytest.raises(UsageError, match="optimizer of a stage is on the disk"):
+    with pytest.raises(
+        UsageError, match="optimizer of a stage is not on the device: it is on the disk"
+    ):
         compute_footprints(lowered(), Sizes(model_states=10))
     with pytest.raises(UsageError, match="optimizer_placement = 'disk' needs spill_dir"):
         MemoryConfig(optimizer_placement="disk")  # type: ignore[call-arg]

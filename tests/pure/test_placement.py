@@ -81,10 +81,10 @@ def test_a_placement_is_a_text(text: str) -> None:
         ({"placement": ((0, 1), (1, 2))}, "puts stage 1 on rank 2, but the ranks are 0 to 1"),
         (
             {"placement": ((0, 1), 1)},
-            "the rank of each stage, or one such row for each stage replica",
+            "a list with the rank of each stage, or one such list for each stage replica",
         ),
-        ({"placement": ((0, 1), "10")}, "or one such row for each stage replica, not "),
-        ({"placement": "0,1/1,x"}, "or one such row for each stage replica, not '0,1/1,x'"),
+        ({"placement": ((0, 1), "10")}, "or one such list for each stage replica, not "),
+        ({"placement": "0,1/1,x"}, "or one such list for each stage replica, not '0,1/1,x'"),
         ({"placement": ((0, 1), (1, 0)), "ranks": 3}, "placement gives rank 2 no stage"),
         ({"placement": ((0, 1), (1, 0)), "stages_per_rank": 4}, "puts up to 2 stages on a rank, "),
         (

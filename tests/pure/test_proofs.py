@@ -237,11 +237,11 @@ def test_what_cannot_be_compiled() -> None:
         compile(given, PipelineShape(2, 8))
     with pytest.raises(LoweringLevelError, match="lowered already"):
         compile(compile(given))
-    with pytest.raises(UsageError, match="needs the numbers of ranks"):
+    with pytest.raises(UsageError, match="needs ranks and microbatches"):
         compile(one_f_one_b)
     with pytest.raises(LoweringLevelError) as caught:
         check(given)
-    assert "schedir.compile lowers a draft" in caught.value.hint
+    assert "lower the draft with schedir.compile" in caught.value.hint
 
 
 def test_what_is_derived_of_a_program_goes_with_it() -> None:

@@ -65,7 +65,7 @@ def test_a_key_of_a_program() -> None:
         (lambda any_: any_(schedir.greedy_schedule)(ranks=2), "greedy_schedule(PipelineShape("),
         # Missing and double arguments.
         (lambda any_: any_(PipelineShape)(2), "PipelineShape needs microbatches"),
-        (lambda any_: any_(PipelineShape)(2, 4, ranks=2), "got ranks twice"),
+        (lambda any_: any_(PipelineShape)(2, 4, ranks=2), "got the argument ranks twice"),
     ],
 )
 def test_a_wrong_call_is_answered(call: Callable[[Any], object], words: str) -> None:

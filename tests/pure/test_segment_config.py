@@ -129,7 +129,7 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
             ["pipeline.stage_segments=9,5"],
             "stage 1 has 2 layers, and needs the segment boundaries 'fgfgfgfg'",
         ),
-        (["pipeline.stage_segments=9,9,9"], "3 entries for 2 stages"),
+        (["pipeline.stage_segments=9,9,9"], "3 entries, but the program has 2 stages"),
         (["pipeline.stage_segments=lines"], "not 'lines'"),
         (
             ["pipeline.stage_segments=9", "pipeline.layers_per_stage=1,3"],

@@ -91,7 +91,7 @@ def test_others_are_text() -> None:
     ("said", "told"),
     [
         ("0=6", "tied_weights has 0=6, but the stages are 0 to 5"),
-        ("0=0", "each set of tied_weights needs two stages or more, not [0]"),
+        ("0=0", "each set of tied_weights needs two stages or more, but one is [0]"),
         ("0=", "tied_weights must be yes, no, or stages like 0=3,1=2, not '0='"),
         ("0=\u0663", "tied_weights must be yes, no, or stages like 0=3,1=2, not '0=\u0663'"),
     ],

@@ -203,7 +203,7 @@ def test_an_option_raises_the_limit(tmp_path: Path, capsys: pytest.CaptureFixtur
     shape = ["--ranks", "4", "--microbatches", "30"]
     assert main(["check", "gpipe", *shape, "--max-instructions", "100"]) == 2
     said = capsys.readouterr().err
-    assert "4 stages x 30 microbatches are at least 120" in said and "the limit is 100" in said
+    assert "4 stages x 30 microbatches need at least 120" in said and "the limit is 100" in said
     assert main(["check", "gpipe", *shape, "--max-instructions", "130"]) == 2
     assert "the limit is 130" in capsys.readouterr().err  # a draft has 240
     assert main(["print", "gpipe", *shape, "--compute-only", "--max-instructions", "240"]) == 0

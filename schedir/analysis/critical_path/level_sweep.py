@@ -77,7 +77,7 @@ class _Successors:
 
     Attributes:
         rows: A row per node with its first successors, and one more row that is empty. An empty
-            place has the number of nodes.
+            place contains the number of nodes.
         offsets: The successors of node `a` that do not fit in its row are
             `targets[offsets[a]:offsets[a + 1]]`.
         targets: The successors that do not fit in the rows.
@@ -93,8 +93,7 @@ class _Successors:
     def from_edges(cls, nodes: int, edges: Iterable[tuple[Positions, Positions]]) -> _Successors:
         """Put each edge into the first free place of its source's row, or else into the CSR list.
 
-        Equal edges are stored at least once. Their number in `count_predecessors` is the number of
-        stored ones.
+        Equal edges are stored at least once. `count_predecessors` counts the stored edges.
         """
         rows = np.full((nodes + 1, _WIDTH), nodes, np.int32)
         rest = [np.empty((2, 0), np.int32)]

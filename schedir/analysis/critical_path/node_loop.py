@@ -27,7 +27,7 @@ class LongestPathProblem(NamedTuple):
     """The nodes and edges of a longest-path problem.
 
     A node ends `cost` after its start, or at `fixed_end` where that is not NaN. A successor can
-    start then, or `hop_time` later if it has another `rank`.
+    start at that end, or `hop_time` later if the successor has another `rank`.
 
     Attributes:
         edges: Arrays of sources and targets, some edges at a time. The iterable is consumed once.

@@ -1,19 +1,19 @@
 """Assign values to slots, and find which instruction must free a slot before its reuse.
 
-A value uses a slot of its rank and kind. It uses the slot from the start of its producer to the end
-of the instruction that frees it. Slots are assigned along the Stream. Each fill uses the slot that
-was freed earliest. So with c slots of a kind, the k-th fill uses the slot of the (k-c)-th free. The
-number of slots decides which slot each value gets, and which instruction each fill waits for. This
-is interval colouring: c slots suffice if and only if no more than c values overlap.
+A value uses a slot of its rank and kind. The value uses its slot from the start of its producer to
+the end of the instruction that frees it. Slots are assigned along the Stream. Each fill uses the
+slot that was freed earliest. So with c slots of a kind, the k-th fill uses the slot of the (k-c)-th
+free. The number of slots decides which slot each value gets, and which instruction each fill waits
+for. This is interval colouring: c slots suffice if and only if no more than c values overlap.
 
 Receives fill slots of inputs (ACT_IN, GRAD_IN). Compute fills slots of outputs (ACT_OUT, GRAD_OUT).
-A send reads them, or the compute of the neighbour stage on the same rank. A slot from which
-messages are sent has the size of a value in the form in which it is sent.
+The slots of outputs are read by a send, or by the compute of the neighbour stage on the same rank.
+A slot from which messages are sent has the size of a value in the form in which it is sent.
 
 The host has slots, too, for offloaded activations and for optimizer states on the disk. The
-instruction that brings a value there waits for a slot, and the one that takes it away frees it.
-Compute alone fills and frees SAVED and DEFERRED_WGRAD. Compute is in order, so the fewest slots
-cost no time, and a program need not specify their number.
+instruction that brings a value to the host waits for a slot, and the instruction that takes the
+value away frees the slot. Compute alone fills and frees SAVED and DEFERRED_WGRAD. Compute is in
+order, so the fewest slots cost no time, and a program need not specify their number.
 
 With ZeRO, a slot of UNSHARDED_PARAMS or WGRAD is not a static buffer. The number of slots limits
 how many stages are unsharded at once. By default each stage has its own slot, and a stage never has
@@ -109,8 +109,8 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
 def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positions]]:
     """Return the fills of used host slots, and the instruction that frees each slot.
 
-    A value uses a host slot from the start of the instruction that brings it to the end of the one
-    that takes it away.
+    A value uses a host slot from the start of the instruction that brings the value to the host
+    until the end of the instruction that takes it away.
 
     Args:
         program: The program.

@@ -6,14 +6,14 @@ if the backward is split.
 
 With sizes, memory is in bytes, and has two parts:
 
-- Received and sent values use static slots, which exist all the time. Their number and size is
-  their memory, whatever order runs. A slot has the size of a value in the form in which it is sent.
-  A transport that sends directly from the value uses less memory while fewer messages are in
-  flight.
+- Received and sent values use static slots, which exist all the time. The memory of these slots is
+  their number times their size, in any order of the instructions. A slot has the size of a value in
+  the form in which it is sent. A transport that sends directly from the value uses less memory
+  while fewer messages are in flight.
 - Values that compute keeps for later compute use memory until an instruction has freed or changed
-  them. The time begins at the start of the instruction that produces them. These values are saved
-  activations, deferred weight gradients, and outputs for another stage or a change of form on the
-  same rank. Compute is in order, so these times are exact.
+  them. A value uses memory from the start of the instruction that produces it. These values are
+  saved activations, deferred weight gradients, and outputs for another stage or a change of form on
+  the same rank. Compute is in order, so these times are exact.
 
 A BackwardInput converts saved activations to deferred weight gradients, and uses
 `Sizes.saved_and_deferred` meanwhile. Until its end, the saved activations count in full, and the
@@ -99,7 +99,7 @@ class OffloadSlots(NamedTuple):
     def from_program(
         cls, program: Program, kind: Value, sizes: Sizes, tier: str
     ) -> OffloadSlots | None:
-        """Return the slots that a program specifies for a kind on a tier, or None if it does not.
+        """Return the slots that a program specifies for a kind on a tier, None without such slots.
 
         Args:
             program: The program.
@@ -237,8 +237,8 @@ def peak_in_flight(
 ) -> NDArray[np.int64]:
     """Return the largest number of (stage, microbatch) pairs in flight on each rank.
 
-    The number is exact, since a rank's compute is in order. It is 0 for a program that does not
-    train.
+    The number is exact, since a rank's compute is in order. The number is 0 for a program that does
+    not train.
 
     Args:
         program: The program.
@@ -344,15 +344,15 @@ def compute_static_memory(
     tiers = {size: tier for size, tier in tiers.items() if tier != TIERS[0]}
     if tiers and np.any(np.array(sizes.model_states or 0)):
         raise UsageError(
-            f"model_states is one number for all states of a stage, but {' and '.join(tiers)} of "
-            f"a stage is on the {' and '.join(tiers.values())}",
+            f"model_states is one size for all states of a stage, but {' and '.join(tiers)} of a "
+            f"stage is not on the device: it is on the {' and '.join(tiers.values())}",
             hint=f"{', '.join(f'{name}=' for name in STATIC_SIZES)} in place of model_states=",
             fields=["model_states", "optimizer_placement"],
         )
     if zero and np.any(np.array(sizes.model_states or 0)):
         raise UsageError(
-            f"model_states is one number for all states of a stage, but with zero {zero} the "
-            "replicas shard some states",
+            f"model_states is one size for all states of a stage, but with zero {zero} the "
+            "replicas shard only some states",
             hint=f"{', '.join(f'{name}=' for name in STATIC_SIZES)} in place of model_states=",
             fields=["model_states", "zero"],
         )
@@ -418,7 +418,8 @@ def compute_footprints(
 
     Changes come in the order of the Stream, as the host issues them. A value that another lane
     produces counts from the start of its instruction. A value that another lane frees counts until
-    the host has waited for that. This is also the order of time if compute makes the changes.
+    the host has waited for the end of that instruction. If compute makes the changes, the order of
+    the Stream is also the order of time.
 
     Args:
         program: A complete program.
@@ -578,8 +579,8 @@ def require_memory_limit(
         tier: One of `TIERS`.
 
     Raises:
-        MemoryLimitError: A rank uses more. The error lists the rank, the instruction and the
-            values.
+        MemoryLimitError: A rank uses more than `limit`. The error lists the rank, the instruction
+            and the values.
     """
     for rank, own in enumerate(compute_footprints(program, sizes, tier, worst_case=True)):
         most = int(own.total_bytes.argmax())

@@ -18,8 +18,10 @@ class UnshardedInterval(NamedTuple):
 
     Attributes:
         stage: The stage of each interval, shape (intervals,).
-        begin: The place of the unshard, shape (intervals,). It precedes the entry of this place.
-        end: The place of the reshard, shape (intervals,). It precedes the entry of this place.
+        begin: The place of the unshard, shape (intervals,). The unshard comes before the entry at
+            this place.
+        end: The place of the reshard, shape (intervals,). The reshard comes before the entry at
+            this place.
     """
 
     stage: Ints
@@ -64,8 +66,8 @@ def place_unshards(
             that number applies instead.
 
     Returns:
-        A list of (stage, is_unshard) for each entry and one for the end. The second is True for an
-        unshard and False for a reshard.
+        A list of (stage, is_unshard) for each entry and one for the end. `is_unshard` is False for
+        a reshard.
     """
     runs: list[tuple[tuple[int, ...], int]] = []  # used stages, and the place after the run
     for place, entry in enumerate(uses, 1):
@@ -97,12 +99,13 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     the place of y until the original unshards x or reshards y. One of these happens before the next
     use of y, because x is used first. Where the original unshards x, the changed one unshards y if
     the original still has y, and does nothing otherwise. Where the original reshards y, the changed
-    one reshards x. So it makes no more stays, and agrees with Belady's for one choice more.
+    one reshards x. So the changed policy makes no more stays than the original, and agrees with
+    Belady's policy in one more choice.
 
     The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When it must
     begin, all but `max_unsharded` - 1 of the earlier stays have ended. An earlier stay of the same
-    stage is among these. This earlier stay has also ended when the k-th stay can begin, because
-    the stage that took its place is used after its end.
+    stage is among the ended ones. This earlier stay has also ended when the k-th stay can begin,
+    because the stage that took its place is used after its end.
 
     Args:
         run: The number of the run of each use, ascending, shape (uses,). A run has at most

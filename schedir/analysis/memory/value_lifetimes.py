@@ -142,8 +142,8 @@ def _find_longest_stays(
 ) -> tuple[NDArray[np.bool_], Positions]:
     """Return a mask of the states that may be on a tier, and the end of each stay there.
 
-    A value may be on the tier from its first state there to its last. It has certainly left when an
-    instruction has used it on the device again.
+    A value may be on the tier from its first state there to its last. The value has certainly left
+    the tier when an instruction has used it on the device again.
     """
     index = InstructionIndex.from_program(program)
     key = index.compute_keys(
@@ -196,9 +196,10 @@ def _find_earliest_starts(
 ) -> Positions:
     """Return the instruction after which each value can exist at the earliest.
 
-    If another lane than compute makes the value, it is the instruction that frees its slot. If a
-    slot is always free, it is the first of the Stream. A value with an initial tier comes after the
-    inputs of its instruction, and after their inputs.
+    If a lane other than compute makes the value, the result is the instruction that frees its slot.
+    If a slot is always free, the result is the first instruction of the Stream. A value with an
+    initial tier exists after the inputs of the instruction that makes it, and after the inputs of
+    those inputs.
     """
     index = InstructionIndex.from_program(program)
     has_initial_tier = bool(VALUES[kind].initial_tier)
@@ -226,7 +227,7 @@ def _find_host_releases(
     """Return the positions at which hosts free device memory of values that were moved away.
 
     An instruction that reuses the slot waits for the move on the host. With `worst_case` the memory
-    is free when the move has ended, because the next value counts from then on.
+    is free when the move has ended, because the next value in the slot counts from that time on.
     """
     heard, again = find_known_ends(program, end), {}
     if kind in (found := find_slot_reuses(program)):

@@ -55,18 +55,21 @@ class Cluster:
         nvlink_bandwidth: Bytes per second that a GPU sends to GPUs of its node, while it receives
             as many.
         network_bandwidth: Bytes per second that a GPU sends to other nodes, while it receives as
-            many. It is the GPU's share of its node's network.
-        host_bandwidth: Bytes per second between a GPU and the memory of its host. Offload needs it.
+            many. This is the GPU's share of the network of its node.
+        host_bandwidth: Bytes per second between a GPU and the memory of its host. Offload needs
+            this rate.
         disk_bandwidth: Bytes per second between the host and its disk, for one GPU. Offload to the
-            disk needs it.
+            disk needs this rate.
         dram_bandwidth: Bytes per second that the processors of the host read and write in its
-            memory, for one GPU. The CPU optimizer needs it.
+            memory, for one GPU. The CPU optimizer needs this rate.
         latency: Time of a message in addition to that of its bytes, in seconds.
-        network_latency: The same between nodes. The default is `latency`.
+        network_latency: Time of a message between nodes in addition to that of its bytes, in
+            seconds. The default is `latency`.
         jitter: Standard deviation of the step time of one replica, as a share of its mean. The
             planner adds the time that replicas wait for the slowest one.
         kernel_us: Time to issue a kernel, in microseconds.
-        uncertainty: Standard deviation of predicted step times, as a share. A calibration sets it.
+        uncertainty: Standard deviation of predicted step times, as a share. A calibration sets this
+            number.
         calibrated_gpus: The number of GPUs of the largest run of a calibration.
         peak: Floating-point operations per second of the data sheet. The model FLOPs utilization
             (MFU) is a share of it. The default is `flops`.
@@ -150,8 +153,8 @@ class Cluster:
             )  # fmt: skip
         if self.peak is not None and self.peak < self.flops:
             raise UsageError(
-                f"cluster: flops must be at most peak ({self.peak:g}), not {self.flops:g}: flops "
-                "is the reached part of the peak", fields=["flops", "peak"],
+                f"cluster: flops must be at most peak ({self.peak:g}), not {self.flops:g}: a GPU "
+                "reaches flops, and cannot be faster than peak", fields=["flops", "peak"],
             )  # fmt: skip
         if self.fp8_peak is not None and self.fp8_peak < self.peak_flops:
             raise UsageError(
@@ -185,7 +188,7 @@ class Cluster:
             processes: The processes of the ring, or their number.
 
         Returns:
-            Bytes per second. It is infinite for one process.
+            Bytes per second. The bandwidth is infinite for one process.
 
         Raises:
             UsageError: The group is empty, names a process twice, or has a process that does not
@@ -240,7 +243,8 @@ class Cluster:
             target: Process that receives.
 
         Returns:
-            latency + size/bandwidth. It is 0 for a message to the same process and for 0 bytes.
+            latency + size/bandwidth. The time is 0 for a message to the same process and for 0
+            bytes.
 
         Raises:
             UsageError: A process does not exist, or `size` is negative or not finite.
@@ -277,8 +281,8 @@ class Cluster:
     def reduce_scatter_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of a reduce-scatter over a ring, in seconds.
 
-        It takes the time of an all-gather, with its messages in the other direction. Additions are
-        free.
+        A reduce-scatter takes the time of an all-gather, with the messages in the other direction.
+        Additions are free.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -299,7 +303,7 @@ class Cluster:
     def all_reduce_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of an all-reduce over a ring, in seconds.
 
-        It is a reduce-scatter followed by an all-gather.
+        An all-reduce is a reduce-scatter followed by an all-gather.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -319,7 +323,7 @@ class Cluster:
     def small_all_reduce_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of an all-reduce of a few bytes by recursive doubling, in seconds.
 
-        Use it for tensors whose time is dominated by the latency.
+        Use this time for tensors so small that the latency decides.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -341,14 +345,14 @@ class Cluster:
         """Return the time of an all-to-all by pairwise exchange, in seconds.
 
         Messages within the node and to other nodes use separate links at the same time. The slower
-        of the two decides. Each process uses its own share of the network.
+        of the two links decides. Each process uses its own share of the network.
 
         Args:
             size: Bytes that each of g processes sends, 1/g of them to each process.
             processes: The processes of the group, or their number.
 
         Returns:
-            (g-1) latency, and the longer of the two transfer times. It is 0 for one process.
+            (g-1) latency, and the longer of the two transfer times. The time is 0 for one process.
 
         Raises:
             UsageError: See `bandwidth` and `send_time`.
@@ -477,7 +481,7 @@ class Cluster:
     ) -> Costs:
         """Return costs in seconds, in which missing costs are computed from bytes and links.
 
-        Costs that are given in `costs` stay unchanged. These are filled if they are missing:
+        Costs that are given in `costs` stay unchanged. The costs below are filled if missing:
 
         - `send`: a message with an activation or a gradient. With tp > 1, each process of the
           tensor-parallel group sends its part. If a stage sends in both directions, the cost is
@@ -488,8 +492,9 @@ class Cluster:
           last backward, so that the remaining time at its position is shorter.
         - `reduce_replicated_stages`: an all-reduce over the ranks that have a replica of the stage.
         - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a ring for the stage's
-          `grads`, and `unshard`, an all-gather of its `params`. Both run over the replicas, at the
-          slowest link of their ring. Each takes half the time of an all-reduce of the same bytes.
+          `grads`, and `unshard`, an all-gather of its `params`. Both collectives run over the
+          replicas, at the slowest link of their ring. Each takes half the time of an all-reduce of
+          the same bytes.
         - With `ep` above 1: `dispatch` and `combine`, all-to-alls of `routed` bytes among `ep`
           replicas, within nodes or between them (`all_to_all_time`).
         - `reduce_norm`: an all-reduce of 8 bytes over all processes of a replica.
@@ -514,9 +519,9 @@ class Cluster:
           to the disk and back (`disk_transfer_time`).
         - `I` and `W`: half of B each, if only B is given.
 
-        You must give F, and either B or both I and W, in seconds. A cluster cannot derive them
-        without the model. It also cannot derive `reduce_tied` and the extra cost of skip
-        connections; they stay unchanged.
+        You must give F, and either B or both I and W, in seconds. A cluster cannot derive these
+        costs without the model. A cluster also cannot derive `reduce_tied` and the extra cost of
+        skip connections; these costs stay unchanged.
 
         Args:
             shape: Shape of the pipeline.
@@ -526,7 +531,7 @@ class Cluster:
             tp: Size of the tensor-parallel groups.
             dp: Number of data-parallel replicas.
             zero: ZeRO level, 0 to 3.
-            ep: Number of replicas that share the experts. It divides `dp`.
+            ep: Number of replicas that share the experts. `dp` is a multiple of `ep`.
             checkpoint_snapshots: If True, programs copy snapshots to the host.
             optimizer_placement: Place of the optimizer state: "device", "host", "disk" or
                 "cpu_step".
@@ -541,7 +546,8 @@ class Cluster:
 
         Raises:
             UsageError: shape.ranks x tp x dp is not the number of GPUs, `mesh` has another shape,
-                a size or a bandwidth that is needed is missing, or `ep` does not divide `dp`.
+                or `dp` is not a multiple of `ep`. Or a size or a bandwidth that is needed is
+                missing.
             CostsError: F or the backwards are missing.
 
         Example:
@@ -568,7 +574,7 @@ class Cluster:
                 fields=["nodes", "gpus_per_node", "ranks", "tp", "dp"],
             )
         if dp % ep:
-            raise UsageError(f"ep {ep} does not divide dp {dp}", fields=["ep", "dp"])
+            raise UsageError(f"dp must be a multiple of ep ({ep}), not {dp}", fields=["ep", "dp"])
         mesh = make_process_mesh(shape.ranks, tp, dp) if mesh is None else mesh
         if mesh.shape != (dp, shape.ranks, tp):
             raise UsageError(

@@ -58,7 +58,7 @@ _TRAFFIC_BY_COST: Final = {
 }
 # Costs of instructions on a microbatch.  ZeRO does not shard the values of a microbatch.
 _MICROBATCH_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH}
-# ZeRO shards these.  A cluster requires them, unless no instruction of the program uses them.
+# ZeRO shards these sizes.  A cluster requires them, unless no instruction of the program uses them.
 _MODEL_STATE_SIZES: Final = frozenset(OPTIMIZER_STEP_SIZES)
 _EXAMPLE_SIZES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
 # Numbers of processes.  The mesh has shape (dp, ranks, tp), and a process group has one dimension.
@@ -141,7 +141,7 @@ def fill_cluster_costs(
     checkpoint_snapshots: bool,
     optimizer_placement: str,
 ) -> Costs:
-    """Return costs in which the missing ones are filled, except those of activation offload.
+    """Return costs in which missing costs are filled, except those of activation offload.
 
     Args:
         cluster: The cluster.
@@ -181,7 +181,7 @@ def fill_offload_costs(
     tier: str,
     recomputed: Collection[tuple[int, int]],
 ) -> Costs:
-    """Return costs in which the missing ones of activation offload to one tier are filled.
+    """Return costs in which missing costs of activation offload to one tier are filled.
 
     Args:
         cluster: The cluster.
@@ -571,7 +571,7 @@ class _CostFiller:
         Each rank has one of several shards of the model states.
         """
         each = {name: self.sizes.for_stages(name, self.shape.stages) for name in names}
-        # Some optimizers have no state, so a size of 0 is valid for it.
+        # Some optimizers have no state, so a size of 0 is valid for `optimizer`.
         needed = {*names} - {"optimizer"} or {*names}
         if not all(each[name].any() for name in needed):
             raise _make_missing_size_error(

@@ -40,7 +40,7 @@ Cost = PerStage
 
 _NOT_PER_MICROBATCH: Final = {row.cost for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH}
 # Costs that are proportional to the size of a stage: its compute, and the collectives and copies
-# of its weights.  A stage that is split in two has half of each.
+# of its weights.  If a stage is split in two, each part has half of these costs.
 STAGE_COSTS: Final = ("FB", *dict.fromkeys(
     row.cost for row in INSTRUCTIONS
     if row.op in COMPUTE_OPS
@@ -82,7 +82,8 @@ class Costs(CostFields):
     a number for each microbatch in each row. An array with one row, shape (1, microbatches),
     applies to all stages. Nested lists work, too. Instructions that are not per microbatch, such as
     `step`, do not accept arrays. Instructions of a rank (`step`, `reduce_norm`) have one number per
-    rank. They accept one per stage, too. Then the k-th number is that of rank k.
+    rank. Instructions of a rank accept one number per stage, too. Then the k-th number is that of
+    rank k.
 
     None means that a cost is not given. Computes then have the defaults below, and all other costs
     are 0. A `Cluster` can fill missing costs.
@@ -98,8 +99,9 @@ class Costs(CostFields):
             ranks, and not their compute.
         step: Optimizer step of a rank.
         reduce_grads: All-reduce of a stage's gradient over the replicas. Give only the time that
-            remains at its position. Executors start it during the last backward. With the full
-            time, predictions are too long by the part that this hides.
+            remains at the position of the instruction. Executors start the all-reduce during the
+            last backward. If you give the full time, predictions are too long by the time that the
+            backward hides.
         reduce_replicated_stages: All-reduce of a gradient over the replicas of a stage.
         reduce_tied: Sum of the gradients of tied weights.
         reduce_norm: Reduction of the gradient norm over all ranks.

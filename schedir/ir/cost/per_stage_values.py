@@ -189,8 +189,8 @@ def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> Pe
 
     Args:
         value: The value for the old stages. One number applies to each of them.
-        old_stages: Number of old stages. It is used only for a value that is the same for all
-            stages.
+        old_stages: Number of old stages. This number is used only for a value that is the same for
+            all stages.
         new_stages: Number of new stages.
 
     Returns:
@@ -241,10 +241,11 @@ def add_fields(
 
     Args:
         names: Names of the fields. Fields that the class declares itself stay unchanged.
-        default: Default of the new fields. With None their type is optional.
+        default: Default of the new fields. With the default None, the type of the fields is
+            optional.
 
     Returns:
-        The decorator. It changes the class and returns it.
+        A function that changes the class and returns it.
     """
 
     def extended(kind: type[_Class]) -> type[_Class]:
@@ -283,8 +284,8 @@ def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
         segments: Number of segments of each stage.
 
     Returns:
-        The value for the segments. It is one number, or one row, if all stages have the same number
-        of segments. Microbatches keep their own numbers.
+        The value for the segments. This value is one number, or one row, if all stages have the
+        same number of segments. Microbatches keep their own numbers.
 
     Example:
         >>> average_stages((1.0, 3.0), (1, 1)), average_stages((1.0, 4.0, 1.0, 2.0), (3, 1))

@@ -82,20 +82,21 @@ class Sizes:
     buffer uses its own bytes.
 
     Args:
-        activation: Output of a stage. It is the full tensor, even if each tensor-parallel rank
-            sends a part of it. With a sharded boundary, it is the rank's own part. Between segments
-            with sequence parallelism, it is the output plus the result of the collective, because
-            both exist at the same time.
+        activation: Output of a stage. The size is that of the full tensor, even if each
+            tensor-parallel rank sends a part of it. With a sharded boundary, it is the rank's own
+            part. Between segments with sequence parallelism, it is the output plus the result of
+            the collective, because both exist at the same time.
         activation_grad: Gradient of the output. The default is `activation`.
         saved: Tensors that a Forward saves for its backward.
         deferred_wgrad: Tensors that a BackwardInput keeps for its BackwardWeight: a part of
             `saved`, and gradients of outputs. The default is `saved`.
-        saved_and_deferred: Peak of both together while a BackwardInput runs. Tensors that both use
-            count once. The default is the larger of the two, which is the lowest possible value. It
-            matches arXiv 2401.10241, where M_W <= M_B. `measure_sizes` measures it.
+        saved_and_deferred: Peak of both together while a BackwardInput runs. Tensors that are part
+            of both count once. The default is the larger of the two sizes, which is the lowest
+            possible value. This default matches arXiv 2401.10241, where M_W <= M_B. `measure_sizes`
+            measures the actual size.
         recompute_inputs: Inputs of the stage, which a Forward saves if a Recompute runs it again.
-            The default is the `activation` of the previous stage. It is 0 for the first stage,
-            whose inputs exist all the time.
+            The default is the `activation` of the previous stage. The default is 0 for the first
+            stage, whose inputs exist all the time.
         model_states: Sum of `params`, `grads`, `optimizer` and `buffers`, as one number instead of
             these four.
         params: Trained parameters.
@@ -103,21 +104,21 @@ class Sizes:
         optimizer: Optimizer state, including float32 main parameters.
         buffers: Buffers, and parameters that are not trained.
         version: An older version of the parameters. A program with several optimizer steps keeps
-            one for each version in use. The default is `params`.
+            one copy for each version in use. The default is `params`.
         skip: Value that a stage sends along a skip connection (`Program.skips`), by source stage.
         routed: Rows that a segment sends to experts, in addition to `activation`: tokens x experts
             per token x hidden size x bytes per number.
         expert_buffer: Buffer in which the rows for the experts of a rank arrive: `routed` x
-            capacity factor. It exists from `dispatch` on, together with the rows that the rank
-            sends. The default is `routed`, for perfectly balanced experts.
+            capacity factor. The buffer exists from `dispatch` on, together with the rows that the
+            rank sends. The default is `routed`, for perfectly balanced experts.
 
     A program with norm_check="after_step" needs all model states but the buffers a second time.
 
     Raises:
         UsageError: A size is negative or not finite. An array has rows of different lengths, or is
             given for a size that is not per microbatch. `saved_and_deferred` is less than one of
-            its two sizes, or more than their sum. Or `model_states` is given together with one of
-            its parts.
+            its two sizes, or more than their sum. Or both `model_states` and one of its parts are
+            given.
 
     Example:
         >>> from schedir import PipelineShape, Sizes, compile, schedules, simulate
@@ -300,7 +301,7 @@ def add_tolerance(limit: float) -> float:
         limit: A limit in bytes.
 
     Returns:
-        The limit in bytes. It is larger by less than 1 byte per terabyte.
+        The limit in bytes, which is larger by less than 1 byte per terabyte.
     """
     return limit + _ROUNDING * abs(limit)
 

@@ -179,7 +179,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN, _V.UNSHARDED_PARAMS, _V.WGRAD_BUFFER),
         gives=(_V.GRAD_OUT, _V.WGRAD, _V.SKIP_GRAD_OUT),
         frees=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN),
-        doc="The full backward: the gradients of the input and of the weights.",
+        doc="Computes the full backward: the gradients of the input and of the weights.",
         cost="B", is_compute=True,
     ),
     Row(
@@ -188,9 +188,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.GRAD_OUT, _V.DEFERRED_WGRAD, _V.WGRAD, _V.SKIP_GRAD_OUT),
         frees=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN),
         doc=(
-            "The gradient of the input, and of the weights that cannot be deferred (biases, "
-            "norms). It keeps the saved activations that the deferred weight gradients need. The "
-            "zero-bubble papers call it B."
+            "Computes the gradient of the input, and of the weights that cannot be deferred "
+            "(biases, norms). I keeps the saved activations that the deferred weight gradients "
+            "need. The zero-bubble papers call this instruction B."
         ),
         cost="I", is_compute=True,
     ),
@@ -199,7 +199,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.DEFERRED_WGRAD, _V.WGRAD_BUFFER),
         gives=(_V.WGRAD,),
         frees=(_V.DEFERRED_WGRAD,),
-        doc="The deferred weight gradients.",
+        doc="Computes the deferred weight gradients.",
         cost="W", is_compute=True,
     ),
     Row(
@@ -299,7 +299,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.ReduceNorm, "reduce_norm", _L.DP, _RANK,
         needs=(_V.GRAD,),
         gives=(_V.NORM,),
-        doc="The norm of all gradients, over all pipeline ranks.",
+        doc="Computes the norm of all gradients, over all pipeline ranks.",
         cost="reduce_norm", partner=_O.ReduceNorm, group="model", host_sync="always",
         is_implicit_in_torch=True,
     ),
@@ -312,8 +312,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.PARAMS, _V.LOCAL_NORM),
         frees=(_V.GRAD, _V.NORM),
         doc=(
-            "Updates the parameters of the rank's stages. Where each stage has a step of its own, "
-            "it ends the update, when all states are written or all weights are back."
+            "Updates the parameters of the rank's stages. If each stage has its own step, this "
+            "step ends the update, when all states are written or all weights are back."
         ),
         cost="step", is_implicit_in_torch=True,
     ),
@@ -334,20 +334,20 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.SendSkipGrad, "send_skip_grad", _L.GRAD, _MB,
         needs=(_V.SKIP_GRAD_OUT,),
         frees=(_V.SKIP_GRAD_OUT,),
-        doc="Sends the gradient of a skip to the rank of the stage that gave the skip.",
+        doc="Sends the gradient of a skip to the rank of the stage that sent the skip.",
         cost="send", peer=PeerRule.SKIP_FROM, partner=_O.RecvSkipGrad,
     ),
     Row(
         _O.RecvSkipGrad, "recv_skip_grad", _L.GRAD, _MB,
         gives=(_V.SKIP_GRAD_IN,),
-        doc="Receives the gradient of a skip.",
+        doc="Receives the gradient of a skip connection.",
         peer=PeerRule.SKIP_TO, partner=_O.SendSkipGrad,
     ),
     Row(
         _O.Recompute, "R", _L.COMPUTE, _MB,
         needs=(_V.SAVED, _V.PARAMS, _V.UNSHARDED_PARAMS),
         gives=(_V.SAVED,),
-        doc="Runs a stage forward again, on its inputs; its F then saves only these.",
+        doc="Runs a forward of a stage again; with it, the F saves only the inputs of the stage.",
         cost="R", changes=(Change(_V.SAVED, "recompute_inputs", "saved"),), is_compute=True,
     ),
     Row(
@@ -355,9 +355,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.LOCAL_NORM,),
         frees=(_V.LOCAL_NORM,),
         doc=(
-            "The norm of all gradients over all pipeline ranks, after a step that did not wait "
-            "for it. The next step waits for it. Both steps are repeated if gradients had to be "
-            "clipped."
+            "Computes the norm of all gradients over all pipeline ranks, after an optimizer "
+            "step that did not wait for it. The next step waits for the norm. Both steps are "
+            "repeated if gradients had to be clipped."
         ),
         cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model",
         is_implicit_in_torch=True,
@@ -374,7 +374,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.UNSHARDED_PARAMS,),
         gives=(_V.SHARDED_PARAMS,),
         frees=(_V.UNSHARDED_PARAMS,),
-        doc="Frees all weights of a stage but the replica's own part.",
+        doc="Frees all weights of a stage except the replica's own part.",
     ),
     Row(
         _O.ReduceScatter, "reduce_scatter", _L.DP, Scope.OCCURRENCE,
@@ -392,9 +392,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.PARAMS,),
         gives=(_V.SNAPSHOT,),
         doc=(
-            "Copies the weights and the optimizer state of a stage to the host before the step "
-            "changes them. A checkpoint is written from this copy during the step. It does "
-            "nothing if no checkpoint is due."
+            "Copies the weights and the optimizer state of a stage to the host before the "
+            "optimizer step changes them. A checkpoint is written from this copy during the "
+            "step. If no checkpoint is due, the instruction does nothing."
         ),
         cost="snapshot", idle_cause="snapshot",
         traffic=Traffic("host", ("params", "optimizer"), is_always_sharded=True,
@@ -467,9 +467,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.ACT_IN,),
         gives=(_V.ACT_IN,),
         doc=(
-            "Sums the output of a segment over the tensor-parallel group, before the next segment "
-            "takes it (Megatron-LM's g). With sequence parallelism each rank keeps its part of the "
-            "sum."
+            "Sums the output of a segment over the tensor-parallel group, before the next "
+            "segment uses it (Megatron-LM's g). With sequence parallelism, each rank keeps its "
+            "part of the sum."
         ),
         cost="tp_reduce", ring=CollectiveRing("tp", rounds=2), between_segments="always",
     ),
@@ -479,8 +479,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.GRAD_IN,),
         doc=(
             "Sums the gradient of a segment's input over the tensor-parallel group, before the "
-            "segment that gave the input takes it (Megatron-LM's f); with sequence parallelism, "
-            "likewise."
+            "segment that gave the input uses it (Megatron-LM's f). With sequence parallelism, "
+            "each rank keeps its part of the sum."
         ),
         cost="tp_reduce", ring=CollectiveRing("tp", rounds=2), between_segments="always",
     ),
@@ -489,9 +489,9 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.GRAD,),
         gives=(_V.GRAD,),
         doc=(
-            "Sums some gradients over the tensor-parallel group. Their weights are complete on "
-            "each rank, which applies them to its own tokens: weights of norms, and biases that "
-            "are added after a reduction."
+            "Sums the gradients of weights of norms, and of biases that are added after a "
+            "reduction, over the tensor-parallel group. Each rank has these weights complete, "
+            "and applies them to its own tokens."
         ),
         cost="reduce_sequence_parallel_grads", idle_cause="reduction", is_implicit_in_torch=True,
     ),
@@ -551,8 +551,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.HOST_GRAD, _V.NORM),
         gives=(_V.GRADS_CHECKED,),
         doc=(
-            "Decides whether the rank's gradients are finite, when all are on the host. The next "
-            "update may then add to its gradients during the step of the host."
+            "Checks whether the rank's gradients are finite, when all are on the host. The next "
+            "update may then add to its gradients while the host runs the optimizer step."
         ),
         cost="check_grads_finite", host_sync_lanes=(_L.DP, _L.D2H), is_implicit_in_torch=True,
     ),

@@ -62,9 +62,9 @@ def find_consumers(value: Value) -> tuple[Opcode, ...]:
 def find_modifiers(value: Value) -> tuple[Opcode, ...]:
     """Return the instructions that change a value in place, in execution order.
 
-    They need and give the value.  Changes of form come first, then the others in the order of the
-    table.  A stage removes the forms of a value that it takes in.  It does so in the reverse of the
-    order in which the other stage added them.
+    Such an instruction needs and gives the value. Changes of form come first, then other changes in
+    the order of the table. A stage removes the forms of a value that it takes in, in the reverse of
+    the order in which the other stage added them.
 
     Args:
         value: The kind of value.
@@ -107,7 +107,7 @@ def find_change(op: Opcode, value: Value) -> Change | None:
     return next((change for change in INSTRUCTIONS[op].changes if change.value is value), None)
 
 
-# Values that cross boundaries of stages, in the order of `SlotCounts`.  Those in NEIGHBOR_VALUES
+# Values that cross boundaries of stages, in the order of `SlotCounts`.  Values in NEIGHBOR_VALUES
 # cross boundaries in every program.
 BOUNDARY_VALUES: Final = tuple(row.value for row in VALUES if row.peer is not None)
 NEIGHBOR_VALUES: Final = tuple(
@@ -130,7 +130,7 @@ BOUNDARY_COLLECTIVE_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS
     if row.ring is not None and row.ring.members == "tp" and row.scope is Scope.MICROBATCH
 )  # fmt: skip
-# Those that remove a form: afterwards each rank has the full value.
+# Instructions that remove a form: after such an instruction, each rank has the full value.
 BOUNDARY_GATHER_OPS: Final = tuple(
     op for op in BOUNDARY_COLLECTIVE_OPS if INSTRUCTIONS[op].form is not None
 )
@@ -147,7 +147,8 @@ BACKWARD_INPUT_OPS: Final = find_producers(Value.DEFERRED_WGRAD)
 FULL_BACKWARD_OPS: Final = tuple(op for op in BACKWARD_OPS if op not in BACKWARD_INPUT_OPS)
 BACKWARD_WEIGHT_OPS: Final = find_consumers(Value.DEFERRED_WGRAD)
 OPTIMIZER_STEP_OPS: Final = find_producers(Value.PARAMS)
-# After these, the next update may add to the gradients, before the step of this update.
+# After these instructions, the next update may add to the gradients, before the step of this
+# update.
 GRADS_CHECK_OPS: Final = find_producers(Value.GRADS_CHECKED)
 # There is one compute instruction of each kind.  The unpacking fails if a second one is added: then
 # decide for each use which one it means.
@@ -223,9 +224,9 @@ NON_BOUNDARY_VALUES: Final = tuple(
 def find_possible_givers(op: Opcode, value: Value) -> tuple[Opcode, ...]:
     """Return the instructions that can give a value to an instruction, the latest one first.
 
-    An instruction that needs and gives the value, such as TPGatherAct, changes it in place.  It
-    runs after the producer of the value and before all other readers.  Several such instructions
-    run in the order of `find_modifiers`.
+    An instruction that needs and gives the value, such as TPGatherAct, changes it in place.  Such
+    an instruction runs after the producer of the value and before all other readers.  Several such
+    instructions run in the order of `find_modifiers`.
 
     Args:
         op: The opcode of the instruction that needs the value.
@@ -265,8 +266,8 @@ class Instr(NamedTuple):
     Attributes:
         op: The opcode.
         stage: Number of the stage, over all ranks; 0 for an instruction per rank.
-        mb: Number of the microbatch.  It is the update, or the occurrence, for an instruction that
-            is not per microbatch.
+        mb: Number of the microbatch.  For an instruction that is not per microbatch, the number of
+            the update or of the occurrence.
 
     Example:
         >>> from schedir import Instr, Opcode

@@ -1,6 +1,6 @@
 """The numbers of instructions, values, forms and lanes.
 
-Their rows are in `instruction_table.py`.
+The rows of these numbers are in `instruction_table.py`.
 """
 
 from __future__ import annotations

@@ -76,22 +76,22 @@ class ValueRow(NamedTuple):
             gradients take no memory of their own, unless replicas have parts of them: a stage has
             them all the time.
         peer: For a value that passes between stages, the other stage.  The value exists only if
-            there is such a stage.  Its size is that of the earlier of the two stages.
+            there is such a stage.  The size of the value is that of the earlier of the two stages.
         local_source: For a value that a stage takes in, the value that the other stage puts out.
-            If both stages are on one rank, the two are the same tensor.
+            If both stages are on one rank, the two values are the same tensor.
         converted_from: A value that is freed when this one is made, and the field of `Sizes` with
             the bytes of both together.
         program_attribute: An attribute of programs.  The value exists only in programs with one of
             `attribute_values`.  If these are empty, it exists in programs that do not have the
             default of the attribute.
         initial_tier: One of TIERS, for a value that exists from the start and that no instruction
-            makes or frees.  It is on this tier, or on the one that the program's
-            `program_attribute` names, and has memory there all the time.  Each replica has its
-            part of it.
+            makes or frees.  The value is on this tier, or on the tier that the program's
+            `program_attribute` names, and has memory there all the time. Each replica has its part
+            of the value.
         attribute_values: See `program_attribute`.
         reserved_memory: Additional memory that the value has all the time: one of TIERS, and the
-            field of `Sizes` with the bytes.  A replica has a part of it if it has a part of the
-            optimizer state.
+            field of `Sizes` with the bytes.  A replica has a part of this memory if it has a part
+            of the optimizer state.
         is_training_only: True if the value exists only in programs that train, and only for stages
             that are not frozen.
         size_fallback: The field of `Sizes` that is used if `size` is not given.
@@ -120,16 +120,16 @@ class FormRow(NamedTuple):
     """A row of the table of forms, in which values cross boundaries.
 
     An instruction with a `form` gives this form to a value that a stage puts out.  For a value that
-    a stage takes in, it removes the form.  A value can have several forms.  It gets them in the
-    order of the table and loses them in the reverse order.
+    a stage takes in, the instruction removes the form.  A value can have several forms.  The value
+    gets its forms in the order of the table and loses them in the reverse order.
 
     Attributes:
         form: The number of the form.
         doc: A value in this form, as a phrase for the documentation.
         is_tp_split: True if each rank of a tensor-parallel group has 1/t of the bytes.  Such a form
             needs tp > 1, and a boundary that is not sharded already.
-        size: The field of `Sizes` with the bytes of a value in this form.  They are at most the
-            bytes without the form, and proportional to them.  If this is "", or the size is not
+        size: The field of `Sizes` with the bytes of a value in this form.  These bytes are at most
+            the bytes without the form, and proportional to them.  If this is "", or the size is not
             given, the form does not change the bytes.
     """
 
@@ -175,8 +175,8 @@ class Change(NamedTuple):
 
     Attributes:
         value: The value.
-        before: Its state when the instruction starts.
-        after: Its state when the instruction ends.
+        before: The state of the value when the instruction starts.
+        after: The state of the value when the instruction ends.
     """
 
     value: Value
@@ -220,7 +220,8 @@ class Traffic(NamedTuple):
             at level 0.
         program_attribute: "checkpoint_snapshots" or "optimizer_placement", if all programs with one
             of `attribute_values` have the instruction.  A cluster requires the sizes for such a
-            program.  If it is "", the instruction has no cost when the sizes are not given.
+            program.  If `program_attribute` is "", the instruction has no cost when the sizes are
+            not given.
         attribute_values: The values of the attribute with which programs have the instruction.
     """
 
@@ -250,8 +251,9 @@ class Row(NamedTuple):
         partner: The opcode of the same message or collective on other ranks.  For a collective, it
             is the row's own opcode.
         group: For a collective of pipeline ranks, its members: all ranks ("model"), those that have
-            the stage ("stage_replicas"), or those that share a tied weight ("tied_weights").  The
-            last needs and gives the values of all stages with a tied weight together.
+            the stage ("stage_replicas"), or those that share a tied weight ("tied_weights").  An
+            instruction of the group "tied_weights" needs and gives the values of all stages with a
+            tied weight together.
         host_sync: "always" if a blocking host waits for all earlier instructions of the lane;
             "replicas" if it does so only with data-parallel replicas.
         changes: The changes of values that it needs and gives.

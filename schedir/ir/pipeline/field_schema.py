@@ -2,8 +2,9 @@
 
 `PipelineShape` and `Program` declare each field with `make_field_metadata`. `collect_fields` makes
 `Field` records from these declarations. `HEADER_FIELDS` in `schedir/ir/program.py` lists all
-records. They define the header of a program's text, the digest, the command-line options and the
-settings of a configuration. They also define the error for an option that contradicts a file.
+records. These records define the header of a program's text, the digest, the command-line options
+and the settings of a configuration. They also define the error for an option that contradicts a
+file.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class FieldType:
 
     Args:
         requirement: The verb phrase of an error about a wrong text, such as "is yes or no".
-        from_text: Parses a text. It raises ValueError for a wrong text.
+        from_text: Parses a text. The function raises ValueError for a wrong text.
         type: Python type of the value in a configuration.
         to_text: Formats a value. Its arguments are the value and the shape. The default is `str`.
         resolve: Converts a value that a caller gives into the value that a Program stores. Its
-            arguments are the name of the field, the value and the shape. It raises ShapeError or
-            UsageError for a wrong value. The default accepts every value.
+            arguments are the name of the field, the value and the shape. The function raises
+            ShapeError or UsageError for a wrong value. The default accepts every value.
         metavar: Placeholder of the value on the command line. "" means a flag without a value.
         min_value: The smallest number that is allowed. None means no limit.
         max_value: The largest number that is allowed. None means no limit.
@@ -83,7 +84,8 @@ def make_integer_type(min_value: int, max_value: int, subject: str = "an integer
         subject: The description of the number in errors, such as "a number of stages".
 
     Returns:
-        The type. Its `resolve` raises ShapeError for other values, also for booleans.
+        The type. The `resolve` of the field type raises ShapeError for other values, also for
+        booleans.
     """
 
     def settle(name: str, value: Any, _: Any) -> int:

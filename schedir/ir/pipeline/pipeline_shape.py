@@ -51,7 +51,7 @@ def _format_weight_delay(value: str | int | tuple[int, ...], _: object) -> str:
 
 
 # The text form and the command-line help of each field of a shape.
-_DELAY_REQUIREMENT = "must be an integer, or one per stage like 2,1,0"
+_DELAY_REQUIREMENT = "must be an integer, or one integer per stage like 2,1,0"
 _RANKS = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
     "number of pipeline ranks ({ranks})",
@@ -125,22 +125,22 @@ class PipelineShape:
         placement: The rank of each stage.
 
             - "loop": rank r has the stages j * ranks + r.
-            - "vee": rank r has the stages r and 2 * ranks - 1 - r. There are two stages per rank by
-              default. With more, the pattern repeats.
+            - "vee": rank r has the stages r and 2 * ranks - 1 - r. The default is two stages per
+              rank. With more stages per rank, the pattern repeats.
             - A tuple with the rank of each stage: `(0, 1, 1, 0)`.
             - "mirror", for DualPipe and Chimera: each stage has two replicas. One replica is placed
               as in "loop", with half as many stages per rank. The other replica of a stage on rank
               r is on rank ranks - 1 - r.
-            - "mirror-vee", for BitPipe: "vee" and its mirror image. There are four stages per rank
-              by default.
+            - "mirror-vee", for BitPipe: "vee" and its mirror image. The default is four stages per
+              rank.
             - Several tuples: one row for each replica of the stages. The microbatches are divided
               into one part per row, larger parts first. Each part passes along its row.
-        optimizer_steps: Number of optimizer steps of the program. There is no flush between them.
-            The first microbatches / optimizer_steps microbatches belong to the first step, and so
-            on.
-        weight_delay: The number of steps by which the weights of a microbatch are old. A microbatch
-            of step u uses the weights after max(u - weight_delay, 0) steps, forward and backward.
-            It is one number, or one number per stage.
+        optimizer_steps: Number of optimizer steps of the program. The pipeline does not drain
+            between two steps. The first microbatches / optimizer_steps microbatches belong to the
+            first step, and so on.
+        weight_delay: The age of the weights of a microbatch, in optimizer steps. A microbatch of
+            step u uses the weights after max(u - weight_delay, 0) steps, forward and backward. Give
+            one number, or one number per stage.
         sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch: chunk j of
             sequence n is microbatch n * sequence_chunks + j. A chunk attends to the earlier chunks
             of its sequence, and gives them gradients. So each stage runs the chunks of a sequence
@@ -307,7 +307,8 @@ class PipelineShape:
                 delay = index(self.weight_delay)
         except TypeError:
             raise ShapeError(
-                f"weight_delay must be an integer or one per stage, not {self.weight_delay!r}",
+                "weight_delay must be an integer, or a list with one integer per stage, not "
+                f"{self.weight_delay!r}",
                 fields=["weight_delay"],
             ) from None
         each = delay if isinstance(delay, tuple) else (delay,)
@@ -455,8 +456,8 @@ class PipelineShape:
             rank: Numbers of ranks.
 
         Returns:
-            The row, from 0. It is also 0 where the rank does not have the stage. The shape is the
-            broadcast shape of `stage` and `rank`.
+            The row, from 0. The row is also 0 where the rank does not have the stage. The shape is
+            the broadcast shape of `stage` and `rank`.
         """
         stage, rank = np.broadcast_arrays(stage, rank)
         if self.placement_rows == 1:
@@ -487,7 +488,7 @@ class PipelineShape:
 
         Args:
             stage: Numbers of stages.
-            mb: Numbers of microbatches. They are not used if each stage has one replica.
+            mb: Numbers of microbatches. These numbers are not used if each stage has one replica.
 
         Returns:
             The ranks, in the broadcast shape of `stage` and `mb`. With one replica per stage, the

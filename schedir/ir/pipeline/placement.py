@@ -101,8 +101,8 @@ def _to_list(value: Any) -> list[Any]:
 def _make_placement_error(value: object) -> ShapeError:
     names = ", ".join(map(repr, NAMED_PLACEMENTS))
     return ShapeError(
-        f"placement must be {names}, the rank of each stage, or one such row for each stage "
-        f"replica, not {value!r:.80}",
+        f"placement must be {names}, a list with the rank of each stage, or one such list for each "
+        f"stage replica, not {value!r:.80}",
         fields=["placement"],
     )
 
@@ -157,7 +157,7 @@ def _parse_placement(text: str) -> Placement:
     except ValueError:
         if text[:1].isdigit():
             raise ValueError(f"{_REQUIREMENT}, not {text!r}") from None
-        return text  # It is a name; the shape verifies it.
+        return text  # The text is a name, which the shape verifies.
     return rows if len(rows) > 1 else rows[0]
 
 

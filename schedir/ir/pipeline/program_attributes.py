@@ -26,8 +26,9 @@ from schedir.retired_names import get_rename_hint
 
 
 def _digest_tied_weights(tied: TiedStages, shape: PipelineShape) -> tuple[object, ...]:
-    """Return True for a tie of the first and the last stage, whatever the number of stages is."""
-    # With one stage both keys are (), and the value is False: a single stage is not tied.
+    """Return True for a tie of the first and the last stage, for any number of stages."""
+    # With one stage, both keys of `ends` are (), and the value is False: a single stage is not
+    # tied.
     ends = {normalize_tied_stages(True, shape): True, (): False}
     return (ends.get(tied, tied),)
 
@@ -133,9 +134,8 @@ def require_compatible(
     for stages in tied_weights:
         if stages[0] < frozen_stages <= stages[-1]:
             refuse(
-                f"stages {format_tied_stages(stages)} share a weight; stage {stages[0]} is "
-                "frozen and stage "
-                f"{stages[-1]} is trained",
+                f"stages {format_tied_stages(stages)} share a weight, but stage {stages[0]} is "
+                f"frozen and stage {stages[-1]} is trained",
                 "freeze all stages that share the weight, or do not share it",
                 "tied_weights",
                 "frozen_stages",
@@ -159,8 +159,8 @@ def require_compatible(
             )
         if zero:
             refuse(
-                f"norm_check='after_step' needs zero=0, not {zero}: to repeat a step, a rank needs "
-                "gradients that it has released",
+                f"norm_check='after_step' needs zero=0, not {zero}: to repeat a step, a rank "
+                "needs full gradients, but ZeRO has freed them",
                 "norm_check='before_step'",
                 "zero",
                 "norm_check",
@@ -175,9 +175,9 @@ def require_compatible(
             )
         if optimizer_placement != "device":
             refuse(
-                f"norm_check='after_step' needs optimizer_placement='device', not "
-                f"{optimizer_placement!r}: to repeat a step, a rank needs the state that it has "
-                "moved",
+                "norm_check='after_step' needs optimizer_placement='device', not "
+                f"{optimizer_placement!r}: to repeat a step, a rank needs the optimizer state, "
+                "but has moved it off the device",
                 "optimizer_placement='device', or norm_check='before_step'",
                 "optimizer_placement",
                 "norm_check",
@@ -193,8 +193,8 @@ def require_compatible(
     if reduce_scatter_at == "each_backward" and zero < SHARDED_FROM_LEVEL["grads"]:
         refuse(
             f"reduce_scatter_at='each_backward' needs zero={SHARDED_FROM_LEVEL['grads']} or "
-            "more, not "
-            f"{zero}: each replica has the full gradient, which is reduced once",
+            f"more, not {zero}: with zero={zero} each replica has the full gradient, and reduces "
+            "it once",
             f"zero={SHARDED_FROM_LEVEL['grads']}, or reduce_scatter_at='update_end'",
             "reduce_scatter_at",
             "zero",
@@ -224,7 +224,7 @@ def require_compatible(
         )
     if dp % ep:
         refuse(
-            f"ep={ep} does not divide dp={dp}: experts are distributed over data-parallel replicas",
+            f"dp={dp} is not a multiple of ep={ep}: experts are distributed over replicas",
             f"dp={dp - dp % ep + ep}, or an ep that divides {dp}",
             "ep",
             "dp",
@@ -262,7 +262,7 @@ TIED_WEIGHTS: Final = make_field_metadata(
     "stages that share weights: yes for the first and the last (a tied embedding), or 0=2,1=3",
     is_always_shown=True,
     digest=_digest_tied_weights,
-    in_config=False,  # The model section of a configuration has it.
+    in_config=False,  # The model section of a configuration has this setting.
 )
 CLIP_GRAD_NORM: Final = make_field_metadata(
     YES_OR_NO_TYPE,
@@ -287,12 +287,12 @@ ZERO: Final = make_field_metadata(
 )
 REDUCE_SCATTER_AT: Final = make_field_metadata(
     _make_choice_type("update_end", "each_backward"),
-    "with zero 2 or 3, the time of the gradient reduction: update_end (default) or each_backward",
+    "with zero 2 or 3, when gradients are reduced: update_end (default) or each_backward",
 )
 CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
     YES_OR_NO_TYPE,
-    "for checkpoints, copy the state that a step changes while the next step runs",
-    in_config=False,  # The checkpoint settings of a configuration imply it.
+    "for checkpoints, copy weights and optimizer state while the next step runs",
+    in_config=False,  # The checkpoint settings of a configuration decide this.
 )
 OPTIMIZER_PLACEMENT: Final = make_field_metadata(
     _make_choice_type(*TIERS, "cpu_step", metavar="WHERE"),
@@ -310,12 +310,12 @@ EP: Final = make_field_metadata(
 SKIPS: Final = make_field_metadata(
     SKIPS_KIND,
     "skip connections, each from a source to a target stage: 0=3,1=2",
-    in_config=False,  # The model of a configuration decides it.
+    in_config=False,  # The model of a configuration decides this.
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
-    "letters of the boundaries between stages of the program that are segments, with their "
-    "tensor-parallel and expert-parallel collectives: fgfg-fgfg (-O stage_segments sets it)",
+    "a letter for each boundary between two stages of the program, which are segments, for its "
+    "tensor-parallel or expert-parallel collective: fgfg-fgfg (-O stage_segments sets it)",
     in_config=False,  # A configuration has stage_segments instead.
 )
 CHUNKS_PER_MICROBATCH: Final = make_field_metadata(

@@ -102,7 +102,8 @@ def merge_segments(
     """Return the shape from before the split into segments and chunks.
 
     Args:
-        shape: Shape of the program. Its stages are segments, and its microbatches are chunks.
+        shape: Shape of the program. The stages of this shape are segments, and its microbatches are
+            chunks.
         segment_boundaries: A letter for each boundary, or "" if no stage has segments.
         chunks_per_microbatch: Number of chunks of each microbatch.
 
@@ -148,7 +149,7 @@ def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
             raise ShapeError(
                 f"{name} has the all-to-alls {experts} in a stage, but each dispatch d needs a "
                 "combine c after it in the same stage",
-                hint="dc for each mixture-of-experts layer, as in dc or fgdc",
+                hint="write dc for each mixture-of-experts layer, as in dc or fgdc",
                 fields=[name],
             )
     for s, letter in enumerate(value):

@@ -8,7 +8,7 @@ several names:
     ties = ties.locate_in_stages(stages)  # the stages of the model may be copies
     program = schedir.compile(schedule, shape, tied_weights=ties)
 
-This module does not import torch. It accepts any object that has `named_parameters`.
+This module does not import torch. Its functions accept any object that has `named_parameters`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def find_tied_weights(
 ) -> TiedWeights | ModelTies:
     """Return the trained weights that are one object in several places.
 
-    Call it before anything is copied.
+    Call this function before you copy the model or a stage.
 
     Args:
         model: All stages of a model, in order or by number, or a model that is not split.
@@ -201,10 +201,10 @@ def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> lis
     if isinstance(stages, Mapping):
         if {*stages} != {*range(len(stages))}:
             raise UsageError(
-                "all stages of the model are needed, numbered from 0, not only "
+                "stages must be all stages of the model, numbered from 0, not only "
                 f"{describe([*stages])}",
-                hint="or list the ties: TiedWeights((((0, 'embedding.weight'), (3, "
-                "'head.weight')),))",
+                hint="pass all stages, or list the ties: TiedWeights((((0, 'embedding.weight'), "
+                "(3, 'head.weight')),))",
             )
         result = [stages[s] for s in range(len(stages))]
     else:
@@ -270,7 +270,7 @@ def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
     for one in result:
         if len(one) < 2:
             raise ShapeError(
-                f"each set of tied_weights needs two stages or more, not {[*one]}",
+                f"each set of tied_weights needs two stages or more, but one is {[*one]}",
                 fields=["tied_weights"],
             )
         if one[0] < 0 or one[-1] >= shape.stages:
@@ -316,7 +316,7 @@ def parse_tied_weights(text: str) -> TiedStages | bool:
         text: yes, no, or stages such as `0=3,1=2`.
 
     Returns:
-        True or False for yes or no, and else the sets of stages. They are not normalized.
+        True or False for yes or no, and else the sets of stages. These sets are not normalized.
 
     Raises:
         ValueError: The text has another form.

@@ -23,8 +23,8 @@ _WGRAD_SLOTS: Final = Value.WGRAD.name.lower()
 def reduce_grads(program: Program) -> Program:
     """Insert the gradient reduction of each stage after its last backward of each update.
 
-    The reduction runs while the rank computes other stages. A program that trains always has it.
-    With one replica it only scales the gradient.
+    The reduction runs while the rank computes other stages. Every program that trains has this
+    reduction. With one replica, the reduction only scales the gradient.
 
     Args:
         program: A program with messages and without reductions.
@@ -47,11 +47,12 @@ def reduce_grads(program: Program) -> Program:
 def reduce_scatter(program: Program) -> Program:
     """Insert reduce-scatters, which leave each replica a shard of a stage's gradient.
 
-    With `reduce_scatter_at` "each_backward" there is one after each run of instructions that add to
-    the gradient of a stage. Other instructions may be between them, but none that add to the
-    gradient of another stage of the rank. A group that adds to two stages belongs to both. So a
-    rank only has the unsharded gradients that it currently adds to. BackwardWeights that run late
-    form runs, too. With "update_end" there is one after the last run.
+    With `reduce_scatter_at` "each_backward" there is one reduce-scatter after each run of
+    instructions that add to the gradient of a stage. Other instructions may be between those of a
+    run, but none that add to the gradient of another stage of the rank. A group that adds to two
+    stages belongs to both. So a rank only has the unsharded gradients that it currently adds to.
+    BackwardWeights that run late form runs, too. With "update_end" there is one reduce-scatter
+    after the last run.
 
     Args:
         program: A program with messages and without reductions.
@@ -67,7 +68,7 @@ def reduce_scatter(program: Program) -> Program:
 
 
 def limit_unsharded_grads(program: Program) -> Program:
-    """Set the number of unsharded gradients per rank, if it is less than its stages.
+    """Set the number of unsharded gradients per rank, if a rank has more stages than that.
 
     The number is the smallest possible, plus one that is being reduced, so that backwards continue
     meanwhile.
@@ -85,14 +86,14 @@ def limit_unsharded_grads(program: Program) -> Program:
 def reduce_replicated_stages(program: Program) -> Program:
     """Insert the sum of each stage's gradient over its stage replicas, as soon as all are ready.
 
-    On all replicas, the sum is between the same two messages of the one order of
-    `insert_transfers`. If several sums are between two messages, they have the same order on all
-    ranks: the gradient that is ready earlier in its Stream comes first. So all Streams still follow
-    one order, and none can hang.
+    In the global order of `insert_transfers`, the sum is between the same two messages on all
+    replicas. If several sums are between two messages, they have the same order on all ranks: the
+    gradient that is ready earlier in its Stream comes first. So all Streams still follow one order,
+    and none can hang.
 
-    With data parallelism, all sums are at the end of the update. Each must wait for the reduction
-    over the data-parallel replicas, which runs during compute. On blocking hosts, all later
-    instructions would wait for it, too.
+    With data parallelism, all sums are at the end of the update. Each sum must wait for the
+    reduction over the data-parallel replicas, which runs during compute. On blocking hosts, all
+    later instructions would wait for this reduction, too.
 
     Args:
         program: A program with gradient reductions.
@@ -150,8 +151,8 @@ def reduce_tied_weights(program: Program) -> Program:
 def reduce_sequence_grads(program: Program) -> Program:
     """Insert the sum of gradients over tensor-parallel ranks that split the sequence.
 
-    It comes after all other sums, as in Megatron-LM. So with ZeRO only the shard of a gradient is
-    summed, and only once.
+    This sum comes after all other sums, as in Megatron-LM. So with ZeRO only the shard of a
+    gradient is summed, and only once.
 
     Args:
         program: The program.
@@ -275,7 +276,7 @@ def _list_tied_reductions(
             first.setdefault(int(holders[key]), key)
     once = np.zeros(len(holders), bool)
     once[[*first.values()]] = program.has_backward
-    why = "each rank has one only, at its first stage with a copy of a tied weight"
+    why = "each rank has only one such sum, at its first stage with a copy of a tied weight"
     why = why if program.trained_ties or not program.tied_weights else "all tied stages are frozen"
     yield ExpectedInstructions(
         Opcode.ReduceTied,

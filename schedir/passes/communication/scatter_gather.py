@@ -49,8 +49,8 @@ def insert_form_changes(program: Program, form: Form) -> Program:
 
     Returns:
         The program with an instruction that converts each value before its send, and one that
-        converts it back. The latter is just before the received value is used, or before it loses
-        another form.
+        converts it back. The instruction that converts a value back is just before the received
+        value is used, or before the value loses another form.
     """
     shape, fields = program.shape, program.words.view(WORD_DTYPE)
     key = fields["stage"].astype(np.int64) * shape.microbatches + fields["mb"]

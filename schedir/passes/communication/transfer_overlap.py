@@ -33,9 +33,10 @@ def post_receives_early(
 ) -> Program:
     """Post each receive up to `computes_ahead` computes earlier.
 
-    So the buffer of the message waits, and not the rank. A receive never passes an instruction of
-    its own queue under `progress_model`. Transfers do not depend on compute of their rank, so the
-    dependency graph does not change. Each compute ahead needs one more buffer.
+    So the message waits in its buffer, and the rank does not wait for the message. A receive never
+    passes an instruction of its own queue under `progress_model`. Transfers do not depend on
+    compute of their rank, so the dependency graph does not change. Each compute ahead needs one
+    more buffer.
 
     Args:
         program: A lowered program.
@@ -55,8 +56,9 @@ def post_receives_early(
 def start_gathers_early(program: Program, computes_ahead: int = 1) -> Program:
     """Start each gather up to `computes_ahead` computes earlier, but not before its receive.
 
-    The gather then runs during these computes. It is just before the first of them. A blocking host
-    waits for the message there, and has issued all earlier sends before that.
+    The gather then runs during these computes. The gather is just before the first of these
+    computes. A blocking host waits for the message at this place, and has issued all earlier sends
+    before.
 
     Args:
         program: A lowered program.
@@ -84,8 +86,8 @@ def _find_earliest_positions(
 ) -> NDArray[np.intp]:
     """Return the position that each instruction must follow when it moves earlier.
 
-    The position is the end of a group, at or after `predecessor`. It is one before the start of the
-    Stream if nothing must precede the instruction.
+    The position is the end of a group, at or after `predecessor`. The position is one before the
+    start of the Stream if nothing must precede the instruction.
     """
     own, begin = np.arange(len(index)), index.program.offsets[index.rank]
     computes = _find_computes(index)
@@ -101,7 +103,7 @@ def _find_earliest_positions(
 def _move_instructions(
     program: Program, is_movable: NDArray[np.bool_], sort_key: NDArray[np.intp]
 ) -> Program:
-    """Sort movable instructions by their key among the others, with keys of twice the position."""
+    """Sort movable instructions by `sort_key`; the key of the others is twice their position."""
     order = np.argsort(np.where(is_movable, sort_key, 2 * np.arange(len(sort_key))), kind="stable")
     return _replace_words(program, program.words[order])
 
@@ -112,11 +114,11 @@ def _replace_words(program: Program, words: Words) -> Program:
 
 
 def group_opposite_transfers(program: Program) -> Program:
-    """Join a send and the receive of the opposite direction, if both ranks can.
+    """Join a send and the receive of the opposite direction, if this is legal on both ranks.
 
     Two messages between two ranks, one each way, are joined on both ranks if they are adjacent in
-    both Streams. No path leads from one to the other except directly. So the pass adds no cycle,
-    under any model.
+    both Streams. No path leads from one message to the other through a third instruction. So the
+    pass adds no cycle, under any model.
 
     Args:
         program: A lowered program.

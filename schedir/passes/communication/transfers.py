@@ -32,9 +32,9 @@ def insert_transfers(program: Program, costs: Costs | None = None) -> Program:
 
     The pass walks the draft once in order of time at `costs`. When a value is produced, its send is
     appended to the Stream of the producer, and its receive to that of the consumer. So all Streams
-    follow one global order. Every edge of the dependency graph leads forward in it, even with
-    blocking transfers in a single queue. So there is no cycle. If ranks have a collective at the
-    end of an update, everything that the update needs comes first in the order.
+    follow one global order. In this order, every edge of the dependency graph leads forward, even
+    with blocking transfers in a single queue. So there is no cycle. If ranks have a collective at
+    the end of an update, everything that the update needs comes first in the order.
 
     Args:
         program: The draft.
@@ -131,7 +131,7 @@ def _number_instructions(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the global order: a number for each instruction, and one for each produced value.
 
-    The order is that of times: of the starts of instructions, and of the ends of the producers. At
+    Instructions are ordered by their start, and produced values by the end of their producer. At
     equal times the level of the walk decides, and then the position.
     """
     program = graph.program
@@ -160,10 +160,10 @@ def _number_instructions(
 def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
     """Return the costs that order the messages; around a ring of ranks no message is free.
 
-    Messages of one moment that take no time come in the order of their ranks. Along a line of ranks
-    that does no harm. Around a ring, each message would wait for the one before it, and all for the
-    first one at the next moment. So there a message takes a tiny time, and the order follows the
-    need for messages.
+    Messages of one moment that take no time come in the order of their ranks. Along a line of
+    ranks, this order does no harm. Around a ring, each message would wait for the one before it,
+    and all for the first one at the next moment. So around a ring a message takes a tiny time, and
+    the order follows the need for messages.
     """
     shape, rows = program.shape, program.shape.replica_ranks.tolist()
     pairs = [pair for row in rows for pair in pairwise(row)]

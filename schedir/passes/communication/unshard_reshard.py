@@ -39,17 +39,18 @@ def insert_unshards(program: Program, options: Options) -> Program:
 
     A Reshard comes right after the last reader of an interval. An Unshard comes as soon as a slot
     is free: the k-th Unshard of a rank comes after the Reshard `unsharded_stages` before it. The
-    first ones are at the start of the Stream, and overlap with the warmup. At level 3 the program
-    also has that number of slots for unsharded weights. So no more stages are unsharded at once,
-    whatever the timing is.
+    first Unshards are at the start of the Stream, and overlap with the warmup. At level 3 the
+    program also has that number of slots for unsharded weights. So no more stages are unsharded at
+    once, whatever the timing is.
 
     Args:
         program: A program with messages.
         options: The options. In `extra_options`, `unsharded_stages` is the number of unsharded
-            stages at level 3. By default it is one more than are used at once, so that the next one
-            is gathered meanwhile. `unshard_prefetch` is the number of runs by which an Unshard
-            precedes its own run, if slots allow it. The default of 1 overlaps a gather with a run,
-            and costs few more gathers than 0, which has the fewest.
+            stages at level 3. By default it is one more than the number of stages that are used at
+            once, so that the next stage is gathered meanwhile. `unshard_prefetch` is the number of
+            runs by which an Unshard precedes its own run, if slots allow it. The default of 1
+            overlaps a gather with a run, and costs few more gathers than 0, which needs the fewest
+            gathers.
 
     Raises:
         UsageError: One of these options is given, and weights are not sharded.
@@ -192,8 +193,8 @@ PASSES = (
         section="memory",
         option_types=_OPTION_TYPES,
         option_descriptions={
-            "unsharded_stages": "with zero 3: number of stages of a rank with unsharded weights "
-            "at once; by default the stage that computes and the next one",
+            "unsharded_stages": "with zero 3: number of stages of a rank whose weights are "
+            "unsharded at once; the default is the stage that computes and the next one",
             "unshard_prefetch": "with zero 3: begin to gather weights this number of stage "
             "computations before their use (1), as far as unsharded_stages allows; 0 has the "
             "fewest gathers, but ranks wait for each one",

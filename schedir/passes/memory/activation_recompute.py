@@ -83,7 +83,7 @@ def _find_backwards(program: Program) -> Positions:
 def _find_candidates(program: Program) -> Words:
     """Return the addresses that can be recomputed.
 
-    They have an instruction between F and the backward, and no R yet.
+    Such an address has an instruction between its F and its backward, and no R yet.
     """
     address, op = program.words & ADDRESS_MASK, program.op
     at = _find_backwards(program)
@@ -111,9 +111,9 @@ _MAX_ROUNDS: Final = 4  # rounds that move R earlier; each one gives idle time t
 def _place_recomputes(program: Program, chosen: Words, options: Options) -> Program:
     """Return the draft with an R for each chosen address, hidden or before its backward.
 
-    An R is hidden before a forward that waits, if the wait is long enough. Then it does not delay
-    its backward. It moves before forwards only. The values that exist while they run also exist
-    while its own backward runs, so the peak memory does not grow.
+    An R is hidden before a forward that waits, if the wait is long enough. Then the R does not
+    delay its backward. An R moves before forwards only. The values that exist while these forwards
+    run also exist while the backward of the R runs, so the peak memory does not grow.
     """
     at = _find_backwards(program)
     at = at[np.isin((program.words & ADDRESS_MASK)[at], chosen)]
@@ -182,8 +182,8 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
     """Return the addresses to recompute so that each rank stays below the memory limit.
 
     Memory is the prediction of `compute_footprints`. Along the Stream, wherever a rank exceeds the
-    limit, the address that saves most is chosen. If all stages save equally much, that is the one
-    that is kept longest, and no smaller number would suffice.
+    limit, the address that saves most is chosen. If all stages save equally much, this is the
+    address whose activations are kept longest, and no smaller number of addresses would suffice.
     """
     if options.memory_limit is None or options.sizes is None:
         raise missing_limit_error("recompute", options.sizes, "memory_limit", options.memory_limit)
@@ -205,9 +205,10 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
 def _place_with_offload(program: Program, candidates: Words, options: Options) -> Program:
     """Return the draft with R where both recomputation and offload can reduce memory.
 
-    The choice is the one with the shortest simulated step. Candidates are no R; as many as would
-    fit without offload, or a half or a quarter of these, evenly spaced; and then, from the best of
-    these, all or none of each stage. The search stops at a choice that costs no time.
+    The choice is the one with the shortest simulated step. The first candidates are no R, the
+    number of R that would fit without offload, and a half or a quarter of this number, evenly
+    spaced. From the best of these, the search then tries all or none of the R of each stage. The
+    search stops at a choice that costs no time.
     """
     alone = replace(
         options,

@@ -1,6 +1,6 @@
 """Choose the number of static buffers of each rank for received and sent values.
 
-This pass is the last one. It changes no Stream, only `Program.slots`.
+This pass is the last one. The pass changes no Stream, only `Program.slots`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def share_slots(
     unchanged.
 
     With costs at which messages are free, such as unit costs, a slot would be empty as soon as it
-    is full. But the next fill would in fact wait for the message. So the numbers must then also
+    is full. In a real run, the next fill would wait for the message. So the numbers must then also
     keep the time if a message takes half a forward.
 
     Args:
@@ -189,7 +189,7 @@ def _count_overlaps(
     """Return the number of slots with which every fill and free happens at given times.
 
     The k-th fill uses the slot of the (k-c)-th free, so that free must end before this fill starts.
-    The times need not be in the order of these numbers. With `lower_bound` the result is a lower
+    The times need not be in the order of the numbers k. With `lower_bound` the result is a lower
     bound, and otherwise an upper bound.
     """
     counts = np.zeros((program.shape.ranks, len(SLOT_VALUES)), np.int64)

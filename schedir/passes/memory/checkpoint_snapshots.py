@@ -26,7 +26,7 @@ def insert_snapshots(program: Program) -> Program:
 
     A copy runs during forwards and backwards, because only the optimizer step waits for it. If a
     stage has several stage replicas, only the first one has a snapshot, because all have the same
-    weights. Frozen stages do not change, so they have none.
+    weights. Frozen stages do not change, so they have no snapshots.
 
     Args:
         program: The program.
@@ -61,7 +61,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
     yield ExpectedInstructions(
         Opcode.Snapshot,
         once,
-        "a step has one for each trained stage, on the first replica of the stage"
+        "a step has one snapshot for each trained stage, on the first replica of the stage"
         if program.checkpoint_snapshots
         else "the program has 'checkpoint_snapshots no'",
         "place it at the beginning of the Stream",

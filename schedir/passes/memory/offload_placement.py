@@ -177,8 +177,8 @@ def _insert_round_trip(
 ) -> Program:
     """Insert instructions that move values away after some positions, and back before others.
 
-    If the users are reloads themselves, `reloads` has all of them with the users of their values.
-    Then a move back need not end before its reload must start.
+    If the users are reloads themselves, `reloads` lists all these reloads with the users of their
+    values. Then a move back need not end before its reload must start.
     """
     order = np.argsort(users, kind="stable")
     producers, users = producers[order], users[order]
@@ -205,7 +205,7 @@ def _insert_round_trip(
         """Return the program with reloads as late as possible.
 
         A reload comes before the compute that runs when the reload must start, so that it ends at
-        the start of its user. `lead` moves it earlier by that many times its own duration.
+        the start of its user. `lead` moves each reload earlier by `lead` times its own duration.
         """
         if reloads is not None:
             takes = compute_move_costs(program, HOST_TRIP.reload_op, reloads.address, options)
@@ -225,8 +225,8 @@ def _insert_round_trip(
         return back_at(np.maximum.accumulate(np.clip(place, leaves, needed)))
 
     # Try the times of users with reloads right before them, and the times without any moves. The
-    # latter help if moves wait for each other. If no try keeps the time, reloads stay right before
-    # their users.
+    # times without moves help if moves wait for each other. If no try keeps the time, reloads stay
+    # right before their users.
     last, ideal = times(back_at(needed)), times(program)
     best, least = last[2], float(last[1].max(initial=0.0)) * (1 + 1e-9)
     for lead, (start, end, _) in product(range(_MAX_LEADS), (last, ideal)):
@@ -355,7 +355,7 @@ class SlotRange(NamedTuple):
 def compute_peak_memory(program: Program, options: Options, tier: Tier) -> Floats:
     """Return the peak memory of each rank on a tier after lowering, in bytes.
 
-    It is the worst case over all durations of instructions.
+    The peak is the worst case over all durations of instructions.
 
     Args:
         program: The program.

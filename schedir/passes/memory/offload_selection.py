@@ -1,7 +1,7 @@
 """Offload saved activations to the host or its disk, and reload them before their use.
 
-A microbatch needs two copies, one each way. They run during compute if a move takes no longer than
-the compute.
+A microbatch needs two copies, one each way. The copies run during compute if a move takes no longer
+than the compute.
 
 References:
     PipeOffload, arXiv 2503.01328.
@@ -59,8 +59,8 @@ _TRIED_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the values that 
 class ImportedSelection(tuple[tuple[int, int], ...]):
     """The pairs of (stage, microbatch) that a program moves, read from the program.
 
-    In another program some of them may have no effect. As the user did not list them, that causes
-    no warning.
+    In another program, some of these pairs may have no effect. This causes no warning, because the
+    user did not list the pairs.
     """
 
     __slots__ = ()
@@ -73,9 +73,9 @@ def insert_offloads(program: Program, options: Options) -> Program:
     Reload comes as late as possible: by the prediction it ends just before its value is used.
     Reloads have the order of these uses. The slots of saved activations prevent earlier reloads,
     because a Reload and a forward wait for a slot. The pass chooses the fewest slots that keep the
-    predicted time. If the costs make moves free, it assumes half a forward for each move. With a
-    memory limit, it chooses no more slots than fit, for all durations of instructions. With
-    OffloadToDisk and ReloadFromDisk, or a limit on the host, it chooses the slots of the host
+    predicted time. If the costs make moves free, the pass assumes half a forward for each move.
+    With a memory limit, the pass chooses no more slots than fit, for all durations of instructions.
+    With OffloadToDisk and ReloadFromDisk, or a limit on the host, it chooses the slots of the host
     likewise.
 
     A value is not offloaded if no compute runs between its forward and its use. A keyword or a
@@ -85,9 +85,9 @@ def insert_offloads(program: Program, options: Options) -> Program:
     that time (k <= 2).
 
     "fit" selects on each rank that exceeds the limit the values with the longest time until their
-    use, as in the paper. Values with equal times are selected evenly spaced. It selects the fewest
-    values that keep the limit, or a larger share of the rest if that makes the step shorter. For
-    the disk, it selects the values that are on the host longest.
+    use, as in the paper. Values with equal times are selected evenly spaced. "fit" selects the
+    fewest values that keep the limit, or a larger share of the rest if that makes the step shorter.
+    For the disk, it selects the values that are on the host longest.
 
     Args:
         program: A program with messages.
@@ -164,7 +164,7 @@ def _choose_addresses(
         for stage, *_ in find_named_pairs(selection, option, program.shape):
             if stage < program.frozen_stages:
                 raise UsageError(
-                    f"{option} has stage {stage}, which is frozen and saves no activations",
+                    f"{option} selects stage {stage}, which is frozen and saves no activations",
                     hint=f"select stages from {program.frozen_stages} on",
                     fields=[option, "frozen_stages"],
                 )
@@ -186,12 +186,13 @@ def _warn_of_no_effect(named: set[tuple[int, ...]], option: str, chosen: Words) 
         one = ", ".join(".".join(map(str, each)) for each in left[:MAX_LISTED])
         more = f" and {len(left) - MAX_LISTED} more" if len(left) > MAX_LISTED else ""
         why = (
-            "no compute runs between the forward and the use of its activations"
+            "no compute runs between the forward and the use of the activations"
             if option == "offload"
-            else "it is not offloaded"
+            else "offload does not move the activations to the host"
         )
         warnings.warn(
-            f"{option} has {one}{more}, but no activation of it is moved: {why}", stacklevel=3
+            f"{option} selects {one}{more}, but moves no activation of this selection: {why}",
+            stacklevel=3,
         )
 
 
@@ -230,8 +231,8 @@ def _compute_idle_times(program: Program, lifetimes: ForwardLifetimes, options: 
 def _set_slots(program: Program, options: Options) -> Program:
     """Return the program with numbers of slots for saved activations on the device and the host.
 
-    The device has them if a value is offloaded. The host has them if a value moves on to the disk,
-    or if there is a limit.
+    The device has such slots if a value is offloaded. The host has them if a value moves on to the
+    disk, or if the host has a memory limit.
     """
     tiers: tuple[tuple[Tier, OffloadRoundTrip], ...] = (("device", HOST_TRIP), ("host", DISK_TRIP))
     for tier, ops in tiers:

@@ -1,8 +1,8 @@
 """Keep the optimizer state on the host or disk, and reload, step and offload it stage by stage.
 
 ZeRO-Offload keeps the state on the host. ZeRO-Infinity also keeps it on the disk, and brings it to
-the device in parts, through a few buffers on the host. It reads one part while it steps another and
-writes a third. Here a part is the state of a stage.
+the device in parts, through a few buffers on the host. ZeRO-Infinity reads one part while it steps
+another and writes a third. Here a part is the state of a stage.
 
 References:
     ZeRO-Offload, arXiv 2101.06840.
@@ -57,10 +57,10 @@ def insert_state_offload(
     """Append a reload, a step and an offload of each trained stage to the Stream of its ranks.
 
     Stages are in the order in which their gradients are reduced. A reload comes after the offload
-    that frees its buffer. With two or more buffers it comes one stage later, after the next step: a
-    blocking host that waits for the offload has then issued this step. With the state on the disk,
-    each stage has a read before its reload, and a write after its offload. Reads leave one buffer
-    on the host for offloads.
+    that frees its buffer. With two or more buffers, the reload comes one stage later, after the
+    next step: a blocking host that waits for the offload has then issued this step. With the state
+    on the disk, each stage has a read before its reload, and a write after its offload. Reads leave
+    one buffer on the host for offloads.
 
     Args:
         program: A program with gradient reductions.
@@ -109,8 +109,8 @@ def _add_disk_moves(
 ) -> list[int]:
     """Return the instructions of a rank with reads and writes of the disk.
 
-    `reads_ahead` reads come before the first reload. If it is 0, each read comes just before its
-    own reload.
+    `reads_ahead` reads come before the first reload. If `reads_ahead` is 0, each read comes just
+    before its own reload.
     """
     reads, writes = (iter(pack(op, trained, 0).tolist()) for op in _DISK_OPS)
     found = [*islice(reads, reads_ahead)]

@@ -1,9 +1,9 @@
 """Reorder compute so that it runs while a segment waits for a collective or an all-to-all.
 
 The pass simulates the program and makes a new order of computes on each rank, in several ways. In
-most of them, a rank whose next compute waits only for a running collective runs the first later
-compute that can run. In one of them, as in list scheduling, a rank always runs the compute with the
-longest remaining path. Each order is lowered and simulated, and the best one is kept, or the
+most of these ways, a rank whose next compute waits only for a running collective runs the first
+later compute that can run. In one way, as in list scheduling, a rank always runs the compute with
+the longest remaining path. Each order is lowered and simulated, and the best one is kept, or the
 original order.
 """
 
@@ -69,7 +69,7 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
 
     Each stage adds to its gradients in the original order, so results stay equal to the last bit.
     The result is not longer than the original by simulation, and not farther above a memory limit.
-    Without a limit, no rank has more forwards without a backward at once.
+    Without a limit, no rank has more forwards without a backward at once than in the original.
 
     Args:
         program: A draft with segments.
@@ -271,8 +271,8 @@ class _ProgramSimulation:
     def reorder(self, draft: Program) -> Program:
         """Return the draft with each rank's computes in the simulated order.
 
-        The draft must be the one that the simulated program was lowered from. It is returned itself
-        if the order does not change.
+        The draft must be the one that the simulated program was lowered from. If the order does not
+        change, the draft itself is returned.
         """
         order = self._simulate()
         here = [k for k, computes in enumerate(self.is_compute) if computes]
@@ -359,7 +359,7 @@ class _ProgramSimulation:
         return next((at for at in self._find_fillers(rank, left) if self.cost[at] <= most), None)
 
     def _find_fillers(self, rank: int, remaining: Iterable[int]) -> list[int]:
-        """Return the computes that could run before the next one of the order, by position."""
+        """Return the computes that could run before the next compute of the order, by position."""
         ways: list[MicrobatchDirection | None] = [None, *self._find_next_directions(remaining)]
         return [
             at

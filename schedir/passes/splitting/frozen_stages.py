@@ -17,7 +17,7 @@ from schedir.passes.pass_types import Pass
 def drop_frozen_backwards(program: Program) -> Program:
     """Return a draft without the backwards of its frozen stages.
 
-    An instruction that was joined with one of them runs alone.
+    An instruction that was joined with a dropped backward runs alone.
 
     Args:
         program: The draft.

@@ -95,7 +95,7 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
     each = [*segments] if several and isinstance(segments, Iterable) else [segments]
     if several and len(each) != shape.stages:
         raise UsageError(
-            f"stage_segments has {len(each)} entries for {shape.stages} stages",
+            f"stage_segments has {len(each)} entries, but the program has {shape.stages} stages",
             fields=["stage_segments"],
         )
     found = [_parse_letters(one) for one in each]
@@ -214,9 +214,9 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
         chunks: Number of chunks of each microbatch.
 
     Raises:
-        UsageError: The stages are split already; a stage other than the first and the last has a
-            tied weight and is split; or stage replicas would share the chunks differently from the
-            microbatches.
+        UsageError: The stages are split already. Or a stage that is split has a tied weight, and is
+            not the first or the last stage. Or stage replicas would share the chunks differently
+            from the microbatches.
     """
     letters, chunks = (
         parse_segment_letters(segments, program.shape),
@@ -227,7 +227,7 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
         return program
     if program.segment_boundaries and (number > 1).any():
         raise UsageError(
-            "stage_segments is not possible: the program has segments already",
+            "stage_segments cannot be applied: the program has segments already",
             fields=["stage_segments"],
         )
     first = np.concatenate([[0], np.cumsum(number)])
@@ -315,9 +315,9 @@ def split_shape(shape: PipelineShape, segment_counts: Words, chunks: int = 1) ->
     shape = replace(shape, microbatches=more)
     if shape.microbatch_row_offsets != tuple(chunks * end for end in parts):
         raise UsageError(
-            f"the replicas of a stage divide {more // chunks} microbatches at "
-            f"{describe([*parts[1:]])}, but {more} chunks at "
-            f"{describe([*shape.microbatch_row_offsets[1:]])}",
+            "the replicas of a stage have different numbers of microbatches: the shares of "
+            f"{more // chunks} microbatches end at {describe([*parts[1:]])}, but the shares of "
+            f"{more} chunks at {describe([*shape.microbatch_row_offsets[1:]])}",
             hint="use the same number of microbatches for each replica",
             fields=["microbatch_chunks", "microbatches"],
         )
@@ -341,7 +341,8 @@ def _find_tied_segment(
 
 # ---------------------------------------------------------------- costs of segments
 
-# Costs and sizes that the segments of a stage share.  All others are as large as for the stage.
+# Costs and sizes that the segments of a stage share.  All other costs and sizes are as large as
+# those of the stage.
 SHARED_FIELDS: Final = (
     *STAGE_COSTS,
     "saved",
@@ -368,9 +369,9 @@ def split_costs(
     pass more: a residual stream in addition to the reduced value, or all tokens instead of a rank's
     own with sequence parallelism.
 
-    A chunk has an equal part of all times and bytes of a microbatch. So a product with fewer rows
-    is assumed to be faster in proportion, and a message or a collective, too. The overhead of
-    chunks must be measured.
+    A chunk has an equal part of all times and bytes of a microbatch. So products, messages and
+    collectives with fewer rows are assumed to be faster in proportion. The overhead of chunks must
+    be measured.
 
     Args:
         values: The costs or sizes of the stages.
@@ -468,8 +469,9 @@ _SEQUENCE_PARALLEL_GATHERS: Final = (
 def insert_collectives(program: Program) -> Program:
     """Insert the collectives between segments, each after its producer.
 
-    With sequence parallelism those of the tensor-parallel group are reduce-scatters and
-    all-gathers, and otherwise all-reduces. Those of the expert-parallel group are all-to-alls.
+    The collectives of the tensor-parallel group are reduce-scatters and all-gathers with sequence
+    parallelism, and all-reduces without it. The collectives of the expert-parallel group are
+    all-to-alls.
 
     Args:
         program: A program with segments (`segment_boundaries`).

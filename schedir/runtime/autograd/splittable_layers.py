@@ -457,7 +457,7 @@ def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split:
         f"; schedir.runtime.make_backward_splittable(stage) splits {' and '.join(known)}"
     ] * bool(known)
     hints += ["; schedir.runtime.register_splittable_layer adds a type"] * (len(known) < len(kinds))
-    return f"{', '.join(names)}: I runs their full backward{''.join(hints)}"
+    return f"{', '.join(names)}: the instruction I runs their full backward{''.join(hints)}"
 
 
 def find_deferrable_weights(module: nn.Module) -> set[str]:

@@ -100,9 +100,9 @@ class StageInputAdapter:
         for one, other in views:
             if after[one] != before[one] or after[other] != before[other]:
                 raise ModelError(
-                    f"a stage changes input {one} or {other} in place, and one contains the values "
-                    "of the other: without a pipeline they may share memory, so that the change "
-                    "reaches both",
+                    f"a stage changes input {one} or {other} in place, and one contains the "
+                    "values of the other: without a pipeline both inputs may share memory, so "
+                    "that the change reaches both",
                     hint="begin the forward with x = x.clone()",
                 )
         if versions and [*map(_get_version, named)] != versions:
@@ -150,8 +150,8 @@ def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
 
 def _unexpected_write_error() -> ModelError:
     return ModelError(
-        "a stage changes its input in place, but other code may read the input, or the first "
-        "forward did not change it",
+        "a stage changes its input in place; either other code may read this input, or the "
+        "first forward of the stage did not change it",
         hint="begin the forward with x = x.clone(), or set inplace=True on the layer",
     )
 

@@ -518,7 +518,8 @@ def require_output_tensors(outputs: object, stage: int) -> Sequence[Tensor]:
         if not isinstance(value, Tensor):
             raise ModelError(
                 f"stage {stage} returns "
-                f"{_describe_value(outputs if values is not outputs else value)}",
+                f"{_describe_value(outputs if values is not outputs else value)}, which is not a "
+                "tensor",
                 hint=_TENSORS_HINT,
             )
     return values

@@ -37,10 +37,11 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
     for s, what, crossing in own:
         if program.has_backward and s >= program.frozen_stages and not any(crossing.requires_grad):
             raise ModelError(
-                f"the boundary {what} has no gradient ({crossing}), but the program sends one back",
+                f"the boundary {what} has no gradient ({crossing}), but the program sends a "
+                "gradient back",
                 program=program.name,
-                hint="return a tensor that depends on trained weights; or, if there are none up to "
-                f"here, compile(..., frozen_stages={s + 1})",
+                hint="return a tensor that depends on trained weights; or, if no stage up to "
+                f"{s} has trained weights, compile(..., frozen_stages={s + 1})",
             )
     for at, (s, _, crossing) in enumerate(own):
         for k, one in enumerate(crossing.tensors):
@@ -48,8 +49,8 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
             taken = _compute_received_shape(one, s, program) if first else one.shape
             if one.received.shape != taken:
                 raise ModelError(
-                    f"tensor {k} from stage {s} is {one}, but the program gives it the shape "
-                    f"{list(taken)} before its receiver uses it",
+                    f"tensor {k} from stage {s} is {one}, but the program gives this tensor the "
+                    f"shape {list(taken)} before the receiving stage uses it",
                     program=program.name,
                     hint=f"Boundary({one.shape}, received_shape={taken})"
                     if taken != one.shape

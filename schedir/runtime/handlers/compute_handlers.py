@@ -411,7 +411,8 @@ def backward_input(state: State, i: Instr) -> Call:
         deferrable = set() if len(deferred) else find_deferrable_weights(stage.module)
         if deferrable & accumulated:
             raise ModelError(
-                f"{_describe_stage(stage, i)} has splittable layers, but I ran the full backward",
+                f"{_describe_stage(stage, i)} has splittable layers, but its instruction I ran "
+                "the full backward",
                 hint="do not run the stage under torch.compile, and use the weights in their own "
                 "layers, not copies of them",
             )
@@ -423,7 +424,8 @@ def backward_input(state: State, i: Instr) -> Call:
             split = len(deferred) > 0 or bool(state.program.segment_boundaries)
             if unsplit := describe_unsplit_layers(stage.module, accumulated, split):
                 warnings.warn(
-                    f"{_describe_stage(stage, i)} is not split in {unsplit}", stacklevel=2
+                    f"the backward of {_describe_stage(stage, i)} is not split in {unsplit}",
+                    stacklevel=2,
                 )
 
     return Call(wait, bind_weight_version(state, i, run))

@@ -113,9 +113,9 @@ def _require_count_tensor(state: State, boundary: int, tensors: Sequence[Boundar
         or counts.shape[0] % ep
     ):
         raise ModelError(
-            f"the boundary after stage {boundary} ({', '.join(map(str, tensors))}) needs an int64 "
-            "vector as its second tensor: the number of rows of each expert, and of as many "
-            f"experts on each of {ep} ranks",
+            f"the second tensor of the boundary after stage {boundary} "
+            f"({', '.join(map(str, tensors))}) must be an int64 vector with the number of rows "
+            f"of each expert: its length must be a multiple of ep ({ep})",
             program=state.program.name,
             hint=f"(Boundary((rows, hidden)), Boundary(({2 * ep},), torch.int64))",
         )

@@ -142,8 +142,8 @@ def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
             places = describe_places(of.values())
             if program.zero:
                 raise ModelError(
-                    f"{places} are one Parameter on {len(of)} ranks, but ZeRO level {program.zero} "
-                    "would shard it on each of them",
+                    f"{places} are one Parameter on {len(of)} ranks, but ZeRO level "
+                    f"{program.zero} would shard this Parameter on each of these ranks",
                     hint="ties = schedir.find_tied_weights(stages), then stages = [deepcopy(stage) "
                     "for stage in stages] and tied_weights=ties; or zero=0",
                 )

@@ -29,7 +29,7 @@ def require_matching_stages(program: Program, rank: int, stages: Mapping[int, nn
     expected_stages = program.shape.stages_on_rank[rank]
     if sorted(stages) != list(expected_stages):
         raise ModelError(
-            f"`stages` has {sorted(stages)}, but rank {rank} has {list(expected_stages)}"
+            f"`stages` has {sorted(stages)}, but rank {rank} needs {list(expected_stages)}"
         )
     for s, module in stages.items() if program.has_backward else ():
         learns = [name for name, p in module.named_parameters() if p.requires_grad]

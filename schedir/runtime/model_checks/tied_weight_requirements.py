@@ -189,13 +189,13 @@ class ParameterTable:
             if len(its) > 1:
                 raise ModelError(
                     f"stage {s} has several tied weights, of stages "
-                    f"{' and '.join(map(format_tied_stages, its))}, but one attribute "
-                    "`tied_weight`",
+                    f"{' and '.join(map(format_tied_stages, its))}, but it has only one "
+                    "attribute `tied_weight`",
                     hint=TIES_HINT,
                 )
             if not its:
                 raise ModelError(
-                    f"stage {s} has a tied weight, but the program does not reduce it",
+                    f"stage {s} has a tied weight, but the program does not sum its gradients",
                     hint="compile(..., tied_weights=True)",
                 )
         for stages in tied_stages:
@@ -387,7 +387,7 @@ def require_no_max_norm(
             fact = f"{name or 'the embedding'} of stage {s} scales rows of its weight (max_norm)"
             if program.shape.placement_rows > 1 or id(layer.weight) in tied:
                 raise ModelError(
-                    f"{fact}, but the weight has other copies or users",
+                    f"{fact}, but the weight has other copies, or other layers use it",
                     program=program.name,
                     hint="max_norm=None",
                 )

@@ -421,7 +421,7 @@ def read_step_times(
     for stamps in timestamps:
         if stamps is None or not stamps.is_complete:
             raise ModelError(
-                "no step has been recorded", hint="record_timestamps=True, then step()"
+                "no step has been recorded", hint="record_timestamps=True, then call step()"
             )
         if isinstance(stamps, EventTimestamps):
             anchor = anchor or _record_anchor(stamps.device)

@@ -16,7 +16,7 @@ from schedir.runtime.rank_resources import RankResources, RankService
 from schedir.runtime.rank_state import ProgramService, State
 
 _TIED_RANDOM_WARNING: Final = (
-    "an optimizer draws different random numbers for the copies of a tied weight: they will differ"
+    "an optimizer draws other random numbers for each copy of a tied weight: the copies will differ"
 )
 # Whether an update is finite (0-dim bool), and the factor that clips its gradients (0-dim).
 NormVerdict = tuple[Tensor, Tensor]
