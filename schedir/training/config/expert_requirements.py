@@ -28,7 +28,7 @@ def require_expert_parallelism(config: Any) -> None:
         return
     if pipeline.frozen_stages:
         raise UsageError(
-            "frozen_stages = {pipeline.frozen_stages}, but a model of kind 'moe' cannot have "
+            f"frozen_stages = {pipeline.frozen_stages}, but a model of kind 'moe' cannot have "
             "frozen stages",
             hint="frozen_stages = 0",
             fields=["frozen_stages"],
