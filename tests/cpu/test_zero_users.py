@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import warnings
 from contextlib import ExitStack
@@ -202,3 +203,25 @@ def test_a_loss_that_reads_a_weight_of_another_stage_is_refused_at_level_3() -> 
     ranks = InProcessExecutor(program, [first, nn.Linear(4, 4)], loss=loss, boundary=(3, 4))
     with pytest.raises(ExecutionError, match="a stage reads a weight of another stage"):
         ranks.step(*torch.randn(2, 4, 3, 4))
+
+
+def test_another_executor_may_be_freed_during_a_forward() -> None:
+    """New tensors may then have the addresses of its weights, which are refused storages."""
+    program = schedir.compile(looped_bfs, PipelineShape(1, 1, 2), zero=3)
+
+    def build(stage: nn.Module) -> InProcessExecutor:
+        loss = nn.functional.mse_loss
+        return InProcessExecutor(program, [stage, nn.Linear(4, 4)], loss=loss, boundary=(3, 4))
+
+    others = [build(nn.Linear(4, 4)) for _ in range(20)]
+
+    class Frees(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            others.clear()
+            gc.collect()
+            tensors = [torch.ones(1) for _ in range(2000)]  # alive together: addresses differ
+            return super().forward(x) + sum(tensors)
+
+    ranks = build(Frees(4, 4))
+    ranks.step(*torch.randn(2, 1, 3, 4))
+    assert not others

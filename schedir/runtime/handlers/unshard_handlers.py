@@ -127,7 +127,7 @@ def _run_guarded_forward(
     if training in stage.checked_read_modes:
         run()
         return
-    with _ReadGuard(*_OTHER_STAGE_ERROR, refused_storages=weights.list_other_storages()):
+    with _ReadGuard(*_OTHER_STAGE_ERROR, refused_storages=weights.list_other_weights()):
         run()
     stage.checked_read_modes.add(training)
 

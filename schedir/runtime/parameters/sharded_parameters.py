@@ -116,14 +116,18 @@ class ShardedParameters:
         self.to_resting_state()
         _ALL_INSTANCES.add(self)
 
-    def list_other_storages(self) -> frozenset[int]:
-        """Return the storages, by `_cdata`, of the full weights of all other stages."""
-        return frozenset(
-            flat.untyped_storage()._cdata
+    def list_other_weights(self) -> dict[int, Tensor]:
+        """Return the full weights of all other stages, by the `_cdata` of their storages.
+
+        The caller must keep the result for as long as it compares storages: `_cdata` is an address,
+        which a new tensor can have after the garbage collector has freed another stage.
+        """
+        return {
+            flat.untyped_storage()._cdata: flat
             for parts in _ALL_INSTANCES
             if parts is not self and not parts.keeps_full_weights
             for flat in parts.flat
-        )
+        }
 
     def begin_step(self, *, has_backward: bool) -> None:
         """Begin a step. Parameters get their full shapes, and are valid after `finish_unshard`.
