@@ -476,7 +476,7 @@ class DeadlockError(SchedirError):
         self.eager_limit: float | None = None
 
     def format_lines(self) -> list[str]:
-        """Return a line for each wait of the cycle, and the lines of the window."""
+        """Return a line for each wait of the cycle, and the instructions around it on one rank."""
         width = max(len(str(w.instr)) for w in self.cycle)
         chain = [
             f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needed_instr}, "

@@ -439,7 +439,7 @@ def make_attribute_error(module: str, name: str) -> AttributeError | ImportError
 
 
 def raise_attribute_error(self: object, name: str) -> NoReturn:
-    """Raise the error for an attribute that an object does not have: a `__getattr__`.
+    """Raise the error for an attribute that an object does not have. Classes use it as method.
 
     Args:
         self: The object.

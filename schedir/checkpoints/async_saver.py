@@ -194,7 +194,8 @@ class Saver:
         """Start to write the scheduled checkpoint, if there is one.
 
         Call it after the step that copies the state, and only when this state is final. For
-        example, post-validation must not undo the update any more. All processes call it.
+        example, it is not final while post-validation can still undo the update. All processes call
+        it.
 
         Raises:
             ModelError: No step was made since `schedule_save`; the save remains scheduled. Or the

@@ -98,7 +98,9 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
                 raise CheckpointError(f"{name} steps a parameter {list(p.shape)} that no stage has")
         for p, kept in getattr(inner, "state", {}).items():
             if id(p) not in weight_of and kept:
-                raise CheckpointError(f"{name} has {', '.join(kept)} of a weight of no stage")
+                raise CheckpointError(
+                    f"{name} has the state {', '.join(kept)} of a parameter that no stage has"
+                )
             for key, value in kept.items():
                 if not isinstance(key, str) or "/" in key:
                     raise CheckpointError(

@@ -7,9 +7,9 @@ import argparse
 from schedir.extras import require_package
 
 EXAMPLES = """\
-  schedir completion bash    for the line eval "$(schedir completion bash)" of ~/.bashrc
-  schedir completion zsh     for the line eval "$(schedir completion zsh)" of ~/.zshrc
-  schedir completion fish    for the line schedir completion fish | source of config.fish
+  schedir completion bash    add to ~/.bashrc: eval "$(schedir completion bash)"
+  schedir completion zsh     add to ~/.zshrc: eval "$(schedir completion zsh)"
+  schedir completion fish    add to config.fish: schedir completion fish | source
 
 The page README.md has more.
 """

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> str:
     for fact in dict.fromkeys(error.fact for error in ranking.refusals.values()):
         names = [name for name, error in ranking.refusals.items() if error.fact == fact]
         text += f"refused {', '.join(names)}: {fact}\n"
-    # Costs of other schedules differ, because they have other stages.
+    # Only the costs of the first schedule: schedules with other stages have other costs.
     return text + warning + describe_costs(ranking.fitting[:1])
 
 

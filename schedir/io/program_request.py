@@ -321,7 +321,7 @@ class Request:
 
     @cached_property
     def prediction_costs(self) -> Costs | None:
-        """The costs of each stage for the prediction of `timeline`, or None for a run as it is."""
+        """The costs of each stage that `timeline` is predicted with, or None if it is measured."""
         source_run = self.source_timeline
         if source_run is None:
             return self.program_costs

@@ -99,7 +99,7 @@ def require_call_arguments(chunks: int, iterators: int, has_shapes_fn: bool) -> 
         )
     if has_shapes_fn:
         raise UsageError(
-            "adjust_tensor_shapes_fn is not supported: all boundaries have the same shape",
+            "adjust_tensor_shapes_fn is not supported: schedir needs equal boundary shapes",
             fields=["adjust_tensor_shapes_fn"],
         )
 

@@ -32,8 +32,9 @@ class GPTConfig:
             of attention and feed-forward network, as in GPT-2.
         window: Tokens that each token attends to, including itself: one number, or one per layer. 0
             is all earlier tokens.
-        stride: Tokens by which the window moves, so that kernels skip more. 1 is a sliding window.
-            A stride equal to the window divides the sequence into blocks (arXiv 2504.16922).
+        stride: Tokens by which the window moves. 1 is a sliding window. With a larger stride,
+            kernels skip more tiles of the attention matrix. A stride equal to the window divides
+            the sequence into blocks (arXiv 2504.16922).
 
     Raises:
         UsageError: A size is not positive, or does not fit the others.

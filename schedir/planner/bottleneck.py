@@ -176,7 +176,7 @@ def _attach_difference(
     other_index: int,
     part_index: int | None = None,
 ) -> PlanEstimate:
-    """Explain the difference to another plan, by the part `part_index` or by the largest one."""
+    """Add the difference to another plan, in a part or in the part that differs most."""
     other = plan_table.estimate_at(model, cluster, other_index)
     differences = breakdown - np.array(other.breakdown)
     part_index = int(differences.argmax()) if part_index is None else part_index

@@ -125,7 +125,7 @@ class ParallelPlan:
 
     @property
     def layout(self) -> ParallelPlan:
-        """The parallel degrees and the rank order alone: they place the ranks on nodes."""
+        """A plan with only the degrees and the rank order, which decide the node of each rank."""
         names = ("pp", "tp", "dp", "cp", "ep", "rank_order")
         return ParallelPlan(**{name: getattr(self, name) for name in names})
 

@@ -60,7 +60,7 @@ def improve_schedule(
     max_evaluations: int | None = None,
     seed: int = 0,
 ) -> ImprovedPlan:
-    """Search for a shorter schedule of a plan, within the memory that its states leave free.
+    """Search for a shorter schedule of a plan, within the memory that model states leave free.
 
     `schedir.search_schedule` searches with the times of the plan's stages and messages. It uses
     half of `time_limit` for schedules with full backwards, and half for those with split backwards.

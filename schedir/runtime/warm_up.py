@@ -190,8 +190,8 @@ class UnsteppedParameters:
                     p.copy_(copies[p])
                 elif get_write_traces([p]) != [trace]:
                     raise ModelError(
-                        f"a forward writes to {self.names[p]}, which no optimizer steps, and the "
-                        "step must run again (norm_check 'after_step')",
+                        f"a forward writes to parameter {self.names[p]}, which no optimizer "
+                        "updates, but norm_check='after_step' must run the step again",
                         hint="make it a buffer, or compile(..., norm_check='before_step')",
                     )
 

@@ -26,7 +26,7 @@ LetterIndices = NDArray[np.intp]
 
 
 def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) -> Words:
-    """Return the instruction words of some consecutive ranks.
+    """Number the microbatches of the letters of consecutive ranks, and return instructions.
 
     The k-th forward of a local stage is that of its k-th microbatch. The k-th backward is, too, and
     B and I are counted together. A W has the microbatch of the I that it completes.

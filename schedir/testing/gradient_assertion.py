@@ -402,7 +402,7 @@ def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
 
 
 def _find_step_line(stack: str) -> str:
-    """Return the line of the step that a rank runs, or "" if the rank has left the step.
+    """Return the line of code of the step that a rank runs, or "" if it is not in a step.
 
     Args:
         stack: The stacks of its threads from `faulthandler`, the innermost call first.

@@ -74,7 +74,7 @@ def shapes(
     stages_per_rank: int = 3,
     placements: Sequence[str] = PLACEMENT_KINDS,
 ) -> PipelineShape:
-    """Draw a small shape.
+    """Generate a small pipeline shape (a hypothesis strategy).
 
     Args:
         draw: Passed by hypothesis.

@@ -66,7 +66,7 @@ def compute_input_gradients(
     inputs: Sequence[Any],
     *gradients: Any,
 ) -> tuple[Any, ...]:
-    """Return the gradients of a stage's inputs, by which torch infers their shapes.
+    """Return the gradients of a stage's inputs, from which torch infers the shapes of messages.
 
     torch's method uses `torch.autograd.grad`, so a full backward replaces it for reentrant
     checkpoints.

@@ -155,9 +155,9 @@ class CheckedRuntime(MicrobatchLossRuntime):
             return
         self._has_warned_of_checkpoints = True
         warnings.warn(
-            f"stages {split} have activation checkpoints, which torch's split backward would "
-            "recompute several times: I runs their full backward, and W does nothing; "
-            "runtime='schedir' splits them",
+            f"stages {split} have activation checkpoints, and torch's split backward would "
+            "recompute these several times. So I runs the full backward of these stages, and W "
+            "does nothing; runtime='schedir' splits their backwards",
             stacklevel=2,
         )
 

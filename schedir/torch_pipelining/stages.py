@@ -319,5 +319,6 @@ def require_reducible(stage: Any) -> None:
             raise ModelError(
                 f"stage {stage.stage_index} is wrapped by DistributedDataParallel with {what}, "
                 f"but schedir reduces the gradients of the stage without {what}",
-                hint="use fully_shard, or a schedule with full backwards and no static_graph",
+                hint="use fully_shard, or let DDP reduce the gradients: use a schedule with full "
+                "backwards, and no static_graph",
             )

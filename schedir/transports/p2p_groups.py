@@ -147,7 +147,7 @@ class EdgeGroups(ProcessTransport):
         Args:
             edge: An edge of this rank.
             tensor: The tensor to send or to receive into.
-            is_send: True to send, also against the direction of the edge, and False to receive.
+            is_send: True to send, and False to receive. The direction of the edge does not matter.
 
         Returns:
             The Work of torch.distributed.

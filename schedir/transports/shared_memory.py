@@ -713,7 +713,7 @@ def _list_received_slots(
 ) -> dict[Lane, list[tuple[SlotKey, bool]]]:
     """Return the slots of a sender's messages to a rank in a step, in order, by lane.
 
-    The flag is True if a message is a tensor-parallel shard that the rank gathers.
+    A flag beside each slot is True if the message is a tensor-parallel shard that the rank gathers.
     """
     program = index.program
     stream, assigned = program.streams[rank], assign_slots(program, rank)

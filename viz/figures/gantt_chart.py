@@ -58,8 +58,9 @@ def gantt(
         timeline: The timeline.
         title: The title, instead of the name and the kind. "" removes the title line.
         bound: A lower bound on the span (`schedir.lower_bound`), in the unit of the timeline. It
-            must hold for all orders with the same memory, and with full backwards if the timeline
-            has no others. A line marks it, and the title has the largest possible saving.
+            must hold for all orders with the same memory. If the timeline has no split backwards,
+            it may be a bound for full backwards only. A line marks it, and the title has the
+            largest possible saving.
         **style: The options of `schedir.viz.Style`.
 
     Returns:

@@ -36,8 +36,8 @@ SOURCE_HELP = (
 DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2
 _COSTS_HELP = (
     "times of instructions: F=1,B=2,send=0.1; ':' separates stages (F=1:1:2), '/' separates "
-    "microbatches (F=1/2 for all stages, F=1/2:3/4 for two stages); @FILE reads them from a file. "
-    "Defaults: F=1; I and W are half of B if B is given, else F; B=I+W; all others are 0"
+    "microbatches (F=10/20 for all stages, F=10/20:30/40 for two stages); @FILE reads them from a "
+    "file. Defaults: F=1; I and W are half of B if B is given, else F; B=I+W; all others are 0"
 )
 
 
@@ -133,7 +133,7 @@ def _fill_lowering_group(group: argparse._ArgumentGroup, *, has_shape_options: b
     models = [f"{model} (default)" if model == "per_device" else model for model in MODELS]
     group.add_argument(
         "--progress-model", metavar="MODEL",
-        help="the progress model, which is the rule by which the transfers of a transport queue: "
+        help="the progress model, which decides which transfers wait for each other in a queue: "
         f"{', '.join(models[:-1])} or {models[-1]}",
     )  # fmt: skip
     _add_costs_option(group, _COSTS_HELP)

@@ -166,7 +166,7 @@ def expand_code(state: StudioState) -> str:
 
 
 def _load_function(state: StudioState) -> FunctionType:
-    """Execute the code, and return its schedule function, which has its name in the code."""
+    """Execute the code, and return its schedule function with the name that the code gives it."""
     namespace: dict[str, Any] = {"__name__": "schedule", "__file__": _FILE}
     exec(compile(state.code, _FILE, "exec"), namespace)
     functions = {

@@ -190,7 +190,7 @@ def format_call(request: Request) -> str:
         request: The request of a schedule, or of a program from a file, a run or code.
 
     Raises:
-        UsageError: The request has a run, which no code computes.
+        UsageError: The request has a measured run, which has no Python code.
     """
     if request.source_timeline is not None:
         raise UsageError(

@@ -19,7 +19,7 @@ from schedir.commands.common.schedule_options import (
     parse_costs,
     parse_sizes,
 )
-from schedir.errors import UsageError
+from schedir.errors import UsageError, describe
 from schedir.io.option_spelling import option_name, option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
@@ -85,7 +85,10 @@ class StudioState:
             )
         for name, value in data.items():
             if not isinstance(value, known[name]):
-                raise UsageError(f"{name} of a state has a wrong type", fields=[name])
+                kind = known[name].__name__
+                raise UsageError(
+                    f"{name} of the state must be a {kind}, not {describe(value)}", fields=[name]
+                )
         options = data.get("options", {})
         if not all(isinstance(text, str) for pair in options.items() for text in pair):
             raise UsageError(

@@ -58,7 +58,7 @@ _TRAFFIC_BY_COST: Final = {
 }
 # Costs of instructions on a microbatch.  ZeRO does not shard the values of a microbatch.
 _MICROBATCH_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH}
-# ZeRO shards these sizes.  A cluster requires them, unless no instruction of the program uses them.
+# ZeRO shards these sizes.  With a cluster, those that an instruction uses must be given.
 _MODEL_STATE_SIZES: Final = frozenset(OPTIMIZER_STEP_SIZES)
 _EXAMPLE_SIZES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
 # Numbers of processes.  The mesh has shape (dp, ranks, tp), and a process group has one dimension.

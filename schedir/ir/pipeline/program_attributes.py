@@ -314,13 +314,13 @@ SKIPS: Final = make_field_metadata(
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
-    "a letter for each boundary between two stages of the program, which are segments, for its "
-    "tensor-parallel or expert-parallel collective: fgfg-fgfg (-O stage_segments sets it)",
+    "the collective at each boundary between two segments, a letter each, and - between two "
+    "stages: fgfg-fgfg (-O stage_segments sets it)",
     in_config=False,  # A configuration has stage_segments instead.
 )
 CHUNKS_PER_MICROBATCH: Final = make_field_metadata(
     _CHUNKS_TYPE,
-    "number of microbatches of the program that are chunks of one microbatch (-O "
+    "number of chunks of a microbatch, each of which is a microbatch of the program (-O "
     "microbatch_chunks sets it)",
     in_config=False,  # A configuration has microbatch_chunks instead.
 )

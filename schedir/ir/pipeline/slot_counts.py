@@ -72,7 +72,7 @@ class SlotCounts(_Slots):
         return cls(**dict.fromkeys(cls._fields, UNSHARED_SLOTS))
 
     def specified(self) -> dict[str, int]:
-        """Return the numbers of the kinds that are specified.
+        """Return the number of slots of each kind for which one is specified.
 
         Returns:
             The number of slots by the name of the kind.

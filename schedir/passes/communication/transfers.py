@@ -160,8 +160,8 @@ def _number_instructions(
 def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
     """Return the costs that order the messages; around a ring of ranks no message is free.
 
-    Messages of one moment that take no time come in the order of their ranks. Along a line of
-    ranks, this order does no harm. Around a ring, each message would wait for the one before it,
+    Messages that take no time and can start together are in the order of their ranks. Along a line
+    of ranks, this order does no harm. Around a ring, each message would wait for the one before it,
     and all for the first one at the next moment. So around a ring a message takes a tiny time, and
     the order follows the need for messages.
     """

@@ -36,7 +36,7 @@ class StageInputAdapter:
     """
 
     def __init__(self) -> None:
-        # By training mode, because a dropout writes only in training.
+        # The key is `module.training`: an in-place dropout writes to its input only in training.
         self.writes_inputs: dict[bool, bool] = {}
 
     def run(

@@ -104,7 +104,7 @@ def require_stage_parameters(
     stage: int,
     optimizer: object,
 ) -> None:
-    """Find Parameters in the graph of outputs that do not belong to their stage.
+    """Find Parameters on which the outputs of a stage depend, but which the stage does not have.
 
     A loss with Parameters is an example, or Parameters in a list. The stage does not zero, scale or
     reduce their gradients. If the optimizer does not step them, that may be intended, so this

@@ -255,7 +255,7 @@ class LossScale:
     """The factor of a float16 loss, which keeps small gradients from becoming zero.
 
     Rule and default values are those of torch.amp.GradScaler. Each rank has a loss scale. All stay
-    equal, because they change by the global norm.
+    equal, because each rank changes its own after the same test of the global norm.
 
     Args:
         value: The first value.

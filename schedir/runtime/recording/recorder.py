@@ -287,7 +287,7 @@ class EventTimestamps(Timestamps):
         return work
 
     def on_issued(self) -> None:
-        """Record the ends of the followed work, on its lane or on a side stream."""
+        """Record when each work of `follow_work` ends, on its lane or on a side stream."""
         for k, work in self.pending_works:
             if isinstance(work, TransportTimestamps):
                 work.record_end(self.end_events[k])

@@ -45,7 +45,7 @@ def compute_times(
         codes: The order: the codes of all ranks, concatenated.
         cost: The time of a task, for each code.
         delays: The time from the end of a task until its value arrives, for each code.
-        tail: The time from the last compute of a rank to its end, by rank.
+        tail: For each rank, the time from the end of its last compute to the end of the rank.
         own_span: 1 for the objective "own", 0 for "span".
         arrivals: Buffer: when the input of a task arrives, for each code and microbatch.
         next_mb: Buffer: the next microbatch, for each code.

@@ -313,8 +313,8 @@ class OutputConfig:
     - `dir`: the directory for results, which is created. Results of an earlier run there are
       refused, unless `overwrite` is true.
     - `overwrite`: if true, results of an earlier run are removed when the first step begins.
-    - `trace`: a directory for the timeline of the last step. It needs `record`. By default, no
-      timeline is written.
+    - `trace`: a directory for the timeline of the last step. It requires `record = true`. By
+      default, no timeline is written.
     - `record`: if true, the begin and the end of each instruction are recorded in the steps that
       are reported. Without it, no bubble is reported.
     - `memory`: if true, the bytes that are in use during the second step are counted. This makes
