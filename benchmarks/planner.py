@@ -5,7 +5,6 @@
     python benchmarks/planner.py stages     # arXiv 2401.10241, table 9: a stage, forward, I and W
     python benchmarks/planner.py node       # vTrain: steps on one node; it fits a constant
     python benchmarks/planner.py sc21       # SC21, table 1: models of 1.7 billion to a trillion
-    python benchmarks/planner.py mlperf     # MLPerf v4.1: steps of GPT-3 175B in FP8
     python benchmarks/planner.py left-out   # SC21, with the FLOP/s of the other models
     python benchmarks/planner.py anchored   # SC21, with the FLOP/s of one model
     python benchmarks/planner.py regret     # the chosen plan compared with the best one
@@ -217,27 +216,6 @@ def sc21() -> None:
     for run, price in zip(runs, prices, strict=True):
         shares = (f"{part / price.step_time:.1%}" for part in price.breakdown)
         line(run.name, *shares, f"{price.memory.total / 1e9:.0f}")
-
-
-def mlperf() -> None:
-    """Print the table of GPT-3 in FP8. The speedup of FP8 is fitted to the first row."""
-    stack = stack_preset("megatron-fp8")
-    head("run", "t", "p", "d", "v", "b", "m", "MLPerf, s", "predicted", "", "in 16 bits")
-    errors = []
-    for accelerator, run in published.mlperf():
-        at = run.choice
-        cluster = replace(planner.cluster_preset(accelerator), nodes=at.gpus // 8)
-        told, plain = (
-            planner.estimate_step(run.model, cluster, at, exact=EXACT, constants=constants)
-            .step_time for constants in (stack.constants, SoftwareConstants())
-        )  # fmt: skip
-        errors.append(told / run.seconds - 1)
-        line(
-            run.name, at.tp, at.pp, at.dp, at.stages_per_rank, at.microbatch_size, at.microbatches,
-            f"{run.seconds:.2f}", f"{told:.2f}", f"{errors[-1]:+.1%}",
-            f"{plain / run.seconds - 1:+.1%}",
-        )  # fmt: skip
-    summed(errors[1:], "all but the first row")
 
 
 def left_out() -> None:
@@ -561,8 +539,8 @@ def here(options: argparse.Namespace) -> None:
 
 
 TABLES: dict[str, Callable[[], None]] = {
-    "layers": layers, "stages": stages, "node": node, "sc21": sc21, "mlperf": mlperf,
-    "left-out": left_out, "anchored": anchored, "regret": regrets, "memory": memory, "large": large,
+    "layers": layers, "stages": stages, "node": node, "sc21": sc21, "left-out": left_out,
+    "anchored": anchored, "regret": regrets, "memory": memory, "large": large,
 }  # fmt: skip
 
 

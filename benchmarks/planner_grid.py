@@ -6,6 +6,7 @@
     python benchmarks/planner_grid.py calibrated   # fitted to 3 runs on 1 and 2 nodes
     python benchmarks/planner_grid.py shipped      # the constants of nanotron that schedir has
     python benchmarks/planner_grid.py b200         # memory of Megatron-LM
+    python benchmarks/planner_grid.py mlperf       # MLPerf v4.1: steps of GPT-3 175B in FP8
     python benchmarks/planner_grid.py scatter -o FILE.svg
 
 An error is predicted / measured - 1; medians are those of absolute errors. Errors are those of runs
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -368,6 +369,29 @@ def b200() -> None:
     print(f"\nmedian {median(map(abs, errors)):.1%}, largest {largest:.1%}, n = {len(errors)}")
 
 
+def mlperf() -> None:
+    """Print the table of GPT-3 in FP8. The speedup of FP8 is fitted to the first row."""
+    stack = planner.stack_preset("megatron-fp8")
+    head("run", "t", "p", "d", "v", "b", "m", "MLPerf, s", "predicted", "", "in 16 bits")
+    errors = []
+    for accelerator, run in published.mlperf():
+        at = run.choice
+        cluster = replace(planner.cluster_preset(accelerator), nodes=at.gpus // 8)
+        told, plain = (
+            planner.estimate_step(run.model, cluster, at, exact=False, constants=constants)
+            .step_time for constants in (stack.constants, planner.SoftwareConstants())
+        )  # fmt: skip
+        errors.append(told / run.seconds - 1)
+        line(
+            run.name, at.tp, at.pp, at.dp, at.stages_per_rank, at.microbatch_size, at.microbatches,
+            f"{run.seconds:.2f}", f"{told:.2f}", f"{errors[-1]:+.1%}",
+            f"{plain / run.seconds - 1:+.1%}",
+        )  # fmt: skip
+    rest = errors[1:]
+    print(f"\nall but the first row: mean {fmean(map(abs, rest)):.1%}, with signs "
+          f"{fmean(rest):+.1%}, largest {max(rest, key=abs):+.1%}, n = {len(rest)}")  # fmt: skip
+
+
 def scatter() -> None:
     """Draw measured and predicted steps, with default and with fitted constants."""
     if not OUTPUT:
@@ -406,7 +430,7 @@ def scatter() -> None:
 
 TABLES: dict[str, Callable[[], None]] = {
     "defaults": defaults, "left-out": left_out, "calibrated": calibrated, "shipped": shipped,
-    "b200": b200, "scatter": scatter,
+    "b200": b200, "mlperf": mlperf, "scatter": scatter,
 }  # fmt: skip
 
 

@@ -138,6 +138,8 @@ def _find_timeline(source: str) -> str:
         source: The path of the folder, or of the `summary.json` that `schedir train` writes to it.
     """
     folder = Path(source).parent if Path(source).name == "summary.json" else Path(source)
+    if not isdir(folder):
+        return ""
     patterns = f"*{TIMELINE_SUFFIX}", f"*/*{TIMELINE_SUFFIX}"
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     return str(found[0]) if found else ""

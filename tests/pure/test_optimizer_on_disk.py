@@ -159,7 +159,7 @@ def moved(text: str, what: str, before: str) -> Program:
             "read_state_from_disk 3",
             "reload_state 5",
             SlotError,
-            "1 state_host slot, and read_state_from_disk 3",
+            "1 state_host slot, but read_state_from_disk 3",
         ),
         ("read_state_from_disk 3", "", CompletenessError, "read_state_from_disk 3"),
         ("write_state_to_disk 3", "", CompletenessError, "write_state_to_disk 3"),

@@ -126,7 +126,7 @@ def test_options_of_a_schedule_are_bound() -> None:
 
 def test_a_schedule_without_a_shape_is_answered() -> None:
     for schedule in (schedir.schedules.zb_h1, "zb_h1"):
-        with pytest.raises(UsageError, match="needs the numbers of ranks and microbatches"):
+        with pytest.raises(UsageError, match="needs ranks and microbatches for this schedule"):
             schedir.simulate(schedule, Costs(F=1))
 
 

@@ -397,7 +397,7 @@ def test_code_runs_within_limits() -> None:
         assert "mine" in runner.expand(StudioState(code=CODE, options=DEFAULTS))
         large = "def f(r, p, m):\n    return bytearray(2 * 10**9)"
         assert "MemoryError" in fails(large).fact and fails(large).line == 2
-        assert "code 7" in fails("import os\nos._exit(7)").fact
+        assert "exit status 7" in fails("import os\nos._exit(7)").fact
         assert fails("from schedir import F\ndef f(r, p, m):\n    return 10**6 * F").fact
         runner._max_seconds = 0.2
         assert "0.2 s" in fails("while True:\n    pass").fact
