@@ -123,7 +123,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         ([odd, text], "a.txt"),
         ([tmp_path / "no"], "no"),
         (["*.no"], "*.no"),
-        ([], "no files"),
+        ([], "list of files is empty"),
         ([tmp_path], str(tmp_path)),
     ]
     for source, names in sources:

@@ -151,5 +151,5 @@ def resized(rank: int, *rows: int) -> None:
 @pytest.mark.parametrize("rows", [(8, 4), (10,)])
 def test_another_shape_is_refused(rows: tuple[int, ...]) -> None:
     """torch's runtime would give out rows of before in the place of those that are missing."""
-    with pytest.raises(RankError, match=r"output 0 of stage 0 is \[\d, 6\] of torch.float32, and"):
+    with pytest.raises(RankError, match=r"output 0 of stage 0 is \[\d, 6\] of torch.float32, but"):
         spawn(resized, 2, *rows)

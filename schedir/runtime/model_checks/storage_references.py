@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from time import sleep
+from typing import Final
 
 import torch
 from torch import Tensor
+
+_MAX_WAITS: Final = 5  # for a thread of a transport, of 10 ms each
 
 
 class StorageReferences:
@@ -25,9 +29,16 @@ class StorageReferences:
 
     def find_increased(self) -> list[int]:
         """Return the indices of the tensors that have more references than at first."""
-        if self._count() == self.counts:
-            return []
-        gc.collect()  # Garbage in a reference cycle is no reference: nothing can read it.
+        increased = self._compare()
+        for _ in range(_MAX_WAITS):
+            if not increased:
+                break
+            gc.collect()  # Garbage in a reference cycle is no reference: nothing can read it.
+            sleep(0.01)  # A thread of a transport may release a message after its end is seen.
+            increased = self._compare()
+        return increased
+
+    def _compare(self) -> list[int]:
         both = zip(self.counts, self._count(), strict=True)
         return [k for k, (before, now) in enumerate(both) if now > before]
 
