@@ -27,7 +27,7 @@ BUDGET = {
     "schedir/passes": 2_600,
     "schedir/planner": 4_190,
     "schedir/predict": 1_530,
-    "schedir/runtime": 9_530,
+    "schedir/runtime": 9_540,
     "schedir/schedule_search": 2_800,
     "schedir/schedules": 770,
     "schedir/tensor_parallel": 330,
