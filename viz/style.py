@@ -140,7 +140,7 @@ def _resolve_width(value: object) -> float | None:
     if isinstance(value, Real) and 0 < float(value) < inf:
         return float(value)
     raise UsageError(
-        f"width must be a number (inches) or {' or '.join(map(repr, PAPER_WIDTHS))}, not "
+        f"width must be a number (inches), {' or '.join(map(repr, PAPER_WIDTHS))}, not "
         f"{describe(value)}"
     )
 

@@ -97,7 +97,7 @@ def test_overlays_are_named() -> None:
         UsageError, match="lanes, arrows, path, in_flight, memory, phases, not 'colour'"
     ):
         gantt(timeline(), show="path, colour")
-    with pytest.raises(UsageError, match="column or page"):
+    with pytest.raises(UsageError, match="'column' or 'page'"):
         gantt(timeline(), width="poster")
 
 
