@@ -267,8 +267,9 @@ class ProgramRunner:
         Raises:
             ExecutionError: The instruction failed.
         """
-        self.resources.is_in_step, at = True, self.progress
-        at[POSITION_FIELD], at[POSITION_TIME_FIELD] = index, monotonic_ns()
+        self.resources.is_in_step = True
+        self.progress[POSITION_FIELD] = index
+        self.progress[POSITION_TIME_FIELD] = monotonic_ns()
         wait, run = self.calls[index]
         stamps = self.timestamps if self.record_timestamps else None
         try:
@@ -292,8 +293,8 @@ class ProgramRunner:
         Returns:
             The sum of the losses on a rank with the last stage, and None on other ranks.
         """
-        at = self.progress
-        at[POSITION_FIELD], at[POSITION_TIME_FIELD] = len(self.calls), monotonic_ns()
+        self.progress[POSITION_FIELD] = len(self.calls)
+        self.progress[POSITION_TIME_FIELD] = monotonic_ns()
         total, self.resources.is_in_step = self.state.finish_step(), False
         if self.timestamps is not None and self.record_timestamps:
             self.timestamps.end_step()

@@ -9,7 +9,7 @@ A case is a file `NAME.toml` in this folder:
     here = "tests/..."              without a thread: the test of schedir that shows the failure
     seen = "..."                    what these threads report
     follows = "..."                 what follows from a progress model, or from counting
-    unconfirmed = "..."             what is not confirmed on real NCCL (optional)
+    unconfirmed = "..."             a statement that is not confirmed on real NCCL (optional)
     missing = "..."                 instead of a program: why no program shows the failure
     program = '''...'''             the text of a program
     make = "..."                    or an expression of schedir that makes or refuses a program
