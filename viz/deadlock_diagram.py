@@ -154,7 +154,8 @@ class _RankColumn:
             k: f"{'& ' if joined[k] else ''}{stream[k]}"
             for k in range(self.begin_index, self.end_index)
         }
-        self.hidden_before, self.hidden_after = self.begin_index, size - self.end_index
+        self.hidden_before = self.begin_index
+        self.hidden_after = size - self.end_index
         longest = max([len(line) for line in self.lines.values()] + [9])
         self.right = left + longest * _LETTER_WIDTH + 14
         rows = len(self.lines) + (self.hidden_before > 0) + (self.hidden_after > 0)

@@ -77,7 +77,8 @@ class ChartRectangles:
         palette: Palette = LIGHT_PALETTE,
     ) -> None:
         spans = timeline.spans
-        self.timeline, self.palette = timeline, palette
+        self.timeline = timeline
+        self.palette = palette
         self.op: NDArray[np.int16] = spans["op"]
         self.left: Floats = spans["start"] - timeline.start_time
         self.right: Floats = spans["end"] - timeline.start_time

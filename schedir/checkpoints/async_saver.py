@@ -106,12 +106,10 @@ class Saver:
         name_map: NameMap = add_stage_prefix,
         keep: int | None = None,
     ) -> None:
-        self.executor, self.directory, self.name_map, self.keep = (
-            executor,
-            Path(directory),
-            name_map,
-            keep,
-        )
+        self.executor = executor
+        self.directory = Path(directory)
+        self.name_map = name_map
+        self.keep = keep
         self.rank_executors = (
             executor.executors if isinstance(executor, InProcessExecutor) else [executor]
         )

@@ -151,7 +151,8 @@ class CheckpointDirectory:
             with open_regular_file(path / MANIFEST_NAME, step) as file:
                 manifest = read_manifest(file, path.name, include_tensors=include_tensors)
         except CheckpointError as error:
-            error.step, error.file = step, MANIFEST_NAME
+            error.step = step
+            error.file = MANIFEST_NAME
             raise
         if manifest.step != step:
             raise IncompleteCheckpointError(

@@ -44,7 +44,8 @@ class CheckpointGroup:
     """
 
     def __init__(self, group: Any = None, *, is_single_process: bool = False) -> None:
-        self.group, self.is_single_process = group, is_single_process
+        self.group = group
+        self.is_single_process = is_single_process
         self.process = 0 if is_single_process else dist.get_rank(group)
         self.processes = 1 if is_single_process else dist.get_world_size(group)
 

@@ -35,7 +35,9 @@ class _DigestedFile(RawIOBase):
     """A file that is written sequentially, with its size and digest so far."""
 
     def __init__(self, file: Any) -> None:
-        self.file, self.digest, self.size = file, sha256(), 0
+        self.file = file
+        self.digest = sha256()
+        self.size = 0
         self.error: OSError | None = None  # the first error of a write
 
     def write(self, data: Any, /) -> int:

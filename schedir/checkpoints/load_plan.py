@@ -40,7 +40,8 @@ class LoadPlan:
     def __init__(
         self, manifest: Manifest, local_states: Iterable[LocalState], *, has_optimizer: bool
     ) -> None:
-        self.manifest, self.has_optimizer = manifest, has_optimizer
+        self.manifest = manifest
+        self.has_optimizer = has_optimizer
         self.shards: list[tuple[str, TensorShard]] = []
         self.used_names: list[str] = []
         self.optimizer_states: list[tuple[SliceableWeight, dict[str, Tensor]]] = []

@@ -135,7 +135,8 @@ class _ManifestReader:
     """Reads the lines of a manifest one by one. Errors call the manifest `checkpoint_name`."""
 
     def __init__(self, checkpoint_name: str) -> None:
-        self.checkpoint_name, self.line_number = checkpoint_name, 0
+        self.checkpoint_name = checkpoint_name
+        self.line_number = 0
         self.header: dict[str, Any] = {}
         self.files: dict[str, ManifestFile] = {}
         self.file_sizes: list[tuple[str, int]] = []

@@ -177,7 +177,8 @@ class _ReadCount:
     """Counts the files that are read, and shows the count."""
 
     def __init__(self, file_count: int) -> None:
-        self.file_count, self.files_read = file_count, 0
+        self.file_count = file_count
+        self.files_read = 0
 
     def __call__(self, path: Path) -> None:
         self.files_read += 1

@@ -141,7 +141,8 @@ class Lowering:
     """
 
     def __init__(self, program: Program, progress_model: ProgressModel) -> None:
-        self.reference, self.progress_model = program, progress_model
+        self.reference = program
+        self.progress_model = progress_model
         self.options = infer_options(program, progress_model)
 
     def compile_draft(self, draft: Program, costs: Costs | None, **options: Any) -> Program:

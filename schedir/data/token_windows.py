@@ -72,7 +72,8 @@ class ConcatenatedWindows:
                 f"{source} has {tokens} tokens, fewer than context + 1 = {context + 1}",
                 fields=["context"],
             )
-        self.context, self.window_count = context, (tokens - 1) // context
+        self.context = context
+        self.window_count = (tokens - 1) // context
 
     @property
     def description(self) -> str:
@@ -112,14 +113,16 @@ class PackedWindows:
     """
 
     def __init__(self, ends: NDArray[np.int64], context: int, source: str = "the corpus") -> None:
-        self.context, self.ends = context, ends
+        self.context = context
+        self.ends = ends
         begins, lengths = _split_documents(ends, context)
         if not len(begins):
             raise UsageError(f"{source} has no document of two tokens or more", fields=["source"])
         order = np.argsort(-lengths, kind="stable")
         window_of = np.array(_pack_best_fit(lengths[order].tolist(), context + 1), np.int64)
         order = order[np.argsort(window_of, kind="stable")]
-        self.begins, self.lengths = begins[order], lengths[order]
+        self.begins = begins[order]
+        self.lengths = lengths[order]
         self.first_segments = np.concatenate([[0], np.cumsum(np.bincount(window_of))])
 
     @cached_property

@@ -116,7 +116,8 @@ class BPE:
                 hint="set [data] end_of_document to one of its tokens",
                 fields=["end_of_document", "tokenizer"],
             )
-        self.end_token, self.vocab_size = vocabulary[end_name], max(vocabulary.values()) + 1
+        self.end_token = vocabulary[end_name]
+        self.vocab_size = max(vocabulary.values()) + 1
         exact = f"{library.__version__} {end_name} {text}"
         self.digest = blake2b(exact.encode(), digest_size=8).hexdigest()
 

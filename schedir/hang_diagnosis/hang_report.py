@@ -337,8 +337,10 @@ class _ProgramCopyReport:
     """
 
     def __init__(self, job: DistributedJob, verdict: ProgramVerdict) -> None:
-        self.job, self.verdict = job, verdict
-        self.positioned, self.matched = verdict.positioned, verdict.matched
+        self.job = job
+        self.verdict = verdict
+        self.positioned = verdict.positioned
+        self.matched = verdict.matched
         ranks = self.matched.ranks
         old_ranks = {ranks[own] for own in self.positioned.old_dump_ranks}
         self.old_dump_ranks = sorted({*job.old_dump_ranks} & {*ranks} | old_ranks)

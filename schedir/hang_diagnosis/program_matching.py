@@ -314,7 +314,10 @@ class _RecordedRank:
         dump: FlightRecorderDump,
         carriers: Mapping[tuple[int, int], list[RecordedGroup]],
     ) -> None:
-        self.graph, self.ranks, self.dump, self.carriers = graph, ranks, dump, carriers
+        self.graph = graph
+        self.ranks = ranks
+        self.dump = dump
+        self.carriers = carriers
         self.has_ambiguous_group = False  # True if the group of some direction is unknown
         self.program_rank_of = {rank: k for k, rank in enumerate(ranks)}
         index = graph.index

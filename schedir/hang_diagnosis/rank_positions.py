@@ -107,7 +107,8 @@ class PositionedRanks:
     """
 
     def __init__(self, graph: Graph, matched: MatchedProgram) -> None:
-        self.graph, self.matched = graph, matched
+        self.graph = graph
+        self.matched = matched
         self.rank_of = graph.index.rank
         self.is_transfer = graph.index.is_op(TRANSFER_OPS)
         self.has_no_dump: NDArray[np.bool_] = ~np.array(matched.has_dump)[self.rank_of]

@@ -161,7 +161,9 @@ class StalledRun:
         missing: Sequence[int] = (),
         unreachable: Sequence[int] = (),
     ) -> None:
-        self.snapshots, self.layout, self.program = dict(sorted(snapshots.items())), layout, program
+        self.snapshots = dict(sorted(snapshots.items()))
+        self.layout = layout
+        self.program = program
         self.missing, self.unreachable = (*missing,), (*unreachable,)
         self.mesh = make_process_mesh(layout.ranks, layout.tp, layout.dp)
         self.graph = None if program is None else Graph.from_program(program, "per_edge")

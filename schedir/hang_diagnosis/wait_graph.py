@@ -96,7 +96,8 @@ class DistributedJob:
         dumps: Mapping[int, FlightRecorderDump],
         extra_names: Mapping[tuple[int, int], str] = MappingProxyType({}),
     ) -> None:
-        self.dumps, self.extra_names = dumps, extra_names
+        self.dumps = dumps
+        self.extra_names = extra_names
         groups = {g for d in dumps.values() for g in (*d.groups, *(op.group for op in d.ops))}
         members = {id(group.ranks): group.ranks for group in groups}.values()
         self.ranks = tuple(sorted({*dumps, *(rank for some in members for rank in some)}))

@@ -119,7 +119,8 @@ class ProcessPhase(IntEnum):
     def __new__(cls, number: int, description: str = "") -> ProcessPhase:
         """Create a member from its number and its description."""
         phase = int.__new__(cls, number)
-        phase._value_, phase.description = number, description
+        phase._value_ = number
+        phase.description = description
         return phase
 
     START = 0, "in set-up, at its start"

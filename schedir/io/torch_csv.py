@@ -329,10 +329,8 @@ class _CsvReader:
         # By stage, the first cell of it, and the first message to or from it.
         self.stage_cells: dict[int, _CellLocation] = {}
         self.peer_cells: dict[int, _CellLocation] = {}
-        self.max_microbatch, self.max_microbatch_cell = (
-            -1,
-            _CellLocation(1, 1, ""),
-        )
+        self.max_microbatch = -1
+        self.max_microbatch_cell = _CellLocation(1, 1, "")
 
     def read_rank(self, row: int, cells: list[str]) -> None:
         self.rank_words.append([])
@@ -401,7 +399,8 @@ class _CsvReader:
             # torch sends to the next stage and to the previous one only.
             self.peer_cells.setdefault(stage + (1 if hop.is_downstream else -1), location)
         if each and mb > self.max_microbatch:
-            self.max_microbatch, self.max_microbatch_cell = mb, location
+            self.max_microbatch = mb
+            self.max_microbatch_cell = location
         if word is None:
             return None
         word |= stage << STAGE_SHIFT

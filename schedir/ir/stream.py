@@ -198,7 +198,8 @@ class StreamSlices(tuple[Stream, ...]):
         """
         words.flags.writeable = False
         slices = cls(Stream(words[lo:hi]) for lo, hi in pairwise(offsets.tolist()))
-        slices.words, slices.offsets = words, offsets
+        slices.words = words
+        slices.offsets = offsets
         return slices
 
     @classmethod

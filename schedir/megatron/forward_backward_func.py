@@ -296,7 +296,8 @@ class _GradientReduction:
     """
 
     def __init__(self, config: Any, chunks: list[Any], force_all_reduce: bool) -> None:
-        self.chunks, self.force_all_reduce = chunks, force_all_reduce
+        self.chunks = chunks
+        self.force_all_reduce = force_all_reduce
         self.sync_functions = _per_chunk(config.grad_sync_func, chunks)
 
     def __call__(self, chunk: int) -> None:

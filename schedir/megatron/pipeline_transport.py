@@ -48,7 +48,8 @@ class PipelineGroupTransport:
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
         backend = get_backend_name(group, device)
         if backend not in ("gloo", "nccl"):
             raise UsageError(

@@ -134,7 +134,8 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, settings: _LinearSettings) -> Tensor:
-        ctx.settings, ctx.has_bias = settings, bias is not None
+        ctx.settings = settings
+        ctx.has_bias = bias is not None
         ctx.save_for_backward(input)
         output = torch.matmul(_full_input(input, settings), settings.weight.detach().t())
         return output if bias is None else output + bias

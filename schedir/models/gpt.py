@@ -131,7 +131,9 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         make_layer = make_layer or Layer
-        self.config, self.tp, self.sequence_parallel = config, tp, sequence_parallel
+        self.config = config
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
         self.embedding, head = EmbeddingAndHead.for_stage(
             config, is_first, is_last, tp, placement, sequence_parallel=sequence_parallel
         )
@@ -223,11 +225,14 @@ class AttentionLayer(nn.Module):
         super().__init__()
         hidden, self.head_width = config.hidden, config.hidden // config.heads
         tp, sequence_parallel = weights.tp, weights.sequence_parallel
-        self.layer_number, self.dropout, self.tp_rank = 1 + index, config.dropout, tp_rank(tp)
+        self.layer_number = 1 + index
+        self.dropout = config.dropout
+        self.tp_rank = tp_rank(tp)
         # The random stream of this rank's heads. With sequence parallelism the stream `tp_rank` is
         # for its tokens, so its heads use another one.
         self.head_stream = self.tp_rank + tp_size(tp) * sequence_parallel
-        self.window, self.sequence_parallel = get_windows(config)[index], sequence_parallel
+        self.window = get_windows(config)[index]
+        self.sequence_parallel = sequence_parallel
         self.attention_norm = weights.make_norm()
         # The rows are ordered by head. A head has the rows of its query, its key and its value, in
         # this order. So a slice has complete heads.

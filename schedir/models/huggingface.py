@@ -67,7 +67,8 @@ class Stage(nn.Module):
         whole = getattr(model, model.base_model_prefix)
         begin, end = layers
         count = len(getattr(whole, family.layers))
-        self.is_first, self.is_last = begin == 0, end == count
+        self.is_first = begin == 0
+        self.is_last = end == count
         decoder = copy.copy(whole)
         decoder._modules = dict(whole._modules)
         decoder.config = _make_config(whole.config, begin, end)

@@ -115,7 +115,8 @@ class Stage(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.sequence_shards = config, tp_size(tp) if sequence_parallel else 1
+        self.config = config
+        self.sequence_shards = tp_size(tp) if sequence_parallel else 1
         self.embedding, head = EmbeddingAndHead.for_stage(
             config, is_first, is_last, tp, placement, sequence_parallel=sequence_parallel
         )
@@ -178,10 +179,8 @@ class Layer(nn.Module):
     def __init__(self, config: LlamaConfig, index: int, weights: LayerParameters) -> None:
         super().__init__()
         hidden, width = config.hidden, config.ffn_width
-        self.head_width, self.queries_per_group = (
-            hidden // config.heads,
-            config.heads // config.kv_groups,
-        )
+        self.head_width = hidden // config.heads
+        self.queries_per_group = config.heads // config.kv_groups
         self.window = get_windows(config)[index]
 
         def norm() -> nn.RMSNorm:

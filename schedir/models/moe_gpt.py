@@ -162,11 +162,9 @@ class MoELayer(gpt.AttentionLayer):
         self, config: MoEConfig, index: int, weights: LayerParameters, experts: range
     ) -> None:
         super().__init__(config, index, weights)
-        self.num_experts, self.active, self.aux_loss = (
-            config.experts,
-            config.active,
-            config.aux_loss,
-        )
+        self.num_experts = config.experts
+        self.active = config.active
+        self.aux_loss = config.aux_loss
         self.router = weights.make_column_linear("router", config.experts, bias=False)
         self.routing_bias: nn.Parameter | None = None
         if config.balance_rate:

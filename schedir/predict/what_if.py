@@ -314,12 +314,12 @@ class _Table:
         schedule: Schedule | None,
         memory_limit: float | None,
     ) -> None:
-        self.baseline, self.costs, self.schedule = baseline, costs.with_defaults(), schedule
-        self.memory_limit, self.program, self.shape = (
-            memory_limit,
-            baseline.program,
-            baseline.program.shape,
-        )
+        self.baseline = baseline
+        self.costs = costs.with_defaults()
+        self.schedule = schedule
+        self.memory_limit = memory_limit
+        self.program = baseline.program
+        self.shape = baseline.program.shape
         self.compute = extract_compute(self.program)
         self.lowering = Lowering(self.program, baseline.progress_model)
 

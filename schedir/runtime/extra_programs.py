@@ -143,7 +143,9 @@ class ProgramOrder:
     """
 
     def __init__(self, programs: Sequence[Program], rank: int, transport: Transport) -> None:
-        self.programs, self.rank, self.transport = programs, rank, transport
+        self.programs = programs
+        self.rank = rank
+        self.transport = transport
         # The number of the current program, and its runs since the last exchange between processes.
         self.current_number = self.run_count = 0
 
@@ -168,7 +170,8 @@ class ProgramOrder:
         )
         if {each[3:] for each in told} != {(self.run_count, program_number)}:
             raise self._order_error(sorted(told))
-        self.current_number, self.run_count = program_number, 1
+        self.current_number = program_number
+        self.run_count = 1
 
     def _order_error(self, reports: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
         """Return the error for the reports (dp_rank, tp_rank, rank, runs, number) of all ranks."""

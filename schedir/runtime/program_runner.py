@@ -62,7 +62,8 @@ class ProgramRunner:
         record_timestamps: bool,
     ) -> None:
         self.resources, transport = resources, resources.transport
-        self.record_timestamps, self.is_profiled = record_timestamps, False
+        self.record_timestamps = record_timestamps
+        self.is_profiled = False
         self.serialized_transport = (
             transport if isinstance(transport, SerializedTransport) else None
         )

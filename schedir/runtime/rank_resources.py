@@ -86,8 +86,11 @@ class RankResources:
         options: RankOptions,
         tied_weights: Sequence[TiedWeight] = (),
     ) -> None:
-        self.program, self.rank, self.transport = program, rank, transport
-        self.optimizer, self.options = optimizer, options
+        self.program = program
+        self.rank = rank
+        self.transport = transport
+        self.optimizer = optimizer
+        self.options = options
         self.device = find_device(stages)
         self.random_streams = RandomStreams(options.seed, self.device)
         self.shard_spec = ShardSpec(program.dp, transport.dp_rank, program.zero)

@@ -121,11 +121,16 @@ class State:
         boundaries: BoundaryTable,
         observer: WorkObserver | None = None,
     ) -> None:
-        self.program, self.shape = program, program.shape
-        self.resources, self.transport, self.boundaries = resources, transport, boundaries
+        self.program = program
+        self.shape = program.shape
+        self.resources = resources
+        self.transport = transport
+        self.boundaries = boundaries
         self.observer = observer or WorkObserver()
-        self.rank, self.device = resources.rank, resources.device
-        self.stages, self.random_streams = resources.stages, resources.random_streams
+        self.rank = resources.rank
+        self.device = resources.device
+        self.stages = resources.stages
+        self.random_streams = resources.random_streams
         self.stream = program.streams[resources.rank]
         self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         self.services: dict[type[Service], Service] = {}

@@ -52,7 +52,9 @@ class Slot:
     __slots__ = ("number", "table", "values")
 
     def __init__(self, slots: SlotTable, number: int) -> None:
-        self.table, self.values, self.number = slots, slots.values, number
+        self.table = slots
+        self.values = slots.values
+        self.number = number
 
     def fill(self, value: object) -> None:
         """Put a value into the slot, which must be free.
@@ -98,7 +100,9 @@ class OutputSlot(Slot):
 
     def __init__(self, slots: SlotTable, number: int, kind: Value, stage: int, mb: int) -> None:
         super().__init__(slots, number)
-        self.kind, self.stage, self.mb = kind, stage, mb
+        self.kind = kind
+        self.stage = stage
+        self.mb = mb
 
     def accept_write(self) -> None:
         """Accept the value as it is now, after the executor itself has written to it."""

@@ -201,7 +201,8 @@ class _CpSatModel:
     """
 
     def __init__(self, cp_model: Any, problem: SchedulingProblem, min_total: int) -> None:
-        self.problem, self.min_total = problem, min_total
+        self.problem = problem
+        self.min_total = min_total
         self.model = model = cp_model.CpModel()
         self.durations = (problem.F, problem.I, problem.W)
         self.task_kinds = (F, I, W) if problem.split_backward else (F, I)

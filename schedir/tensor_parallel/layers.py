@@ -108,7 +108,8 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group = group
+        self.sequence_parallel = sequence_parallel
         self.weight = shard(weight, 1, group)
         self.bias: nn.Parameter | None = None
         if bias is not None:

@@ -284,7 +284,8 @@ def _start_reduce_scatter(group: ProcessGroup, x: Tensor) -> PendingTensor:
 class _First(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.shape, ctx.first = x.shape, group.rank() == 0
+        ctx.shape = x.shape
+        ctx.first = group.rank() == 0
         own = x[:, 0].contiguous()
         each = own.new_empty(group.size(), *own.shape)
         all_gather(each, own, group)

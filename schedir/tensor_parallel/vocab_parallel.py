@@ -62,7 +62,8 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group = group
+        self.sequence_parallel = sequence_parallel
         self.weight = weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -219,7 +220,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
             parts = mine.new_empty(t, *mine.shape)
             all_gather(parts, mine, group)
         ctx.save_for_backward(logits, flat, parts)
-        ctx.first, ctx.ignore = first, ignore_index
+        ctx.first = first
+        ctx.ignore = ignore_index
         return cross_entropy.compute_losses(parts, flat, ignore_index).sum()
 
     @staticmethod

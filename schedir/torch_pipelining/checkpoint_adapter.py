@@ -58,7 +58,9 @@ class TorchCheckpointState:
         shared_weights: SharedWeights | None,
         loss_fn: Any,
     ) -> None:
-        self.stages, self.program, self.loss_fn = stages, program, loss_fn
+        self.stages = stages
+        self.program = program
+        self.loss_fn = loss_fn
         self.group: Any = stages[0].group
         self.shared_weights = shared_weights if program.has_backward else None
         self.is_load_incomplete = False

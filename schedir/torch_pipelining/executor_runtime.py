@@ -62,7 +62,9 @@ class ExecutorRuntime:
         tied_weights: TiedWeights | None,
         group: Any,
     ) -> None:
-        self.stages, self.group, self.tied_weights = stages, group, tied_weights
+        self.stages = stages
+        self.group = group
+        self.tied_weights = tied_weights
         self.programs = {False: forward_program, program.has_backward: program}
         self.loss_fn = loss_fn
         self.divisor = program.shape.microbatches if scale_grads else 1
@@ -127,7 +129,8 @@ class ExecutorRuntime:
                     self.loss_kwargs = loss_kwargs or {}
                     self.keeps_outputs = return_outputs
                     self.computes_losses = self.loss_fn is not None and target_mbs is not None
-                    self.outputs, self.losses = [None] * n, [None] * n
+                    self.outputs = [None] * n
+                    self.losses = [None] * n
                     all_targets = enumerate(target_mbs or [None] * n)
                     targets: Any = [*all_targets] if self.last_stage is not None else []
                     now.executor.step(inputs, targets, keywords=kwarg_mbs or ())
@@ -143,7 +146,8 @@ class ExecutorRuntime:
         if self.last_stage is not None and losses is not None:
             losses.clear()
             losses.extend(self.losses if self.computes_losses else ())
-        self.outputs, self.losses = [], []
+        self.outputs = []
+        self.losses = []
 
     def _describe_bad_arguments(
         self,

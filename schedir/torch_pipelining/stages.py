@@ -224,12 +224,10 @@ class SharedWeights:
         tied_weights: TiedWeights | None,
         allow_identical_stages: bool,
     ) -> None:
-        self._stages, self._group, self._tied_weights, self._allow_identical_stages = (
-            stages,
-            group,
-            tied_weights,
-            allow_identical_stages,
-        )
+        self._stages = stages
+        self._group = group
+        self._tied_weights = tied_weights
+        self._allow_identical_stages = allow_identical_stages
         self.weights: list[TiedWeight] = []
         self._program: Program | None = None
         self._fingerprints = self._gather_fingerprints()

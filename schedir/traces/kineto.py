@@ -154,12 +154,10 @@ class _TraceFile:
     """
 
     def __init__(self, path: str | Path, max_bytes: int | None = None) -> None:
-        self.path, self.max_bytes, self.bytes_read, self.raw_file = (
-            path,
-            max_bytes,
-            0,
-            open_regular_file(path),
-        )
+        self.path = path
+        self.max_bytes = max_bytes
+        self.bytes_read = 0
+        self.raw_file = open_regular_file(path)
         packed = self.raw_file.read(2) == b"\x1f\x8b"
         self.raw_file.seek(0)
         self.file = (
@@ -258,7 +256,8 @@ class _TraceReader:
         self.thread_numbers: dict[str, int] = {}
         # Flat rows. A launch: correlation, time, thread. A kernel: correlation, start, end, stream,
         # and whether it is of NCCL.
-        self.launch_rows, self.kernel_rows = array("q"), array("q")
+        self.launch_rows = array("q")
+        self.kernel_rows = array("q")
 
     def read(self, file: IO[bytes]) -> Trace:
         """Read all events of the file."""

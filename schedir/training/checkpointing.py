@@ -49,7 +49,10 @@ class TrainingCheckpoints:
     def __init__(
         self, executor: Executor, train: TrainConfig, batches: Batches, losses: LossLog | None
     ) -> None:
-        self.executor, self.train, self.batches, self.losses = executor, train, batches, losses
+        self.executor = executor
+        self.train = train
+        self.batches = batches
+        self.losses = losses
         self.start_step = self.start_samples = self.saved_step = 0
         self.pending_step = 0
         self.extra_state: dict[str, Any] = {}

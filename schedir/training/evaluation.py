@@ -83,7 +83,8 @@ class Evaluation:
         self, config: Config, held_out: Batches, executor: Executor, transport: ProcessTransport
     ) -> None:
         self.executor, self.transport, shape = executor, transport, executor.program.shape
-        self.interval, self.last_step = config.train.evaluate_every, config.train.steps
+        self.interval = config.train.evaluate_every
+        self.last_step = config.train.steps
         self.microbatch_size = config.segmentation.microbatch_size
         replica_windows = shape.microbatches * self.microbatch_size
         batch_windows = replica_windows * executor.program.dp

@@ -252,7 +252,8 @@ class _Stopwatch:
     ROUNDS = 5
 
     def __init__(self, device: str, seconds: float) -> None:
-        self.device, self.round_seconds = device, seconds / self.ROUNDS
+        self.device = device
+        self.round_seconds = seconds / self.ROUNDS
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     def time_rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:

@@ -77,7 +77,9 @@ class LossLog:
     """
 
     def __init__(self, config: Config, run: RunIdentity) -> None:
-        self.config, self.output, self.run = config, config.output, run
+        self.config = config
+        self.output = config.output
+        self.run = run
         self.file: TextIO | None = None
 
     def begin(self, start_step: int = 0) -> None:

@@ -36,11 +36,11 @@ class ProgramStages:
     """
 
     def __init__(self, config: Config, program: Program) -> None:
-        self.config, self.program, self.segmentation = config, program, config.segmentation
-        self.model, self.microbatch_size = (
-            get_trained_model(config.model),
-            self.segmentation.microbatch_size,
-        )
+        self.config = config
+        self.program = program
+        self.segmentation = config.segmentation
+        self.model = get_trained_model(config.model)
+        self.microbatch_size = self.segmentation.microbatch_size
         self.dtype: torch.dtype = getattr(torch, config.train.precision)
         shared = program.tp if program.sequence_parallel else 1
         shape = (self.microbatch_size, config.model.context // shared, config.model.hidden)

@@ -102,8 +102,11 @@ class StepQueue:
         stops_on_nonfinite: bool,
         loss_scale: LossScale | None,
     ) -> None:
-        self.executor, self.transport, self.microbatch_size = executor, transport, microbatch_size
-        self.stops_on_nonfinite, self.loss_scale = stops_on_nonfinite, loss_scale
+        self.executor = executor
+        self.transport = transport
+        self.microbatch_size = microbatch_size
+        self.stops_on_nonfinite = stops_on_nonfinite
+        self.loss_scale = loss_scale
         self.can_read_late = executor.program.clip_grad_norm
         self.last_issued_step = 0
         self.pending_steps: deque[_PendingStep] = deque()

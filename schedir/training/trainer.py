@@ -101,7 +101,9 @@ class _Trainer:
     def __init__(
         self, config: Config, program: Program, corpus: Corpus, losses: LossLog | None
     ) -> None:
-        self.config, self.program, self.losses = config, program, losses
+        self.config = config
+        self.program = program
+        self.losses = losses
         self.batches = corpus.batches
         self.device = torch.device(config.train.device)
         if self.device.type == "cuda":

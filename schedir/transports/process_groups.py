@@ -176,7 +176,8 @@ def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.split_share = 0  # with shared resources, groups would run one after the other
     if max_ctas:
-        options.config.min_ctas, options.config.max_ctas = 1, max_ctas
+        options.config.min_ctas = 1
+        options.config.max_ctas = max_ctas
     # NCCL's watchdog ends the process. It counts from the time when a message is issued, and a
     # receive may be issued a step early. With the margin, schedir's watchdog reports the cause
     # first.

@@ -296,7 +296,8 @@ class ChainedWork:
     """
 
     def __init__(self, work: Work, callback: Callable[[], None]) -> None:
-        self.work, self.callback = work, callback
+        self.work = work
+        self.callback = callback
 
     def wait(self) -> None:
         """Wait for the work, and run the callback."""
@@ -317,13 +318,15 @@ class TransportWrapper:
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.progress_model, self.blocking_hosts, self.is_grouped = (
-            inner.progress_model,
-            inner.blocking_hosts,
-            inner.is_grouped,
-        )
+        self.progress_model = inner.progress_model
+        self.blocking_hosts = inner.blocking_hosts
+        self.is_grouped = inner.is_grouped
         self.uses_static_buffers = inner.uses_static_buffers
-        self.tp, self.dp = inner.tp, inner.dp
-        self.tp_rank, self.dp_rank = inner.tp_rank, inner.dp_rank
-        self.check_agreement, self.allocate_buffers = inner.check_agreement, inner.allocate_buffers
-        self.on_step_begin, self.on_step_end = inner.on_step_begin, inner.on_step_end
+        self.tp = inner.tp
+        self.dp = inner.dp
+        self.tp_rank = inner.tp_rank
+        self.dp_rank = inner.dp_rank
+        self.check_agreement = inner.check_agreement
+        self.allocate_buffers = inner.allocate_buffers
+        self.on_step_begin = inner.on_step_begin
+        self.on_step_end = inner.on_step_end

@@ -39,7 +39,8 @@ class _Completer:
     """
 
     def __init__(self, make_names: Callable[[], Iterable[str]], *, takes_files: bool) -> None:
-        self.make_names, self.takes_files = make_names, takes_files
+        self.make_names = make_names
+        self.takes_files = takes_files
 
     def __call__(self, prefix: str, **_: object) -> list[str]:
         """Return the names, and files that begin with a prefix if the argument takes them.

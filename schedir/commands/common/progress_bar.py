@@ -24,7 +24,9 @@ class _ActivityLine:
     """A line with a text, a bar and the elapsed time, on standard error."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._lock, self._is_closed = text, Lock(), False
+        self._text = text
+        self._lock = Lock()
+        self._is_closed = False
         self._start = monotonic()
         self._display: Progress | None = None
         self._timer = Timer(DELAY, self.update)

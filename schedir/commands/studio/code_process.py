@@ -42,7 +42,8 @@ class CodeRunner:
     """
 
     def __init__(self, max_instructions: int, max_seconds: float = MAX_SECONDS) -> None:
-        self._max_instructions, self._max_seconds = max_instructions, max_seconds
+        self._max_instructions = max_instructions
+        self._max_seconds = max_seconds
         self._lock = threading.Lock()
         self._processes = {self._start()}
         self._is_closed = False

@@ -42,7 +42,8 @@ class StudioServer(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def __init__(self, studio: Studio, state: dict[str, Any], port: int = 0) -> None:
-        self.studio, self.token = studio, token_urlsafe(16)
+        self.studio = studio
+        self.token = token_urlsafe(16)
         self._state = state
         try:
             super().__init__((HOST, port), _Handler)

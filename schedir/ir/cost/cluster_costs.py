@@ -243,9 +243,14 @@ class _CostFiller:
         zero: int,
         ep: int,
     ) -> None:
-        self.cluster, self.shape, self.sizes = cluster, shape, sizes
-        self.mesh, self.zero, self.ep = mesh, zero, ep
-        self.dp, self.tp = int(mesh.shape[0]), int(mesh.shape[2])
+        self.cluster = cluster
+        self.shape = shape
+        self.sizes = sizes
+        self.mesh = mesh
+        self.zero = zero
+        self.ep = ep
+        self.dp = int(mesh.shape[0])
+        self.tp = int(mesh.shape[2])
 
     def get_cost_functions(
         self, attributes: Mapping[str, object]

@@ -203,7 +203,8 @@ class _ProgramSimulation:
         assert options.costs is not None
         graph = Graph.from_program(program, options.progress_model)
         index, node = graph.index, graph.node
-        self.lookahead, self.duration_factor = lookahead, duration_factor
+        self.lookahead = lookahead
+        self.duration_factor = duration_factor
         self.remaining_time: list[float] = (
             compute_remaining_times(graph, options.costs).tolist()
             if duration_factor is None
@@ -214,8 +215,10 @@ class _ProgramSimulation:
         cost = np.zeros(len(index))
         np.maximum.at(cost, node, table[row])
         self.cost: list[float] = cost.tolist()
-        self.rank, self.op = index.rank.tolist(), index.op.tolist()
-        self.stage, self.mb = index.stage.tolist(), index.mb.tolist()
+        self.rank = index.rank.tolist()
+        self.op = index.op.tolist()
+        self.stage = index.stage.tolist()
+        self.mb = index.mb.tolist()
         each = np.array([_count_ahead(op) for op in self.op], np.int64)
         self.ahead_change: list[int] = (each * (index.stage >= program.frozen_stages)).tolist()
         self.successors: list[list[int]] = [[] for _ in range(len(index))]

@@ -126,8 +126,11 @@ class _DivisionSearch:
         trainer: Trainer,
     ) -> None:
         require_no_offload(plan, "optimize_layer_division")
-        self.model, self.cluster, self.trainer = model, cluster, trainer
-        self.constants, self.state_bytes = trainer.constants, trainer.state_bytes
+        self.model = model
+        self.cluster = cluster
+        self.trainer = trainer
+        self.constants = trainer.constants
+        self.state_bytes = trainer.state_bytes
         self.plan = replace(strip_estimates(plan), layers_per_stage=())
         self.program: Program = plan_program(
             self.plan, tied_weights=model.tied, **trainer.compile_options

@@ -34,12 +34,10 @@ class OpTimes:
         has_full_backward: bool,
         crosses_nodes: bool = False,
     ) -> None:
-        self.cluster, self.plan, self.constants, self.has_full_backward = (
-            cluster,
-            plan,
-            constants,
-            has_full_backward,
-        )
+        self.cluster = cluster
+        self.plan = plan
+        self.constants = constants
+        self.has_full_backward = has_full_backward
         self.crosses_nodes = crosses_nodes
         self.has_gpu = cluster.processors is None  # On CPUs, collectives do not overlap.
         self.byte_scale = cluster.itemsize / 2  # Operations count bytes of 16-bit numbers.

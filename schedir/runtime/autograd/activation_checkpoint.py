@@ -84,7 +84,9 @@ class Checkpoints:
     """
 
     def __init__(self, state: State, i: Instr) -> None:
-        self.state, self.stage, self.mb = state, i.stage, i.mb
+        self.state = state
+        self.stage = i.stage
+        self.mb = i.mb
         self.module = state.stages[i.stage].module
         self.written_buffers = state.stages[i.stage].written_buffers
         self.checked_modes = state.stages[i.stage].checked_recompute_modes

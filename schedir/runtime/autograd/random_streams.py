@@ -132,7 +132,8 @@ class RandomStreams:
     """
 
     def __init__(self, seed: int | None, device: torch.device, *, step: int = 0) -> None:
-        self.seed, self.step = seed, step
+        self.seed = seed
+        self.step = step
         self.generators = get_default_generators(device)
         self.step_keys: list[int] = []  # one for each microbatch, then one for each update
         self.current_key = 0  # of the microbatch or update that runs

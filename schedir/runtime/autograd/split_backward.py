@@ -321,7 +321,8 @@ def _save_weights(ctx: Any, *weights: Tensor) -> None:
     # The weights are saved as an attribute. Non-reentrant checkpointing replaces saved tensors by
     # detached aliases, so a gradient added to their `.grad` would be lost. Autograd does not check
     # the versions of attributes. So `_get_saved_weights` checks them.
-    ctx.weights, ctx.versions = weights, [weight._version for weight in weights]
+    ctx.weights = weights
+    ctx.versions = [weight._version for weight in weights]
     if not torch.compiler.is_compiling():
         # Hooks on this node can only be registered later, and change the count.
         ctx.registrations = count_registrations()
@@ -349,7 +350,9 @@ class _Linear(torch.autograd.Function):
         input_rule: SharedInputRule | None,
     ) -> Tensor:
         _save_weights(ctx, weight)
-        ctx.rule, ctx.entry, ctx.dtype = rule, input_rule, x.dtype
+        ctx.rule = rule
+        ctx.entry = input_rule
+        ctx.dtype = x.dtype
         full_input = (
             x
             if input_rule is None or input_rule.start_gather is None
@@ -455,7 +458,10 @@ class _SplitLayerFunction(torch.autograd.Function):
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.how, ctx.layer, ctx.names, ctx.shape = split, layer, names, x.shape
+        ctx.how = split
+        ctx.layer = layer
+        ctx.names = names
+        ctx.shape = x.shape
         _save_weights(ctx, *weights)
         y, *kept = split.forward(layer, x)
         ctx.save_for_backward(*kept)

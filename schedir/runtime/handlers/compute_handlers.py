@@ -123,12 +123,17 @@ class StageRun:
         stage = state.stages[i.stage]
         boundaries = state.boundaries[i.mb]
         frozen = state.program.frozen_stages
-        self.state, self.stage, self.mb = state, i.stage, i.mb
-        self.module, self.input_adapter = stage.module, stage.input_adapter
+        self.state = state
+        self.stage = i.stage
+        self.mb = i.mb
+        self.module = stage.module
+        self.input_adapter = stage.input_adapter
         self.num_skip_tensors = boundaries.count_skip_inputs(i.stage)
         local = [one.is_local for one in find_input_slots(state, forward)]
-        self.has_received_inputs, self.is_offloaded = not all(local), _is_offloaded(state, i)
-        self.stage_state, self.is_last = stage, i.stage == state.shape.stages - 1
+        self.has_received_inputs = not all(local)
+        self.is_offloaded = _is_offloaded(state, i)
+        self.stage_state = stage
+        self.is_last = i.stage == state.shape.stages - 1
         self.trains = state.program.has_backward and i.stage >= frozen
         self.require_outputs = None if self.is_last else boundaries.make_output_validator(i.stage)
         came = [

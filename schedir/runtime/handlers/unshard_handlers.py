@@ -147,7 +147,9 @@ class _ReadGuard(TorchDispatchMode):
 
     def __init__(self, message: str, hint: str, refused_storages: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.message, self.hint, self.refused_storages = message, hint, refused_storages
+        self.message = message
+        self.hint = hint
+        self.refused_storages = refused_storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]

@@ -51,7 +51,8 @@ class StepIsolation:
     """
 
     def __init__(self, inner: Any, *, replaces_parameters: bool) -> None:
-        self.inner, self.replaces_parameters = inner, replaces_parameters
+        self.inner = inner
+        self.replaces_parameters = replaces_parameters
         self.name = type(inner).__name__
         self.changing_stages: dict[object, int] = {}  # by entry, the stage whose step changed it
         # By state tensor, its stage.

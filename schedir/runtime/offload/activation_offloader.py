@@ -113,7 +113,8 @@ class SavedTensor:
 
     def __init__(self, tensor: Tensor, version: int, is_resident: bool) -> None:
         self.tensor: Tensor | None = tensor
-        self.version, self.is_resident = version, is_resident
+        self.version = version
+        self.is_resident = is_resident
         self.location: TensorLocation | None = None
 
     def unpack(self) -> Tensor:
@@ -143,7 +144,8 @@ class SavedActivations:
     """
 
     def __init__(self, stage: int, device: torch.device) -> None:
-        self.stage, self.device = stage, device
+        self.stage = stage
+        self.device = device
         self.saved_tensors: list[ref[SavedTensor]] = []
         # Tensors that autograd does not save, such as leaves: offloaded ones and reloaded ones.
         self.offloaded: list[tuple[Tensor, TensorLocation]] = []
@@ -221,7 +223,9 @@ class SavedActivations:
             resident_storages: The keys of the storages that stay on the device.
         """
         found: dict[int, TensorLocation] = {}
-        self.offload_sources, self.offloaded, self.reloaded = [], [], []
+        self.offload_sources = []
+        self.offloaded = []
+        self.reloaded = []
         was, laid, room, nbytes = self.layouts, list[StorageLayout](), 0, 0
 
         def place_of(tensor: Tensor) -> TensorLocation:
@@ -249,13 +253,16 @@ class SavedActivations:
 
         for one in self._list_saved_tensors():
             if not one.is_resident and (tensor := one.tensor) is not None:
-                one.location, one.tensor = place_of(tensor), None
+                one.location = place_of(tensor)
+                one.tensor = None
                 one.version = 0 if one.version == tensor._version else -1
         for own in extra_tensors:
             if type(own) is not nn.Parameter and not self._is_resident(own, resident_storages):
                 self.offloaded.append((own, place_of(own.detach())))
                 own.data = _make_placeholder(own)
-        self.layouts, self.block_size, self.nbytes = laid, max(room, BLOCK_ALIGNMENT), nbytes
+        self.layouts = laid
+        self.block_size = max(room, BLOCK_ALIGNMENT)
+        self.nbytes = nbytes
 
     def copy_to_block(
         self, block: ArenaBlock[Tensor], poison: bool, *, is_synchronous: bool
@@ -327,11 +334,14 @@ class SavedActivations:
         for one in self._list_saved_tensors():
             if (place := one.location) is not None:
                 one.tensor = tensor = place.as_tensor(moved)
-                one.location, one.version = None, tensor._version if one.version == 0 else -1
+                one.location = None
+                one.version = tensor._version if one.version == 0 else -1
         for own, place in self.offloaded:
             own.data = place.as_tensor(moved)
         self.reloaded = [ref(own) for own, _ in self.offloaded]
-        self.reload_targets, self.offloaded, self.arrival_job = [], [], None
+        self.reload_targets = []
+        self.offloaded = []
+        self.arrival_job = None
 
     def _get_block_views(self, block: ArenaBlock[Tensor]) -> list[Tensor]:
         """Return the part of a block for each storage, in the storage's layout.
@@ -345,7 +355,8 @@ class SavedActivations:
                 part = block.location[begin : begin + size]
                 parts.append(part.view(one.dtype).view(one.shape))
                 begin += size + -size % BLOCK_ALIGNMENT
-            block.layouts, block.views = self.layouts, parts
+            block.layouts = self.layouts
+            block.views = parts
         return block.views
 
     def list_device_tensors(self) -> Iterable[Tensor]:

@@ -97,9 +97,11 @@ class Arena(Generic[Place]):
         """Replace the memory of a free block; its old memory is freed before the allocation."""
         for job in block.pending_jobs:
             job.finish()
-        block.layouts, block.views = [], []
+        block.layouts = []
+        block.views = []
         del block.location
-        block.location, block.pending_jobs = self.allocate(size), []
+        block.location = self.allocate(size)
+        block.pending_jobs = []
         self.allocated_bytes += size - block.size
         block.size = size
 

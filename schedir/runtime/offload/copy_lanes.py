@@ -67,7 +67,8 @@ class CopyLanes(RankService):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.uses_streams = device, device.type == "cuda"
+        self.device = device
+        self.uses_streams = device.type == "cuda"
         self.bandwidth: dict[Lane, float] = {}
         self.threads: dict[Lane, SimpleQueue[_ThreadJob | None]] = {}
         self.streams: dict[Lane, torch.cuda.Stream] = {}
@@ -128,7 +129,8 @@ class _ThreadJob(LaneJob):
         seconds: float,
     ) -> None:
         self.pending_call: tuple[Any, ...] | None = (run, after_jobs, observer)
-        self.seconds, self.done_event = seconds, Event()
+        self.seconds = seconds
+        self.done_event = Event()
         self.error: BaseException | None = None
 
     def work(self) -> None:

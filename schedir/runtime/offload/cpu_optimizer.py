@@ -72,7 +72,8 @@ class _HostParameters:
         views = dict(gradients.bound_views)
         if stage.sharded_parameters is not None:
             views = {p: view for p, (view,) in gradients.shard_views.items()}
-        self.stage, self.parameters = stage, [p for p in parameters if p in views]
+        self.stage = stage
+        self.parameters = [p for p in parameters if p in views]
         self.refresh_weights()
         self.host_copies: dict[nn.Parameter, nn.Parameter] = {}
         self.host_memory: dict[nn.Parameter, Tensor] = {}  # memory of `host_copies`, by its keys

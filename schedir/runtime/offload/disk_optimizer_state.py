@@ -80,8 +80,11 @@ class DiskOptimizerState(HostOptimizerState):
         file: SpillFile,
     ) -> None:
         super().__init__(parameters, optimizer, lanes, device, names)
-        self.tiers, self.spill_file = tiers, file
-        self.buffer_count, self.buffer_size = 1, BLOCK_ALIGNMENT  # number; bytes of each
+        self.tiers = tiers
+        self.spill_file = file
+        # number; bytes of each
+        self.buffer_count = 1
+        self.buffer_size = BLOCK_ALIGNMENT
         self.file_offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # in bytes
         self.host_buffers: dict[int, _HostBuffer] = {}  # filled buffers, by stage
         self.spilling_buffers: dict[int, _HostBuffer] = {}

@@ -74,9 +74,12 @@ class HostOptimizerState:
         device: torch.device,
         names: Mapping[Tensor, str],
     ) -> None:
-        self.parameters, self.lanes, self.device = parameters, lanes, device
+        self.parameters = parameters
+        self.lanes = lanes
+        self.device = device
         self.names = names
-        self.optimizer, self.inner = optimizer, unwrap_optimizer(optimizer)
+        self.optimizer = optimizer
+        self.inner = unwrap_optimizer(optimizer)
         self.isolation = StepIsolation(self.inner, replaces_parameters=self.replaces_parameters)
         self.main_parameters: dict[Tensor, Tensor] = {}
         if isinstance(optimizer, MainOptimizer):

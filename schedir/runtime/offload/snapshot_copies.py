@@ -54,7 +54,9 @@ class SnapshotCopies(RankService):
             tensors: The copies of each stage.
             requester: The object that requests them, to recognize its request later.
         """
-        self.requested, self.started_copies, self.requester = dict(tensors), [], requester
+        self.requested = dict(tensors)
+        self.started_copies = []
+        self.requester = requester
 
     def cancel_request(self) -> None:
         """Cancel the copies that were not started, because their tensors are about to change."""

@@ -141,7 +141,8 @@ class Bucket:
     ) -> None:
         self.parameters, self.shard_spec = [*parameters], shard_spec.for_tensor(parameters[0])
         self.shapes = [p.shape for p in parameters]
-        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.dtype = parameters[0].dtype
+        self.device = parameters[0].device
         self.grad_dtype = parameters[0].grad_dtype or self.dtype
         self.offsets: list[int] = []
         alignment, end = max(1, CPU_ALIGNMENT // self.dtype.itemsize) if aligned else 1, 0

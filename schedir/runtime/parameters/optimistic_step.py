@@ -64,15 +64,15 @@ class OptimisticStep(ProgramService):
         resources = state.resources
         self.gradients = [stage.gradients for stage in state.stages.values()]
         self.modules = [stage.module for stage in state.stages.values()]
-        self.optimizer, self.loss_scale = (
-            resources.optimizer,
-            resources.options.gradients.loss_scale,
-        )
-        self.random_streams, self.device = resources.random_streams, state.device
+        self.optimizer = resources.optimizer
+        self.loss_scale = resources.options.gradients.loss_scale
+        self.random_streams = resources.random_streams
+        self.device = state.device
         self.unstepped_parameters = UnsteppedParameters(state)
         self.judge_norm = partial(compute_clip_factor, resources.options.gradients.norm_limit)
         checks = state.service(UpdateChecks)
-        checks.judge, checks.read_result = lambda update: self.verdict, self.read_result
+        checks.judge = lambda update: self.verdict
+        checks.read_result = self.read_result
         self.apply_update: Callable[[], None] = lambda: None
         self.restore_step_state: Callable[[], None] = lambda: None
         one = torch.ones((), dtype=torch.float64, device=self.device)
@@ -309,7 +309,8 @@ class OptimisticStep(ProgramService):
             preserved.add_tables(groups)
             self._undo_update()
             self.update_by_norm()
-        self.pending_update, self.waits_for_norm = None, True
+        self.pending_update = None
+        self.waits_for_norm = True
 
     def _undo_update(self) -> None:
         """Restore all state that the update has changed."""
@@ -339,7 +340,8 @@ class _UnvalidatedUpdate:
     """
 
     def __init__(self, preserved: PreservedState, norm: _Norm | None = None) -> None:
-        self.preserved, self.norm = preserved, norm
+        self.preserved = preserved
+        self.norm = norm
 
 
 def _copy_values(copies: dict[Tensor, Tensor]) -> None:
@@ -360,7 +362,9 @@ class _Norm:
         scalar_buffer: AsyncScalarBuffer,
         side_stream: torch.cuda.Stream | None,
     ) -> None:
-        self.sum_of_squares, self.work, self.host_value = sum_of_squares, work, 0.0
+        self.sum_of_squares = sum_of_squares
+        self.work = work
+        self.host_value = 0.0
         self.scalar_copy: AsyncScalars | None = None
         self.is_read = False
         if side_stream is not None:

@@ -92,7 +92,8 @@ class GradientReduction:
         start_bucket: Callable[[int], list[Work]],
         versions: WeightVersions | None = None,
     ) -> None:
-        self.gradients, self.start_bucket = gradients, start_bucket
+        self.gradients = gradients
+        self.start_bucket = start_bucket
         self.find_copies: CopyLookup = (
             versions.list_copies if versions is not None else lambda p: ()
         )

@@ -61,7 +61,9 @@ class ShardedParameters:
         shard_spec: ShardSpec,
         aliases: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
-        self.gradients, self.shard_spec, self.aliases = gradients, shard_spec, aliases
+        self.gradients = gradients
+        self.shard_spec = shard_spec
+        self.aliases = aliases
         self.buckets = gradients.buckets
         self.keeps_full_weights = not shard_spec.shards_state("params")
         self.flat: list[Tensor] = []
@@ -139,7 +141,8 @@ class ShardedParameters:
             ModelError: The data of a parameter was replaced, or full weights are still summoned.
         """
         self._require_shards()
-        self.is_in_step, self.steps = True, self.steps + has_backward
+        self.is_in_step = True
+        self.steps = self.steps + has_backward
         for p, view in self.full_views:
             p.grad = None
             p.data = view

@@ -107,8 +107,10 @@ class RankTies:
         *,
         keeps_gradients: bool,
     ) -> None:
-        self.weights, self.parameter_copies = weights, parameter_copies
-        self.is_sharded, self.keeps_gradients = program.zero > 0, keeps_gradients
+        self.weights = weights
+        self.parameter_copies = parameter_copies
+        self.is_sharded = program.zero > 0
+        self.keeps_gradients = keeps_gradients
         self.substitutes, self.aliases = _make_substitutes(weights, parameter_copies)
         self.has_separate_copies = any(_has_separate_copies(w, program.shape) for w in weights)
 

@@ -43,7 +43,9 @@ class UnvalidatedUpdateGuard:
         *,
         compares_values: bool,
     ) -> None:
-        self.modules, self.optimizer, self.loss_scale = modules, optimizer, loss_scale
+        self.modules = modules
+        self.optimizer = optimizer
+        self.loss_scale = loss_scale
         self.compares_values = compares_values
         inner = unwrap_optimizer(optimizer)
         stages = dict.fromkeys(modules)

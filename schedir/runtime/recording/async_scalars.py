@@ -54,7 +54,8 @@ class AsyncScalars:
     """
 
     def __init__(self, buffer: AsyncScalarBuffer, row: _Row) -> None:
-        self.buffer, self.row = buffer, row
+        self.buffer = buffer
+        self.row = row
 
     def read(self) -> list[float]:
         """Wait for the copy, and return the scalars. Call this once.

@@ -134,7 +134,9 @@ class _StepEvents:
     def __init__(self, device: torch.device, count: int) -> None:
         self.events = [make_event(device) for _ in range(count)]
         self.works: list[list[Any]] = [[] for _ in range(count)]
-        self.step, self.issued, self.unfinished = 0, [True] * count, list[int]()
+        self.step = 0
+        self.issued = [True] * count
+        self.unfinished = list[int]()
 
     def begin_step(self, step: int) -> None:
         # Reset `issued` first, because another thread reads `unfinished` first.

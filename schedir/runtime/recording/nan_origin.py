@@ -255,7 +255,8 @@ def rerun_step(
         executor.runner.calls = [
             watch(k, i, executor.runner.calls[k]) for k, i in enumerate(executor.state.stream)
         ]
-        executor.resources.optimizer, executor.record_timestamps = None, False
+        executor.resources.optimizer = None
+        executor.record_timestamps = False
         # An overlapped sum over replicas would show the NaN of another replica as the rank's own.
         reductions.starts_after_backward = True
         executor.random_streams.step -= 1  # Draw the same random numbers.

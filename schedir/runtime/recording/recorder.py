@@ -143,7 +143,8 @@ class LaneTimestamps:
 
     def __init__(self, timestamps: Timestamps, k: int) -> None:
         timestamps.ends_on_lane.add(k)
-        self.timestamps, self.k = timestamps, k
+        self.timestamps = timestamps
+        self.k = k
 
     def on_begin(self) -> None:
         """Record that the work begins now."""
@@ -163,7 +164,8 @@ class HostTimestamps(Timestamps):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.start_times, self.end_times = [0.0] * count, [0.0] * count
+        self.start_times = [0.0] * count
+        self.end_times = [0.0] * count
 
     def note_on_lane(self, k: int, is_end: bool) -> None:
         """See `Timestamps.note_on_lane`."""
@@ -195,7 +197,9 @@ class _ObservedWork:
     """Work that records its end when a wait for it returns; a CPU has no better time."""
 
     def __init__(self, timestamps: HostTimestamps, k: int, work: Work) -> None:
-        self.timestamps, self.k, self.work = timestamps, k, work
+        self.timestamps = timestamps
+        self.k = k
+        self.work = work
 
     def wait(self) -> None:
         self.work.wait()
@@ -361,7 +365,8 @@ class RecordedTransport(TransportWrapper):
 
     def __init__(self, inner: Transport, timestamps: Timestamps) -> None:
         super().__init__(inner)
-        self.timestamps, self.send = timestamps, inner.send
+        self.timestamps = timestamps
+        self.send = inner.send
         self.is_in_group = False  # Between `start_group` and `end_group`.
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:

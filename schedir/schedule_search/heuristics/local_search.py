@@ -69,16 +69,20 @@ class LocalSearch:
         seed: int,
         report: Callable[[SearchStep], None],
     ) -> None:
-        self.problem, self.bound = problem, bound
+        self.problem = problem
+        self.bound = bound
         # Lengths and orders, the shortest first.
         self.shortest_orders: list[tuple[float, Order]] = []
         self.initial_orders: list[tuple[float, Order]] = []
         self.improvements: list[SearchStep] = []
         self.start_time = start_time
-        self._seconds, self._evaluations, self._report = seconds, evaluations, report
+        self._seconds = seconds
+        self._evaluations = evaluations
+        self._report = report
         self._random = Random(seed)
         self.numba: NumbaStatus = "not needed"
-        self._evaluator, self._earlier_evaluations = OrderEvaluator(problem), 0
+        self._evaluator = OrderEvaluator(problem)
+        self._earlier_evaluations = 0
         self._moves_per_second = 1e4  # an estimate until the first round of annealing
         self._pool: list[tuple[float, DispatchPolicy]] = []
         self._exhausted_policies: set[DispatchPolicy] = set()  # policies without a better neighbour

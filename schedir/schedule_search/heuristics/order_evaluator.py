@@ -199,7 +199,8 @@ class AnnealingState:
     ) -> None:
         flat = [code for codes in order for code in codes]
         self._evaluator = evaluator
-        self._codes, self._best_codes = evaluator._to_ints(flat), evaluator._to_ints(flat)
+        self._codes = evaluator._to_ints(flat)
+        self._best_codes = evaluator._to_ints(flat)
         self.length = evaluator.evaluate_order(order)
         self._temperatures = evaluator._to_floats([temperature, cooling, self.length])
         self._randoms = evaluator._to_ints([seed, 0])

@@ -62,12 +62,10 @@ class ProgramBuilder:
         sizes: Sizes | None,
         memory_limit: float | None,
     ) -> None:
-        self._problem, self._costs, self._sizes, self._memory_limit = (
-            problem,
-            costs,
-            sizes,
-            memory_limit,
-        )
+        self._problem = problem
+        self._costs = costs
+        self._sizes = sizes
+        self._memory_limit = memory_limit
 
     @property
     def counts_messages(self) -> bool:

@@ -72,8 +72,11 @@ class Prefetch:
         first_step: int = 0,
         first_sample: int = 0,
     ) -> None:
-        self.batches, self.steps, self.count_tokens = batches, steps, count_tokens
-        self.first_step, self.first_sample = first_step, first_sample
+        self.batches = batches
+        self.steps = steps
+        self.count_tokens = count_tokens
+        self.first_step = first_step
+        self.first_sample = first_sample
         share = batches.batch_size // replicas
         self.replica_range = replica * share, (replica + 1) * share
         self.slots: list[_Slot] = []  # Created with the first batch, which has the shapes.

@@ -61,7 +61,10 @@ class Batches:
                 raise UsageError(f"{name} must be {least} or more, not {value}")
         self.tokens = np.asarray(tokens)
         self.windows = windows or ConcatenatedWindows(len(tokens), context, self.source)
-        self.context, self.batch_size, self.seed, self.vocab = context, batch_size, seed, vocab
+        self.context = context
+        self.batch_size = batch_size
+        self.seed = seed
+        self.vocab = vocab
 
     def __len__(self) -> int:
         """Return the number of windows in an epoch."""

@@ -36,7 +36,8 @@ class GracefulStop:
     """
 
     def __init__(self, process: int, processes: int) -> None:
-        self.process, self.processes = process, processes
+        self.process = process
+        self.processes = processes
         self.last_begun_step = 0
         self.signal_time: float | None = None
         self.notice_time: float | None = None
@@ -75,7 +76,8 @@ class GracefulStop:
         self.signal_time = monotonic()
         if self.processes == 1:
             with self.condition:
-                self.notice_time, self.last_step = monotonic(), self.last_begun_step
+                self.notice_time = monotonic()
+                self.last_step = self.last_begun_step
                 self.condition.notify_all()
         else:
             Thread(target=self._send_request, daemon=True).start()

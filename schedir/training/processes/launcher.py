@@ -177,7 +177,9 @@ class _SignalForwarding:
     """Forwards SIGTERM to processes. Without a `grace`, SIGTERM ends this process, and so them."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], grace: float | None) -> None:
-        self.processes, self.grace, self.has_received_signal = processes, grace, False
+        self.processes = processes
+        self.grace = grace
+        self.has_received_signal = False
         self.previous_handler: Any = None
         self.kill_timer: Timer | None = None
 

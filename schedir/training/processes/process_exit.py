@@ -62,11 +62,9 @@ class RunMember:
     """
 
     def __init__(self, output_dir: str | Path, layout: ProcessLayout, process: int) -> None:
-        self.directory, self.layout, self.process = (
-            Path(output_dir, BLACK_BOX_DIRECTORY),
-            layout,
-            process,
-        )
+        self.directory = Path(output_dir, BLACK_BOX_DIRECTORY)
+        self.layout = layout
+        self.process = process
         self.world_size = layout.ranks * layout.tp * layout.dp
         path, tp, dp = self.directory / str(process), layout.tp, layout.dp
         self.black_box = BlackBox(path, process=process, world=self.world_size, tp=tp, dp=dp)

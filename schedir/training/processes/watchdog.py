@@ -80,12 +80,10 @@ class Watchdog:
         graceful_stop: GracefulStop | None = None,
         grace: float = 0.0,
     ) -> None:
-        self.member, self.timeout, self.graceful_stop, self.grace = (
-            member,
-            timeout,
-            graceful_stop,
-            grace,
-        )
+        self.member = member
+        self.timeout = timeout
+        self.graceful_stop = graceful_stop
+        self.grace = grace
         self.box_values = member.black_box.values
         self.executor: Executor | None = None
         self.gpu: _Device | None = None
@@ -427,7 +425,8 @@ class _Device:
     """
 
     def __init__(self, progress: GpuProgress, device: torch.device) -> None:
-        self.progress, self.device = progress, device
+        self.progress = progress
+        self.device = device
         self.query_thread: Thread | None = None
         self.last_step: StepProgress | None = None
 

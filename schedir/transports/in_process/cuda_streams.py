@@ -153,12 +153,10 @@ class StreamMailbox:
         group_members: dict[GroupKey, list[int]],
         progress_model: ProgressModel,
     ) -> None:
-        self.hub, self.rank, self.group_members, self.progress_model = (
-            hub,
-            rank,
-            group_members,
-            progress_model,
-        )
+        self.hub = hub
+        self.rank = rank
+        self.group_members = group_members
+        self.progress_model = progress_model
         self.compute_stream = torch.cuda.Stream()
         self.collective_stream = torch.cuda.Stream(priority=-1)
 
