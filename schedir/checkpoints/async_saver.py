@@ -107,10 +107,10 @@ class Saver:
         keep: int | None = None,
     ) -> None:
         self.executor = executor
-        self.directory = Path(directory)
+        self.directory: Path = Path(directory)
         self.name_map = name_map
         self.keep = keep
-        self.rank_executors = (
+        self.rank_executors: list[Executor] = (
             executor.executors if isinstance(executor, InProcessExecutor) else [executor]
         )
         if not all(isinstance(rank, Executor) for rank in self.rank_executors):
@@ -127,7 +127,8 @@ class Saver:
                 hint="compile(..., checkpoint_snapshots=True), or save(executor, folder, step=...)",
             )
         self.group: Any = None
-        peers = self.peers = get_checkpoint_state(executor)[0]
+        peers = get_checkpoint_state(executor)[0]
+        self.peers: CheckpointGroup = peers
         if not peers.is_single_process:
             self.group = create_separate_group(peers.group)
             self.peers = CheckpointGroup(self.group)

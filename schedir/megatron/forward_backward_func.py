@@ -59,7 +59,7 @@ class ForwardBackward:
     """
 
     def __init__(self, schedule: str | Schedule | Program, **options: Any) -> None:
-        self.schedule = load_schedule(schedule)
+        self.schedule: Schedule | Program = load_schedule(schedule)
         self.options = options
         # By all that the checks of `_prepare` depend on, with the model chunks as weak references.
         self._prepared: dict[Any, _PreparedRun] = {}

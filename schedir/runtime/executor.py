@@ -209,18 +209,18 @@ class Executor:
         )
         resources.service(MessageBuffers).allocate([(program, boundaries), *extra_runs])
         self.resources = resources
-        self.runner = ProgramRunner(
+        self.runner: ProgramRunner = ProgramRunner(
             program, resources, boundaries, 0, record_timestamps=options.execution.record_timestamps
         )
         # The runner of each program by the program's digest. `runner` is that of the first program.
-        self.runners = {program.digest: self.runner}
+        self.runners: dict[str, ProgramRunner] = {program.digest: self.runner}
         for number, (other, extra_boundaries) in enumerate(extra_runs, 1):
             runner = self.runners[other.digest] = ProgramRunner(
                 other, resources, extra_boundaries, number, record_timestamps=False
             )
             runner.progress = self.runner.progress
-        self.program_order = ProgramOrder(programs, rank, transport)
-        self.current_runner = self.runner  # The runner of the current or last step.
+        self.program_order: ProgramOrder = ProgramOrder(programs, rank, transport)
+        self.current_runner: ProgramRunner = self.runner  # The runner of the current or last step.
         for service in self.state.list_services():
             service.finish_setup()
 

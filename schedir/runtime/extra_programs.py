@@ -147,7 +147,8 @@ class ProgramOrder:
         self.rank = rank
         self.transport = transport
         # The number of the current program, and its runs since the last exchange between processes.
-        self.current_number = self.run_count = 0
+        self.current_number: int = 0
+        self.run_count: int = 0
 
     def start_run(self, program_number: int) -> None:
         """Check that all processes run the same program next, if this rank switches programs.

@@ -43,7 +43,8 @@ from schedir.runtime.program_runner import ProgramRunner
 from schedir.runtime.rank_resources import Loss
 from schedir.runtime.recording.recorder import read_step_times
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
-from schedir.transports.in_process.mailbox import make_mailboxes
+from schedir.transports.in_process.cuda_streams import StreamMailbox
+from schedir.transports.in_process.mailbox import Mailbox, make_mailboxes
 from schedir.verify.check import find_crossed_messages
 
 _COLLECTIVE_RESULTS = {kind for op in COLLECTIVE_OPS for kind in INSTRUCTIONS[op].gives}
@@ -126,7 +127,9 @@ class InProcessExecutor:
         payloads = (
             [(0, fingerprint_parameters(dict(enumerate(stages))))] if program.has_backward else []
         )
-        self.mailboxes = make_mailboxes(program, progress_model, cuda, payloads)
+        self.mailboxes: Sequence[Mailbox | StreamMailbox] = make_mailboxes(
+            program, progress_model, cuda, payloads
+        )
         check_virtual_ranks(program, stages)
         copies = copy_shared_parameters(program, stages)
         self.executors: list[Executor] = []
@@ -176,11 +179,11 @@ class InProcessExecutor:
                 parameter_copies=rank_copies,
             )
             self.executors.append(executor)
-        self.execution_orders = {
+        self.execution_orders: dict[str, ExecutionOrders] = {
             digest: ExecutionOrders(one.program, progress_model)
             for digest, one in self.executors[0].runners.items()
         }
-        self.graph = self.execution_orders[program.digest].graph
+        self.graph: Graph = self.execution_orders[program.digest].graph
         for replica in self.stage_replicas:
             replica.record_state()
 
@@ -376,7 +379,7 @@ class ExecutionOrders:
     """
 
     def __init__(self, program: Program, progress_model: ProgressModel) -> None:
-        self.graph = Graph.from_program(program, progress_model)
+        self.graph: Graph = Graph.from_program(program, progress_model)
         # "torch_lazy" allows messages to overtake each other, but a mailbox has one queue.
         if cross := find_crossed_messages(Graph.from_program(program, "per_edge")):
             raise ModelError(

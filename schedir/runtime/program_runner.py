@@ -26,7 +26,7 @@ from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.handlers.handler_registry import link_stream
 from schedir.runtime.model_checks.parameter_guard import ParameterGuard
 from schedir.runtime.rank_resources import RankResources
-from schedir.runtime.rank_state import State
+from schedir.runtime.rank_state import Call, State
 from schedir.runtime.recording.recorder import RecordedTransport, Timestamps, make_timestamps
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.runtime.warm_up import warm_up
@@ -61,24 +61,25 @@ class ProgramRunner:
         *,
         record_timestamps: bool,
     ) -> None:
-        self.resources, transport = resources, resources.transport
-        self.record_timestamps = record_timestamps
-        self.is_profiled = False
-        self.serialized_transport = (
+        self.resources = resources
+        transport = resources.transport
+        self.record_timestamps: bool = record_timestamps
+        self.is_profiled: bool = False
+        self.serialized_transport: SerializedTransport | None = (
             transport if isinstance(transport, SerializedTransport) else None
         )
-        self.is_warm = self.serialized_transport is None
+        self.is_warm: bool = self.serialized_transport is None
         self.timestamps: Timestamps | None = None
         if record_timestamps:
             self.timestamps = make_timestamps(
                 program, resources.rank, transport.progress_model, resources.device
             )
             transport = RecordedTransport(transport, self.timestamps)
-        self.state = State(program, resources, transport, boundaries, self.timestamps)
+        self.state: State = State(program, resources, transport, boundaries, self.timestamps)
         self.program_number = program_number
         modules = {s: stage.module for s, stage in resources.stages.items()}
-        self.parameter_guard = ParameterGuard(modules)
-        self.calls = link_stream(self.state)
+        self.parameter_guard: ParameterGuard = ParameterGuard(modules)
+        self.calls: list[Call] = link_stream(self.state)
         self.progress: memoryview[int] = BlackBox().values
 
     @property

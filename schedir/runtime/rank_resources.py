@@ -91,16 +91,16 @@ class RankResources:
         self.transport = transport
         self.optimizer = optimizer
         self.options = options
-        self.device = find_device(stages)
-        self.random_streams = RandomStreams(options.seed, self.device)
-        self.shard_spec = ShardSpec(program.dp, transport.dp_rank, program.zero)
-        self.ties = RankTies(
+        self.device: Any = find_device(stages)
+        self.random_streams: RandomStreams = RandomStreams(options.seed, self.device)
+        self.shard_spec: ShardSpec = ShardSpec(program.dp, transport.dp_rank, program.zero)
+        self.ties: RankTies = RankTies(
             tied_weights,
             options.parameter_copies,
             program,
             keeps_gradients=options.gradients.accumulate_grads,
         )
-        self.stages = {
+        self.stages: dict[int, StageState] = {
             s: self._make_stage(s, stages[s]) for s in program.shape.stages_on_rank[rank]
         }
         self.services: dict[type[Service], Service] = {}

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from schedir.analysis.memory.buffer_slots import (
     SLOT_KINDS,
+    SlotAssignment,
     assign_slots,
     count_slots,
 )
 from schedir.errors import ExecutionError, InstructionSite, describe_exception
 from schedir.ir.isa.instructions import LOCAL_HANDOVER, Instr, Value
-from schedir.ir.program import Program
-from schedir.runtime.autograd.random_streams import list_stream_numbers
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program, Stream
+from schedir.runtime.autograd.random_streams import RandomStreams, list_stream_numbers
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
 from schedir.runtime.model_checks.first_step_checks import OUTPUT_KINDS, FirstStepChecks
 from schedir.runtime.model_checks.memory_overlap import has_same_storage
@@ -122,25 +124,27 @@ class State:
         observer: WorkObserver | None = None,
     ) -> None:
         self.program = program
-        self.shape = program.shape
+        self.shape: PipelineShape = program.shape
         self.resources = resources
         self.transport = transport
         self.boundaries = boundaries
-        self.observer = observer or WorkObserver()
-        self.rank = resources.rank
-        self.device = resources.device
-        self.stages = resources.stages
-        self.random_streams = resources.random_streams
-        self.stream = program.streams[resources.rank]
+        self.observer: WorkObserver = observer or WorkObserver()
+        self.rank: int = resources.rank
+        self.device: torch.device = resources.device
+        self.stages: dict[int, StageState] = resources.stages
+        self.random_streams: RandomStreams = resources.random_streams
+        self.stream: Stream = program.streams[resources.rank]
         self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         self.services: dict[type[Service], Service] = {}
         self.is_evaluating = False
-        self.batch = StepInputs()
-        self.losses = [torch.zeros((), device=self.device)] * self.shape.microbatches
-        self.slot_assignment = assign_slots(program, self.rank)
+        self.batch: StepInputs = StepInputs()
+        self.losses: list[Tensor] = [torch.zeros((), device=self.device)] * self.shape.microbatches
+        self.slot_assignment: SlotAssignment = assign_slots(program, self.rank)
         counts = count_slots(program)[self.rank].tolist()
-        self.slot_tables = dict(zip(SLOT_KINDS, map(SlotTable, counts), strict=True))
-        self.first_step_checks = FirstStepChecks(
+        self.slot_tables: dict[Value, SlotTable] = dict(
+            zip(SLOT_KINDS, map(SlotTable, counts), strict=True)
+        )
+        self.first_step_checks: FirstStepChecks = FirstStepChecks(
             self.slot_tables, self.slot_assignment, self.device
         )
 

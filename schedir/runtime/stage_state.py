@@ -39,11 +39,13 @@ class StageState:
         aliases: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         self.module = module
-        self.input_adapter = StageInputAdapter()
-        self.local_ties = LocalTies(module, stand_ins)
+        self.input_adapter: StageInputAdapter = StageInputAdapter()
+        self.local_ties: LocalTies = LocalTies(module, stand_ins)
         self.local_ties.install_substitutes()
-        self.gradients = GradientBuffers(module, max_bucket_bytes, shard_spec, tied_parameters)
-        self.sharded_parameters = (
+        self.gradients: GradientBuffers = GradientBuffers(
+            module, max_bucket_bytes, shard_spec, tied_parameters
+        )
+        self.sharded_parameters: ShardedParameters | None = (
             ShardedParameters(self.gradients, shard_spec, aliases) if shard_spec.zero else None
         )
         # The pending transfers of values that an instruction will read, by kind and microbatch.
@@ -56,7 +58,7 @@ class StageState:
         # The warning about layers that are not split was given.
         self.has_warned_of_layers = False
         # The outputs depend on no Parameters other than the stage's.
-        self.has_checked_parameters = max_bucket_bytes is None
+        self.has_checked_parameters: bool = max_bucket_bytes is None
         # The warning about buffers that differ from those of a plain loop was given.
         self.has_warned_of_buffers = False
         # Opcodes and modes in which buffers were compared by value.

@@ -31,7 +31,8 @@ class SlotTable:
 
     def __init__(self, count: int) -> None:
         self.values: list[Any] = [None] * count
-        self.num_occupied = self.max_occupied = 0
+        self.num_occupied: int = 0
+        self.max_occupied: int = 0
         self.compute_fingerprint: Callable[[Any], list[int]] | None = None
         self.fingerprints: list[list[int]] = [[]] * count
 
@@ -52,9 +53,9 @@ class Slot:
     __slots__ = ("number", "table", "values")
 
     def __init__(self, slots: SlotTable, number: int) -> None:
-        self.table = slots
-        self.values = slots.values
-        self.number = number
+        self.table: SlotTable = slots
+        self.values: list[Any] = slots.values
+        self.number: int = number
 
     def fill(self, value: object) -> None:
         """Put a value into the slot, which must be free.

@@ -249,8 +249,8 @@ class Schedule(CheckedRuntime):
 
     def _set_mapping(self) -> None:
         """Give torch the rank of each stage and the compute of each rank."""
-        self.pipeline_order = actions.make_compute_actions(self.program)
-        self.stage_index_to_group_rank = dict(enumerate(self._rank_of))
+        self.pipeline_order: actions.ActionLists = actions.make_compute_actions(self.program)
+        self.stage_index_to_group_rank: dict[int, int] = dict(enumerate(self._rank_of))
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         self.pipeline_order_with_comms = self._actions_by_mode[self.program.has_backward]
@@ -377,7 +377,9 @@ class Schedule(CheckedRuntime):
         self._loss_kwargs = loss_kwargs
         self._losses_by_mb.clear()
         self._internal_losses.clear()
-        self.pipeline_order_with_comms = self._actions_by_mode[self._has_backward]
+        self.pipeline_order_with_comms: actions.ActionLists = self._actions_by_mode[
+            self._has_backward
+        ]
         with ExitStack() as stack:
             if self._must_set_gradients_aside():
                 stack.enter_context(gradients.set_gradients_aside(self._stages))

@@ -24,7 +24,7 @@ class SerializedTransport(TransportWrapper):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self.is_serialized = False
+        self.is_serialized: bool = False
 
     @contextmanager
     def serialize(self) -> Iterator[None]:

@@ -318,15 +318,31 @@ class TransportWrapper:
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.progress_model = inner.progress_model
-        self.blocking_hosts = inner.blocking_hosts
-        self.is_grouped = inner.is_grouped
-        self.uses_static_buffers = inner.uses_static_buffers
-        self.tp = inner.tp
-        self.dp = inner.dp
-        self.tp_rank = inner.tp_rank
-        self.dp_rank = inner.dp_rank
-        self.check_agreement = inner.check_agreement
-        self.allocate_buffers = inner.allocate_buffers
-        self.on_step_begin = inner.on_step_begin
-        self.on_step_end = inner.on_step_end
+        self.progress_model: ProgressModel = inner.progress_model
+        self.blocking_hosts: bool = inner.blocking_hosts
+        self.is_grouped: bool = inner.is_grouped
+        self.uses_static_buffers: bool = inner.uses_static_buffers
+        self.tp: int = inner.tp
+        self.dp: int = inner.dp
+        self.tp_rank: int = inner.tp_rank
+        self.dp_rank: int = inner.dp_rank
+
+    def check_agreement(
+        self, facts: Mapping[str, str], payload: object = None, record_types: Sequence[type] = ()
+    ) -> list[Any]:
+        """See `Transport.check_agreement`."""
+        return self.inner.check_agreement(facts, payload, record_types)
+
+    def allocate_buffers(
+        self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
+    ) -> dict[SlotKey, Tensor]:
+        """See `Transport.allocate_buffers`."""
+        return self.inner.allocate_buffers(buffer_sizes, device, programs)
+
+    def on_step_begin(self, program: int) -> None:
+        """See `Transport.on_step_begin`."""
+        self.inner.on_step_begin(program)
+
+    def on_step_end(self) -> None:
+        """See `Transport.on_step_end`."""
+        self.inner.on_step_end()

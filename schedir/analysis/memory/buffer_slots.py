@@ -47,6 +47,8 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import HOST_SLOT_VALUES, UNSHARED_SLOTS, Program
 
+# By (kind, stage, microbatch), from the index in the Stream of each fill to its slot.
+SlotAssignment = dict[tuple[Value, int, int], dict[int, int]]
 # A pass chooses the number of slots of SLOT_VALUES.  The other kinds have the fewest slots.
 SLOT_KINDS: Final = tuple(dict.fromkeys((*SLOT_VALUES, *NON_BOUNDARY_VALUES)))
 
@@ -219,7 +221,7 @@ def count_slots(program: Program) -> NDArray[np.int64]:
     return np.stack(columns, 1)
 
 
-def assign_slots(program: Program, rank: int) -> dict[tuple[Value, int, int], dict[int, int]]:
+def assign_slots(program: Program, rank: int) -> SlotAssignment:
     """Return the slot of each value of a rank.
 
     Args:
@@ -231,7 +233,7 @@ def assign_slots(program: Program, rank: int) -> dict[tuple[Value, int, int], di
         slot. Slots count from 0 in each kind. A value that leaves the device and comes back has two
         fills.
     """
-    slots: dict[tuple[Value, int, int], dict[int, int]] = {}
+    slots: SlotAssignment = {}
     flow, index, begin = (
         Dataflow.from_program(program),
         InstructionIndex.from_program(program),

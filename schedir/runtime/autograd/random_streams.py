@@ -134,10 +134,10 @@ class RandomStreams:
     def __init__(self, seed: int | None, device: torch.device, *, step: int = 0) -> None:
         self.seed = seed
         self.step = step
-        self.generators = get_default_generators(device)
+        self.generators: list[Generator] = get_default_generators(device)
         self.step_keys: list[int] = []  # one for each microbatch, then one for each update
         self.current_key = 0  # of the microbatch or update that runs
-        self.has_warned = False  # whether `warn_of_draws` has warned
+        self.has_warned: bool = False  # whether `warn_of_draws` has warned
 
     def begin_step(self, numbers: Sequence[int]) -> None:
         """Compute the keys of the next step, and count the step.

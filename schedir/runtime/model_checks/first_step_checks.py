@@ -5,8 +5,8 @@ A stage usually does the same in each step, so later steps run without these che
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -45,15 +45,15 @@ class FirstStepChecks:
     ) -> None:
         self.is_active = True
         # On a GPU, the works of messages may refer to memory for longer than a step.
-        self.counts_references = device.type == "cpu"
+        self.counts_references: bool = device.type == "cpu"
         self.slot_numbers = slot_numbers
         self.buffers: Mapping[SlotKey, Tensor] = {}
         self.weights: list[ShardedParameters] = []
-        self.output_slots = [slots[kind] for kind in OUTPUT_KINDS]
-        self.fingerprint_of = (
+        self.output_slots: list[SlotTable] = [slots[kind] for kind in OUTPUT_KINDS]
+        self.fingerprint_of: Callable[[Any], list[int]] = (
             collect_versions_and_sums if device.type == "cpu" else collect_versions
         )
-        self.references = StorageReferences(())
+        self.references: StorageReferences = StorageReferences(())
         # By microbatch, the version counter of the loss when it was computed.
         self.loss_versions: dict[int, list[int]] = {}
         # By stage and microbatch, the versions of the gradients of inputs after the forward.

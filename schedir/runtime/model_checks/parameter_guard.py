@@ -37,14 +37,16 @@ class ParameterGuard:
         for owner in owners:
             self.tables += (owner._parameters.values(), owner._modules.values())
         # References are kept, so that no new object gets the address of one.
-        self.objects = [*chain.from_iterable(self.tables)]
-        self.ids = [*map(id, self.objects)]
-        self.names = {
+        self.objects: list[object] = [*chain.from_iterable(self.tables)]
+        self.ids: list[int] = [*map(id, self.objects)]
+        self.names: dict[int, dict[str, nn.Parameter]] = {
             s: dict(module.named_parameters(remove_duplicate=False))
             for s, module in self.stages.items()
         }
-        self.parameters = [*dict.fromkeys(p for own in self.names.values() for p in own.values())]
-        self.trained_flags = [*map(_requires_grad, self.parameters)]
+        self.parameters: list[nn.Parameter] = [
+            *dict.fromkeys(p for own in self.names.values() for p in own.values())
+        ]
+        self.trained_flags: list[bool] = [*map(_requires_grad, self.parameters)]
 
     def require_unchanged(self, program: str = "") -> None:
         """Refuse a change of the trained parameters.

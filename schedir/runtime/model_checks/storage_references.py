@@ -24,8 +24,8 @@ class StorageReferences:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.addresses = [t.untyped_storage()._cdata for t in tensors]
-        self.counts = self._count()
+        self.addresses: list[int] = [t.untyped_storage()._cdata for t in tensors]
+        self.counts: list[int] = self._count()
 
     def find_increased(self) -> list[int]:
         """Return the indices of the tensors that have more references than at first."""

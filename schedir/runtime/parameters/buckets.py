@@ -139,18 +139,19 @@ class Bucket:
     def __init__(
         self, parameters: Sequence[nn.Parameter], shard_spec: ShardSpec, *, aligned: bool
     ) -> None:
-        self.parameters, self.shard_spec = [*parameters], shard_spec.for_tensor(parameters[0])
-        self.shapes = [p.shape for p in parameters]
-        self.dtype = parameters[0].dtype
-        self.device = parameters[0].device
-        self.grad_dtype = parameters[0].grad_dtype or self.dtype
+        self.parameters: list[nn.Parameter] = [*parameters]
+        self.shard_spec: ShardSpec = shard_spec.for_tensor(parameters[0])
+        self.shapes: list[torch.Size] = [p.shape for p in parameters]
+        self.dtype: torch.dtype = parameters[0].dtype
+        self.device: torch.device = parameters[0].device
+        self.grad_dtype: torch.dtype = parameters[0].grad_dtype or self.dtype
         self.offsets: list[int] = []
         alignment, end = max(1, CPU_ALIGNMENT // self.dtype.itemsize) if aligned else 1, 0
         for p in parameters:
             begin = -(-end // alignment) * alignment
             self.offsets.append(begin)
             end = begin + p.numel()
-        self.numel = -(-end // self.shard_spec.replicas) * self.shard_spec.replicas
+        self.numel: Any | int = -(-end // self.shard_spec.replicas) * self.shard_spec.replicas
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the views of parameters in a flat tensor, with their shapes.

@@ -48,14 +48,17 @@ class GradientBuffers:
         tied: Collection[nn.Parameter] = (),
     ) -> None:
         self.module = module
-        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        self.parameters = [*self.names]
-        shared, self.is_grad_sharded = shard_spec != UNSHARDED, shard_spec.shards_state("grads")
+        self.names: dict[nn.Parameter, str] = {
+            p: name for name, p in module.named_parameters() if p.requires_grad
+        }
+        self.parameters: list[nn.Parameter] = [*self.names]
+        shared = shard_spec != UNSHARDED
+        self.is_grad_sharded: bool = shard_spec.shards_state("grads")
         self.buckets: list[Bucket] = []
         if max_bucket_bytes is not None:
             layout = (shard_spec, tied if shared else ())
             self.buckets = make_buckets(self.parameters, max_bucket_bytes, *layout, aligned=shared)
-        self.flat = [
+        self.flat: list[Tensor] = [
             torch.zeros(b.numel, dtype=b.grad_dtype, device=b.device) for b in self.buckets
         ]
         tied_ids = {id(p) for p in tied}  # other stages add these element by element
@@ -66,9 +69,11 @@ class GradientBuffers:
             ]
             for b, flat in zip(self.buckets, self.flat, strict=True)
         ]
-        self.bound_views = [bound for views in self.views for bound in views]
-        self.view_offsets = self._find_view_offsets()
-        self.reduced_flat = self.flat
+        self.bound_views: list[tuple[nn.Parameter, Tensor]] = [
+            bound for views in self.views for bound in views
+        ]
+        self.view_offsets: list[int] = self._find_view_offsets()
+        self.reduced_flat: list[Tensor] = self.flat
         if shard_spec.zero:
             shards = [b.get_shard(flat) for b, flat in zip(self.buckets, self.flat, strict=True)]
             self.reduced_flat = [*map(torch.zeros_like, shards)] if self.is_grad_sharded else shards
@@ -80,7 +85,7 @@ class GradientBuffers:
             ]
             each = map(list, zip(*views_by_shard, strict=True))
             self.shard_views |= zip(b.parameters, each, strict=True)
-        self.is_allocated = not self.is_grad_sharded
+        self.is_allocated: bool = not self.is_grad_sharded
         for k in range(len(self.flat)) if self.is_grad_sharded else ():
             self.release(k)
         self.zero()

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from schedir.errors import ModelError, describe_exception
 from schedir.runtime.model_checks.storage_references import StorageReferences
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums
-from schedir.runtime.parameters.buckets import ShardSpec
+from schedir.runtime.parameters.buckets import Bucket, ShardSpec
 from schedir.runtime.parameters.gradient_buffers import GradientBuffers
 from schedir.runtime.parameters.mixed_precision import (
     MainOptimizer,
@@ -64,18 +64,19 @@ class ShardedParameters:
         self.gradients = gradients
         self.shard_spec = shard_spec
         self.aliases = aliases
-        self.buckets = gradients.buckets
-        self.keeps_full_weights = not shard_spec.shards_state("params")
+        self.buckets: list[Bucket] = gradients.buckets
+        self.keeps_full_weights: bool = not shard_spec.shards_state("params")
         self.flat: list[Tensor] = []
         self.shards: list[Tensor] = []  # by bucket, the shard of this replica
         self.full_views: list[tuple[nn.Parameter, Tensor]] = []
         self.parameter_shards: dict[nn.Parameter, Tensor] = {}
         self.gather_works: list[Work] = []
-        self.is_unsharded = self.is_in_step = False
+        self.is_unsharded: bool = False
+        self.is_in_step = False
         self.summoned_flat: list[Tensor] = []  # full weights that users see between steps
         self.versions: list[int] = []  # the version counters of parameters when the step began
-        self.references = StorageReferences(())  # counted before the first step
-        self.steps = 0  # the number of training steps that have begun
+        self.references: StorageReferences = StorageReferences(())  # counted before the first step
+        self.steps: int = 0  # the number of training steps that have begun
         self.checksums: list[int] = []  # by bucket, of gathered weights in the first step
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -296,7 +297,9 @@ class ShardedParameters:
         Raises:
             ModelError: The shape, type or device of a parameter has changed.
         """
-        summoned, self.summoned_flat, self.is_in_step = self.summoned_flat, [], True
+        summoned = self.summoned_flat
+        self.summoned_flat = []
+        self.is_in_step = True
         try:
             for p, view in self.full_views:
                 if p.shape != view.shape or p.dtype != view.dtype or p.device != view.device:

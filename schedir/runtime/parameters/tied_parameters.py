@@ -65,7 +65,7 @@ class LocalTies:
     """
 
     def __init__(self, module: nn.Module, substitutes: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        self.substitutions = [
+        self.substitutions: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = [
             (owner, name, p, substitutes[p])
             for owner in module.modules()
             for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
@@ -109,10 +109,14 @@ class RankTies:
     ) -> None:
         self.weights = weights
         self.parameter_copies = parameter_copies
-        self.is_sharded = program.zero > 0
+        self.is_sharded: bool = program.zero > 0
         self.keeps_gradients = keeps_gradients
-        self.substitutes, self.aliases = _make_substitutes(weights, parameter_copies)
-        self.has_separate_copies = any(_has_separate_copies(w, program.shape) for w in weights)
+        substitutes, aliases = _make_substitutes(weights, parameter_copies)
+        self.substitutes: dict[int, dict[nn.Parameter, nn.Parameter]] = substitutes
+        self.aliases: dict[nn.Parameter, nn.Parameter] = aliases
+        self.has_separate_copies: bool = any(
+            _has_separate_copies(w, program.shape) for w in weights
+        )
 
     def list_local_copies(self, stage: int) -> list[nn.Parameter]:
         """Return the Parameters of a stage that are copies of tied weights.

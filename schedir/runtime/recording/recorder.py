@@ -61,7 +61,7 @@ class Timestamps(WorkObserver, ABC):
 
     def __init__(self) -> None:
         self.current_index: int | None = None
-        self.is_complete = False
+        self.is_complete: bool = False
         self.ends_on_lane: set[int] = set()
 
     @abstractmethod

@@ -143,8 +143,13 @@ class StreamMailbox:
         progress_model: The progress model to report.
     """
 
-    tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
-    is_grouped, blocking_hosts, uses_static_buffers = False, False, False
+    tp: int = 1
+    dp: int = 1
+    tp_rank: int = 0
+    dp_rank: int = 0
+    is_grouped: bool = False
+    blocking_hosts: bool = False
+    uses_static_buffers: bool = False
 
     def __init__(
         self,
@@ -157,8 +162,8 @@ class StreamMailbox:
         self.rank = rank
         self.group_members = group_members
         self.progress_model = progress_model
-        self.compute_stream = torch.cuda.Stream()
-        self.collective_stream = torch.cuda.Stream(priority=-1)
+        self.compute_stream: Any = torch.cuda.Stream()
+        self.collective_stream: Any = torch.cuda.Stream(priority=-1)
 
     allocate_buffers = staticmethod(allocate_buffers)
 

@@ -61,8 +61,13 @@ class Mailbox:
         progress_model: The progress model to report.
     """
 
-    tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
-    is_grouped, blocking_hosts, uses_static_buffers = False, False, False
+    tp: int = 1
+    dp: int = 1
+    tp_rank: int = 0
+    dp_rank: int = 0
+    is_grouped: bool = False
+    blocking_hosts: bool = False
+    uses_static_buffers: bool = False
 
     def __init__(
         self,
