@@ -46,8 +46,8 @@ class CheckpointGroup:
     def __init__(self, group: Any = None, *, is_single_process: bool = False) -> None:
         self.group = group
         self.is_single_process = is_single_process
-        self.process = 0 if is_single_process else dist.get_rank(group)
-        self.processes = 1 if is_single_process else dist.get_world_size(group)
+        self.process: int = 0 if is_single_process else dist.get_rank(group)
+        self.processes: int = 1 if is_single_process else dist.get_world_size(group)
 
     def gather_results(self, compute: Callable[[], _T], kinds: RecordTypes = ()) -> list[_T]:
         """Return the results of all processes, by rank.

@@ -101,9 +101,9 @@ class OutputSlot(Slot):
 
     def __init__(self, slots: SlotTable, number: int, kind: Value, stage: int, mb: int) -> None:
         super().__init__(slots, number)
-        self.kind = kind
-        self.stage = stage
-        self.mb = mb
+        self.kind: Value = kind
+        self.stage: int = stage
+        self.mb: int = mb
 
     def accept_write(self) -> None:
         """Accept the value as it is now, after the executor itself has written to it."""

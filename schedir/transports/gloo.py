@@ -129,9 +129,9 @@ class ProcessTransport:
         members = np.array(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.mesh: NDArray[np.int64] = members.reshape(self.dp, pp, self.tp)
         coordinates = np.unravel_index(dist.get_rank(group), self.mesh.shape)
-        self.dp_rank = int(coordinates[0])
-        self.rank = int(coordinates[1])
-        self.tp_rank = int(coordinates[2])
+        self.dp_rank: int = int(coordinates[0])
+        self.rank: int = int(coordinates[1])
+        self.tp_rank: int = int(coordinates[2])
         if timeout is None and not self.uses_static_buffers:
             timeout = process_groups.get_host_timeout(group)
         self.timeout = timeout
@@ -444,6 +444,6 @@ class GlooTransport(ProcessTransport):
         Gloo closes the connections of a group when its last reference is dropped.
         """
         pipeline: Any = self.pipeline_group
-        self.pipeline_group = None
+        self.pipeline_group: Any = None
         if pipeline is not None:
             dist.destroy_process_group(pipeline)

@@ -133,7 +133,7 @@ class RandomStreams:
 
     def __init__(self, seed: int | None, device: torch.device, *, step: int = 0) -> None:
         self.seed = seed
-        self.step = step
+        self.step: int = step
         self.generators: list[Generator] = get_default_generators(device)
         self.step_keys: list[int] = []  # one for each microbatch, then one for each update
         self.current_key = 0  # of the microbatch or update that runs

@@ -43,7 +43,7 @@ class FirstStepChecks:
         slot_numbers: Mapping[tuple[Value, int, int], Mapping[int, int]],
         device: torch.device,
     ) -> None:
-        self.is_active = True
+        self.is_active: bool = True
         # On a GPU, the works of messages may refer to memory for longer than a step.
         self.counts_references: bool = device.type == "cpu"
         self.slot_numbers = slot_numbers

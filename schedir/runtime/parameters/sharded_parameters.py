@@ -72,7 +72,7 @@ class ShardedParameters:
         self.parameter_shards: dict[nn.Parameter, Tensor] = {}
         self.gather_works: list[Work] = []
         self.is_unsharded: bool = False
-        self.is_in_step = False
+        self.is_in_step: bool = False
         self.summoned_flat: list[Tensor] = []  # full weights that users see between steps
         self.versions: list[int] = []  # the version counters of parameters when the step began
         self.references: StorageReferences = StorageReferences(())  # counted before the first step
