@@ -5,7 +5,7 @@ READY := .venv/.ready
 # One thread per process: four ranks share few cores, and the same thread count gives the same bits.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test pure cpu pages campaign versions docs lint format clean gpu
+.PHONY: demo test pure cpu pages campaign versions types docs lint format clean gpu
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -38,6 +38,10 @@ campaign: $(READY)
 # install in each Python of this machine.
 versions: $(READY)
 	$(BIN)/python -m tests.versions
+
+# Whether pyright knows the type of each public name. It downloads pyright and Node.js.
+types: $(READY)
+	$(BIN)/python -m tests.public_types
 
 # What is run where there is a GPU: PYTHON is one whose torch has CUDA, ARGS as benchmarks/gpu_run.py takes.
 gpu:

@@ -339,7 +339,7 @@ class ParseError(SchedirError):
         return [self.text[begin : begin + _MAX_LINE_WIDTH], " " * (self.column - 1 - begin) + "^"]
 
     def __str__(self) -> str:
-        self.program = self.location_format.format(line=self.line, column=self.column)
+        self.program: str = self.location_format.format(line=self.line, column=self.column)
         return super().__str__()
 
 
