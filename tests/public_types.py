@@ -29,13 +29,12 @@ def run_pyright(folder: str) -> list[dict[str, Any]]:
     """
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     binary = Path(folder, "bin")
-    pip = [binary / "python", "-m", "pip", "install", "--quiet", "pyright[nodejs]"]
-    subprocess.run(pip, check=True)
+    install = ["-m", "pip", "install", "--quiet", "pyright[nodejs]"]
+    subprocess.run([binary / "python", *install], check=True)
     # pyright finds the installed packages, such as torch, by the first `python` in PATH.
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = [binary / "pyright", "--outputjson", "--ignoreexternal", "--verifytypes", "schedir"]
     run = subprocess.run(
-        command,
+        [binary / "pyright", "--outputjson", "--ignoreexternal", "--verifytypes", "schedir"],
         capture_output=True,
         text=True,
         cwd=folder,
