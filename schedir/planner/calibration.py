@@ -51,8 +51,8 @@ class _ConstantRow(NamedTuple):
     start: float = 0.0
 
 
-# Standard deviations are those of the constants of `a100.toml`, `h100.toml` and `h100-efa.toml`,
-# where they differ for one accelerator, rounded up.
+# The prior deviations are assumptions. `a100.toml`, `h100.toml` and `h100-efa.toml` show how much
+# the constants of clusters can differ.
 CONSTANTS: Final = {
     "flops": _ConstantRow(
         "operations per second of matrix products; the bandwidth of memory changes by the same "
