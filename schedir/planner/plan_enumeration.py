@@ -196,7 +196,7 @@ def _enumerate_degrees(
             if left or p > model.layers or (field_filter.dp and d not in field_filter.dp):
                 continue
             if 0 in divide_layers(model, p, field_filter.division)[:-1]:
-                continue  # A rank without layers would be idle. The last rank at least has the head.
+                continue  # A rank without layers would be idle, but the last rank has the head.
             for e in field_filter.ep:
                 if d % e == 0 and model.experts % e == 0 and model.sequence % c == 0:
                     yield Degree(p, t, d, c, e)
@@ -236,7 +236,7 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
 
 
 def _find_indivisible_field(model: TransformerSpec, t: int) -> str:
-    """Return the first field of a model that the tensor-parallel size `t` does not divide, or ""."""
+    """Return the first field of a model that is not divisible by tp size `t`, or ""."""
     kv = model.kv_heads % t and t % model.kv_heads
     bad = [name for name in ("heads", "ffn") if getattr(model, name) % t]
     return (bad + ["kv_heads"] * bool(kv) + [""])[0]
