@@ -16,7 +16,7 @@ def answer_completion_request(
     """Write the completions of the line that a user types, and exit.
 
     Args:
-        build_parser: Returns the parser of a command.
+        build_parser: A function that returns the parser of the command in its argument.
     """
     import argcomplete
 
@@ -31,18 +31,18 @@ def answer_completion_request(
 
 
 class _Completer:
-    """The completer of an argument that takes one of some names, and perhaps a file.
+    """Completes an argument whose value is one of several names, or perhaps a file.
 
     Args:
-        make_names: Returns the names.
-        takes_files: True if the argument also takes files.
+        make_names: A function that returns the names.
+        takes_files: True if the value can also be a file.
     """
 
     def __init__(self, make_names: Callable[[], Iterable[str]], *, takes_files: bool) -> None:
         self.make_names, self.takes_files = make_names, takes_files
 
     def __call__(self, prefix: str, **_: object) -> list[str]:
-        """Return the names, and files that begin with a prefix if the argument takes them.
+        """Return all names, and if the value can be a file, the files that begin with a prefix.
 
         Args:
             prefix: The typed part of the word.
@@ -94,7 +94,8 @@ def _list_stacks() -> Iterable[str]:
     return stack_presets()
 
 
-# The names that an argument takes, by its `dest`.  All other arguments take files or choices.
+# `dest` of an argument -> function that returns its names. All other arguments take files or
+# choices.
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "source": _list_schedules,
     "program": _list_schedules,
@@ -108,7 +109,7 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "palette": _list_palettes,
     "stack": _list_stacks,
 }
-# The arguments above that take no files.
+# The arguments of `_NAMES` that take no files.
 _NAMES_ONLY: Final = {"progress_model", "program_options", "name", "palette", "stack"}
 
 

@@ -332,7 +332,7 @@ def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """
     wide, rows = _count_activations(model, plan), count_local_tokens(model, plan)
     whole = float(rows) * model.hidden
-    # The gradient of the token embedding is a dense tensor. A kernel adds it to the gradient buffer.
+    # The gradient of the token table is a dense tensor. A kernel adds it to the gradient buffer.
     table = model.vocab * model.hidden / plan.tp
     size = 2 * whole
     masks = 7 if plan.tp > 1 else 0  # Kernels that mask the rows of other ranks.
