@@ -176,13 +176,13 @@ def _make_parser(kind: FieldType) -> Callable[[str], Any]:
 
 
 def parse_count(text: str) -> int:
-    """Return the value of an option that is an integer, 0 or more.
+    """Return the value of an option that is an integer.
 
     Args:
         text: The text of the option.
 
     Raises:
-        ArgumentTypeError: The text is not an integer, 0 or more.
+        ArgumentTypeError: The text is not an integer.
     """
     try:
         return parse_integer(text)
