@@ -35,7 +35,7 @@ BLOCKING_HOSTS_TEXT = ", if hosts block, as CPU hosts do"
 DEVICE_SYNC_TEXT = ", if hosts wait for their devices"
 LAZY_COMMUNICATORS_TEXT = ", if each communicator is created at its first use"
 _PROGRESS_ERRORS = (DeadlockError, GroupError, ChannelMismatchError)
-_MAX_CHAIN_LINKS = 40  # Of a longer chain, only the last links are printed.
+_MAX_CHAIN_LINKS = 40  # If a chain is longer, only its last links are printed.
 
 EXAMPLES = """\
   schedir check interleaved --ranks 4 --microbatches 8
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> str:
         args: The parsed options of `check`.
 
     Returns:
-        A text, or JSON with `--json`.  With `--explain-start` it is the chain of an instruction,
+        A text, or JSON with `--json`. With `--explain-start` it is the chain of an instruction,
         and with several programs it is the result of `check_sequence.run`.
 
     Raises:

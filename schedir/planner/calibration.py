@@ -74,7 +74,7 @@ CONSTANTS: Final = {
 
 
 class MeasuredRun(NamedTuple):
-    """A measured run: what ran, and how long a step took.
+    """A measured run: the model, the plan and the measured step time.
 
     Attributes:
         model: The model.
@@ -342,9 +342,9 @@ def fit_constants(
 ) -> tuple[Cluster, Floats]:
     """Return the cluster with the most likely constants, and the covariance of their logarithms.
 
-    The function takes Gauss-Newton steps. A run has the weight 1 / (1 + (error / (c s))^2), where s
-    is the noise of a run (`_RUN_NOISE`) and c is `_MISFIT` (iteratively reweighted least squares:
-    Holland and Welsch 1977).
+    The function takes Gauss-Newton steps (iteratively reweighted least squares: Holland and Welsch
+    1977). A run has the weight 1 / (1 + (error / (c s))^2), where s is the noise of a run
+    (`_RUN_NOISE`) and c is `_MISFIT`.
 
     Args:
         cluster: The cluster before the fit, with all constants.

@@ -22,8 +22,8 @@ def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, st
     Megatron-LM has `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers`,
     which are used if they are enough, and `--pipeline-model-parallel-layout`, which can express
     every division. torchtitan has fields of `config.parallelism`.
-    A line that begins with # describes an alternative, or says that the framework cannot run the
-    plan.
+    A line that begins with # describes an alternative, or the reason why the framework cannot run
+    the plan.
 
     Args:
         model: The model.

@@ -25,8 +25,8 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 _FLOAT_BYTES = 4  # Bytes of a float32 number.
-# Bytes that the head saves for each target token: the int64 index of its logit, a boolean of the
-# mask, and a boolean that is true if this rank's slice of the vocabulary contains the token.
+# Bytes that the head saves for each target token: the int64 index of its logit, and two booleans.
+# One boolean is the mask. The other is true if this rank's slice of the vocabulary has the token.
 _TARGET_BYTES = 10
 # Bytes of each token in a slice of the embedding: its int64 row. The forward also saves a boolean
 # that is true if the slice contains the token.

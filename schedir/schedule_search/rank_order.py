@@ -1,8 +1,8 @@
 """Represent the order of the tasks of each rank, without microbatch numbers, and compute its time.
 
 A task is one F, I or W of a microbatch on a stage. All microbatches have equal times and sizes. So
-a rank loses no time if it runs each kind of task of a stage in ascending order of microbatches:
-after sorting, the k-th task still follows the k-th tasks that it needs. The memory stays the same,
+a rank loses no time if it runs each kind of task of a stage in ascending order of microbatches.
+After sorting, the k-th task still follows the k-th tasks that it needs. The memory stays the same,
 because it depends only on the numbers of tasks (docs/explanation/lower-bounds.md).
 """
 

@@ -63,9 +63,9 @@ def collect_facts(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
         is_verified: True if the digests of the files were compared.
 
     Returns:
-        All checkpoints, and the contents of the newest complete checkpoint. "whole" says whether a
-        checkpoint is complete. It is None if only the sizes of the files were compared, and they
-        are correct.
+        All checkpoints, and the contents of the newest complete checkpoint. "whole" is True if a
+        checkpoint is complete, and None if only the sizes of the files were compared, and they are
+        correct.
     """
     return {
         "checkpoints": [

@@ -195,7 +195,7 @@ def rank_schedules(
         named_sources: The sources that the user gave. The result lists only duplicates of these.
 
     Raises:
-        UsageError: A request is invalid.  Other errors are listed in the result.
+        UsageError: A request is invalid. Other errors are listed in the result.
     """
     ranking, digests = ScheduleRanking(), dict[str, str]()
     for name, request in candidates:

@@ -71,10 +71,10 @@ class Studio:
         """Return the answer to a question of the page.
 
         Args:
-            question: An object with `state`, and perhaps with one of these keys: `move` (a rank,
-                the index of an instruction, and the index of the instruction before which it
-                moves), `export` (a format), or `explain` (a rank, and the index of the instruction
-                after a gap). If `run_code` is False, code does not run: its draft must be from an
+            question: An object with `state`, and perhaps with one of these keys. `move` has a rank,
+                the index of an instruction, and the index of the instruction before which it is
+                moved. `export` has a format. `explain` has a rank, and the index of the instruction
+                after a gap. If `run_code` is False, code does not run: its draft must be from an
                 earlier run.
 
         Returns:

@@ -174,7 +174,7 @@ def _guess_offload_plans(
 def attach_offload_comparison(
     plans: list[PlanEstimate], min_memory_plan: PlanEstimate
 ) -> list[PlanEstimate]:
-    """Return the plans with `offload_comparison` set: what offload changes in the step time.
+    """Return the plans with `offload_comparison` set: a sentence about the effect of offload.
 
     A plan that offloads is compared with the best plan that does not. If the first plan does not
     offload, it is compared with the best plan that does.

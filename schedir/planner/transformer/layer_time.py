@@ -20,7 +20,7 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class GpuWork(NamedTuple):
-    """Times of one microbatch in seconds: of the GPU, of exposed collectives, and of the host.
+    """The GPU, collective and host times of one microbatch in a part of the model, in seconds.
 
     Attributes:
         gpu: The time of compute on the GPU.
@@ -168,9 +168,9 @@ def stage_time(
 ) -> StageTimes:
     """Return the time of one microbatch in one stage on one GPU, in seconds.
 
-    The host can issue kernels of a later layer while the GPU computes an earlier layer. In each
-    phase, the time is therefore the longer of the GPU time and the host time of the stage, which
-    may be less than the sum of the layer times.
+    The host can issue kernels of a later layer while the GPU computes an earlier layer. The time of
+    a phase is therefore the longer of the GPU time and the host time of the stage. This may be less
+    than the sum of the layer times.
 
     Args:
         model: The model.

@@ -127,9 +127,9 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
     """Return the fields of a model by its name or from a file.
 
     Args:
-        name: The name of a preset, or the path of a file: a `.toml` file, the `config.json` of a
-            Hugging Face model, or a `.sh`, `.txt`, `.yaml` or `.yml` file with arguments of
-            Megatron-LM. A `.toml` file has the fields at its top level, or in a table [model] like
+        name: The name of a preset, or the path of a file. The file is a `.toml` file, the
+            `config.json` of a Hugging Face model, or a file with arguments of Megatron-LM (`.sh`,
+            `.txt`, `.yaml` or `.yml`). A `.toml` file has the fields at its top level, or in a table [model] like
             a configuration of `schedir train`. If [model] has a `flavor`, the file is a job of
             torchtitan. The result is then the preset of this flavor, with the sequence length of
             [training].

@@ -123,7 +123,7 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
             for q in active_stages:
                 if q > lag.before_stage:
                     ran[code] += (Precedence(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
-    # Of several precedences with the same predecessor, the one with the smallest lag is enough.
+    # If several precedences have the same predecessor, the smallest lag implies the others.
     for code, each in enumerate(ran):
         least: dict[int, int] = {}
         for need in each:
@@ -211,7 +211,7 @@ class _SchedulingJob(NamedTuple):
 def _preemptive_makespan(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
     """Return the end of Jackson's preemptive schedule, and the tail of the task that decides it.
 
-    Of the released tasks of the rank, the task with the longest tail runs first.
+    The released task with the longest tail runs first.
     """
     jobs = sorted(jobs)
     waiting: list[list[float]] = []
@@ -243,8 +243,8 @@ class Relaxation:
         durations: The duration of the tasks of each code.
         codes: The codes of each rank.
         heads: The earliest start of each task, by code and microbatch.
-        tails: The least time from the end of each task to the end of the run or of the rank, by
-            code and microbatch. -inf if the task can run after this end.
+        tails: The least time from the end of each task to the end of the run or of the rank. The
+            lists are by code and microbatch. -inf if the task can run after this end.
     """
 
     durations: Sequence[float]

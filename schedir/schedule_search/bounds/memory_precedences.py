@@ -56,7 +56,7 @@ class MemoryLags(NamedTuple):
       after s up to q also save a, and the I on q needs `saved_and_deferred`. All this must fit.
     - `F_after_I`, q before s: If q has run i I's, the stages up to q save j + 1 - i microbatches.
       The stages after q up to s save at least one microbatch.
-    - `F_after_W`: Until W a on q ends, each of the microbatches a to j - 1 uses memory: it has
+    - `F_after_W`: Until W a on q ends, each of the microbatches a to j - 1 uses memory. It has
       deferred weight gradients on q, or the stages up to s save it. If q is not after s, and
       deferred weight gradients are the smaller of the two, they count for these microbatches, and
       the stages up to s save j.

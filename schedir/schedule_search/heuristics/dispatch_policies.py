@@ -55,9 +55,8 @@ def generate_policies(problem: SchedulingProblem, random: Random) -> Iterator[Di
 def _list_leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
     """Return values of `max_lead` to try. The values that are most often best come first.
 
-    The values of a stage are the number of F's that fit before the first gradient can arrive, up to
-    3 more than this number, the number of all microbatches, and numbers that are proportional to
-    the number of later stages.
+    One value is the number of F's that fit before the first gradient can arrive, plus 0 to 3. Other
+    values are the number of microbatches, and multiples of the number of later stages plus 0 to 3.
     """
     m, S = problem.microbatches, problem.shape.stages
     fit = []

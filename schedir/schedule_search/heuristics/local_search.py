@@ -83,7 +83,7 @@ class LocalSearch:
         self._evaluator, self._earlier_evaluations = OrderEvaluator(problem), 0
         self._moves_per_second = 1e4  # An estimate until the first round of annealing.
         self._pool: list[tuple[float, DispatchPolicy]] = []
-        # Policies of which no neighbour is better.
+        # Policies without a better neighbour.
         self._exhausted_policies: set[DispatchPolicy] = set()
 
     @property
