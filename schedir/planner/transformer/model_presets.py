@@ -129,10 +129,10 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
     Args:
         name: The name of a preset, or the path of a file. The file is a `.toml` file, the
             `config.json` of a Hugging Face model, or a file with arguments of Megatron-LM (`.sh`,
-            `.txt`, `.yaml` or `.yml`). A `.toml` file has the fields at its top level, or in a table [model] like
-            a configuration of `schedir train`. If [model] has a `flavor`, the file is a job of
-            torchtitan. The result is then the preset of this flavor, with the sequence length of
-            [training].
+            `.txt`, `.yaml` or `.yml`). A `.toml` file has the fields at its top level, or in a
+            table [model] like a configuration of `schedir train`. If [model] has a `flavor`, the
+            file is a job of torchtitan. The result is then the preset of this flavor, with the
+            sequence length of [training].
 
     Returns:
         The values of the fields that the preset or the file has.
