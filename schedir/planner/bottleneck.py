@@ -23,8 +23,8 @@ def describe_plan(plan: ParallelPlan) -> str:
     """Return a short description of a plan.
 
     Args:
-        plan: The plan. The description has `cp`, `ep` and the memory options only if their value
-            is not the default.
+        plan: The plan. The description has `cp`, `ep`, `stages_per_rank` and the memory options,
+            except for recomputation, only if they differ from the default.
 
     Example:
         >>> from schedir.planner import ParallelPlan

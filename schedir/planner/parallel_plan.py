@@ -196,7 +196,7 @@ class StageTimes(NamedTuple):
 
     @property
     def total(self) -> PhaseTimes:
-        """Sum of compute and collectives, by phase."""
+        """The sum of compute and collectives, by phase."""
         return self.compute.plus(self.layer_collectives)
 
     def plus(self, other: StageTimes, count: float = 1.0) -> StageTimes:

@@ -127,8 +127,9 @@ def enumerate_plans(
         field_filter: The allowed values.
 
     Raises:
-        UsageError: No plan exists. For example, `tp` does not divide the heads, the GPUs are not a
-            product of the degrees, or the batch is not divisible. The hint has values that work.
+        UsageError: No plan exists. For example, `tp` does not divide the heads, no product of
+            degrees is the number of GPUs, or the batch is not divisible. The hint has values that
+            work.
 
     Warns:
         A requested `tp` is more than the GPUs of a node.

@@ -40,7 +40,7 @@ class ImprovedPlan(NamedTuple):
             without reductions over replicas. It is the smaller of two bounds, one for full and one
             for split backwards, because fewer collectives overlap with compute in a split
             backward. It assumes that recomputation runs directly before its backward.
-        numba: True if the searches used Numba. See
+        numba: The Numba status of the searches. See
             `schedir.schedule_search.search_results.SearchResult`.
     """
 

@@ -123,8 +123,9 @@ def get_trainer(
 ) -> Trainer:
     """Return the trainer that the planner assumes on a cluster.
 
-    For CPUs the trainer is `schedir train`. It runs recomputed forwards before the gradient of
-    their backward arrives. It has no caching allocator, and `Sizes` include all its memory.
+    For GPUs the trainer has `constants` and `state_bytes`. For CPUs the trainer is `schedir train`.
+    It runs recomputed forwards before the gradient of their backward arrives. It has no caching
+    allocator, and `Sizes` include all its memory.
 
     Args:
         cluster: The cluster.

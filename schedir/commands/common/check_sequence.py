@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--rank-programs`, for ranks that run other programs than the other ranks.
+    """Add the option `--rank-programs`, for ranks that run different programs.
 
     Args:
         parser: The parser of `check`.

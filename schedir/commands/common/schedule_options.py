@@ -288,7 +288,7 @@ def _parse_fields(
 
 
 def _parse_stage_values(text: str, parse_value: Callable[[str], float]) -> Any:
-    """Return a number, a tuple per stage (`1:2`), or also a tuple per microbatch (`1/2:3/4`)."""
+    """Return a number, a tuple by stage for `1:2`, or tuples by microbatch for `1/2:3/4`."""
     stages = text.split(":")
     if "/" in text:
         return tuple(tuple(map(parse_value, stage.split("/"))) for stage in stages)

@@ -219,7 +219,7 @@ class ReplicaRing(NamedTuple):
         return np.where((many > 1) & (size > 0), taken, 0.0)
 
     def compute_tensor_latency(self) -> Floats:
-        """Return the seconds that each collective of one more small tensor adds.
+        """Return the latency of one more collective of a small tensor, in seconds.
 
         The shape is (plans, 1). See `compute_tree_latency`.
         """

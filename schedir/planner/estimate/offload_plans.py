@@ -20,9 +20,9 @@ from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.memory_estimate import StateBytes, compute_saved_by_plan
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-MAX_OFFLOAD_PLANS: Final = 24  # The search ends when this many plans with offload fit.
+MAX_OFFLOAD_PLANS: Final = 24  # The search ends when it has found this many plans that fit.
 _MAX_SIMULATIONS: Final = 96  # The search ends after this many simulations, to limit its time.
-_FORWARD_SHARE: Final = 1 / 3  # The forwards' share of the compute, if a backward is two forwards.
+_FORWARD_SHARE: Final = 1 / 3  # The share of forwards in compute: a backward takes twice as long.
 # While one stage computes, data of another stage are copied. The optimizer states or the saved
 # activations of both stages are on the device.
 _RESIDENT_STAGES: Final = 2
@@ -90,7 +90,7 @@ def simulate_offload_plans(
 
 
 def mask_state_offload_plans(plan_table: PlanTable) -> NDArray[np.bool_]:
-    """Return a mask of the plans whose stages make sense only if they offload optimizer states.
+    """Return a mask of the plans that are useful only if they offload optimizer states.
 
     These plans have pp 1, several stages per rank, and unsharded gradients.
 
@@ -111,7 +111,7 @@ def _guess_offload_plans(
     constants: SoftwareConstants,
     state_bytes: StateBytes,
 ) -> Iterator[tuple[float, int, OffloadOption]]:
-    """Yield plans that do not fit with an offload that may make them fit, the fastest first.
+    """Yield plans that do not fit, each with an offload that may make it fit, the fastest first.
 
     Each result is (estimated seconds of a step, column of `plan_table`, offload). The times are
     rough: they only decide which plans are simulated, and in which order. Offloaded activations add

@@ -78,7 +78,7 @@ class SoftwareConstants:
             collectives.
 
     Raises:
-        UsageError: A number is not between its bounds.
+        UsageError: A value is not within its bounds.
 
     Example:
         >>> from schedir.planner import SoftwareConstants

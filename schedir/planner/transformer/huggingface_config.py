@@ -93,7 +93,7 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
         key = next((key for key in keys if config.get(key) is not None), None)
         if key is not None:
             fields[field] = config[key]
-    # GPT-2 ties its embeddings unless the file sets another value; the other types do not.
+    # By default, GPT-2 ties its embeddings, and the other types do not.
     fields["tied"] = config.get("tie_word_embeddings", kind == "gpt2")
     _require_supported(config, fields, path)
     return fields

@@ -55,7 +55,7 @@ def get_state_bytes(cluster: Cluster) -> StateBytes:
 
 
 def count_layer_params(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
-    """Return the number of parameters of a layer on one GPU, without and in experts.
+    """Return the number of parameters of a layer on one GPU, outside of experts and in experts.
 
     The matrices, and the biases of column-parallel products, are divided among tensor-parallel
     ranks. The parameters of `count_replicated_params` are not divided (arXiv 1909.08053, section

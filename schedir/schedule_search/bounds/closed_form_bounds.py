@@ -163,8 +163,8 @@ class _RankWait:
         """The number of round trips that must follow each other, and the least idle time of each.
 
         In a round trip, a microbatch leaves the rank after its F and returns for its I. If memory
-        holds k microbatches, every k-th microbatch must return before the next of them can start.
-        The first and the last round trip do not count. A rank with several stages has (0, 0).
+        holds k microbatches, microbatch j must return before microbatch j + k can start. The first
+        and the last round trip do not count. A rank with several stages has (0, 0).
         """
         often = (self.problem.microbatches - 1) // self.max_forwards_ahead - 1
         if len(self.stages) > 1 or often < 1:

@@ -13,8 +13,8 @@ def count_fitting(capacity: float, size: float, max_count: int) -> int:
     """Return the number of values of a size that fit into a capacity.
 
     Args:
-        capacity: The capacity: `SchedulingProblem.rounded_capacity` less the memory of other
-            values. The rounding tolerance may exceed a share of the rest.
+        capacity: `SchedulingProblem.rounded_capacity` minus the memory of other values. It still
+            includes the rounding tolerance of the full capacity.
         size: The size of one value, in the same unit.
         max_count: The largest result.
 

@@ -40,7 +40,8 @@ _UNSUPPORTED_OPS: Final = {
         or {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.needs, *row.gives, *row.frees}
     )
 }  # fmt: skip
-_SLOT_SIZES: Final = {kind.name.lower() for kind in SLOT_VALUES}  # Programs need different numbers.
+# Names of the sizes of slots. Other programs may need fewer slots, so slots do not count.
+_SLOT_SIZES: Final = {kind.name.lower() for kind in SLOT_VALUES}
 
 
 def compute_program_bound(

@@ -57,7 +57,7 @@ class LocalSearch:
         evaluations: The largest number of evaluated orders, or None for no limit. If this limit
             ends the search before `seconds`, the results depend only on `seed`.
         seed: The random seed.
-        report: Called with each shorter order.
+        report: A function that the search calls with each shorter order.
     """
 
     def __init__(
