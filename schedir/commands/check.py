@@ -250,7 +250,7 @@ def _describe_eager_limit(
     error: DeadlockError,
     host_options: dict[str, bool],
 ) -> list[str]:
-    """Return a list with a hint, or [] if eager messages do not resolve the deadlock."""
+    """Return a hint in a list if eager messages would resolve the deadlock, else []."""
     from schedir.analysis.eager_limit import describe_eager_limit
     from schedir.ir.cost.sizes import Sizes
 
@@ -277,7 +277,10 @@ def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
 
 
 def _draw_refused_draft(request: Request, error: SchedirError, output: str) -> None:
-    """Write a picture of a draft in which `compile` found a deadlock before lowering it."""
+    """Write a picture of a draft in which `compile` found a deadlock before lowering it.
+
+    For other errors, add a note to the error that there is no picture.
+    """
     if isinstance(error, DeadlockError):
         draft = replace(request, draft=True).program
         if len(draft) == error.instruction_count:

@@ -145,7 +145,9 @@ def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
 
 
 def _find_lower_bounds(advice: Advice, costs: Costs) -> list[LowerBound]:
-    """Return lower bounds on all schedules of these stages with no more activations in memory.
+    """Return lower bounds on all schedules with the stages and the memory of the program.
+
+    The memory is the number of activations in flight.
 
     Returns:
         One bound. If the program has only full backwards, also a second bound for split backwards.

@@ -29,7 +29,7 @@ MAX_RUNS: Final = 20
 _RUN_NOISE: Final = 0.05  # Repeated runs of a grid on H100 differ by 3 to 5 % (planner-h100.md).
 _MISFIT: Final = 2.0  # The scale of the Cauchy weights, in standard deviations of the noise.
 _ITERATIONS: Final = 8
-_STEP: Final = 0.05  # The change of the logarithm of a constant in a difference quotient.
+_STEP: Final = 0.05  # Derivatives use this change of the logarithm of a constant.
 INTERVAL_QUANTILE: Final = 1.645  # A 90 % interval is the mean +- 1.645 standard deviations.
 
 

@@ -213,7 +213,7 @@ def plan(
             attach_relative_bottleneck(model, cluster, one, at, plan_table) for one, at in first
         ]
     simulated_plans: list[tuple[PlanEstimate, int]] = []
-    for at in ranked.tolist():  # A simulation can find more memory than the closed form.
+    for at in ranked.tolist():  # Not all of these plans fit: a simulation may need more memory.
         if (
             len(simulated_plans) >= MAX_SIMULATED_PLANS
             and sum(one.fits for one, _ in simulated_plans) >= top

@@ -208,7 +208,7 @@ def memory_frontier(
 def _tighten_level(level: FrontierLevel, bound: float) -> FrontierLevel:
     """Return the level with a bound that is at most its span.
 
-    A bound can exceed the span by rounding, because the two sums have a different order.
+    Rounding can make a bound larger than the span: both are sums of floats in a different order.
     """
     span = level.timeline.span
     return level._replace(bound=span if span <= bound * (1 + RELATIVE_TOLERANCE) else bound)

@@ -253,7 +253,7 @@ def _solve_with_cp_sat(
     seed: int,
     report: Callable[[SearchStep, float], None] | None,
 ) -> SolverResult:
-    """Run CP-SAT for the remaining time, from the best order of the local search."""
+    """Run CP-SAT for the remaining time. It starts from the best order of the local search."""
 
     def report_progress(value: float, bound: float) -> None:
         if report is not None:

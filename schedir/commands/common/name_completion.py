@@ -16,7 +16,8 @@ def answer_completion_request(
     """Write the completions of the line that a user types, and exit.
 
     Args:
-        build_parser: A function that returns the parser of the command in its argument.
+        build_parser: A function that returns a parser. Its argument is a list with the command, or
+            an empty list for a parser without a command.
     """
     import argcomplete
 

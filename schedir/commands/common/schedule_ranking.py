@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from schedir.schedules.schedule_algebra import Schedule
 
 Candidate = tuple[str, "Request"]
-# Options that save memory, in the order in which they are tried. The first remedy does not change
-# the order of compute.
+# Options that save memory, in the order in which they are tried. Shared buffers come first, because
+# they add no compute.
 _REMEDIES: Final[tuple[dict[str, Any], ...]] = (
     {"buffer_sharing": "minimal"},
     {"recompute": "fit"},

@@ -305,7 +305,7 @@ def _describe_level(request: Request) -> str:
 
 
 def describe_error(error: SchedirError, request: Request | None = None) -> dict[str, Any]:
-    """Return an error as JSON, with a picture of the ranks if it names instructions.
+    """Return an error as JSON. If the error names instructions, add a picture of them.
 
     Args:
         error: The error.
@@ -379,7 +379,7 @@ def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> 
 def find_changed_state(
     state: StudioState, shape: PipelineShape, change: SimulatedChange
 ) -> dict[str, Any] | None:
-    """Return the state with the built-in schedule and the shape of a change, as JSON.
+    """Return a state that shows a change, if the change is another built-in schedule, as JSON.
 
     Args:
         state: The state.
@@ -387,7 +387,8 @@ def find_changed_state(
         change: The change.
 
     Returns:
-        The state, or None if no built-in schedule takes the same time as the change.
+        The state. None if the change is not a built-in schedule, or if the schedule does not take
+        the same time as the change.
     """
     draft = change.row.draft
     if state.run or draft is None or draft.name not in get_built_in_schedules():

@@ -170,7 +170,7 @@ def list_layer_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
 
 def count_local_tokens(model: TransformerSpec, plan: ParallelPlan) -> int:
-    """Return the number of tokens of a microbatch on one GPU, before sequence parallelism.
+    """Return the number of tokens of a microbatch on one GPU, without sequence parallelism.
 
     Args:
         model: The model.
@@ -180,7 +180,7 @@ def count_local_tokens(model: TransformerSpec, plan: ParallelPlan) -> int:
 
 
 def _count_activations(model: TransformerSpec, plan: ParallelPlan) -> float:
-    """Return the number of elements of an activation on one GPU, after sequence parallelism."""
+    """Return the number of elements of an activation on one GPU, with sequence parallelism."""
     cut = plan.tp if plan.sequence_parallel else 1
     return count_local_tokens(model, plan) * model.hidden / cut
 

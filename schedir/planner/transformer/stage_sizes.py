@@ -89,7 +89,8 @@ def compute_sizes(
 ) -> Sizes:
     """Return the sizes of each stage of a plan, in bytes of one GPU and one microbatch.
 
-    - A layer saves `compute_saved_bytes`. The first stage also saves the mask of its dropout.
+    - A layer saves the bytes of `compute_saved_bytes`. The first stage also saves the mask of its
+      dropout.
     - The last stage also saves the inputs of its norm and of the logits, and the logits in 32 bits.
       I replaces the 32-bit logits by their gradients in the number type of activations (arXiv
       2205.05198, section 4.3). `SoftwareConstants.logit_bytes` includes more buffers of the loss.

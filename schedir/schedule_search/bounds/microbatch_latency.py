@@ -15,10 +15,9 @@ class MicrobatchLatency(NamedTuple):
         until_forward: The time from the start of the run to the start of the F on the stage.
         forward_to_backward: The time from the end of this F to the start of the I on the stage.
         backward_to_stage_0: The time from the end of this I to the end of the I on stage 0.
-        outside_stage: The least time outside of the interval from the first F to the last I of the
-            stage, 0 for stage 0. For the objective "span" this is the time before and after the
-            interval, with the W and the optimizer step of an earlier stage. For "own" it is the
-            time in the active span of an earlier rank, for the rank with the most such time.
+        outside_stage: The least time by which the run is longer than the interval from the first F
+            to the last I of the stage. For the objective "own", the longest active span of an
+            earlier rank counts instead of the run. 0 for stage 0.
     """
 
     until_forward: tuple[float, ...]

@@ -28,7 +28,9 @@ _LATENESS_WEIGHTS: Final = [k / 8 for k in range(9)]
 
 
 def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
-    """Return the bound from microbatches that cross after the stage with the slowest round trips.
+    """Return the lower bound from the delays of microbatches that cross.
+
+    Microbatches cross on the stages after the stage with the slowest round trips.
 
     Args:
         problem: The problem.
@@ -106,7 +108,7 @@ def crossing_delays(
     for r in stages:
         for q in range(stage, r + 1):
             x = max(round_trip - turn[r] - turn[q], 0.0)
-            both = r < stages[-1]  # On the last stage, `x` is the larger delay.
+            both = r < stages[-1]  # There is no stage r + 1 after the last stage.
             y = round_trips[r + 1] + round_trips[q + 1] - round_trip if both else x
             yield x, max(x, y)
     rest = round_trip - round_trips[stage]  # The first returns before the second starts.
