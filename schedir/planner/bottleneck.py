@@ -177,7 +177,7 @@ def _attach_difference(
     other_index: int,
     part_index: int | None = None,
 ) -> PlanEstimate:
-    """Return the estimate with the part of the step on which another plan spends less time.
+    """Return the estimate with a bottleneck: a part of the step that is shorter in another plan.
 
     `part_index` is the index of this part in `StepBreakdown`. None chooses the part with the
     largest difference.

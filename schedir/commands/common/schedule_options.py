@@ -256,7 +256,7 @@ def _parse_fields(
     parse_value: Callable[[str], float],
     example: str,
 ) -> dict[str, Any]:
-    """Return the values of `name=number,name=number:number` for the fields of a class."""
+    """Parse a text such as `F=1,B=2:3` into field -> value, for the fields of `result_type`."""
     if text.startswith("@"):
         # A line that begins with a name begins a new value, even without a comma before it.
         lines = re.sub(r"(?<![,\s])\s*\n\s*(?=[A-Za-z])", ",", read_text(text[1:]).strip())

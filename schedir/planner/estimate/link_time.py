@@ -69,9 +69,9 @@ def compute_link_times(
 def build_process_mesh(plan: ParallelPlan) -> Ints:
     """Return the global rank of each process, of shape (dp * cp, pp, tp).
 
-    `Cluster.fill_costs` needs this mesh. Consecutive ranks differ in the tensor-parallel index
-    first, and then in the context-parallel index. `ParallelPlan.rank_order` decides whether the
-    pipeline index or the data-parallel index is next.
+    `Cluster.fill_costs` needs this mesh. The ranks of a tensor-parallel group are consecutive, and
+    context-parallel groups come next. `ParallelPlan.rank_order` decides whether pipeline ranks or
+    replicas follow.
 
     Args:
         plan: The plan.

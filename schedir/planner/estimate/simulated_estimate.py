@@ -285,8 +285,8 @@ def simulate_on_cluster(
         name: from_grid(to_grid(getattr(costs, name) or 0.0) / cluster.solo_speedup)
         for name in {row.cost for row in INSTRUCTIONS if row.cost and row.lane in CPU_LANES}
     }
-    # The cores of one replica: the processes of the plan share all cores evenly, and the program has
-    # one process per rank.
+    # The number of cores of one replica. All processes of the plan share the cores evenly, and the
+    # program has one process per rank.
     processors = cluster.processors * cluster.nodes * shape.ranks / plan.gpus
     return simulate_on_cpus(program, replace(costs, **solo_costs), processors)
 
