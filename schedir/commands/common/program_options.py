@@ -229,7 +229,7 @@ def read_config(path: str) -> dict[str, Any]:
                 homes = [
                     f"{home}.{key}"
                     for home, names in known.items()
-                    if key in names and " " not in home  # "model of kind llama" is no section.
+                    if key in names and " " not in home  # "model of kind llama" is not a section.
                 ]
                 hint = f"did you mean {' or '.join(homes)}?" if homes else ""
                 hint = RETIRED_HINTS.get(name) or hint or suggest_names(key, known[section])
