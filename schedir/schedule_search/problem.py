@@ -38,8 +38,8 @@ from schedir.predict.possible_saving import RELATIVE_TOLERANCE
 
 Objective = Literal["span", "own"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
-# The opcode that reduces unsharded gradients. A search assumes unsharded gradients, because sharding
-# them does not change the order of compute.
+# The opcode that reduces unsharded gradients. A search assumes unsharded gradients, because their
+# sharding does not change the order of compute.
 _REDUCE_OP: Final = find_producers(Value.GRAD)[0]
 MAX_TIME: Final = 1e299  # A finite number for "no limit". All times are less.
 

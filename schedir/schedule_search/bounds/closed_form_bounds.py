@@ -230,7 +230,10 @@ class _RankWait:
             )
 
     def _memory_time_area(self, stage: int) -> float:
-        """Return the least integral of memory over time of a microbatch on a stage."""
+        """Return the memory of a microbatch on a stage, summed over the time that it is in use.
+
+        This is the least possible value, in memory x time.
+        """
         problem = self.problem
         there = problem.F[stage] + self.latency.forward_to_backward[stage]
         return (

@@ -28,9 +28,9 @@ _LATENESS_WEIGHTS: Final = [k / 8 for k in range(9)]
 
 
 def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
-    """Return the lower bound from the delays of microbatches that cross.
+    """Return the lower bound from pairs of microbatches whose F and I need the same rank.
 
-    Microbatches cross on the stages after the stage with the slowest round trips.
+    Such microbatches cross, on the stages after the stage with the slowest round trips.
 
     Args:
         problem: The problem.
@@ -108,10 +108,11 @@ def crossing_delays(
     for r in stages:
         for q in range(stage, r + 1):
             x = max(round_trip - turn[r] - turn[q], 0.0)
-            both = r < stages[-1]  # There is no stage r + 1 after the last stage.
+            both = r < stages[-1]  # The last stage has no stage r + 1: `y` is then `x`.
             y = round_trips[r + 1] + round_trips[q + 1] - round_trip if both else x
             yield x, max(x, y)
-    rest = round_trip - round_trips[stage]  # The first returns before the second starts.
+    # The other case: the first microbatch returns before the second starts.
+    rest = round_trip - round_trips[stage]
     least = min(problem.F[stage], min(round_trips[stage:]) - rest)
     yield 0.0, max(least, 0.0)
 
