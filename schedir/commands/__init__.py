@@ -1,18 +1,18 @@
-"""The commands of the command line: one module and one row of `COMMANDS` for each.
+"""The commands of the command line: one module and one row of `COMMANDS` for each command.
 
-The module has the name of its command, with a trailing "_" if the name is a Python keyword.  Only
-the module of the command that runs is imported.  `common` contains code that several commands use.
+The module has the name of its command, with a trailing "_" if the name is a Python keyword. Only
+the module of the command that runs is imported. `common` contains code that several commands use.
 A module has two functions:
 
     def add_arguments(parser: ArgumentParser) -> None  adds the options
     def run(args: Namespace) -> str | int              returns output, exit code, or both in a tuple
 
-It may have two more names, for the text after the options in `--help`:
+A module may have two more names, for texts after the options in `--help`:
 
     EXAMPLES = "..."                                   lines with a command and a description
     def format_epilog() -> str                         returns a text that takes long to compute
 
-`args.typed` contains the words of the command line.
+`args.typed` contains the words of the command line, as the user typed them.
 """
 
 from __future__ import annotations

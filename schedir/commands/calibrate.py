@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> str:
             hint=suggest_source(args.source),
         )
     timeline = load_timeline(args.source)
-    if timeline.causality_warning:  # not on standard output, which another command parses
+    if timeline.causality_warning:  # Not on standard output, because other commands read it.
         print(f"{args.source}: {timeline.causality_warning}", file=sys.stderr)
     costs = calibrate(timeline, per_microbatch=args.per_microbatch)
     if note := _describe_unexplained_time(timeline, simulate_at_mean_times(timeline, costs)):
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _describe_unexplained_time(run: Timeline, predicted: Timeline) -> str:
-    """Return a note about the busy time of a prediction that is not busy time of the run, or ""."""
+    """Return a note if a prediction at these costs has much more busy time than the run, or ""."""
     from schedir.predict.calibrate import MIN_REPORTED_SHARE, compute_unexplained_share
 
     if compute_unexplained_share(predicted, run) < MIN_REPORTED_SHARE:

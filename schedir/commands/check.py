@@ -35,7 +35,7 @@ BLOCKING_HOSTS_TEXT = ", if hosts block, as CPU hosts do"
 DEVICE_SYNC_TEXT = ", if hosts wait for their devices"
 LAZY_COMMUNICATORS_TEXT = ", if each communicator is created at its first use"
 _PROGRESS_ERRORS = (DeadlockError, GroupError, ChannelMismatchError)
-_MAX_CHAIN_LINKS = 40  # printed links of a chain; it may have one per instruction
+_MAX_CHAIN_LINKS = 40  # If a chain is longer, only its last links are printed.
 
 EXAMPLES = """\
   schedir check interleaved --ranks 4 --microbatches 8
@@ -95,13 +95,13 @@ def run(args: argparse.Namespace) -> str:
         args: The parsed options of `check`.
 
     Returns:
-        A text, or JSON with `--json`.  With `--explain-start` it is the chain of an instruction,
+        A text, or JSON with `--json`. With `--explain-start` it is the chain of an instruction,
         and with several programs it is the result of `check_sequence.run`.
 
     Raises:
-        UsageError: Options do not go together.
-        SchedirError: The program is wrong, or does not finish under the first model.  The hint of
-            the error names the models under which it finishes.
+        UsageError: The options cannot be combined.
+        SchedirError: The program is wrong, or does not finish under the requested progress model.
+            The hint of the error names the models under which it finishes.
     """
     from schedir.analysis.memory.unshard_counts import collect_sharding_facts, describe_sharding
     from schedir.analysis.progress_models import MODELS
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> str:
         if args.output is not None:
             _draw_deadlock(program, error, args.output)
         raise
-    if args.output is not None:  # not on standard output, which may be JSON
+    if args.output is not None:  # Not on standard output, which may be JSON.
         print(
             f"did not write {args.output}: the program is not refused; `schedir draw` draws it",
             file=sys.stderr,
@@ -155,8 +155,8 @@ def run(args: argparse.Namespace) -> str:
         [first, *_find_finishing_models(program, others, **hosts, **eager_options)],
         key=MODELS.index,
     )
-    # `blocking_serial` queues computes with transfers.  A program that finishes under it also
-    # finishes on blocking hosts.
+    # `blocking_serial` has one queue for compute and transfers. A program that finishes under it
+    # also finishes on blocking hosts, so this case needs no further check.
     is_known = any(hosts.values()) or ("blocking_serial" in models and args.eager_limit is None)
     on_cpus = (
         models
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> str:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.shape.ranks}
         facts["stages_per_rank"] = program.shape.stages_per_rank
         model_facts = {"models": models}
-        if not args.lazy_communicators:  # blocking hosts are not checked with this option
+        if not args.lazy_communicators:  # Blocking hosts are not checked with this option.
             model_facts["models_where_hosts_block"] = on_cpus
         if args.host_device_sync:
             model_facts["models_where_hosts_wait_for_their_device"] = models
@@ -250,7 +250,7 @@ def _describe_eager_limit(
     error: DeadlockError,
     host_options: dict[str, bool],
 ) -> list[str]:
-    """Return a hint if a program that hangs would finish with eager messages."""
+    """Return a hint in a list if eager messages would resolve the deadlock, else []."""
     from schedir.analysis.eager_limit import describe_eager_limit
     from schedir.ir.cost.sizes import Sizes
 
@@ -264,7 +264,7 @@ def _describe_eager_limit(
 
 
 def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
-    """Write a picture of the position of each rank in a refused program."""
+    """Write a picture of a refused program with the instruction at which each rank stops."""
     from schedir.io.files import atomic_write
     from schedir.viz.deadlock_diagram import draw_deadlock
 
@@ -277,7 +277,10 @@ def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
 
 
 def _draw_refused_draft(request: Request, error: SchedirError, output: str) -> None:
-    """Write a picture of a schedule that `compile` refused before it added communication."""
+    """Write a picture of a draft in which `compile` found a deadlock before lowering it.
+
+    For other errors, add a note to the error that there is no picture.
+    """
     if isinstance(error, DeadlockError):
         draft = replace(request, draft=True).program
         if len(draft) == error.instruction_count:

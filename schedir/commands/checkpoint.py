@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
         The text, or the text and an exit code.
 
     Raises:
-        CheckpointError: There is no such directory or checkpoint, or the exported one is not
-            complete.
+        CheckpointError: The directory or the checkpoint does not exist, or the checkpoint to export
+            is not complete.
         UsageError: An option is invalid, or a file exists and `--replace` is not given.
     """
     return _inspect(args) if args.action == "inspect" else _export(args)
@@ -143,12 +143,15 @@ def _write_export(
     config: dict[str, Any] | None,
     replace: bool,
 ) -> int:
-    """Write the tensors and the configuration, if any: both files or none."""
+    """Write the tensors, and the configuration if there is one. Return the bytes of the tensors.
+
+    If an error occurs, none of the files is written.
+    """
     from schedir.checkpoints.safetensors_export import write_safetensors
 
     metadata = {"step": str(manifest.step)}
     also = manifest.state.get("also")
-    if config is None and isinstance(also, dict):  # in the format of `save_model` of safetensors
+    if config is None and isinstance(also, dict):  # `save_model` of safetensors does the same.
         metadata |= {str(name): str(of) for name, of in also.items()}
     made = config is not None and not targets[0].parent.exists()
     try:
@@ -161,13 +164,13 @@ def _write_export(
             )
             if config is not None:
                 paths[1].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            _require_absent(targets, replace)  # again, because the export takes long
+            _require_absent(targets, replace)  # Check again, because the export takes long.
         return size
     except OSError as error:
         raise UsageError(f"cannot write {targets[0]}: {describe_os_error(error)}") from None
     finally:
         if made:
-            with suppress(OSError):  # the directory is not empty
+            with suppress(OSError):  # The directory is not empty.
                 targets[0].parent.rmdir()
 
 
@@ -196,9 +199,9 @@ def _open_directory(args: argparse.Namespace) -> CheckpointDirectory:
 def _find_complete_checkpoint(
     directory: CheckpointDirectory, step: int | None
 ) -> tuple[Manifest, tuple[str, ...]]:
-    """Return a verified checkpoint, and the reasons for the newer ones that were skipped.
+    """Return the manifest of a verified checkpoint, and why newer checkpoints were skipped.
 
-    It is the checkpoint of `step`, or the newest complete one if `step` is None.
+    The checkpoint is that of `step`, or the newest complete checkpoint if `step` is None.
     """
     from schedir.checkpoints.manifest import IncompleteCheckpointError, join_facts
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from schedir.io.program_request import Request
     from schedir.predict.timeline import Timeline
 
-MAX_DIFFERENCES = 8  # printed differences of two runs; the rest is small
+MAX_DIFFERENCES = 8  # The number of printed differences of two runs. The others are small.
 
 EXAMPLES = """\
   schedir compare gpipe one_f_one_b zb_h1 --costs F=1,B=2
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> str:
         args: The parsed options of `compare`.
 
     Raises:
-        UsageError: Options do not go together.
+        UsageError: The options cannot be combined.
     """
     if args.output is None:
         if args.tradeoff:
@@ -115,12 +115,14 @@ def run(args: argparse.Namespace) -> str:
 def _drop_exceeded_limits(
     requests: Sequence[Request],
 ) -> tuple[list[Request], dict[str, Excess]]:
-    """Return requests that accept a program over the memory limit, and its memory by source.
+    """Remove the memory limit from requests whose programs exceed it.
 
-    A program that an option such as `recompute=fit` cannot make fit is left out.
+    Returns:
+        The requests, and source -> memory for each program over the limit. If an option such as
+        `recompute=fit` cannot make a program fit, its request is left out.
 
     Raises:
-        MemoryLimitError: All programs are left out.
+        MemoryLimitError: All requests are left out.
     """
     kept, over_limit = list[Any](), dict[str, Excess]()
     for request in requests:
@@ -155,7 +157,7 @@ def _format_comparison(
             size["peak_memory"] = float(t.peak_memory.max())
             excess = over_limit.get(request.source)
             size["over_limit"] = excess is not None
-            if excess is not None:  # a limit counts values that may be in memory longer
+            if excess is not None:  # Limits apply to the worst case, which can exceed this run.
                 size["peak_memory"] = excess.amount
         rows.append(facts | counts | size | collect_cost_facts(request) | sharding)
     if not as_table:
@@ -186,7 +188,7 @@ def _format_peak_memory(facts: dict[str, Any]) -> str:
 
 
 def _describe_differences(timelines: Sequence[Timeline]) -> str:
-    """Return the largest differences of two runs of one program in the same unit."""
+    """Return a table of the largest differences of two runs of the same program, else ""."""
     from schedir.predict.timeline_diff import compare_timelines
 
     if len(timelines) != 2:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return the code for the shell.
+    """Return the code that completes `schedir` in a shell.
 
     Args:
         args: The parsed options of `completion`.

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Draw runs on the terminal or to a file, in the format of the file's suffix.
+    """Draw runs on the terminal, or to a file in the format of its suffix.
 
     Args:
         args: The parsed options of `draw`.
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> str:
         The text chart, or a line with the file name.
 
     Raises:
-        UsageError: Options do not go together, or the suffix is unknown.
+        UsageError: The options cannot be combined, or the suffix is unknown.
     """
     page = args.output is not None and args.output.lower().endswith(".html")
     if args.idle and (page or args.output is None):
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _format_text_chart(request: Request) -> str:
-    """Return a run as a text chart, with its lower bound below."""
+    """Return a run as a text chart, followed by lines about its lower bound and its memory."""
     bound = find_lower_bound(request)
     lines = [describe_run_bound(request.timeline, bound), describe_request_memory(request, bound)]
     return format_text_chart(request.timeline) + "".join(f"{line}\n" for line in lines if line)

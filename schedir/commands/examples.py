@@ -1,6 +1,6 @@
 """The command `examples`: write the example files of the documentation to a folder.
 
-The clusters of `schedir plan` are among them, in the folder `clusters`.
+The cluster presets of `schedir plan` are among these files, in the folder `clusters`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> str:
         A line with the number of files.
 
     Raises:
-        UsageError: The folder exists, or cannot be written.
+        UsageError: The folder already exists, or cannot be written.
     """
     folder = Path(args.output)
     examples = sorted(path for path in _SOURCE.iterdir() if path.is_file())

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from schedir.predict.what_if import Advice, SimulatedChange
     from schedir.schedule_search.search_results import LowerBound
 
-# Printed changes that save time.  Changes for which there is a command are always printed.
+# The number of printed changes that save time. Changes with a command are always printed.
 MAX_CHANGES = 3
-MIN_SLOW_STAGE_RATIO = 1.5  # to the mean; a stage that takes less is not called slow
-MAX_RANKS = 16  # ranks in the table of idle shares
-MAX_MEMORY_CHANGES = 5  # printed changes of the memory of ranks
-TORCH_FORMAT = "torch-2.13"  # the version of torch's CSV format that contains transfers
+MIN_SLOW_STAGE_RATIO = 1.5  # A stage is slow if its time is at least this many times the mean.
+MAX_RANKS = 16  # The largest number of ranks for which a table of idle shares is printed.
+MAX_MEMORY_CHANGES = 5  # The number of printed changes of memory options.
+TORCH_FORMAT = "torch-2.13"  # The version of torch's CSV format that contains transfers.
 
 EXAMPLES = """\
   schedir explain one_f_one_b --costs F=1,B=2,send=0.2
@@ -48,7 +48,7 @@ The page docs/how-to/speed-up-a-run.md has more.
 """
 
 
-# What a rank waits for, by cause of its idle time, as in the glossary.
+# Cause of idle time -> what the rank waits for. The glossary has the same causes.
 _CAUSES = {
     "warmup": "another rank's compute, before the rank's first backward",
     "cooldown": "another rank's compute, after the rank's last forward; or no more work",
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return a few lines about idle time, and the changes that would shorten the step.
+    """Return lines about idle time, and about changes that would shorten the step.
 
     Args:
         args: The parsed options of `explain`.
@@ -123,9 +123,9 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
-    """Return a request that accepts a program over the memory limit, and the limit.
+    """Return the request, without its memory limit if the program exceeds it, and the limit.
 
-    `explain` reports the changes that fit into the limit.  It therefore needs a prediction of a
+    `explain` reports the changes with which the program fits. For this it needs a prediction of the
     program that does not fit.
 
     Raises:
@@ -145,10 +145,12 @@ def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
 
 
 def _find_lower_bounds(advice: Advice, costs: Costs) -> list[LowerBound]:
-    """Return the lower bounds of all orders of these stages with no more activations.
+    """Return lower bounds on all schedules with the stages and the memory of the program.
+
+    The memory is the number of activations in flight.
 
     Returns:
-        One bound, and a second one with split backwards if the program has full backwards only.
+        One bound. If the program has only full backwards, also a second bound for split backwards.
         Empty if no bound is known or the advice is not reliable.
     """
     from schedir.ir.isa.instructions import BACKWARD_INPUT
@@ -161,7 +163,7 @@ def _find_lower_bounds(advice: Advice, costs: Costs) -> list[LowerBound]:
 
 
 def _describe_possible_saving(advice: Advice, lower_bounds: list[LowerBound]) -> list[str]:
-    """Return a line with the largest possible saving of another order."""
+    """Return a line with the most time that another schedule could save, or [] if not known."""
     shares = [compute_saving(advice.baseline.span, bound.value) for bound in lower_bounds]
     most = [describe_saving(share) for share in shares]
     if len({*most}) > 1:
@@ -203,7 +205,11 @@ def _collect_change_facts(change: SimulatedChange) -> dict[str, Any]:
 def _describe_recipe(
     change: SimulatedChange, args: argparse.Namespace, request: Request
 ) -> list[str]:
-    """Return commands that make a change of transfers, or the transports of a progress model."""
+    """Return lines that describe how to make a change.
+
+    For a change of transfers these are commands. For a progress model, the line names transports.
+    Other changes have no lines.
+    """
     from schedir.analysis.progress_models import get_model_row
     from schedir.io import torch_csv
     from schedir.ir.cost.costs import Costs
@@ -257,7 +263,7 @@ def _describe_recipe(
 
 
 def _describe_bubble(timeline: Timeline, idle: NDArray[Any]) -> str:
-    """Return a line with the bubble by cause, the largest first."""
+    """Return a line with the bubble and its causes, the largest cause first."""
     from schedir.predict.bubble_causes import sum_by_cause
 
     total_time = timeline.span * timeline.ranks
@@ -278,14 +284,17 @@ def _describe_total(timeline: Timeline) -> str:
 
 
 def _list_printed_causes(share: Floats) -> list[IdleCause]:
-    """Return the causes whose shares are not printed as 0.0 %, the largest first."""
+    """Return the causes whose printed share is above 0.0 %, the largest first."""
     from schedir.predict.bubble_causes import IdleCause
 
     return sorted((c for c in IdleCause if share[c] >= 0.0005), key=lambda c: -share[c])
 
 
 def _describe_ranks(timeline: Timeline, idle: NDArray[Any], source: str) -> list[str]:
-    """Return the lines of a table with the idle shares of each rank, or one line for many ranks."""
+    """Return the lines of a table with the idle shares of each rank.
+
+    For many ranks, return one line with a command that shows them.
+    """
     from schedir.predict.bubble_causes import sum_by_cause
 
     if timeline.ranks > MAX_RANKS:
@@ -320,7 +329,7 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     rank, op, stage = kinds[waited.argmax()].tolist()
     durations, pair = spans["end"] - spans["start"], timeline.is_second_of_pair.copy()
     pair[:-1] |= pair[1:]
-    is_same_op = (spans["op"] == op) & ~pair  # two overlapped instructions share one time
+    is_same_op = (spans["op"] == op) & ~pair  # The instructions of a joined pair share one time.
     stage_times, comparison = durations[is_same_op & (spans["stage"] == stage)], ""
     if (
         len(stage_times)
@@ -331,7 +340,7 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
         comparison = f"; it takes {ratio:.2f}x the mean of all {INSTRUCTIONS[op].text}"
         if ratio < 1:
             comparison += _describe_slow_stage(spans["stage"][is_same_op], durations[is_same_op])
-    if not timeline.idle.sum() > 0:  # the waits are so short that they round to 0
+    if not timeline.idle.sum() > 0:  # The waits are so short that they round to 0.
         return []
     share = waited.max() / (timeline.span * timeline.ranks)
     return [
@@ -341,13 +350,13 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
 
 
 def _describe_slow_stage(stages: NDArray[Any], durations: NDArray[Any]) -> str:
-    """Return the stage that takes much longer than the mean, or an empty string.
+    """Return a clause about the stage that takes much longer than the mean, or "".
 
-    Ranks wait for a fast stage if that stage waits for a slow one.
+    Ranks may wait for a fast stage only because this stage waits for a slow stage.
 
     Args:
         stages: The stage of each instruction of one opcode.
-        durations: The time of each.
+        durations: The time of each of these instructions.
     """
     import numpy as np
 
@@ -362,7 +371,7 @@ def _describe_slow_stage(stages: NDArray[Any], durations: NDArray[Any]) -> str:
 def _describe_advice(
     advice: Advice, recipes: list[list[str]], timeline: Timeline, source: str
 ) -> list[str]:
-    """Return lines with the changes that save most time, and the error of the simulation."""
+    """Return lines with the changes that save the most time, and the error of the simulation."""
     from schedir.predict.calibrate import MIN_REPORTED_SHARE, compute_unexplained_share
     from schedir.predict.what_if import MAX_COMPILED_INSTRUCTIONS, MIN_SAVING
 
@@ -392,7 +401,7 @@ def _describe_advice(
     head = f"changes that save most of the time per microbatch, by simulation{of}:"
     lines = [head]
     for k, (at, change) in enumerate(best):
-        if k < MAX_CHANGES or recipes[at]:  # changes with commands are always printed
+        if k < MAX_CHANGES or recipes[at]:  # Changes with commands are always printed.
             lines += [
                 f"  {change.saved_share:6.1%}  {change.description}: {change.describe()}",
                 *(f"{'':10}{how}" for how in recipes[at]),
@@ -401,7 +410,7 @@ def _describe_advice(
 
 
 def _describe_memory_changes(advice: Advice, memory_limit: float | None) -> list[str]:
-    """Return a line for each change of the memory of ranks."""
+    """Return a heading, and a line for each change that makes the program fit or saves memory."""
     now = advice.current
     if not advice.fits_memory and memory_limit is not None:
         head = f"the program does not fit into {format_bytes(memory_limit)}: {now.describe()}; "

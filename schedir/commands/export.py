@@ -10,14 +10,14 @@ from schedir.commands.common.schedule_options import add_compile_options, add_so
 from schedir.errors import UsageError
 from schedir.io.files import atomic_write
 
-COMPRESS_ABOVE_BYTES = 5_000_000  # bytes of JSON; larger files are compressed with gzip
+COMPRESS_ABOVE_BYTES = 5_000_000  # JSON files with more bytes are compressed with gzip.
 
 
 class ExportFormat(NamedTuple):
     """A file format of another system.
 
     Attributes:
-        to_text: Returns the contents of the file for the parsed options.
+        to_text: A function that returns the contents of the file for the parsed options.
         suffix: The suffix of the file.
         description: A phrase for the help.
     """
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """Write a program or a run in another format, and return a line with the file name.
 
-    A file is compressed if its name ends in ".json.gz", or if it is large JSON.
+    A JSON file is compressed if it is large, or if its name ends in ".json.gz".
 
     Args:
         args: The parsed options of `export`.

@@ -50,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """Write the program of a CSV or the run of traces, and return a summary.
 
-    A program without transfers is lowered.  Every program is checked.
+    A program without transfers is lowered. Every program is checked.
 
     Args:
         args: The parsed options of `import`.
 
     Raises:
-        UsageError: Options do not go together, or there are several CSV files.
+        UsageError: The options cannot be combined, or a CSV file is not the only source.
         SchedirError: The CSV or the traces cannot be read, or the program is wrong.
     """
     is_csv = [source.endswith(".csv") for source in args.sources]
@@ -102,9 +102,9 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
 
 
 def _describe_skipped_unshards(text: str, zero: int) -> str:
-    """Return a line with the number of UNSHARD actions that were skipped.
+    """Return a line with the number of UNSHARD actions that the import skipped, or "".
 
-    torch writes them for all stages.  A program has them only with ZeRO.
+    torch writes UNSHARD actions for all stages, but a program has unshards only with ZeRO.
     """
     from schedir.io.torch_unshard import UNSHARD
 
@@ -174,7 +174,7 @@ def _import_traces(args: argparse.Namespace) -> str:
 
 
 class _ReadCount:
-    """Counts the files that are read, and shows the count."""
+    """Counts the trace files that have been read, and shows the count as progress."""
 
     def __init__(self, file_count: int) -> None:
         self.file_count = file_count
@@ -187,5 +187,5 @@ class _ReadCount:
 
 
 def _derive_program_name(source: str) -> str:
-    """Return a name for a program, derived from the name of its file."""
+    """Derive the name of a program from the name of its file."""
     return re.sub(r"[^\w.-]+", "_", Path(source).stem)

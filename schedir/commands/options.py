@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return a table of all options, or the description of one.
+    """Return a table of all options, or the description of one option.
 
     Args:
         args: The parsed options of `options`.
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _format_option(row: dict[str, str]) -> str:
-    """Return the lines of one option: its name, and its wrapped description."""
+    """Return the lines of the table for one option: its name, and its wrapped description."""
     setting = f" [{row['configuration']}]" if row["configuration"] else ""
     first, *rest = wrap(row["help"] + setting, 72)
     return f"{row['option']:<24} {first}\n" + "".join(f"{'':<24} {line}\n" for line in rest)

@@ -1,6 +1,7 @@
 """The command `plan`: find the parallel plans of a model on a cluster with the shortest steps.
 
-`--gpu-counts` plans for several numbers of GPUs, and `--measure` measures this machine instead.
+`--gpu-counts` plans for several numbers of GPUs. `--measure` and `--calibrate` write a cluster file
+instead of planning.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------- plans for several numbers of GPUs
 
-# "strong" scaling has the same batch for each number of GPUs.  With "weak" scaling it grows.
+# With strong scaling, the batch is the same for each number of GPUs. With weak scaling, it grows.
 _SCALING_DESCRIPTIONS = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"}
 
 
 def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
-    """Return a table for strong and one for weak scaling, and write the picture."""
+    """Return a table for strong scaling and a table for weak scaling, and write the picture."""
     excluded = (
         (args.output, "-o"), (args.tradeoff, "--tradeoff"), (args.search, "--improve-schedules"),
         (args.gpus is not None, "--gpus"),
@@ -87,7 +88,7 @@ def _find_plan_per_gpu_count(
 ) -> list[PlanEstimate]:
     """Return the best plan for each number of GPUs.
 
-    For each number without a plan, a line with the reason is appended to `refusals`.
+    For each number of GPUs without a plan, a line with the reason is appended to `refusals`.
     """
     result: list[PlanEstimate] = []
     max_gpus = max(gpu_counts)
@@ -135,10 +136,8 @@ def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
 
 # ---------------------------------------------------------------- --measure
 
-# Measure this machine, and write a cluster file of it.
 
-
-# Options that `--measure` excludes, and options that need it.
+# Options that cannot be combined with `--measure`, and options that need it.
 _PLANNING_OPTIONS: Final = (
     "model", "layers", "batch", "cluster", "scale", "picture", "calibrate", "memory_limit",
 )  # fmt: skip
@@ -171,12 +170,12 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
         args: The parsed options of `plan`.
 
     Returns:
-        A table of the measurements and the predictions of the cluster file.  None without
+        A table of the measurements and of predictions with the cluster file. None without
         `--measure`.
 
     Raises:
-        UsageError: An option does not go with `--measure` or is missing, or the machine cannot be
-            measured.
+        UsageError: An option is missing or cannot be combined with `--measure`, or the machine
+            cannot be measured.
     """
     if not args.measure:
         if given := [name for name in _MEASURING_OPTIONS if getattr(args, name) is not None]:
@@ -196,7 +195,7 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
     from schedir.io.cluster_file import save_cluster
     from schedir.training.hardware_benchmark import measure
 
-    with atomic_write(args.output) as temporary:  # fails here if the path cannot be written
+    with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
         temporary.touch()
         measurement = measure(args.processes, args.device or "cpu", progress=True)
         processes = (
@@ -238,7 +237,7 @@ def calibrate_cluster(args: argparse.Namespace) -> str:
                          fields=["memory_limit"])  # fmt: skip
     model, cluster = resolve_model(args), resolve_cluster(args)
     runs = read_runs(args.calibrate, model)
-    with atomic_write(args.output) as temporary:  # fails here if the path cannot be written
+    with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
         temporary.touch()
         found = calibrate(cluster, stack_preset(args.stack), runs)
         notes = {
@@ -393,7 +392,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
 
 
 def format_epilog() -> str:
-    """Return the columns of the table and the names that `--model` accepts, for `--help`."""
+    """Return a text about the columns of the table and the names for `--model`, for `--help`."""
     from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
     rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODEL_PRESETS.items())
@@ -416,7 +415,7 @@ def _parse_names(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return the best plans and the bottleneck of the first, and write the files.
+    """Return the best plans and details of the selected plan, and write the output files.
 
     Args:
         args: The parsed options of `plan`.
@@ -425,7 +424,7 @@ def run(args: argparse.Namespace) -> str:
         A table, JSON with `--json`, or the result of `measure_cluster` with `--measure`.
 
     Raises:
-        UsageError: Options are invalid or do not go together, or no plan fits.
+        UsageError: Options are invalid or cannot be combined, or no plan fits.
     """
     if (measurement := measure_cluster(args)) is not None:
         return measurement
@@ -442,7 +441,7 @@ def run(args: argparse.Namespace) -> str:
     if args.picture is not None:
         from schedir.viz.figures.figure_files import require_figure_suffix
 
-        require_figure_suffix(args.picture)  # fails before the search for plans
+        require_figure_suffix(args.picture)  # Fail before the search for plans.
     if args.top < 1:
         raise UsageError(f"--top must be 1 or more, not {args.top}")
     if args.tokens is not None and not 0 < args.tokens < inf:
@@ -462,7 +461,7 @@ def run(args: argparse.Namespace) -> str:
     if args.picture is not None:
         require_writable(args.picture)
     with _open_output(args.output) as path:
-        if args.cut or args.search:  # these options ask for the fastest plan, simple or not
+        if args.cut or args.search:  # These options need the fastest plans, not the simplest.
             best, fastest = find_plans(request, args.top), None
         else:
             best, fastest = find_preferred_plans(request, args.top)
@@ -494,9 +493,9 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _open_output(path: str | None) -> AbstractContextManager[Path | None]:
-    """Return a context that yields the file to write, or None.
+    """Return a context that yields the file to write, or None if there is no output.
 
-    It fails before planning if the file cannot be written.
+    The context raises an error before planning if the file cannot be written.
     """
     return nullcontext() if path is None else _touch_output(path)
 
@@ -562,7 +561,7 @@ def _format_simulate_command(
     from schedir.predict.calibrate import format_costs
 
     model, cluster = request.model, request.cluster
-    if cluster.processors is not None:  # ranks share the memory bandwidth and caches of processors
+    if cluster.processors is not None:  # `simulate` does not model ranks that share CPU cores.
         return ""
     trainer = get_trainer(cluster, **request.software)
     times = compute_stage_times(model, cluster, plan, trainer.constants)

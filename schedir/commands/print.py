@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """Return the text of a program, or write it to a file.
 
-    Repeated lines are folded, unless `--no-repeat` is given.
+    By default, repeated lines are folded. `--no-repeat` writes one line per instruction.
 
     Args:
         args: The parsed options of `print`.
@@ -69,7 +69,7 @@ def write_program(program: Program, output: str, *, folded: bool = True) -> str:
     Args:
         program: The program.
         output: A path that ends in ".sched".
-        folded: True joins repeated lines.
+        folded: True to fold repeated lines. False to write one line per instruction.
 
     Raises:
         UsageError: The path has another suffix, or the file cannot be written.
@@ -83,9 +83,9 @@ def write_program(program: Program, output: str, *, folded: bool = True) -> str:
 
 
 def _draw_preview(request: Request) -> str:
-    """Return the predicted run as a text chart for a terminal, or "".
+    """Return the predicted run as a text chart, or "" if the output is not a terminal.
 
-    The lines are comments, so that the output can still be parsed.
+    The lines are comments, so that the output can still be parsed as a program.
     """
     if not sys.stdout.isatty():
         return ""
@@ -95,4 +95,4 @@ def _draw_preview(request: Request) -> str:
         text = f"\n# {parts}" if (parts := describe_sharding(request.program)) else ""
         return f"{text}\n" + format_text_chart(request.timeline, line_prefix="# ")
     except SchedirError:
-        return ""  # `check` reports the error
+        return ""  # The command `check` reports the error.

@@ -35,7 +35,7 @@ from schedir.io.terminal_output import format_json, format_table
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
 
-# Values of `v` for schedules that take it, unless `--stages-per-rank` is given.
+# Values of `v` to try for schedules with a parameter `v`, if `--stages-per-rank` is not given.
 STAGES_PER_RANK_TRIED = (1, 2, 4)
 
 EXAMPLES = """\
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return a row for each schedule that fits, and the reasons why others do not.
+    """Return a table of the schedules that fit, and lines that say why others do not.
 
     Args:
         args: The parsed options of `recommend`.
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> str:
     for fact in dict.fromkeys(error.fact for error in ranking.refusals.values()):
         names = [name for name, error in ranking.refusals.items() if error.fact == fact]
         text += f"refused {', '.join(names)}: {fact}\n"
-    # Only the costs of the first schedule: schedules with other stages have other costs.
+    # Describe only the costs of the first schedule: schedules with other stages have other costs.
     return text + warning + describe_costs(ranking.fitting[:1])
 
 
@@ -137,13 +137,12 @@ def _describe_limit(args: argparse.Namespace) -> str:
 
 
 def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
-    """Yield names and requests, first of the schedules without `v`.
+    """Yield the name and the request of each candidate. Schedules without `v` come first.
 
-    A schedule that takes `v` is yielded once for each tried `v`, unless `--stages-per-rank` is
-    given.
-
-    Schedules that delay updates are listed instead of the others if there are several optimizer
-    steps.
+    A schedule with a parameter `v` is a candidate for each value in `STAGES_PER_RANK_TRIED`. If
+    `--stages-per-rank` is given, it is one candidate with this value. If there are several
+    optimizer steps, the candidates are the built-in schedules with weight delay, otherwise those
+    without.
     """
     from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 
@@ -156,7 +155,7 @@ def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
         if schedule is None or not has_free_v(schedule) or args.stages_per_rank is not None:
             yield name, request
             continue
-        # A schedule with a placement of its own has at least two stages per rank.
+        # A schedule that defines a placement has at least two stages per rank.
         has_placement = get_placement_mark(schedule)[0] is not None
         for v in STAGES_PER_RANK_TRIED[has_placement:]:
             yield (
@@ -171,7 +170,7 @@ def _collect_row(request: Request) -> dict[str, Any]:
     timeline = request.timeline
     shape, ops = timeline.program.unsegmented_shape, timeline.program.used_opcodes
     row = collect_timeline_facts(timeline, find_lower_bound(request)) | {
-        "stages_per_rank": shape.stages_per_rank,  # before the stages are divided into segments
+        "stages_per_rank": shape.stages_per_rank,  # Before stages are divided into segments.
         "peak_activations": timeline.peak_activations,
         "split_backwards": BACKWARD_INPUT in ops,
         "parameters_held": shape.placement_rows,

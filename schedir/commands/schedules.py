@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return the built-in schedules, with what each does.
+    """Return the names of the built-in schedules with a description of each.
 
     Args:
         args: The parsed options of `schedules`.
@@ -53,7 +53,7 @@ def _collect_facts(name: str, schedule: Schedule) -> dict[str, Any]:
 
 
 def _format_schedule(facts: dict[str, Any]) -> str:
-    """Return the lines of one schedule: its name, and its wrapped description."""
+    """Return the lines about one schedule: its name, and its wrapped description."""
     text = facts["description"]
     if facts["stages_per_rank"] > 1:
         where = "" if facts["placement"] == "loop" else f" on {facts['placement']}"

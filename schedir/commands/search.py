@@ -55,7 +55,7 @@ _STOP_REASONS = {
     "no better": "no change shortens the schedule",
     "interrupted": "interrupted, this is the best schedule so far",
 }
-MAX_COMPARED_SCHEDULES = 3  # printed built-in schedules; the rest is longer
+MAX_COMPARED_SCHEDULES = 3  # The number of printed built-in schedules. The others are longer.
 
 EXAMPLES = """\
   schedir search --ranks 4 --microbatches 8 --costs F=2,I=2,W=1 --max-in-flight 4 -o found.sched
@@ -141,10 +141,11 @@ class _SearchRequest:
         request: A request with this shape, the costs, the sizes and the memory limit, but no
             source.
         max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank, or one
-            number per rank.  None for no limit.
-        full_backward_only: True allows no split backwards.
-        minimizes_active_span: True minimizes the longest active span of a rank, and False the span.
-        costs_timeline: The run from which the costs are, if they are from a run.
+            number per rank. None for no limit.
+        full_backward_only: True if the search must not split backwards.
+        minimizes_active_span: If True, minimize the longest active span of a rank. If False,
+            minimize the span.
+        costs_timeline: The run whose mean times are the costs, or None.
         notes: Lines about the costs, for the output.
     """
 
@@ -157,7 +158,7 @@ class _SearchRequest:
     notes: list[str] = field(default_factory=list)
 
     def find_excess(self, request: Request) -> Excess | None:
-        """Return the number in flight of a run, or None if it is within the limit."""
+        """Return the largest number in flight on a rank, or None if the run is within the limit."""
         peak = request.timeline.peak_in_flight
         if self.max_in_flight is None or not (peak > self.max_in_flight).any():
             return None
@@ -165,12 +166,12 @@ class _SearchRequest:
 
     @property
     def objective_text(self) -> str:
-        """The minimized time, in words."""
+        """The name of the time that the search minimizes."""
         return "longest active span" if self.minimizes_active_span else "span"
 
     @property
     def memory_limit_text(self) -> str:
-        """The memory limit of a rank, in words, or "none"."""
+        """The memory limit of a rank as text, or "none"."""
         if self.request.memory_limit is not None:
             return format_bytes(self.request.memory_limit)
         if self.max_in_flight is None:
@@ -181,7 +182,7 @@ class _SearchRequest:
         return f"{':'.join(map(str, each))} in flight"
 
     def describe_result_bound(self, result: SearchResult) -> str:
-        """Return a sentence with the lower bound of the result."""
+        """Return a sentence with the lower bound and the possible saving of a result."""
         within = " within this memory" * (self.memory_limit_text != "none")
         unit = result.timeline.unit and f" {result.timeline.unit}"
         kind = " with full backwards" * self.full_backward_only
@@ -192,12 +193,12 @@ class _SearchRequest:
         return describe_bound(result.span, result.bound, unit, kind + within)
 
     def compute_objective(self, timeline: Timeline) -> float:
-        """Return the time of a run that the search minimizes."""
+        """Return the span or the longest active span of a run, whichever the search minimizes."""
         return float(timeline.active_span.max()) if self.minimizes_active_span else timeline.span
 
 
 def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
-    """Return the search problem of the options."""
+    """Return the search problem that the options of `search` define."""
     from schedir.io.program_request import Request
     from schedir.io.source_loader import Source
 
@@ -234,7 +235,7 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
 
 
 def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Costs, list[str]]:
-    """Return a run from a file, its mean times as costs, and notes about these."""
+    """Return a run from a file, its mean times as costs, and notes about these costs."""
     from schedir.io.timeline_file import TIMELINE_SUFFIX, load_timeline
     from schedir.ir.isa.instructions import BACKWARD_INPUT
     from schedir.predict.calibrate import (
@@ -280,16 +281,16 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
 
 
 def run(args: argparse.Namespace) -> str | tuple[str, int]:
-    """Return the shortest schedule found, its lower bound, and other schedules.
+    """Search for a schedule, and return its length, its lower bound and a comparison.
 
     Args:
         args: The parsed options of `search`.
 
     Returns:
-        The text or JSON.  If the search was interrupted, exit code 130 follows.
+        The text or JSON. If the search was interrupted, a tuple of the text and exit code 130.
 
     Raises:
-        UsageError: Options are invalid or do not go together.
+        UsageError: Options are invalid or cannot be combined.
     """
     if args.frontier:
         return _search_frontier(args)
@@ -298,7 +299,7 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
     problem = _parse_search_request(args)
     with nullcontext() if args.output is None else atomic_write(args.output) as path:
         if path is not None:
-            path.touch()  # fails before the search if the file cannot be written
+            path.touch()  # Fail before the search if the file cannot be written.
         start = perf_counter()
         result = _search(args, problem)
         elapsed = perf_counter() - start
@@ -366,7 +367,7 @@ def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchR
 def _load_initial_schedules(
     sources: Sequence[str], search_request: _SearchRequest
 ) -> list[Schedule | Program]:
-    """Return the programs with which the search begins, in addition to built-in ones."""
+    """Return the programs from which the search starts, in addition to built-in schedules."""
     from schedir.io.source_loader import Source
 
     programs: list[Schedule | Program] = []
@@ -380,9 +381,9 @@ def _load_initial_schedules(
 
 
 def _rank_built_in_schedules(search_request: _SearchRequest) -> ScheduleRanking:
-    """Return the ranking of the built-in schedules and of the run's program at these costs.
+    """Return the ranking of the built-in schedules at the costs of the search.
 
-    The progress model is that of the run.
+    If the costs are from a run, its program is ranked too, and its progress model is used.
     """
     from schedir.io.source_loader import Source
 
@@ -436,7 +437,10 @@ def _format_text(
 def _describe_least_memory(
     search_request: _SearchRequest, result: SearchResult, ranking: ScheduleRanking
 ) -> list[str]:
-    """Return a line if a built-in schedule is as short as a proved one in less memory."""
+    """Return a line about a built-in schedule that is as short as the result with less memory.
+
+    The result is [] if there is none, or if the result of the search is not proved shortest.
+    """
     if result.gap_to_bound or search_request.minimizes_active_span:
         return []
     costs = search_request.request.costs or Costs()
@@ -445,7 +449,7 @@ def _describe_least_memory(
 
 
 def _describe_memory(timeline: Timeline) -> str:
-    """Return the peak memory of the fullest rank."""
+    """Return the largest peak memory of a rank as text."""
     text = f"{int(timeline.peak_in_flight.max())} in flight"
     if timeline.sizes is not None:
         text += f", {format_bytes(float(timeline.peak_memory.max()))}"
@@ -455,7 +459,7 @@ def _describe_memory(timeline: Timeline) -> str:
 def _describe_comparison(
     search_request: _SearchRequest, result: SearchResult, ranking: ScheduleRanking
 ) -> list[str]:
-    """Return lines with the shortest built-in schedules, and those over the limit."""
+    """Return lines with the shortest built-in schedules, and with schedules over the limit."""
     unit = result.timeline.unit and f" {result.timeline.unit}"
     fit = [request.timeline for request in ranking.fitting]
     compared = [
@@ -507,7 +511,8 @@ def _format_comments(
 ) -> str:
     """Return comments for the program file: the command, the problem and the result.
 
-    They contain no time of the search, so that the same search writes the same file.
+    The comments do not contain the duration of the search, so that the same search writes the same
+    file.
     """
     from schedir.predict.calibrate import format_costs
 

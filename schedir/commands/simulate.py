@@ -45,14 +45,15 @@ if TYPE_CHECKING:
 def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
     """Return the bytes that a process of each rank sends in a step, by lane.
 
-    A ring of g processes sends n (g-1)/g bytes from each process for an all-gather or a
-    reduce-scatter of n bytes.  It sends twice that for an all-reduce (Patarasuk and Yuan 2009,
-    section 3).  With Psi bytes of weights and Psi bytes of gradients, data parallelism therefore
-    sends 2 Psi (dp-1)/dp.  So do ZeRO-1 and ZeRO-2.  ZeRO-3 sends 3 Psi (dp-1)/dp if each stage is
-    gathered for its forwards and again for its backwards (arXiv 1910.02054, section 7).
+    In a ring of g processes, each process sends n (g-1)/g bytes for an all-gather or a
+    reduce-scatter of n bytes. It sends twice as many for an all-reduce (Patarasuk and Yuan 2009,
+    section 3). With Psi bytes of weights and Psi bytes of gradients, data parallelism therefore
+    sends 2 Psi (dp-1)/dp. ZeRO-1 and ZeRO-2 send the same number. ZeRO-3 sends 3 Psi (dp-1)/dp if
+    each stage is gathered for its forwards and again for its backwards (arXiv 1910.02054, section
+    7).
 
-    Norms are left out because they are a few bytes.  Tied weights are left out because their sizes
-    are not known.  A residual stream between segments counts as a part of the tensor that is
+    Norms are left out because they have only a few bytes. Tied weights are left out because their
+    sizes are not known. A residual stream between segments counts as a part of the tensor that is
     reduced or gathered.
 
     Args:
@@ -60,11 +61,11 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
         sizes: The sizes of each stage, in bytes.
 
     Returns:
-        Arrays of shape (ranks,).  Lanes without bytes are left out.
+        Lane -> bytes, as arrays of shape (ranks,). Lanes without bytes are left out.
 
     References:
         Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-        workstations".  Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054).
+        workstations". Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054).
 
     Example:
         >>> from schedir import PipelineShape, Sizes, compile, schedules
@@ -101,7 +102,10 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
 def _count_ring_bytes(
     program: Program, row: Row, ring: CollectiveRing, sizes: Sizes, positions: Positions
 ) -> NDArray[np.float64]:
-    """Return the bytes that each process sends in each instruction of one kind."""
+    """Return the bytes that a process sends in each of the instructions at `positions`.
+
+    `row` describes the opcode of all these instructions.
+    """
     shape, (token,) = program.shape, row.needs
     members = {
         "tp": program.tp,
@@ -116,12 +120,12 @@ def _count_ring_bytes(
         ]
     else:
         full_bytes = compute_full_sizes(program, token, sizes, positions)
-    if token is Value.GRAD and program.zero:  # gradients are sharded by then
+    if token is Value.GRAD and program.zero:  # The gradients are already sharded.
         full_bytes = full_bytes / program.dp
     rounds = ring.rounds
     if program.sequence_parallel and row.op in find_segment_collectives(sequence_parallel=True):
-        # Sizes contain all tokens and a second copy of the tokens of the rank.  An all-gather or a
-        # reduce-scatter goes around the ring once.
+        # The size includes all tokens, and the tokens of the rank a second time. The second copy is
+        # not sent. An all-gather or a reduce-scatter goes around the ring once.
         rounds, full_bytes = 1, full_bytes * members / (members + 1)
     return rounds * full_bytes * (members - 1) / members
 
@@ -160,7 +164,7 @@ def run(args: argparse.Namespace) -> str:
         A text, or JSON with `--json`.
 
     Raises:
-        UsageError: The file has the wrong suffix, or a run does not go with the options.
+        UsageError: The file has the wrong suffix, or the options do not apply to a run.
     """
     from schedir.analysis.memory.unshard_counts import collect_sharding_facts, describe_sharding
     from schedir.io.timeline_file import TIMELINE_SUFFIX, save_timeline
@@ -221,7 +225,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _find_lower_tier_peaks(timeline: Timeline) -> dict[str, list[float]]:
-    """Return the peak bytes of each rank on the host and the disk, for the tiers in use."""
+    """Return tier -> peak bytes of each rank, for the host and the disk if they are used."""
     from schedir.analysis.memory.footprint import find_used_tiers
 
     return {
@@ -231,7 +235,7 @@ def _find_lower_tier_peaks(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def _count_lane_bytes(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
-    """Return the bytes that a process of each rank sends, by lane; {} without sizes."""
+    """Return lane -> bytes that a process of each rank sends, or {} if there are no sizes."""
     if timeline.sizes is None or timeline.program.is_draft:
         return {}
     found = count_sent_bytes(timeline.program, timeline.sizes)
@@ -239,7 +243,7 @@ def _count_lane_bytes(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
 
 
 def _describe_sent_bytes(timeline: Timeline, bytes_by_lane: dict[str, NDArray[np.float64]]) -> str:
-    """Return a line with the most bytes that a process sends in each lane."""
+    """Return a line with the largest number of bytes that a process sends in each lane."""
     if not bytes_by_lane:
         return ""
     tied = " (without tied weights)" if timeline.program.tied_weights else ""
@@ -250,7 +254,7 @@ def _describe_sent_bytes(timeline: Timeline, bytes_by_lane: dict[str, NDArray[np
 
 
 def _list_static_memory(timeline: Timeline) -> dict[str, list[float]]:
-    """Return each rank's static bytes, and the peaks of the unsharded values of ZeRO."""
+    """Return name -> bytes of each rank, for static memory and the unsharded values of ZeRO."""
     parts = {name: each.tolist() for name, each in timeline.static_memory.items()}
     for name in UNSHARDED_LABELS.values() if parts else ():
         peaks = [
@@ -261,7 +265,10 @@ def _list_static_memory(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def _count_slots(request: Request) -> dict[str, Any]:
-    """Return the slots of each rank, and the span with one slot for each value."""
+    """Return the slots of each rank, and the span that unshared slots would give, for JSON.
+
+    The result is {} if values do not share slots.
+    """
     from schedir.passes.memory.buffer_sharing import remove_slot_sharing
     from schedir.predict.simulate import simulate
 
@@ -272,7 +279,7 @@ def _count_slots(request: Request) -> dict[str, Any]:
     slots = [counts.specified() for counts in program.slots]
     if (
         request.source_timeline is not None and request.specified_costs is None
-    ):  # the costs of the run are not known
+    ):  # The costs of the run are not known.
         return {"slots": slots}
     unshared = simulate(
         remove_slot_sharing(program),
@@ -286,7 +293,7 @@ def _count_slots(request: Request) -> dict[str, Any]:
 def _suggest_buffer_sharing(request: Request) -> str:
     """Return a line with the peak memory that shared slots would give.
 
-    It is "" if slots are shared already, or if sharing would not help.
+    The line is "" if values already share slots, or if sharing would not reduce the peak.
     """
     from schedir.passes.memory.buffer_sharing import share_slots
     from schedir.predict.simulate import simulate

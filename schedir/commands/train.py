@@ -46,7 +46,7 @@ def format_epilog() -> str:
     """Return the settings by section, for `--help`."""
     from schedir.training.config.settings_table import format_heading, list_settings
 
-    width = get_terminal_size().columns - 2  # the width of argparse
+    width = get_terminal_size().columns - 2  # The width that argparse uses.
     lines = ["\nsettings, their values, their defaults and their meanings:"]
     for section, (_, own) in list_settings().items():
         lines.append(f"\n{format_heading(section)}")

@@ -23,7 +23,8 @@ def describe_plan(plan: ParallelPlan) -> str:
     """Return a short description of a plan.
 
     Args:
-        plan: The plan. The description leaves out degrees and options that have their usual value.
+        plan: The plan. The description has `cp`, `ep`, `stages_per_rank` and the memory options,
+            except for recomputation, only if they differ from the default.
 
     Example:
         >>> from schedir.planner import ParallelPlan
@@ -57,7 +58,7 @@ def no_fit_error(
     Args:
         model: The model of the plans.
         cluster: The cluster of the plans.
-        plan_table: The plans that were estimated. The hint describes the one that uses the least
+        plan_table: The plans that were estimated. The hint describes the plan with the least
             memory.
         offload: True if plans that offload were searched too. The table has only plans that do not
             offload.
@@ -76,16 +77,16 @@ def no_fit_error(
 
 
 def attach_bottleneck(cluster: Cluster, estimate: PlanEstimate) -> PlanEstimate:
-    """Return the estimate with the bottleneck of the plan, without a comparison with other plans.
+    """Return the estimate with its bottleneck set, without a comparison with other plans.
 
     Args:
         cluster: The cluster of the plan.
         estimate: The estimate of the plan.
 
     Returns:
-        The estimate with a `bottleneck` of "memory" if the plan does not fit. Otherwise
-        `bottleneck` is the largest part of the step other than compute, or "compute" if all others
-        are 0.
+        The estimate with `bottleneck` and `explanation`. `bottleneck` is "memory" if the plan does
+        not fit. Otherwise it is the largest part of the step other than compute, or "compute" if
+        all other parts are 0.
     """
     over = estimate.memory.total - cluster.memory
     if over > 0:
@@ -114,7 +115,7 @@ def attach_relative_bottleneck(
     index: int,
     plan_table: PlanTable,
 ) -> PlanEstimate:
-    """Return the estimate with the bottleneck that a comparison with other plans shows.
+    """Return the estimate with the bottleneck that follows from a comparison with other plans.
 
     The first rule that applies sets `bottleneck`:
 
@@ -129,9 +130,9 @@ def attach_relative_bottleneck(
         model: The model of the plans.
         cluster: The cluster of the plans.
         estimate: The estimate to explain.
-        index: The row of this plan in `plan_table`.
-        plan_table: All plans to compare with. The comparison uses their times, which are from the
-            closed form unless `PlanTable.with_simulations` replaced them.
+        index: The column of this plan in `plan_table`.
+        plan_table: All plans to compare with. Their times are from the closed form, or from
+            simulations if `PlanTable.with_simulations` replaced them.
     """
     fits = plan_table.total_memory <= cluster.memory
     mine, own = plan_table.step_times[index], plan_table.breakdowns[:, index]
@@ -176,7 +177,11 @@ def _attach_difference(
     other_index: int,
     part_index: int | None = None,
 ) -> PlanEstimate:
-    """Add the difference to another plan, in a part or in the part that differs most."""
+    """Return the estimate with a bottleneck: a part of the step that is shorter in another plan.
+
+    `part_index` is the index of this part in `StepBreakdown`. None chooses the part with the
+    largest difference.
+    """
     other = plan_table.estimate_at(model, cluster, other_index)
     differences = breakdown - np.array(other.breakdown)
     part_index = int(differences.argmax()) if part_index is None else part_index

@@ -1,8 +1,9 @@
-"""Calibrate a cluster with a few measured runs of training software, with intervals.
+"""Calibrate five constants of a cluster with a few measured runs of training software.
 
-The logarithms of five constants are fitted to the logarithms of step times. A normal prior keeps
+The logarithms of the constants are fitted to the logarithms of step times. A normal prior keeps
 the constants near the values of the cluster. Cauchy weights reduce the influence of a bad run. The
-result is the mode of the posterior and its covariance there (Laplace approximation).
+result is the mode of the posterior and the covariance at the mode (Laplace approximation), from
+which the intervals of the constants and of step times follow.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ Floats = NDArray[np.float64]
 
 MAX_RUNS: Final = 20
 _RUN_NOISE: Final = 0.05  # Repeated runs of a grid on H100 differ by 3 to 5 % (planner-h100.md).
-_MISFIT: Final = 2.0  # Errors above this many standard deviations count less: Cauchy weights.
+_MISFIT: Final = 2.0  # The scale of the Cauchy weights, in standard deviations of the noise.
 _ITERATIONS: Final = 8
-_STEP: Final = 0.05  # Difference of the logarithm of a constant, for derivatives.
-INTERVAL_QUANTILE: Final = 1.645  # Standard deviations of an interval of 90 %.
+_STEP: Final = 0.05  # Derivatives use this change of the logarithm of a constant.
+INTERVAL_QUANTILE: Final = 1.645  # A 90 % interval is the mean +- 1.645 standard deviations.
 
 
 class _ConstantRow(NamedTuple):
-    """A constant that is fitted.
+    """The prior and the bounds of a fitted constant.
 
     Attributes:
         meaning: A description with the unit.
-        prior_deviation: The standard deviation of the logarithm before any run.
-        min_value: The smallest value that is possible.
-        max_value: The largest value that is possible.
-        start: The value if the cluster has none.
+        prior_deviation: The standard deviation of the logarithm in the prior.
+        min_value: The lower bound of the fitted value.
+        max_value: The upper bound of the fitted value.
+        start: The value before the fit if the cluster has none.
     """
 
     meaning: str
@@ -50,8 +51,8 @@ class _ConstantRow(NamedTuple):
     start: float = 0.0
 
 
-# Standard deviations are those of the constants of `a100.toml`, `h100.toml` and `h100-efa.toml`,
-# where they differ for one accelerator, rounded up.
+# The prior deviations are assumptions. `a100.toml`, `h100.toml` and `h100-efa.toml` show how much
+# the constants of clusters can differ.
 CONSTANTS: Final = {
     "flops": _ConstantRow(
         "operations per second of matrix products; the bandwidth of memory changes by the same "
@@ -73,13 +74,13 @@ CONSTANTS: Final = {
 
 
 class MeasuredRun(NamedTuple):
-    """A measured run: what ran, and how long a step took.
+    """A measured run: the model, the plan and the measured step time.
 
     Attributes:
         model: The model.
         plan: The plan. The GPUs of the plan fill the nodes of the cluster.
         step_time: Seconds of a step.
-        memory: Peak bytes of the GPU that used the most, or None.
+        memory: Peak bytes of the GPU with the highest peak, or None if not measured.
 
     Example:
         >>> from schedir import planner
@@ -102,8 +103,8 @@ class CalibratedConstant(NamedTuple):
         meaning: A description with the unit.
         prior: The value before any run.
         value: The fitted value.
-        low: The lower end of the interval of 90 %.
-        high: The upper end of the interval.
+        low: The lower end of the 90 % interval.
+        high: The upper end of the 90 % interval.
 
     Example:
         >>> from schedir import planner
@@ -122,15 +123,15 @@ class CalibratedConstant(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """A cluster that was fitted to runs, and how certain it is.
+    """A cluster that was fitted to measured runs, and the uncertainty of its constants.
 
     Args:
         cluster: The fitted cluster.
         stack: The training software of the runs.
-        runs: The runs.
+        runs: The measured runs.
         constants: The fitted constants.
-        estimates: The prediction of each run.
-        covariance: The covariance of the logarithms of the constants.
+        estimates: The prediction of each run with the fitted cluster.
+        covariance: The covariance of the logarithms of the constants, of shape (5, 5).
 
     Example:
         >>> from schedir import planner
@@ -152,16 +153,16 @@ class Calibration:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """For each run, the predicted step time divided by the measured step time, less 1."""
+        """The relative error of each run: predicted step time / measured step time - 1."""
         return tuple(
             found.step_time / run.step_time - 1
             for found, run in zip(self.estimates, self.runs, strict=True)
         )
 
     def find_interval(self, model: TransformerSpec, plan: ParallelPlan) -> tuple[float, float]:
-        """Return the interval of 90 % of a step time, in seconds.
+        """Return the 90 % interval of the step time of a plan, as its ends in seconds.
 
-        It has the uncertainty of the constants, and the noise of a run.
+        The interval covers the uncertainty of the constants and the noise of a run.
 
         Args:
             model: The model.
@@ -174,7 +175,7 @@ class Calibration:
         return float(seconds[0] * np.exp(-spread)), float(seconds[0] * np.exp(spread))
 
     def list_extrapolations(self, plan: ParallelPlan) -> list[str]:
-        """Return a sentence for each field of a plan whose value is outside of the runs' range.
+        """Return a sentence for each field of a plan whose value is outside the range of the runs.
 
         Args:
             plan: The plan.
@@ -192,16 +193,16 @@ class Calibration:
     def suggest_run(self, max_gpus: int | None = None) -> ParallelPlan | None:
         """Return the plan whose measurement would make the constants most certain.
 
-        The plans to choose from have the model and the batch of the largest run, and fit in memory.
-        The result is the plan whose predicted step time is the least certain, because a run with a
-        larger variance gives more information (D-optimality: Atkinson and Donev 1992, section
+        The candidates have the model and the batch of the largest run, fit in memory, and have not
+        been measured. The result is the candidate whose predicted step time is the least certain:
+        measuring it gives the most information (D-optimality: Atkinson and Donev 1992, section
         10.2).
 
         Args:
             max_gpus: The number of GPUs of the plan. None means the number of the largest run.
 
         Returns:
-            The plan, or None if no plan fits.
+            The plan, or None if there is no candidate.
         """
         largest = max(self.runs, key=lambda run: run.plan.gpus)
         gpus = largest.plan.gpus if max_gpus is None else max_gpus
@@ -228,14 +229,14 @@ class Calibration:
 
 
 def resize_to(cluster: Cluster, gpus: int) -> Cluster:
-    """Return a cluster with as many nodes as some GPUs need.
+    """Return the cluster with the number of nodes that `gpus` GPUs fill.
 
     Args:
         cluster: The cluster.
-        gpus: The number of GPUs: a part of a node, or a multiple of a node's.
+        gpus: The number of GPUs: at most the GPUs of one node, or a multiple of that number.
 
     Raises:
-        UsageError: The GPUs do not fill their nodes.
+        UsageError: There is more than one node, and the GPUs do not fill the last node.
     """
     if gpus <= cluster.gpus_per_node:
         return replace(cluster, nodes=1, gpus_per_node=gpus)
@@ -254,7 +255,7 @@ def predict(
     """Estimate a plan in closed form, with the constants of training software.
 
     Args:
-        cluster: The cluster. Its nodes are replaced by those that the plan needs.
+        cluster: The cluster. `resize_to` sets its number of nodes to what the plan needs.
         stack: The training software.
         model: The model.
         plan: The plan.
@@ -284,8 +285,8 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
         The fitted constants, the cluster with them, and the prediction of each run.
 
     Raises:
-        UsageError: There are too few or too many runs, a time is not positive, or a plan does not
-            work.
+        UsageError: There are too few or too many runs, a step time is not positive, or `predict`
+            cannot estimate a plan.
 
     Example:
         >>> from schedir import planner
@@ -341,13 +342,14 @@ def fit_constants(
 ) -> tuple[Cluster, Floats]:
     """Return the cluster with the most likely constants, and the covariance of their logarithms.
 
-    The function takes Gauss-Newton steps with weights 1 / (1 + (error / (c s))^2) for a noise of s
-    (iteratively reweighted least squares: Holland and Welsch 1977).
+    The function takes Gauss-Newton steps (iteratively reweighted least squares: Holland and Welsch
+    1977). A run has the weight 1 / (1 + (error / (c s))^2), where s is the noise of a run
+    (`_RUN_NOISE`) and c is `_MISFIT`.
 
     Args:
         cluster: The cluster before the fit, with all constants.
-        estimate: A function that returns the predicted seconds of the runs.
-        measured: The logarithms of the measured seconds.
+        estimate: A function from a cluster to the predicted step times of the runs, in seconds.
+        measured: The logarithms of the measured step times.
     """
     rows = CONSTANTS.values()
     precision = np.diag([1 / row.prior_deviation**2 for row in rows])
@@ -373,19 +375,25 @@ def fit_constants(
 def _differentiate(
     cluster: Cluster, estimate: Callable[[Cluster], Floats]
 ) -> tuple[Floats, Floats]:
-    """Return seconds, and the derivatives of log seconds by the logarithms of the constants."""
+    """Return the step times, and their log-log derivatives with respect to the constants.
+
+    The derivatives have the shape (step times, constants).
+    """
     values, seconds = _get_constants(_fill_constants(cluster)), estimate(cluster)
     slopes = []
     for k in range(len(values)):
         moved = values.copy()
-        moved[k] *= np.exp(-_STEP)  # Not upward, because `flops` cannot be above the peak.
+        moved[k] *= np.exp(-_STEP)  # Downward, because `flops` cannot be above the peak.
         other = estimate(_set_constants(cluster, moved))
         slopes.append(np.log(seconds / other) / _STEP)
     return seconds, np.stack(slopes, axis=-1)
 
 
 def _deviate(slopes: Floats, covariance: Floats, noise: float) -> Floats:
-    """Return the standard deviation of the logarithm of each step time."""
+    """Return the standard deviation of the logarithm of each step time.
+
+    `noise` is the standard deviation that a run adds.
+    """
     deviation: Floats = np.sqrt(np.einsum("ri,ij,rj->r", slopes, covariance, slopes) + noise**2)
     return deviation
 
@@ -405,7 +413,10 @@ def _get_constants(cluster: Cluster) -> Floats:
 
 
 def _set_constants(cluster: Cluster, values: Floats) -> Cluster:
-    """Return the cluster with other constants, each within its bounds."""
+    """Return the cluster with these constants, after clipping each to its bounds.
+
+    `hbm_bandwidth` changes by the same factor as `flops`.
+    """
     rows = CONSTANTS.values()
     low, high = np.array([row.min_value for row in rows]), np.array([row.max_value for row in rows])
     each = dict(zip(CONSTANTS, np.clip(values, low, high).tolist(), strict=True))

@@ -21,11 +21,11 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 from schedir.schedules.schedule_expansion import expand_schedule
 
-# Programs in the cache. Most plans differ only in sizes, and plans that do so share a program.
+# The number of cached programs. A few are enough: plans that differ only in sizes share a program.
 _CACHE_SIZE: Final = 16
-# Larger programs are not cached, because 16 of them would use too much memory.
+# Larger programs are not cached, because a cache of them would use too much memory.
 _MAX_CACHED_INSTRUCTIONS: Final = 2**18
-# The options that `schedir train` compiles with when its processes run on CPUs.
+# The compile options that `schedir train` uses when its processes run on CPUs.
 CPU_COMPILE_OPTIONS: Final[dict[str, Any]] = {
     "overlap": True,
     "buffer_sharing": None,
@@ -40,7 +40,7 @@ def build_pipeline_shape(plan: ParallelPlan) -> PipelineShape:
         plan: The plan. Its schedule is the name of a built-in schedule, or the path of a file.
 
     Raises:
-        UsageError: The schedule does not exist, or requires another number of stages per rank.
+        UsageError: The schedule does not exist, or requires a different number of stages per rank.
         ShapeError: A pipeline cannot have this shape.
 
     Example:
@@ -73,30 +73,30 @@ def build_pipeline_shape(plan: ParallelPlan) -> PipelineShape:
 def plan_program(plan: ParallelPlan, *, tied_weights: bool = True, **options: Any) -> Program:
     """Compile the program of a plan: the step of one data-parallel replica.
 
-    The program is what `schedir.compile` makes of the schedule, with these properties:
+    `schedir.compile` compiles the schedule into a program with these properties:
 
-    - If tp > 1, boundaries are scattered and gathered. With `sequence_parallel`, shards of the
-      sequence are sent as they are, and gradients of replicated weights are summed at the end.
+    - If tp > 1, boundaries are scattered and gathered. With `sequence_parallel`, each rank sends
+      its shard of the sequence, and gradients of replicated weights are summed at the end.
     - The program uses the ZeRO level of the plan. It computes the global gradient norm for
       clipping.
     - With `recompute="full"`, every forward runs again as an instruction R. "selective" only
       changes the cost of backwards, not the program.
     - Context-parallel ranks (`cp`) count as replicas, because gradients are summed over them.
 
-    If the schedule is a file with a lowered program, that program is used, and `options` are
-    ignored. Small programs of built-in schedules are cached.
+    If the schedule is a file with a lowered program, the function returns the program of the file
+    and ignores `options`. Small programs of built-in schedules are cached.
 
     Args:
         plan: The plan. With `offload="fit"`, sizes, costs and a memory limit decide which
             microbatches are offloaded. Pass these in `options`, or call `simulated_program`, which
             computes them.
         tied_weights: True if the head shares the weight of the embedding.
-        **options: Options of `schedir.compile`. By default messages have a queue for each directed
-            edge (`progress_model="per_edge"`), and buffers are shared as much as possible.
+        **options: Options of `schedir.compile`. By default each pair of sender and receiver has a
+            message queue (`progress_model="per_edge"`), and buffers are shared as much as possible.
 
     Raises:
         UsageError: See `build_pipeline_shape`. Also if the schedule is a lowered program and the
-            plan offloads, because such a program has its own offload instructions.
+            plan offloads, because a plan cannot add offload instructions to a lowered program.
         SchedirError: The schedule does not work with these options.
 
     Example:
@@ -154,7 +154,8 @@ def lower_draft(
         draft: The compute instructions of the program.
         plan: The plan. Its schedule is not used.
         tied_weights: True if the head shares the weight of the embedding.
-        **options: Options of `schedir.compile`. They override those of the plan.
+        **options: Options of `schedir.compile`. They override the options that follow from the
+            plan.
 
     Raises:
         SchedirError: The draft does not work with these options.
@@ -177,18 +178,18 @@ def lower_draft(
 
 
 def _reduces_each_backward(plan: ParallelPlan) -> bool:
-    """Return whether gradients are reduced after each run of backwards of a stage.
+    """Return whether a stage reduces its gradients after each group of consecutive backwards.
 
-    With sharded gradients and many stages per rank, this limits how many unsharded gradients a rank
-    keeps.
+    With sharded gradients and more than two stages per rank, this limits the number of unsharded
+    gradients that a rank keeps.
     """
     return plan.zero >= SHARDED_FROM_LEVEL["grads"] and plan.stages_per_rank > 2
 
 
 # ---------------------------------------------------------------- for `schedir train`
 
-# Fields of a model or a plan that `schedir train` cannot change, with the value that its GPT has
-# and the reason. "heads" means the same value as the field `heads`.
+# Fields of a model or a plan that `schedir train` cannot change: (field, the value that its GPT
+# has, reason). The values "heads" and "hidden / heads" are computed from the model.
 _UNSUPPORTED_FIELDS: Final = (
     ("kv_heads", "heads", "each head of its GPT has its own keys and values"),
     ("head_dim", "hidden / heads", "the heads of its GPT share the hidden size"),
@@ -213,8 +214,7 @@ def train_config(
         plan: The plan. The configuration includes its division of layers.
         offload_program: The program that `simulated_program` returns for the plan. A plan with an
             `offload` needs it, because the program decides which microbatches are offloaded.
-        **train_settings: More settings of the section [train], such as `steps=100` or
-            `device="cuda"`.
+        **train_settings: Settings of the section [train], such as `steps=100` or `device="cuda"`.
 
     Raises:
         UsageError: `schedir train` cannot run this model or plan. The message names the field.

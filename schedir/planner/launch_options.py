@@ -11,17 +11,19 @@ from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_division import get_layers_per_stage
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-_MIN_FOLDED_STAGES: Final = 3  # The layout writes a run of this many equal stages only once.
+# The layout folds this many or more consecutive equal stages into "(...)*n".
+_MIN_FOLDED_STAGES: Final = 3
 _TORCHTITAN_LAYERS_FIELD: Final = "pipeline_parallel_module_fqns_per_model_part"
 
 
 def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, str]:
-    r"""Return the launcher options that give each stage its layers, for two training frameworks.
+    r"""Return the options with which Megatron-LM and torchtitan give each stage its layers.
 
-    Megatron-LM: `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers` if
-    these are enough, and `--pipeline-model-parallel-layout`, which can express every division.
-    torchtitan: fields of `config.parallelism`.
-    A line that begins with # explains an alternative, or a plan that the framework cannot run.
+    Megatron-LM has `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers`,
+    which are used if they are enough, and `--pipeline-model-parallel-layout`, which can express
+    every division. torchtitan has fields of `config.parallelism`.
+    A line that begins with # describes an alternative, or the reason why the framework cannot run
+    the plan.
 
     Args:
         model: The model.
@@ -89,10 +91,10 @@ def _format_megatron(
 
 
 def _format_end_options(plan: ParallelPlan, layers_per_stage: tuple[int, ...]) -> str | None:
-    """Return Megatron-LM's options for the first and the last rank.
+    """Return Megatron-LM's options for the layers of the first and the last rank.
 
-    They work if all stages of a rank are equal and all inner ranks are equal. The result is "" if
-    all ranks are equal, and None if these options cannot express the division.
+    They work if the stages of each rank have equal numbers of layers, and so do all inner ranks.
+    The result is "" if all ranks are equal, and None if these options cannot express the division.
     """
     ranks = [{*layers_per_stage[rank :: plan.pp]} for rank in range(plan.pp)]
     if any(len(layers_per_rank) > 1 for layers_per_rank in ranks):
@@ -112,7 +114,10 @@ def _format_end_options(plan: ParallelPlan, layers_per_stage: tuple[int, ...]) -
 
 
 def _format_layout(layers_per_stage: tuple[int, ...]) -> str:
-    """Return Megatron-LM's layout: E is the embedding, t a layer, L the head with the loss."""
+    """Return Megatron-LM's layout option.
+
+    In its letters E is the embedding, t is a layer, and L is the head with the loss.
+    """
     inner = [_format_layer_letters(n) for n in layers_per_stage]
     inner[0], inner[-1] = "E" + inner[0], inner[-1] + "L"
     text = ""
@@ -160,10 +165,11 @@ def _format_torchtitan(
 
 
 def _count_removed_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return by how many layers torchtitan shortens the first and the last stage, or None.
+    """Return by how many layers torchtitan shortens the first and the last stage.
 
-    torchtitan divides the sum of the layers and of these numbers evenly, and the first stages get
-    one more layer. The result is None if no such numbers give this division.
+    torchtitan adds these two numbers to the number of layers, and divides the sum evenly. If it is
+    not divisible, the first stages get one more layer. The result is None if no two numbers give
+    this division.
     """
     stages = len(layers_per_stage)
     if stages < 2:

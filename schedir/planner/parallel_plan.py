@@ -25,21 +25,21 @@ class ParallelPlan:
     """A layout of a training run: parallel degrees, a schedule and memory options.
 
     Args:
-        pp: Ranks of the pipeline.
-        tp: Tensor-parallel ranks of each stage.
-        dp: Data-parallel replicas. A plan uses pp * tp * dp * cp GPUs.
-        stages_per_rank: Pipeline stages of each rank.
-        microbatch_size: Sequences in a microbatch.
-        microbatches: Microbatches of a replica in one step.
+        pp: The number of pipeline ranks.
+        tp: The number of tensor-parallel ranks of each stage.
+        dp: The number of data-parallel replicas. A plan uses pp * tp * dp * cp GPUs.
+        stages_per_rank: The number of pipeline stages of each rank.
+        microbatch_size: The number of sequences in a microbatch.
+        microbatches: The number of microbatches of a replica in one step.
         schedule: The name of a built-in schedule, or the path of a `.sched` file.
         recompute: The part of a layer that runs again in the backward: "none", "selective" or
             "full" (arXiv 2205.05198, section 5).
         zero: The ZeRO level, from 0 to 3.
         sequence_parallel: True if norms and dropout are divided among the tensor-parallel ranks
             (arXiv 2205.05198, section 4.2.2).
-        cp: Ranks that share each sequence (context parallelism).
-        ep: Replicas that share the experts of a layer (expert parallelism).
-        layers_per_stage: The number of layers of each stage. () divides them evenly.
+        cp: The number of ranks that share each sequence (context parallelism).
+        ep: The number of replicas that share the experts of a layer (expert parallelism).
+        layers_per_stage: The number of layers of each stage. () divides the layers evenly.
         attention: "softmax" writes all scores to memory and reads them again (arXiv 2205.05198,
             section 4.1). "flash" keeps them on chip, and computes them again in the backward (arXiv
             2307.08691).
@@ -47,7 +47,7 @@ class ParallelPlan:
             "tp-pp-dp" is the order of schedir, "tp-dp-pp" the default of Megatron-LM.
             Context-parallel ranks are numbered directly after the tensor-parallel ranks.
         offload: "fit" offloads as few saved activations to the host as the memory of the GPUs
-            requires. "none" offloads none.
+            requires. "none" offloads no activations.
         optimizer_placement: Where the optimizer state is between steps: "device" or "host".
 
     Raises:
@@ -120,7 +120,7 @@ class ParallelPlan:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the plan."""
+        """The number of GPUs of the plan."""
         return self.pp * self.tp * self.dp * self.cp
 
     @property
@@ -131,12 +131,12 @@ class ParallelPlan:
 
     @property
     def batch(self) -> int:
-        """Sequences of a step, over all replicas."""
+        """The number of sequences of a step, over all replicas."""
         return self.dp * self.microbatches * self.microbatch_size
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages."""
+        """The number of pipeline stages over all ranks."""
         return self.pp * self.stages_per_rank
 
     @property
@@ -167,11 +167,11 @@ class PhaseTimes(NamedTuple):
 
     @property
     def B(self) -> float:
-        """Time of the full backward, including recomputation."""
+        """Seconds of the full backward, including recomputation."""
         return self.I + self.W + self.R
 
     def plus(self, other: PhaseTimes, count: float = 1.0) -> PhaseTimes:
-        """Return the sum with another time, multiplied by a number.
+        """Return these times plus `count` times `other`.
 
         Args:
             other: The times to add.
@@ -184,10 +184,10 @@ class StageTimes(NamedTuple):
     """Times of one microbatch on one GPU, in seconds.
 
     Attributes:
-        compute: Compute.
-        layer_collectives: Tensor-, context- and expert-parallel collectives that compute of the
-            same microbatch does not hide.
-        all_to_alls: The part of `layer_collectives` that is all-to-alls of experts.
+        compute: The time of compute.
+        layer_collectives: The time of tensor-, context- and expert-parallel collectives that
+            compute of the same microbatch does not hide.
+        all_to_alls: The part of `layer_collectives` in which the all-to-alls of experts run.
     """
 
     compute: PhaseTimes = PhaseTimes()
@@ -196,11 +196,11 @@ class StageTimes(NamedTuple):
 
     @property
     def total(self) -> PhaseTimes:
-        """Sum of compute and collectives, by phase."""
+        """The sum of compute and collectives, by phase."""
         return self.compute.plus(self.layer_collectives)
 
     def plus(self, other: StageTimes, count: float = 1.0) -> StageTimes:
-        """See `PhaseTimes.plus`.
+        """Return these times plus `count` times `other`, field by field.
 
         Args:
             other: The times to add.
@@ -210,18 +210,20 @@ class StageTimes(NamedTuple):
 
 
 class StepBreakdown(NamedTuple):
-    """The parts of a step in seconds, on the rank with the most compute. Their sum is the step.
+    """The parts of a step on the rank with the most compute, in seconds.
+
+    The sum of the parts is the step time.
 
     Attributes:
         compute: Compute of the model, without recomputation.
         recompute: Recomputation.
         layer_collectives: Tensor-, context- and expert-parallel collectives that compute does not
             hide.
-        transfers: Messages between stages that are not hidden by compute.
+        transfers: Messages between stages that compute does not hide.
         bubble: Time that the rank waits for other stages.
-        data_parallel: Reductions over replicas and gathers of ZeRO that are not hidden by compute.
+        data_parallel: Reductions over replicas and gathers of ZeRO that compute does not hide.
         optimizer: The gradient norm and the update.
-        host_copies: Copies to the host memory and back that are not hidden by compute.
+        host_copies: Copies to the host memory and back that compute does not hide.
 
     Example:
         >>> from schedir.planner import StepBreakdown
@@ -240,7 +242,7 @@ class StepBreakdown(NamedTuple):
 
 
 class GpuMemory(NamedTuple):
-    """Peak memory of the GPU that uses the most, in bytes by kind.
+    """Memory at the peak of the GPU with the highest peak, in bytes.
 
     Attributes:
         weights: Weights.
@@ -264,12 +266,14 @@ class GpuMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Sum of all kinds."""
+        """The sum of all fields in bytes."""
         return sum(self)
 
 
 class HostMemory(NamedTuple):
-    """Peak host memory of the process (one per GPU) with the largest peak, in bytes by kind.
+    """Host memory at the peak of the process with the highest peak, in bytes.
+
+    Each GPU has one process.
 
     Attributes:
         optimizer: Optimizer state.
@@ -286,7 +290,7 @@ class HostMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Sum of both kinds."""
+        """The sum of both fields in bytes."""
         return sum(self)
 
 
@@ -295,23 +299,24 @@ NO_HOST_MEMORY: Final = HostMemory()  # The host memory of a plan without offloa
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEstimate(ParallelPlan):
-    """A plan, and estimates of its step time and memory.
+    """A plan with estimates of its step time and memory.
 
     Attributes:
         step_time: Seconds of a step, the sum of `breakdown`.
         breakdown: Seconds of each part of the step.
-        memory: Bytes on the GPU that uses the most, by kind.
+        memory: Peak bytes of the GPU with the highest peak.
         flops_per_second: Floating-point operations per second on one GPU. Recomputation does not
             count.
-        mfu: `flops_per_second` as a share of the peak in the GPU's data sheet.
-        bottleneck: The largest part that another plan could reduce, or "memory".
+        mfu: `flops_per_second` divided by the peak in the GPU's data sheet.
+        bottleneck: The limit of the speed of the plan: a field of `StepBreakdown`, or "memory".
         explanation: A sentence that explains `bottleneck`.
         is_simulated: True if the program was simulated. Otherwise the step time is from the closed
             form.
         fits: True if the plan fits in the memory of the GPUs and their hosts.
-        host_memory: Bytes on the host.
-        offload_comparison: With an offload, the difference to the best plan without one. For the
-            fastest plan without an offload, the difference to the best plan with one.
+        host_memory: Peak bytes on the host of one process.
+        offload_comparison: A sentence that compares the step time with another plan. A plan with
+            offload is compared with the best plan without offload. The fastest plan, if it does
+            not offload, is compared with the best plan with offload. "" for all other plans.
 
     Example:
         >>> from schedir import planner

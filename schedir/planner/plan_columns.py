@@ -1,4 +1,4 @@
-"""Many plans as a table: one column for each field of a plan."""
+"""Represent many plans as a table with one column for each field of a plan."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ RECOMPUTE_MODES: Final[tuple[Recompute, ...]] = get_args(Recompute)
 
 
 class RankGroupShares(NamedTuple):
-    """The rank group shares of all plans: each field of `RankGroupShare` as an array.
+    """The layers and the ends of the model on each rank group of each plan.
 
-    All arrays have the shape (plans, groups). A plan with fewer groups has entries with a
-    `rank_count` of 0.
+    A rank group is a group of ranks with equal shares of the model. The fields are those of
+    `RankGroupShare`, as arrays of shape (plans, groups). A plan with fewer groups has entries with
+    a `rank_count` of 0.
 
     Attributes:
-        rank_count: Ranks of the group.
+        rank_count: The number of ranks of the group.
         first_rank: The first rank of the group.
-        layers: Layers of each rank of the group.
+        layers: The number of layers of each rank of the group.
         has_first_stage: True if the ranks have the first stage, and so the embedding.
         has_last_stage: True if the ranks have the last stage, and so the head.
     """
@@ -67,9 +68,8 @@ class PlanColumns:
         ep: See `ParallelPlan`.
         attention: The attention of all plans.
         rank_order: The rank order of all plans.
-        layers_per_stage: The division of layers of all plans. () divides them as evenly as possible
-            (`divide_evenly`).
-        division: The rule that divides the layers of plans without `layers_per_stage`.
+        layers_per_stage: The division of layers of all plans. () uses the rule `division`.
+        division: The rule that divides the layers if `layers_per_stage` is ().
     """
 
     pp: Ints
@@ -123,11 +123,11 @@ class PlanColumns:
 
         Args:
             model: The model of the plans.
-            index: The row of the plan.
+            index: The index of the plan in the columns.
 
         Returns:
-            The plan. It has explicit `layers_per_stage` if its stages do not divide the layers
-            evenly.
+            The plan. It has explicit `layers_per_stage` if the rule does not give every stage
+            the same number of layers.
         """
         each: dict[str, Any] = {name: int(getattr(self, name)[index]) for name in COLUMN_NAMES}
         each["schedule"] = SCHEDULE_NAMES[each["schedule"]]
@@ -143,10 +143,11 @@ class PlanColumns:
         """Find the distinct combinations of values in some columns.
 
         Args:
-            *column_names: The columns.
+            *column_names: The names of the columns.
 
         Returns:
-            The first row of each combination, and for each row the index of its combination.
+            The index of the first plan with each combination, and for each plan the index of its
+            combination.
         """
         code = np.zeros(len(self), np.int64)
         for name in column_names:
@@ -158,7 +159,7 @@ class PlanColumns:
     def compute_shares(
         self, model: TransformerSpec, *, merge_equal_ranks: bool = True
     ) -> RankGroupShares:
-        """Return which stages and layers the ranks of each plan have.
+        """Return the layers and the ends of the model on the rank groups of each plan.
 
         Args:
             model: The model of the plans.

@@ -25,7 +25,7 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class FieldFilter(NamedTuple):
-    """The allowed values of each field of a plan. None allows all values that make sense.
+    """The allowed values of each field of a plan. None allows all useful values.
 
     Attributes:
         schedules: See `ParallelPlan.schedule`.
@@ -42,7 +42,7 @@ class FieldFilter(NamedTuple):
         attention: The attention of all plans.
         rank_order: The rank order of all plans.
         division: The rule that divides the layers among stages.
-        offload: True to include plans that are useful only if states are offloaded.
+        offload: True to include plans that are useful only if they offload optimizer states.
     """
 
     schedules: tuple[str, ...] = DEFAULT_SCHEDULES
@@ -69,11 +69,11 @@ def build_field_filter(**fields: Any) -> FieldFilter:
     """Build a filter from one value or several values for each field.
 
     Args:
-        **fields: A value or a sequence of values for each field of `FieldFilter`. None is the
-            default.
+        **fields: A value or a sequence of values for fields of `FieldFilter`. None uses the
+            default of the field.
 
     Raises:
-        UsageError: A field cannot have one of the values, or a sequence is empty.
+        UsageError: A value is invalid for its field, or a sequence is empty.
 
     Example:
         >>> build_field_filter(tp=8, schedules="zb_v").tp, build_field_filter(tp=(2, 4)).tp
@@ -109,26 +109,27 @@ def enumerate_plans(
     """Return all plans of a model that a filter allows on a cluster.
 
     The product pp * tp * dp * cp is the number of GPUs, and dp * microbatch_size * microbatches is
-    the batch. Without a filter of the field, these rules apply:
+    the batch. If the filter allows all values of a field, these rules apply:
 
-    - `tp` divides the heads and stays within a node.
-    - There are at most as many stages as layers, and all but the last have a layer. If the stages
-      do not divide the layers, a rank has at most two stages, or a number that divides the layers
-      plus embedding and head.
+    - `tp` divides the heads and is at most the number of GPUs of a node.
+    - There are at most as many stages as layers, and every stage except the last has a layer. The
+      number of stages divides the layers, or the layers plus embedding and head, or a rank has at
+      most two stages.
     - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. Otherwise
       all stages would stay unsharded, or gradients would be reduced after every microbatch.
-    - A pipeline of one rank has several stages only for this ZeRO case, or to offload states stage
-      by stage (`FieldFilter.offload`).
+    - A pipeline of one rank has several stages only with ZeRO level 2 or 3, or to offload optimizer
+      states stage by stage (`FieldFilter.offload`).
 
     Args:
         model: The model.
         cluster: The cluster. All its GPUs are used.
-        batch: Sequences of a step.
+        batch: The number of sequences of a step.
         field_filter: The allowed values.
 
     Raises:
-        UsageError: No plan exists. For example, `tp` does not divide the heads, the GPUs are not a
-            product of the degrees, or the batch is not divisible. The hint has values that work.
+        UsageError: No plan exists. For example, `tp` does not divide the heads, no product of
+            degrees is the number of GPUs, or the batch is not divisible. The hint has values that
+            work.
 
     Warns:
         A requested `tp` is more than the GPUs of a node.
@@ -196,7 +197,7 @@ def _enumerate_degrees(
             if left or p > model.layers or (field_filter.dp and d not in field_filter.dp):
                 continue
             if 0 in divide_layers(model, p, field_filter.division)[:-1]:
-                continue  # A GPU without weights computes nothing. The last one has the head.
+                continue  # A rank without layers would be idle, but the last rank has the head.
             for e in field_filter.ep:
                 if d % e == 0 and model.experts % e == 0 and model.sequence % c == 0:
                     yield Degree(p, t, d, c, e)
@@ -225,7 +226,8 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
     Args:
         t: The tensor-parallel size.
         cluster: The cluster.
-        stacklevel: Stack frames from this function's caller to the line that the warning shows.
+        stacklevel: The number of stack frames from the caller of this function to the line that the
+            warning shows.
     """
     warnings.warn(
         f"tp {t} is more than the {cluster.gpus_per_node} GPUs of a node, so the tensor-parallel "
@@ -235,7 +237,7 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
 
 
 def _find_indivisible_field(model: TransformerSpec, t: int) -> str:
-    """Return the first field of a model that `t` does not divide, or ""."""
+    """Return the first field of a model that is not divisible by tp size `t`, or ""."""
     kv = model.kv_heads % t and t % model.kv_heads
     bad = [name for name in ("heads", "ffn") if getattr(model, name) % t]
     return (bad + ["kv_heads"] * bool(kv) + [""])[0]
@@ -294,14 +296,14 @@ def _enumerate_rows(
 def _list_zero_levels(
     replicas: int, p: int, v: int, schedule: str, field_filter: FieldFilter
 ) -> Iterator[int]:
-    """Yield the ZeRO levels that make a difference for these degrees."""
+    """Yield the ZeRO levels that make sense for these degrees and this schedule."""
     for level in field_filter.zero or range(ZERO_LEVEL_COUNT):
         shards_gradients = level >= 2 and (
             field_filter.zero is not None
             or (v > 2 and not SCHEDULE_FORMULAS[schedule].has_split_backward)
         )
-        # Without a pipeline, several stages on the rank are useful only for ZeRO and for offloaded
-        # states, unless the filter asks for them.
+        # On a single rank, several stages are useful only for ZeRO 2 and 3 and for offloaded
+        # states. They are also allowed if the filter has both `stages_per_rank` and `zero`.
         allows_many_stages = (
             field_filter.stages_per_rank is not None and field_filter.zero is not None
         )
@@ -364,7 +366,10 @@ def _factorize(number: int) -> list[int]:
 def _no_batch_error(
     model: TransformerSpec, batch: int, degrees: list[Degree], field_filter: FieldFilter
 ) -> UsageError:
-    """Return the error with the nearest batches that work, or with another reason."""
+    """Return the error for a batch without plans, with the nearest batches that work.
+
+    If the batch is not the reason, the error names stages_per_rank, schedules and zero.
+    """
     near = set[int]()
     for degree in degrees:
         for name in field_filter.schedules:

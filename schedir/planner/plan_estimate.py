@@ -1,4 +1,4 @@
-"""Attach the estimates of time and memory to a plan."""
+"""Attach estimates of time and memory to a plan, or remove them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 def strip_estimates(plan: ParallelPlan) -> ParallelPlan:
-    """Return the plan alone, without estimates.
+    """Return the plan without its estimates.
 
     Args:
         plan: A plan or a `PlanEstimate`.
@@ -42,9 +42,9 @@ def attach_estimates(
         cluster: The cluster.
         plan: The plan.
         breakdown: The parts of its step in seconds.
-        memory: The bytes of the GPU that uses the most.
+        memory: Peak bytes of the GPU with the highest peak.
         is_simulated: True if the estimates are from a simulation of the program.
-        host_memory: The bytes on the host.
+        host_memory: Peak bytes on the host of one process.
     """
     step = sum(breakdown)
     flops = model.count_flops(plan.batch) / step / plan.gpus

@@ -1,4 +1,4 @@
-"""Find the best plans of a model on a cluster, and the limits that prevent better ones."""
+"""Find the fastest plans of a model on a cluster, and the bottleneck of each plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from schedir.planner.transformer.memory_estimate import StateBytes, get_state_by
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import Recompute
 
-# `plan` simulates this many of the best plans, and more until enough of them fit.
+# `plan` simulates this many of the best plans, and then more until `top` of them fit.
 MAX_SIMULATED_PLANS: Final = 32
 
 IntFilter = int | tuple[int, ...] | None
@@ -65,7 +65,7 @@ def estimate_step(
         The plan with its estimates. `fits` is False if the plan does not fit in memory.
 
     Raises:
-        UsageError: The plan does not work for this model on this cluster. Also if `exact` is False
+        UsageError: The plan is impossible for this model on this cluster. Also if `exact` is False
             and the plan offloads.
 
     Warns:
@@ -129,15 +129,15 @@ def plan(
 ) -> list[PlanEstimate]:
     """Return the fastest plans that fit in the memory of the cluster.
 
-    The closed form estimates all plans. If `exact` is True, the best ones are then simulated as
-    programs. Arguments from `pp` to `sequence_parallel` restrict a field of the plan to one value
-    or a tuple of values. None allows all values that make sense.
+    The closed form estimates all plans. If `exact` is True, the programs of the best plans are then
+    simulated. Arguments from `pp` to `sequence_parallel` restrict a field of the plan to one value
+    or a tuple of values. None allows all useful values.
 
     Args:
         model: The model.
         cluster: The cluster. All its GPUs are used.
-        batch: Sequences of a step, over all replicas.
-        top: The number of plans to return, at most.
+        batch: The number of sequences of a step, over all replicas.
+        top: The largest number of plans to return.
         schedules: Names of built-in schedules.
         exact: If True, simulate the best plans. If False, return the results of the closed form.
         pp: Allowed values of `ParallelPlan.pp`.
@@ -152,10 +152,9 @@ def plan(
         sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both.
         attention: The attention of all plans.
         rank_order: The rank order of all plans. See `ParallelPlan.rank_order`.
-        offload: If True, also simulate plans that fit only with host memory: those that offload
-            saved activations, the optimizer state, or both. Only the most likely ones are
-            simulated. `PlanEstimate.offload_comparison` compares them with plans without an
-            offload.
+        offload: If True, also consider plans that fit only if they offload saved activations, the
+            optimizer state, or both. Only those with the shortest estimated steps are simulated.
+            `PlanEstimate.offload_comparison` compares them with plans without offload.
         division: The rule that divides the layers among stages: "even", or "compute", which counts
             the head too.
         constants: Constants of the software. None uses `SoftwareConstants()`.
@@ -214,7 +213,7 @@ def plan(
             attach_relative_bottleneck(model, cluster, one, at, plan_table) for one, at in first
         ]
     simulated_plans: list[tuple[PlanEstimate, int]] = []
-    for at in ranked.tolist():  # A simulated program may use a little more memory, and not fit.
+    for at in ranked.tolist():  # Not all of these plans fit: a simulation may need more memory.
         if (
             len(simulated_plans) >= MAX_SIMULATED_PLANS
             and sum(one.fits for one, _ in simulated_plans) >= top
@@ -247,10 +246,10 @@ def plan(
 
 
 def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
-    """Return the sort key of a plan.
+    """Return the key that sorts plans by step time.
 
-    If the times of plans differ only by rounding, the simpler plan comes first, because a
-    prediction does not include the cost of issuing more instructions.
+    If step times are equal in six digits, the simpler plan comes first, because a prediction does
+    not include the cost of issuing more instructions.
     """
     schedule_index, recompute_index = (
         [*SCHEDULE_FORMULAS].index(estimate.schedule),
@@ -273,12 +272,11 @@ def all_plans(
     Args:
         model: The model.
         cluster: The cluster. All its GPUs are used.
-        batch: Sequences of a step, over all replicas.
+        batch: The number of sequences of a step, over all replicas.
         constants: Constants of the software. None uses `SoftwareConstants()`.
         state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
             type of the cluster.
-        **filters: The arguments of `plan` that restrict fields, from `schedules` to `offload`
-            without `exact`.
+        **filters: The arguments of `plan` from `schedules` to `division`, without `exact`.
 
     Returns:
         A table of the plans in no particular order, with estimates of the closed form.
@@ -308,7 +306,7 @@ def _require_types(model: TransformerSpec, cluster: Cluster) -> None:
 
 
 def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: ParallelPlan) -> None:
-    """Raise UsageError if the plan does not work for this model on this cluster."""
+    """Raise UsageError if the plan is impossible for this model on this cluster."""
     formulas = get_formulas(plan.schedule)
     bounds = {"one": (1,), "two": (2,), "many": (1, model.layers)}[formulas.stages_per_rank]
     if not bounds[0] <= plan.stages_per_rank <= bounds[-1]:

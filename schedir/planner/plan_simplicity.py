@@ -1,4 +1,4 @@
-"""Prefer the simplest of the plans that are about as fast as the fastest.
+"""Prefer the simplest of the plans that are about as fast as the fastest plan.
 
 The error of a prediction is larger than a difference of 2 %. Each mechanism that a plan uses can
 fail, must be understood, and costs time that the prediction does not contain.
@@ -11,23 +11,23 @@ from typing import Final
 
 from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
 
-PREFERENCE_TOLERANCE: Final = 0.02  # of the shortest step time
-_PLAIN_SCHEDULES: Final = ("gpipe", "one_f_one_b")  # one queue of full backwards
+PREFERENCE_TOLERANCE: Final = 0.02  # A share of the shortest step time.
+_PLAIN_SCHEDULES: Final = ("gpipe", "one_f_one_b")  # One stage per rank, and full backwards.
 
 
 def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, float]:
-    """Return how complex a plan is, as a sort key: the simplest plan has the smallest.
+    """Return the complexity of a plan as a sort key. The simplest plan has the smallest key.
 
-    The simplest plan uses the fewest mechanisms.  Each dimension of parallelism (pp, tp, dp, cp,
-    ep) above 1 is a mechanism.  Others are several stages per rank, a schedule other than GPipe and
-    1F1B, recomputation, ZeRO 2 and 3, sequence parallelism, and each offload.  ZeRO 1 is no
-    mechanism, because it divides the optimizer states among replicas without further communication.
-    If two plans use equally many mechanisms, the plan with fewer stages per rank is simpler.  If
-    these are equal, too, the plan that needs less memory is simpler.
+    The simplest plan uses the fewest mechanisms. Each dimension of parallelism (pp, tp, dp, cp, ep)
+    above 1 is a mechanism. Others are several stages per rank, a schedule other than GPipe and
+    1F1B, recomputation, ZeRO 2 and 3, sequence parallelism, and each offload. ZeRO 1 is not a
+    mechanism, because it divides the optimizer states among replicas without more communication.
+    If two plans have the same number of mechanisms, the plan with fewer stages per rank is simpler.
+    If these are equal too, the plan that needs less memory is simpler.
 
     Args:
         plan: The plan.
-        memory: Bytes on the GPU that uses the most.
+        memory: Peak bytes of the GPU with the highest peak.
 
     Returns:
         The number of mechanisms, the stages per rank, and `memory`.
@@ -52,7 +52,7 @@ def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
         plans: The plans, the fastest first.
 
     Returns:
-        The preferred plan, and then the others in their order.
+        The simplest of these plans, and then all other plans in their order.
 
     Example:
         >>> from schedir import planner

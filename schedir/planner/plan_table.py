@@ -1,4 +1,4 @@
-"""Estimate the time and memory of all plans at once, in closed form."""
+"""Estimate the time and memory of many plans in closed form, with array operations."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PlanTable(NamedTuple):
         plans: The plans.
         breakdowns: Parts of the steps in seconds: a row for each field of `StepBreakdown`.
         memory: Bytes on the rank that uses the most: a row for each field of `GpuMemory`.
-        step_times: Seconds of each step, the sums of `breakdowns`.
-        total_memory: Bytes of each plan, the sums of `memory`.
+        step_times: Step times in seconds, the sums of `breakdowns`, of shape (plans,).
+        total_memory: Bytes of each plan, the sums of `memory`, of shape (plans,).
     """
 
     plans: PlanColumns
@@ -58,7 +58,7 @@ class PlanTable(NamedTuple):
         return PlanTable(self.plans.select(mask), *arrays)
 
     def with_simulations(self, finalists: list[tuple[PlanEstimate, int]]) -> PlanTable:
-        """Return a table in which simulated results replace some of the estimates.
+        """Return a table in which simulated results replace the estimates of some plans.
 
         Args:
             finalists: The simulated plans, each with its column.

@@ -1,4 +1,4 @@
-"""Compute the cost of running the plan that a prediction calls best."""
+"""Compute the loss of time from running the plan with the best prediction."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from schedir.errors import UsageError
 def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Return how much slower the predicted best plan is than the measured best plan.
 
-    If several plans have the lowest prediction, the function counts the slowest of them. An error
-    that is the same for all plans has no effect; an error that changes their order has an effect.
+    If several plans have the shortest predicted time, the slowest of them counts. Prediction errors
+    matter only if they change which plan is predicted to be the best.
 
     Args:
         predicted: Predicted seconds of each plan.
         measured: Measured seconds of the same plans, in the same order.
 
     Returns:
-        The difference as a share of the best time: 0.05 is 5 % slower.
+        The difference divided by the shortest measured time: 0.05 means 5 % slower.
 
     Raises:
         UsageError: There are no plans, a time is not positive and finite, or the lengths differ.

@@ -1,4 +1,4 @@
-"""Search for a shorter schedule for one plan, within its memory."""
+"""Search for a shorter schedule of one plan that fits in the memory of its GPUs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ class ImprovedPlan(NamedTuple):
     """A plan with the schedule that a search found.
 
     Attributes:
-        estimate: The plan and its estimates. Its schedule is "search" if a shorter one was found.
+        estimate: The plan and its estimates. Its schedule is "search" if the search found a better
+            one.
         program: The program of the plan.
-        lower_bound: Seconds that no schedule of the plan can beat, without reductions over
-            replicas. It is the smaller of two bounds, one for full and one for split backwards,
-            because fewer collectives overlap with compute in a split backward. It assumes that
-            recomputation runs directly before its backward.
-        numba: True if the searches used Numba. See
+        lower_bound: A lower bound of the step time of all schedules of the plan, in seconds,
+            without reductions over replicas. It is the smaller of two bounds, one for full and one
+            for split backwards, because fewer collectives overlap with compute in a split
+            backward. It assumes that recomputation runs directly before its backward.
+        numba: The Numba status of the searches. See
             `schedir.schedule_search.search_results.SearchResult`.
     """
 
@@ -63,9 +64,9 @@ def improve_schedule(
     """Search for a shorter schedule of a plan, within the memory that model states leave free.
 
     `schedir.search_schedule` searches with the times of the plan's stages and messages. It uses
-    half of `time_limit` for schedules with full backwards, and half for those with split backwards.
-    The result is estimated as `simulate_plan` does. If no shorter schedule is found, the plan is
-    returned unchanged.
+    half of `time_limit` for schedules with full backwards, and half for split backwards. The result
+    is estimated as in `simulate_plan`. If the search finds no shorter schedule that fits, the plan
+    is returned unchanged.
 
     To train the result, write `schedir.to_text(program)` to a FILE.sched. Then call
     `train_config(model, replace(plan, schedule="FILE.sched"))`.
@@ -79,8 +80,8 @@ def improve_schedule(
         state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
             type of the cluster.
         time_limit: Seconds of both searches together.
-        max_evaluations: Orders that each search evaluates, at most. With enough time the result
-            then depends only on `seed`.
+        max_evaluations: The largest number of rank orders that each search evaluates, or None. If
+            this limit ends the search before `time_limit`, the result depends only on `seed`.
         seed: The seed of the random numbers.
 
     Raises:
@@ -143,12 +144,11 @@ def improve_schedule(
 
 
 def _merge_model_states(size: Sizes, plan: ParallelPlan, shape: PipelineShape) -> Sizes:
-    """Return sizes that have the sum of all states of a stage as one size.
+    """Return the sizes with the sum of all states of a stage as the one size `model_states`.
 
-    A search counts this sum as fixed memory.
-
-    With ZeRO the optimizer state is sharded. Weights and gradients count unsharded, because all
-    stages may be unsharded at the same time.
+    A search treats this sum as memory that the stage always uses. With ZeRO the optimizer state is
+    sharded. Weights and gradients count unsharded, because all stages may be unsharded at the same
+    time.
     """
     replicas = plan.dp * plan.cp
     states = {

@@ -1,4 +1,4 @@
-"""Trainers that the planner supports: their constants, state bytes, compile options and sizes."""
+"""Describe the trainers that the planner supports: constants, state bytes, options and sizes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 _FLOAT_BYTES = 4  # Bytes of a float32 number.
-# Bytes of a token in the head: the int64 index of its logit, and two booleans, for its mask and
-# for its presence in this rank's slice of the vocabulary.
+# Bytes that the head saves for each target token: the int64 index of its logit, and two booleans.
+# One boolean is the mask. The other is true if this rank's slice of the vocabulary has the token.
 _TARGET_BYTES = 10
-# Bytes of a token in a slice of the embedding: its int64 row. The saved tensors also have a
-# boolean for its presence in the slice.
+# Bytes of each token in a slice of the embedding: its int64 row. The forward also saves a boolean
+# that is true if the slice contains the token.
 _LOOKUP_BYTES, _DEFERRED_LOOKUP_BYTES = 9, 8
 
 
@@ -47,7 +47,7 @@ def compute_trainer_sizes(
     norm, and one number per attention head in place of its scores. The head saves the input of its
     norm and of its matrix, the logits and the targets. For a split backward, each linear layer
     keeps its input and the gradient of its output. `measure_sizes` measures the same sizes
-    (tests/cpu/test_own_sizes.py). With ZeRO it also counts the padding of buckets.
+    (tests/cpu/test_own_sizes.py). With ZeRO `measure_sizes` also counts the padding of buckets.
 
     Args:
         model: The model.
@@ -106,8 +106,8 @@ class Trainer(NamedTuple):
     Args:
         constants: The constants of the software.
         state_bytes: The bytes of weights, gradients and optimizer state per parameter.
-        compile_options: The options of `schedir.compile` for its programs.
-        compute_sizes: The function that returns the sizes of its stages.
+        compile_options: The options with which the trainer calls `schedir.compile`.
+        compute_sizes: The function that returns the sizes of the stages of a plan.
     """
 
     constants: SoftwareConstants
@@ -123,13 +123,14 @@ def get_trainer(
 ) -> Trainer:
     """Return the trainer that the planner assumes on a cluster.
 
-    For CPUs it is `schedir train`, which runs recomputed forwards ahead of their backwards. On a
-    CPU no caching allocator keeps free memory.
+    For GPUs the trainer has `constants` and `state_bytes`. For CPUs the trainer is `schedir train`.
+    It runs recomputed forwards before the gradient of their backward arrives. It has no caching
+    allocator, and `Sizes` include all its memory.
 
     Args:
         cluster: The cluster.
-        constants: Constants of the software. None uses `SoftwareConstants()`. For CPUs, some of
-            them are replaced.
+        constants: Constants of the software. None uses `SoftwareConstants()`. For CPUs,
+            `_TRAIN_CONSTANTS` replaces some of them.
         state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
             of the cluster's number type (`get_state_bytes`).
 

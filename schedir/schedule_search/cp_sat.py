@@ -1,8 +1,8 @@
 """Solve scheduling problems and prove bounds with OR-Tools CP-SAT (`schedir[solver]`).
 
-CP-SAT proves problems of up to about 130 (stage, microbatch) pairs in seconds. It rarely improves
-on larger ones. So a search runs first, and CP-SAT starts from its best order. No other module of
-schedir needs OR-Tools.
+CP-SAT solves and proves problems of up to about 130 (stage, microbatch) pairs in seconds. In larger
+problems it rarely finds a shorter order than the search. So a search runs first, and CP-SAT starts
+from its best order. No other module of schedir needs OR-Tools.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedule_search.search_results import LowerBound
 
-PROOF_TOLERANCE: Final = 1e-6  # relative error of a proved length, since times may be rounded
+PROOF_TOLERANCE: Final = 1e-6  # Relative error of a proved length, because times may be rounded.
 CLOSED_EXPLANATION: Final = "CP-SAT proved that no order is shorter"
 TRIVIAL_BOUND: Final = LowerBound(0.0, "no schedule takes less than 0")
-_POLL_SECONDS = 0.1  # seconds between two reports of the solver's progress
-# The largest sum of an integer model with exact numbers, and with rounded numbers.
+_POLL_SECONDS = 0.1  # Seconds between two reports of the progress of the solver.
+# The largest sum of all times in an integer model with exact numbers, and with rounded numbers.
 _MAX_EXACT_INTEGER, _MAX_ROUNDED_INTEGER = 2**40, 2**31
 
-Task = tuple[int, int, int]  # stage, kind, microbatch
+Task = tuple[int, int, int]  # (stage, kind, microbatch), where the kind is F, I or W.
 
 
 class SolverResult(NamedTuple):
     """The result of CP-SAT for a scheduling problem.
 
     Attributes:
-        order: The shortest order that was found. None if no order shorter than `shorter_than` was
-            found.
+        order: The shortest order that the solver found. None if it found no order shorter than
+            `shorter_than`.
         value: The length of `order`, see `compute_length`. Infinite if `order` is None.
         bound: A lower bound on the length of every order that is shorter than `shorter_than`.
         is_proved: True if `order` is within 1e-6 of the optimum, or if no order is shorter than
@@ -78,14 +78,14 @@ def solve(
     Args:
         problem: The problem to solve.
         seconds: The time limit of the solver.
-        hint: The order to start from. It must finish and fit into memory. The result is never
-            longer.
+        hint: The order from which the solver starts. It must not deadlock, and must fit into
+            memory. The result is never longer.
         shorter_than: Search only for orders shorter than this. By default any order.
-        known_bound: A lower bound that is proved already.
+        known_bound: A lower bound that is already proved.
         workers: The number of threads. By default the number of processors.
         seed: The random seed of the solver.
-        report: Called in the calling thread with the length of the shortest order and the bound,
-            after either improved. At most one call in 0.1 seconds.
+        report: A function of the length of the shortest order and the bound. The calling thread
+            calls it when one of the two has improved, at most once in 0.1 seconds.
 
     Returns:
         The shortest order, the bound, and whether they are proved.
@@ -133,7 +133,7 @@ def solve(
             problem.fits_on_rank(peak, rank)
             for rank, peak in enumerate(compute_peaks(problem, solver_order))
         )
-        # Rounded numbers may give an order that does not fit.
+        # With rounded sizes, the solver may return an order that does not fit.
         if solver_length is not None and solver_length < best and all(fits):
             best, order = solver_length, solver_order
     proved = best <= bound.value * (1 + PROOF_TOLERANCE)
@@ -163,7 +163,7 @@ def _run_solver(
 ) -> tuple[Any, bool]:
     """Run the solver in a thread, and return its status and whether Ctrl-C interrupted it.
 
-    The main thread stays free to receive Ctrl-C.
+    The main thread waits, because only the main thread receives Ctrl-C.
     """
     best = {"value": inf, "bound": 0.0}
 
@@ -207,7 +207,8 @@ class _CpSatModel:
         self.durations = (problem.F, problem.I, problem.W)
         self.task_kinds = (F, I, W) if problem.split_backward else (F, I)
         rows = (*self.durations, problem.act_delay, problem.grad_delay, problem.tail_time)
-        self.max_time = int(problem.microbatches * sum(map(sum, rows)))  # all tasks in sequence
+        # The time of all tasks in sequence.
+        self.max_time = int(problem.microbatches * sum(map(sum, rows)))
         self.start_vars = {
             (s, kind): [
                 model.new_int_var(0, self.max_time, "") for _ in range(problem.microbatches)
@@ -234,7 +235,7 @@ class _CpSatModel:
         return self.start_vars[stage, kind][mb] + self.durations[kind][stage]
 
     def _add_dependencies(self) -> None:
-        """Constrain tasks of a kind to ascend, and tasks to start after their inputs are ready."""
+        """Constrain tasks of a stage and kind to the order of microbatches, and to their inputs."""
         problem, add = self.problem, self.model.add
         for (s, kind), starts in self.start_vars.items():
             for k, start in enumerate(starts):
@@ -267,7 +268,7 @@ class _CpSatModel:
             not problem.split_backward
             or problem.deferred_wgrad[local_stages[0]] == problem.saved[local_stages[0]]
         ):
-            return  # the implied precedences are equivalent to the limit
+            return  # The implied precedences are equivalent to the limit.
         for s in local_stages:
             for k in range(problem.microbatches):
                 self._add_memory_at_start((s, F, k), local_stages, capacity)
@@ -277,8 +278,8 @@ class _CpSatModel:
     def _add_memory_at_start(self, task: Task, stages: Sequence[int], capacity: int) -> None:
         """Constrain the memory at the start of a task to the capacity of its rank.
 
-        The memory is a sum over the tasks that precede it on the rank, as in `compute_peaks`.
-        CP-SAT prunes much more with such sums than with intervals of memory use.
+        The memory is a sum over the tasks that precede the task on the rank, as in `compute_peaks`.
+        CP-SAT prunes much more with these sums than with intervals of memory use.
         """
         problem = self.problem
         memory = int(
@@ -302,9 +303,9 @@ class _CpSatModel:
         self.model.add(sum(terms) + memory <= capacity)
 
     def _order_literal(self, task: Task, other_task: Task) -> Any:
-        """Return whether a task precedes another task of its rank.
+        """Return a literal of the model that is true if a task precedes another task of its rank.
 
-        The result is a bool if the dependencies imply it, else a boolean variable of the model.
+        The result is True or False if the dependencies imply the order of the two tasks.
         """
         if self._must_precede(task, other_task):
             return True
@@ -333,14 +334,15 @@ class _CpSatModel:
         return k <= n and (last_depth - s if kind == I else s) <= depth
 
     def _add_implied_precedences(self, stage: int, capacity: int) -> None:
-        """Add precedences that the memory of a stage alone implies for its F's.
+        """Add the precedences that the memory limit implies for the F's of a stage.
 
-        CP-SAT could derive them from the memory limit, but slowly.
+        The precedences follow from the memory of this stage alone. CP-SAT could derive them from
+        the memory limit, but slowly.
         """
         saved, deferred = self.problem.saved[stage], self.problem.deferred_wgrad[stage]
         for k in range(self.problem.microbatches):
-            # The smallest number of Is is computed as if each I has its W. The smallest number of
-            # Ws is computed for the best number of Is.
+            # `i` is the smallest number of I's before F k, if each I is followed by its W. `w` is
+            # the smallest number of W's before F k, for the best number of I's.
             i = next(i for i in range(k + 1) if (k + 1 - i) * saved <= capacity)
             if i:
                 self.model.add(self.start_vars[stage, F][k] >= self.end_expression(stage, I, i - 1))
@@ -364,7 +366,7 @@ class _CpSatModel:
             tail = int(problem.tail_time[rank])
             if problem.objective == "own":
                 begin, tail = self.start_vars[local_stages[0], F][0], 0
-                if rank in first:  # each rank starts as early as it can, as in `compute_starts`
+                if rank in first:  # A rank starts as early as possible, as in `compute_starts`.
                     self.model.add(begin == first[rank])
             for s in local_stages:
                 self.model.add(
@@ -379,7 +381,7 @@ class _CpSatModel:
         """Constrain the length of the order.
 
         Args:
-            max_total: The largest length, in the integer unit of the model.
+            max_total: The largest length, in the time unit of the integer model.
         """
         self.model.add(self.total_var <= max_total)
 
@@ -387,7 +389,7 @@ class _CpSatModel:
         """Start the solver from an order, and limit the length to that of the order.
 
         Args:
-            order: An order that finishes.
+            order: An order that does not deadlock.
         """
         starts = compute_starts(self.problem, order)
         assert starts is not None
@@ -402,10 +404,10 @@ class _CpSatModel:
         self.model.add(self.total_var <= total)
 
     def extract_order(self, value_of: Callable[[Any], int]) -> Order:
-        """Return the order of the starts that the solver found.
+        """Return the order of the tasks by the starts that the solver found.
 
-        Several tasks may start at the same time if all but the last take no time. They are then
-        sorted by microbatch.
+        Tasks of a rank with the same start are sorted by microbatch. Such tasks exist if all but
+        the last of them take no time.
 
         Args:
             value_of: The function that returns the solver's value of a variable.
@@ -422,7 +424,10 @@ class _CpSatModel:
 
 
 def _find_first_starts(problem: SchedulingProblem) -> dict[int, int]:
-    """Return the start of each rank whose first F only depends on the first F's of other ranks."""
+    """Return the start of each rank whose first F depends only on the first F's of other ranks.
+
+    The result is rank -> time, in the unit of the costs.
+    """
     start, first = 0.0, {}
     for s, rank in enumerate(problem.rank_of):
         if rank in first:
@@ -438,7 +443,7 @@ class _IntegerProblem(NamedTuple):
     Attributes:
         problem: The problem with integers.
         scale: The factor from the original times to the integer times.
-        is_exact: True if no time was rounded. Rounding makes lengths shorter, never longer.
+        is_exact: True if no time was rounded. Rounding can only make lengths shorter.
     """
 
     problem: SchedulingProblem
@@ -448,7 +453,8 @@ class _IntegerProblem(NamedTuple):
     def max_length_below(self, below: float) -> int:
         """Return the largest integer length that is less than an original length.
 
-        If times were rounded, it is less by a factor of 1e-6 or more.
+        If times were rounded, the result is less than the original length by a share of at least
+        1e-6.
 
         Args:
             below: A length in the unit of the original problem.
@@ -461,8 +467,8 @@ class _IntegerProblem(NamedTuple):
 def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
     """Scale a problem to integers, so that every order that fits still fits and is not longer.
 
-    Decimal numbers are exact if their sum is small enough. Other times and sizes are rounded down,
-    so a bound is rounded down too. Capacities include the rounding tolerance.
+    Decimal numbers stay exact if their sum is small enough. Otherwise times and sizes are rounded
+    down, so a bound is rounded down too. Capacities include the rounding tolerance.
     """
     times = {
         name: getattr(problem, name)
@@ -497,7 +503,10 @@ def _scale_down(number: float, scale: Fraction) -> int:
 
 
 def _choose_scale(numbers: Sequence[float], largest: float) -> tuple[Fraction, bool]:
-    """Return a factor that makes all numbers integers, and whether no number must be rounded."""
+    """Return a factor that scales numbers to integers, and True if it needs no rounding.
+
+    `largest` is the largest sum of the numbers in the model.
+    """
     exact = [Fraction(str(n)) for n in numbers if n]
     scale = Fraction(lcm(*(n.denominator for n in exact)))
     scale /= gcd(*(int(n * scale) for n in exact)) or 1

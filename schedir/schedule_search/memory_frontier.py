@@ -1,4 +1,4 @@
-"""Find the shortest schedule at each memory limit, with lower bounds."""
+"""Find the shortest schedule at each of several memory limits, with lower bounds."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from schedir.schedule_search.search_results import SearchResult, SearchStep, com
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import Schedule, has_free_v
 
-_BOUND_SAMPLES: Final = 60  # limits for which a bound is computed, for a smooth curve
-_BISECTION_STEPS: Final = 30  # halvings of the range of limits: exact to about 1e-9 of the range
+_BOUND_SAMPLES: Final = 60  # The number of limits with a bound: enough for a smooth curve.
+_BISECTION_STEPS: Final = 30  # Halvings of the range of limits: exact to about 1e-9 of the range.
 
 
 class FrontierLevel(NamedTuple):
-    """The shortest run that was found within one memory limit.
+    """The shortest predicted run that the search found within one memory limit.
 
     Attributes:
         limit: The limit of a rank, in bytes or in (stage, microbatch) pairs in flight.
@@ -55,19 +55,19 @@ class FrontierLevel(NamedTuple):
 class MemoryFrontier:
     """The shortest runs at ascending memory limits, with lower bounds.
 
-    Limits are bytes of a rank, or, without sizes, the number of (stage, microbatch) pairs in
-    flight.
+    With sizes, a limit is the number of bytes of a rank. Without sizes, it is the number of (stage,
+    microbatch) pairs in flight on a rank.
 
     Attributes:
         shape: The pipeline shape.
-        levels: The results at ascending limits. A run is never longer than the run of a smaller
+        levels: The results at ascending limits. A run is never longer than the run at a smaller
             limit, because that run also fits into the larger limit. Limits above the last level
-            bring no gain, or were not searched.
+            make no run shorter, or were not searched.
         bounds: Pairs (limit, bound) in ascending order of limits, also for limits that `levels`
-            does not have. The bounds never ascend. The last limit is infinite.
+            does not have. The bounds never increase. The last limit is infinite.
         timelines: The predictions of the initial and the built-in schedules.
         is_complete: False if Ctrl-C ended the search early.
-        numba: See `SearchResult`, for all searches together.
+        numba: The Numba status of all searches together. See `SearchResult`.
     """
 
     shape: PipelineShape
@@ -86,7 +86,7 @@ class MemoryFrontier:
         return self.levels[0].timeline.sizes is not None
 
     def compute_bubble(self, span: float) -> float:
-        """Return the idle share of all ranks in a run of these stages.
+        """Return the bubble of a run of these stages: the idle share of the time of all ranks.
 
         Args:
             span: The span of the run, in the unit of the costs.
@@ -118,10 +118,10 @@ def memory_frontier(
 ) -> MemoryFrontier:
     """Search for the shortest schedule at each of several memory limits.
 
-    The limits range from the smallest that works to the one above which the bound does not improve.
-    Each limit that a built-in or an initial schedule just fits is added. Each search starts from
-    the result of the previous limit. The searches end when no limit can make the schedule shorter,
-    or with Ctrl-C.
+    The limits range from the smallest possible limit to the limit above which the bound does not
+    improve. The peak memory of each built-in and initial schedule is also a limit. Each search
+    starts from the result of the previous limit. The searches end when no larger limit can make the
+    schedule shorter, or with Ctrl-C.
 
     Args:
         shape: The pipeline shape.
@@ -134,12 +134,13 @@ def memory_frontier(
         max_evaluations: The number of evaluated orders of all searches together. By default there
             is no limit.
         seed: The random seed.
-        initial_schedules: Schedule functions or programs to start from, in addition to the built-in
-            schedules.
-        report: Called with the limit, and with the arguments of the `report` of `search_schedule`.
+        initial_schedules: Schedule functions or programs from which the searches start, in addition
+            to the built-in schedules.
+        report: A function of the limit and of the arguments of `report` of `search_schedule`. The
+            search calls it for each shorter schedule.
 
     Returns:
-        The frontier. It is incomplete if Ctrl-C ended it.
+        The frontier. It is incomplete if Ctrl-C ended the search.
 
     Raises:
         UsageError: `levels` is not a positive integer.
@@ -167,7 +168,7 @@ def memory_frontier(
         rest = len(limits) - k
         part = (time_limit - (perf_counter() - began)) / rest
         if max_evaluations is not None:
-            part = time_limit / len(limits)  # the clock must not decide how much is proved
+            part = time_limit / len(limits)  # The clock must not change how much is proved.
         try:
             last = _search_at_limit(
                 shape, costs, sizes, limit,
@@ -182,7 +183,7 @@ def memory_frontier(
                 ],
                 report=None if report is None else _add_limit_to_report(report, limit),
             )  # fmt: skip
-        except MemoryLimitError:  # messages do not fit
+        except MemoryLimitError:  # The messages do not fit.
             if k + 1 == len(limits):
                 raise
             continue
@@ -207,7 +208,7 @@ def memory_frontier(
 def _tighten_level(level: FrontierLevel, bound: float) -> FrontierLevel:
     """Return the level with a bound that is at most its span.
 
-    Sums of floats in a different order may differ slightly.
+    Rounding can make a bound larger than the span: both are sums of floats in a different order.
     """
     span = level.timeline.span
     return level._replace(bound=span if span <= bound * (1 + RELATIVE_TOLERANCE) else bound)
@@ -251,8 +252,9 @@ def _simulate_schedules(
 ) -> Iterator[Timeline]:
     """Yield the predictions of the initial and the built-in schedules of this shape, each once.
 
-    A bound for split backwards does not apply to full backwards that take less than I and W. A
-    bound for full backwards does not apply to split ones. Such schedules are left out.
+    Schedules to which the lower bound does not apply are left out. A bound for split backwards does
+    not apply to full backwards that take less than I and W. A bound for full backwards does not
+    apply to split backwards.
     """
     shape, seen = problem.shape, set[str]()
     shorter = is_full_backward_cheaper(costs, shape)
@@ -262,7 +264,7 @@ def _simulate_schedules(
     ):
         try:
             program = compile(schedule, shape, costs=costs)
-        except SchedirError:  # the schedule does not support this shape
+        except SchedirError:  # The schedule does not support this shape.
             continue
         ops = program.used_opcodes
         of_others = BACKWARD in ops and shorter if problem.split_backward else BACKWARD_INPUT in ops
@@ -285,7 +287,7 @@ def _choose_limits(
     *,
     split_backward: bool,
 ) -> list[float]:
-    """Return the limits to search, ascending."""
+    """Return the memory limits to search, in ascending order."""
     free = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
     weights = [0.0] * shape.ranks
     max_memory = max(map(len, shape.stages_on_rank)) * float(shape.microbatches)
@@ -317,8 +319,8 @@ def _choose_limits(
     step = (most - least) / max(num_levels - 1, 1) or 1.0
     if sizes is None:
         step = max(round(step), 1)
-    # More memory may help where the bound no longer improves. So up to `num_levels` larger limits
-    # are added.
+    # More memory may shorten the schedule even if the bound no longer improves. So up to
+    # `num_levels` larger limits are added.
     last = min(max(most, *peaks, least), most + num_levels * step)
     between = [least + step * k for k in range(2 * num_levels) if least + step * k <= last]
     return sorted({*between, most, *(peak for peak in peaks if peak >= least)})
@@ -334,7 +336,7 @@ def _compute_bounds(
     *,
     split_backward: bool,
 ) -> tuple[tuple[float, float], ...]:
-    """Return (limit, bound) for more limits than are searched.
+    """Return pairs (limit, bound), also for limits that are not searched.
 
     A bound for a limit is also a bound for each smaller limit.
     """

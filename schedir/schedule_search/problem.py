@@ -1,4 +1,4 @@
-"""The input of a schedule search: times and sizes as plain numbers per stage and rank."""
+"""Define the input of a schedule search: times and sizes as plain numbers per stage and rank."""
 
 from __future__ import annotations
 
@@ -38,34 +38,36 @@ from schedir.predict.possible_saving import RELATIVE_TOLERANCE
 
 Objective = Literal["span", "own"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
-# The reduction of full gradients. Sharded gradients do not change the order of compute.
+# The opcode that reduces unsharded gradients. A search assumes unsharded gradients, because their
+# sharding does not change the order of compute.
 _REDUCE_OP: Final = find_producers(Value.GRAD)[0]
-MAX_TIME: Final = 1e299  # a finite number for "no limit"; all times are less
+MAX_TIME: Final = 1e299  # A finite number for "no limit". All times are less.
 
 
 @dataclass(frozen=True)
 class SchedulingProblem:
-    """A pipeline of identical microbatches, in plain numbers per stage and rank.
+    """A pipeline of microbatches with equal costs and sizes, in plain numbers per stage and rank.
 
     Args:
         shape: The pipeline shape.
         split_backward: True if backwards are split into I and W.
         objective: The length to minimize. "span": the time of the run from start to end. "own": the
-            longest time of a rank from its first compute to its last.
-        F: The time of a microbatch's forward, by stage.
-        I: The time of its gradient of inputs, by stage. If backwards are not split, the time of a
-            full backward.
-        W: The time of its weight gradients, by stage. If backwards are not split, 0.
+            longest time of a rank from the start of its first compute to the end of its last.
+        F: The time of the forward of a microbatch, by stage.
+        I: The time of the BackwardInput of a microbatch, by stage. If backwards are not split, the
+            time of a full backward.
+        W: The time of the BackwardWeight of a microbatch, by stage. If backwards are not split, 0.
         act_delay: The time from the end of a stage's F until the next stage has its output, by
             stage. 0 if both stages are on one rank.
         grad_delay: The time from the end of a stage's I until the previous stage has its gradient,
             by stage. 0 if both stages are on one rank.
-        tail_time: The least time from a rank's last compute to its end, by rank: the reduction of
-            one stage's gradients, and the optimizer step.
+        tail_time: The least time from the last compute of a rank to the end of its step, by rank:
+            the reduction of the gradients of one stage, and the optimizer step.
         saved: The memory of a microbatch from the start of its F to the start of its I, by stage.
             If backwards are not split, to the end of I.
-        deferred_wgrad: The memory from the end of its I to the end of its W, by stage.
-        saved_and_deferred: The memory during its I, by stage.
+        deferred_wgrad: The memory of a microbatch from the end of its I to the end of its W, by
+            stage.
+        saved_and_deferred: The memory of a microbatch during its I, by stage.
         capacity: The memory for these values, by rank, in the same unit. Infinite means no limit.
     """
 
@@ -90,7 +92,7 @@ class SchedulingProblem:
 
     @property
     def num_task_kinds(self) -> int:
-        """The number of kinds of tasks: F, I, and, if backwards are split, W."""
+        """The number of kinds of tasks: 3 (F, I, W) if backwards are split, else 2."""
         return 2 + self.split_backward
 
     @property
@@ -100,7 +102,7 @@ class SchedulingProblem:
 
     @property
     def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank, ascending."""
+        """The stages of each rank, in ascending order."""
         return self.shape.stages_on_rank
 
     @cached_property
@@ -125,8 +127,8 @@ class SchedulingProblem:
     def get_min_capacity(self, rank: int) -> float:
         """Return the least capacity with which a rank can run one microbatch at a time.
 
-        With less, no schedule works. The microbatch passes all stages of the rank forward and then
-        back, and each W follows its I.
+        No schedule fits into less. The microbatch passes all stages of the rank forward and then
+        backward, and each W follows its I.
 
         Args:
             rank: The rank.
@@ -139,7 +141,7 @@ class SchedulingProblem:
         return peak
 
     def fits_on_rank(self, memory: float, rank: int) -> bool:
-        """Return whether an amount of memory is within the capacity of a rank.
+        """Return whether an amount of memory fits into the capacity of a rank.
 
         Args:
             memory: The memory, in the unit of `capacity`.
@@ -160,8 +162,8 @@ def make_problem(
 ) -> SchedulingProblem:
     """Return the scheduling problem of a shape, its costs and a memory limit.
 
-    Messages use no memory here. The caller must check that a resulting program fits with its
-    messages.
+    The problem does not include the memory of messages. The caller must check that a program fits
+    with its messages.
 
     Args:
         shape: The pipeline shape.
@@ -176,14 +178,14 @@ def make_problem(
         split_backward: True to split backwards into I and W.
 
     Raises:
-        ShapeError: The shape has stage replicas, several updates or sequence segments.
+        ShapeError: The shape has stage replicas, several updates or sequence chunks.
         CostsError: The costs differ between microbatches, are all 0, or add up to more than 1e299.
-            Also if they are for another number of stages, or contain B without I and W for split
+            Also if they are for another number of stages, or contain B but not I and W for split
             backwards. Also if `FB` is less than a forward and a backward.
         UsageError: The limit is invalid, or too small for any schedule.
     """
     require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
-    shape = shape.resolve_defaults()  # initial schedules are compared with the resolved shape
+    shape = shape.resolve_defaults()  # Shapes of initial schedules are compared with this shape.
     costs = Costs() if costs is None else costs
     require_type(costs, Costs, "Costs(F=1, B=2)")
     if objective not in OBJECTIVES:
@@ -244,7 +246,7 @@ def make_problem(
 def is_full_backward_cheaper(costs: Costs, shape: PipelineShape) -> bool:
     """Return whether a full backward takes less than I and W together on any stage.
 
-    A bound for split backwards then does not apply to schedules with full backwards.
+    In this case a bound for split backwards does not apply to schedules with full backwards.
 
     Args:
         costs: The costs of stages.

@@ -1,9 +1,9 @@
-"""The order of tasks of each rank without microbatch numbers, and its time.
+"""Represent the order of the tasks of each rank, without microbatch numbers, and compute its time.
 
-A task is one F, I or W of a microbatch on a stage. All microbatches are alike, so a rank loses no
-time if it runs each kind of task of a stage in ascending order of microbatches. Sorting the starts
-of a kind keeps the dependencies of the k-th tasks, and memory depends on counts alone
-(docs/explanation/lower-bounds.md).
+A task is one F, I or W of a microbatch on a stage. All microbatches have equal times and sizes. So
+a rank loses no time if it runs each kind of task of a stage in ascending order of microbatches.
+After sorting, the k-th task still follows the k-th tasks that it needs. The memory stays the same,
+because it depends only on the numbers of tasks (docs/explanation/lower-bounds.md).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from schedir.schedule_search.problem import SchedulingProblem
 KINDS: Final = 3
 F, I, W = range(KINDS)
 
-Order = tuple[tuple[int, ...], ...]  # for each rank the codes of its tasks: KINDS * stage + kind
+Order = tuple[tuple[int, ...], ...]  # For each rank the codes of its tasks: KINDS * stage + kind.
 
 
 def order_of_program(program: Program, *, split_backward: bool) -> Order:
-    """Return the order of a program's compute instructions.
+    """Return the order of the compute instructions of a program.
 
     Args:
-        program: The program. Its microbatches need not ascend.
-        split_backward: If true, a full backward becomes an I and a W. If false, an I becomes a full
+        program: The program. Its microbatches can have any order.
+        split_backward: If True, a full backward becomes an I and a W. If False, an I becomes a full
             backward, and a W is left out.
     """
     kinds_of_op: dict[int, tuple[int, ...]] = {
@@ -45,9 +45,9 @@ def order_of_program(program: Program, *, split_backward: bool) -> Order:
 
 
 def order_one_by_one(problem: SchedulingProblem) -> Order:
-    """Return the order that runs one microbatch after the other, which needs the least memory.
+    """Return the order that runs one microbatch at a time, which needs the least memory.
 
-    Each microbatch runs forward and back, and each W follows its I.
+    Each microbatch runs forward and then backward, and each W follows its I.
 
     Args:
         problem: The problem.
@@ -67,7 +67,7 @@ def order_one_by_one(problem: SchedulingProblem) -> Order:
 def draft_from_order(
     problem: SchedulingProblem, order: Sequence[Sequence[int]], name: str = "search"
 ) -> Program:
-    """Return the draft of an order, with ascending microbatches for each kind of task.
+    """Convert an order into a draft, with ascending microbatches for each kind of task.
 
     Args:
         problem: The problem of the order.
@@ -114,7 +114,7 @@ def compute_peaks(problem: SchedulingProblem, order: Sequence[Sequence[int]]) ->
 def compute_starts(
     problem: SchedulingProblem, order: Sequence[Sequence[int]]
 ) -> list[list[float]] | None:
-    """Return the earliest start of each task, by rank.
+    """Return the earliest start of each task, in one list for each rank.
 
     Args:
         problem: The problem of the order.

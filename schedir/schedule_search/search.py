@@ -1,4 +1,4 @@
-"""`search_schedule`: find the shortest schedule within a memory limit, with a lower bound."""
+"""Search for the shortest schedule within a memory limit, and compute a lower bound."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from schedir.schedule_search.search_results import LowerBound, SearchResult, Sea
 from schedir.schedules.schedule_algebra import Schedule
 
 ProofMethod = Literal["closed", "solver"]
-_EXAMPLE: Final = "search_schedule(ranks=4, microbatches=8)"  # a correct call, for errors
+_EXAMPLE: Final = "search_schedule(ranks=4, microbatches=8)"  # A correct call, for errors.
 _PROOF_METHODS: Final = get_args(ProofMethod)
-_HEURISTIC_SHARE: Final = 0.3  # share of the seconds for the local search before the solver
-_MAX_PILOTS: Final = 8  # pilots at most: short searches that estimate the memory of messages
-_PILOT_EVALUATIONS: Final = 400  # evaluations of one pilot
-_PILOT_SECONDS_SHARE: Final = 0.04  # share of the seconds for one pilot
-_BUILD_SECONDS_PER_TASK: Final = 2e-5  # seconds per task, reserved to build the programs
+_HEURISTIC_SHARE: Final = 0.3  # The share of the time for the local search before the solver.
+# A pilot is a short search that estimates the memory of messages. These are the largest numbers of
+# pilots and of the evaluations of one pilot, and the share of the time for one pilot.
+_MAX_PILOTS: Final = 8
+_PILOT_EVALUATIONS: Final = 400
+_PILOT_SECONDS_SHARE: Final = 0.04
+_BUILD_SECONDS_PER_TASK: Final = 2e-5  # Seconds per task, reserved to compile programs.
 
 
 @explain_wrong_calls("search_schedule(ranks=4, microbatches=8, max_in_flight=4)")
@@ -64,40 +66,41 @@ def search_schedule(
     """Search for the shortest schedule within a memory limit, and compute a lower bound.
 
     The search first evaluates the built-in and the initial schedules that fit. The result is never
-    longer than these. Then ranks choose their tasks by dispatch policies, and the best policies are
-    varied. At last simulated annealing moves single tasks.
+    longer than these. Then list scheduling builds schedules by dispatch policies, and varies the
+    best policies. Finally, simulated annealing moves tasks in the best schedules.
 
-    The search ends with a proof, after `time_limit`, after `max_evaluations`, or when it finds
-    nothing shorter. Ctrl-C ends it too, and the best schedule is returned. Each forward runs once:
-    with little memory, a schedule with activation recomputation may be shorter.
+    The search ends with a proof, after `time_limit`, after `max_evaluations`, or after many failed
+    attempts. Ctrl-C also ends it, and the function returns the best schedule so far. Each forward
+    runs once: with little memory, a schedule with activation recomputation may be shorter.
 
     Args:
         shape: The pipeline shape. You can give its fields as keywords instead.
         costs: The costs of stages. By default `Costs()`.
         sizes: The sizes in bytes, required with `memory_limit`.
         memory_limit: The memory of each rank, in bytes. By default there is no limit.
-        ranks: Number of pipeline ranks.
-        microbatches: Number of microbatches.
-        stages_per_rank: Number of stages on each rank.
+        ranks: The number of pipeline ranks.
+        microbatches: The number of microbatches.
+        stages_per_rank: The number of stages on each rank.
         placement: The rank of each stage. See `compile`.
         max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank. An
             integer, or a function of the rank, as in `greedy_schedule`. It excludes
             `memory_limit`.
-        objective: The length to minimize. "span": the span of the run. "own": the longest time of a
-            rank from its first compute to its last.
+        objective: The length to minimize. "span": the span of the run. "own": the longest active
+            span of a rank.
         split_backward: True to split backwards into I and W. If a full backward takes less than
-            I and W together, the bound is for split backwards only.
+            I and W together, the bound applies only to split backwards.
         time_limit: The longest time of the search, in seconds.
         max_evaluations: The largest number of evaluated orders. If the search evaluates this number
-            before `time_limit`, the result depends on `seed` alone. By default there is no limit.
+            before `time_limit`, the result depends only on `seed`. By default there is no limit.
         seed: The random seed.
-        initial_schedules: Schedule functions or programs to start from, in addition to the built-in
-            schedules. Their backwards are split or joined as `split_backward` demands.
-        prove: "closed" computes the bound from formulas. "solver" searches for three tenths of the
-            time, and then runs CP-SAT (`pip install 'schedir[solver]'`). CP-SAT proves small cases
-            that the formulas leave open. The result of CP-SAT depends on time, not on `seed` alone.
-        report: Called with each shorter schedule and the bound. While CP-SAT runs, it is also
-            called with each better bound.
+        initial_schedules: Schedule functions or programs from which the search starts, in addition
+            to the built-in schedules. Their backwards are split or joined as `split_backward`
+            requires.
+        prove: "closed" computes the bound from formulas. "solver" searches for 30 % of the time,
+            and then runs CP-SAT (`pip install 'schedir[solver]'`). CP-SAT can prove small cases
+            that the formulas cannot. Its result depends on time, not only on `seed`.
+        report: A function of a `SearchStep` and of the bound. The search calls it for each shorter
+            schedule. While CP-SAT runs, the search also calls it for each larger bound.
 
     Returns:
         The shortest schedule, its prediction, and the lower bound.
@@ -188,7 +191,7 @@ def search_schedule(
     tried = local_search.num_evaluated
     try:
         made = builder.build_shortest(local_search.shortest_orders[:1], made)
-        # Messages of the initial orders may wait less for each other.
+        # A program of an initial order may be shorter, because its messages may wait less.
         made = builder.build_shortest(local_search.initial_orders, made)
         made = builder.build_shortest(local_search.list_finalists(), made, begin + time_limit)
     except KeyboardInterrupt:
@@ -199,7 +202,7 @@ def search_schedule(
     length, timeline = made or builder.build_smallest()
     assert least.value <= length * (1 + 1e-6), "a bug: the schedule is shorter than the lower bound"
     bound = least.value
-    # Both are sums of floats in a different order.
+    # The tolerance is for rounding: both are sums of floats in a different order.
     if length <= bound * (1 + RELATIVE_TOLERANCE):
         stopped, bound = "proved", length
     return SearchResult(
@@ -218,8 +221,9 @@ def _reserve_message_memory(
 ) -> tuple[BuiltProgram | None, SchedulingProblem]:
     """Return a first program that fits, and the problem with a capacity reduced for messages.
 
-    The memory of messages depends on the order. So short pilot searches run. Each has a capacity
-    reduced by the excess of the previous pilot's order.
+    The memory of messages depends on the order, so the function estimates it by short pilot
+    searches. If the order of a pilot exceeds the limit with its messages, the next pilot has less
+    capacity. The program is None if no pilot finds a program that fits.
     """
     best, within, found = None, problem, problem
     for _ in range(_MAX_PILOTS if builder.counts_messages else 0):
@@ -249,7 +253,7 @@ def _solve_with_cp_sat(
     seed: int,
     report: Callable[[SearchStep, float], None] | None,
 ) -> SolverResult:
-    """Run CP-SAT for the remaining time, from the best order of the local search."""
+    """Run CP-SAT for the remaining time. It starts from the best order of the local search."""
 
     def report_progress(value: float, bound: float) -> None:
         if report is not None:

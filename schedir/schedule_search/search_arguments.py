@@ -1,4 +1,4 @@
-"""Check the limits of a search: seconds, evaluations and seed."""
+"""Check arguments of a search: time limit, number of evaluations and seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EVALUATIONS_RULE = "max_evaluations must be an integer, 1 or more"
 
 
 def require_seconds(value: object) -> float:
-    """Return a time as a float. It may be infinite.
+    """Return a time in seconds as a float, which may be infinite.
 
     Args:
         value: The argument to check.
@@ -44,12 +44,12 @@ def require_evaluations(value: object) -> int | None:
 
 
 def require_integer(value: object, field: str, rule: str) -> int:
-    """Return an integer. Integers of numpy are accepted.
+    """Return `value` as an integer. NumPy integers are allowed.
 
     Args:
         value: The argument to check.
         field: The name of the argument, for the error.
-        rule: The first clause of the error, which states the allowed values.
+        rule: The first clause of the error message, with the allowed values.
 
     Raises:
         UsageError: `value` is not an integer.

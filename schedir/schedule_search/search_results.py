@@ -1,4 +1,4 @@
-"""Results of a search: the schedule that it found, and the lower bound."""
+"""Define the results of a search: the schedule that it found, and the lower bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ StopReason = Literal["proved", "time", "no better", "interrupted"]
 
 
 class LowerBound(NamedTuple):
-    """A time that no schedule can beat.
+    """A lower bound on the length of every schedule, with its proof.
 
     Attributes:
         value: The time, in the unit of the costs.
@@ -32,8 +32,8 @@ class SearchStep(NamedTuple):
 
     Attributes:
         seconds: The time since the start of the search.
-        method: The method that found it, or the name of an initial schedule.
-        span: Its length by the objective of the search, in the unit of the costs.
+        method: The method that found the schedule, or the name of an initial schedule.
+        span: The length of the schedule by the objective of the search, in the unit of the costs.
     """
 
     seconds: float
@@ -50,16 +50,17 @@ class SearchResult:
         timeline: The prediction of the program.
         span: The length of the schedule by the objective of the search: the span, or the longest
             active span of a rank.
-        bound: No schedule within the memory limit takes less than this.
+        bound: The lower bound on the length of every schedule within the memory limit.
         explanation: The proof of the bound in words.
-        improvements: Each shorter schedule in the order in which the search found it.
+        improvements: Each schedule that was shorter than all before it, in the order in which the
+            search found them.
         num_evaluated: The number of orders that were evaluated.
         seed: The random seed of the search.
         stop_reason: The reason why the search ended. "proved": no schedule is shorter. "time": the
-            budget is spent. "no better": the search no longer found shorter schedules.
-            "interrupted": Ctrl-C.
-        numba: "used" if the search ran loops that numba compiled, else the reason why it did not.
-            Without them a search tries far fewer schedules in the same time.
+            time limit or the number of evaluations is reached. "no better": the search no longer
+            found shorter schedules. "interrupted": Ctrl-C.
+        numba: "used" if the search ran loops that Numba compiled, else the reason why it did not.
+            Without compiled loops, a search tries far fewer schedules in the same time.
     """
 
     program: Program
@@ -78,14 +79,14 @@ class SearchResult:
 
     @property
     def gap_to_bound(self) -> float:
-        """The relative gap from the bound to the span: 0 if the schedule is proved shortest."""
+        """The relative gap, span / bound - 1. It is 0 if no schedule is shorter."""
         return 0.0 if self.stop_reason == "proved" else max(self.span / self.bound - 1, 0.0)
 
 
 def combine_numba(results: Iterable[NumbaStatus]) -> NumbaStatus:
-    """Return one numba status for several searches.
+    """Return one Numba status for several searches.
 
-    If any search lacked numba, the result is the reason.
+    If a search ran without Numba although it needed it, the result is the reason.
 
     Args:
         results: The status of each search.
@@ -96,7 +97,7 @@ def combine_numba(results: Iterable[NumbaStatus]) -> NumbaStatus:
 
 
 def describe_numba(numba: NumbaStatus) -> str:
-    """Return how a search used numba, as the end of a sentence.
+    """Return how a search used Numba, as the end of a sentence.
 
     Args:
         numba: The status of the search.

@@ -1,1 +1,1 @@
-"""Options and reports that several commands share."""
+"""Define options and reports that several commands share."""

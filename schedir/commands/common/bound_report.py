@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.schedule_search.search_results import LowerBound
 
-# The memory is the bytes of the fullest rank, or its microbatches in flight without sizes.
+# "This memory" is the largest memory of a rank: bytes, or microbatches in flight without sizes.
 WITHIN_MEMORY = " within this memory"
 
 
@@ -34,7 +34,7 @@ def describe_bound(span: float, bound: float, unit: str = "", scope: str = WITHI
     """
     gain = compute_saving(span, bound)
     least, most = bound, f"{describe_saving(gain)} can be gained"
-    if not gain:  # span and bound differ by rounding only, so print the same number for both
+    if not gain:  # Span and bound differ only by rounding, so print the same number for both.
         least, most = span, "proved shortest"
     return f"no schedule of these stages{scope} is shorter than {least:.6g}{unit}: {most}"
 
@@ -46,8 +46,8 @@ def find_lower_bound(request: Request) -> LowerBound | None:
         request: The request of the run.
 
     Returns:
-        The bound of all schedules that use no more memory than the run.  None if the run is from a
-        file and its costs are not given, or if no bound is known.
+        The bound on all schedules that use no more memory than the run. None if the run is from a
+        file and the user gave no costs, or if no bound is known.
     """
     if request.prediction_costs is None:
         return None
@@ -73,7 +73,7 @@ def describe_run_bound(timeline: Timeline, bound: LowerBound | None) -> str:
 
 
 def format_possible_gain(facts: dict[str, Any]) -> str:
-    """Return the share of the span that another order could save at most, for a table.
+    """Return the largest share of the span that another schedule could save, for a table.
 
     Args:
         facts: The facts of `collect_timeline_facts`.

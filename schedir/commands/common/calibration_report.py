@@ -27,9 +27,10 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
     """Read measured runs from a CSV file with a header.
 
     Args:
-        path: The file. Its columns are fields of `ParallelPlan`, and `step_time` in seconds or
-            `tokens_per_second` of all GPUs, and `memory` in bytes or with a unit. `memory` can be
-            empty. Lines that begin with # are comments.
+        path: The file. Its columns are fields of `ParallelPlan`, the result, and optionally
+            `memory`. The result is `step_time` in seconds, or `tokens_per_second` of all GPUs.
+            `memory` is in bytes or has a unit, and can be empty. Lines that begin with # are
+            comments.
         model: The model of all runs.
 
     Raises:
@@ -86,7 +87,7 @@ def _parse_cell(text: str, default: Any) -> Any:
 
 
 def format_calibration(calibration: Calibration) -> Iterator[str]:
-    """Yield the lines of a report: constants, runs, and the best next run.
+    """Yield the parts of a report: constants, runs, uncertainty, and the run to measure next.
 
     Args:
         calibration: The calibration.

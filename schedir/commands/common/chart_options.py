@@ -1,4 +1,4 @@
-"""Options of charts: their contents, and their file."""
+"""Define the options of charts, and write charts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.viz.style import Style
 
-# The parameters of schedir.viz have these names.
+# Names of parsed options, which are also names of parameters of schedir.viz.
 _STYLE_OPTIONS = ("show", "width", "palette", "colours", "axis", "time")
 
 
@@ -93,7 +93,7 @@ def require_no_chart_options(args: argparse.Namespace, subject: str) -> None:
 
     Args:
         args: The parsed options.
-        subject: The output of the command, which is not a chart.  It is named in the error.
+        subject: The output of the command, which is not a chart. The error message names it.
 
     Raises:
         UsageError: An option is given.
@@ -123,11 +123,11 @@ def format_text_chart(timeline: Timeline, line_prefix: str = "") -> str:
 
 
 def save_chart(args: argparse.Namespace, requests: Sequence[Request]) -> None:
-    """Write a Gantt chart of runs, one below another, with their lower bounds.
+    """Write a Gantt chart of several runs, one below another, with their lower bounds.
 
     Args:
         args: The parsed options of `add_chart_options`, and `args.output`, the file.
-        requests: The requests of the runs.  The memory limits of the first one are drawn.
+        requests: The requests of the runs. The chart shows the memory limits of the first request.
 
     Raises:
         UsageError: The file name has no suffix of a picture.
@@ -135,7 +135,7 @@ def save_chart(args: argparse.Namespace, requests: Sequence[Request]) -> None:
     from schedir.viz import compare, save
     from schedir.viz.figures.figure_files import require_figure_suffix
 
-    require_figure_suffix(args.output)  # fails before anything is drawn
+    require_figure_suffix(args.output)  # Fail before anything is drawn.
     values = {name: getattr(args, name) for name in _STYLE_OPTIONS}
     style = {name: value for name, value in values.items() if value is not None}
     if style.get("show") == "none":

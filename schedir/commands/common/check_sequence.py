@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the option for ranks that run other programs than the rest.
+    """Add the option `--rank-programs`, for ranks that run different programs.
 
     Args:
         parser: The parser of `check`.
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> str:
 
     Raises:
         UsageError: An option does not apply to several programs, or `--rank-programs` is invalid.
-        SchedirError: A program is wrong, or the programs do not finish under the first model.  The
-            hint of the error names other models under which they finish, if there are any.
+        SchedirError: A program is wrong, or the programs do not finish under the requested progress
+            model. The hint of the error names other models under which they finish, if any.
     """
     from schedir.analysis.progress_models import MODELS
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressModel]]:
-    """Return the programs of each rank, and the models under which they were checked."""
+    """Return the programs of each rank, and the progress models under which they were checked."""
     programs: dict[str, Program] = {}
     proven_models: set[ProgressModel] = set()
 

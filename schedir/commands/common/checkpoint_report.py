@@ -17,16 +17,16 @@ _GROUP_NAMES: Final = {
     "weights": "weights", "main": "float32 copies", "optimizer": "optimizer", "buffers": "buffers",
 }  # fmt: skip
 _OTHER_GROUP: Final = "others"
-_MAX_FACT_LENGTH: Final = 400  # printed characters of a fact; a longer one is cut
+_MAX_FACT_LENGTH: Final = 400  # A fact with more characters is cut off.
 
 
 class CheckpointEntry(NamedTuple):
     """A checkpoint in a directory.
 
     Attributes:
-        step: The step after which it was written.
+        step: The step after which the checkpoint was written.
         manifest: The manifest, or None if it cannot be read.
-        problem: The reason why the checkpoint is not complete, or "" if it is.
+        problem: The reason why the checkpoint is not complete, or "" if it is complete.
     """
 
     step: int
@@ -35,12 +35,13 @@ class CheckpointEntry(NamedTuple):
 
 
 def inspect_checkpoint(directory: CheckpointDirectory, step: int, verify: bool) -> CheckpointEntry:
-    """Return the state of the checkpoint of a step.
+    """Check the files of the checkpoint of a step, and return its entry.
 
     Args:
         directory: The directory of the checkpoints.
         step: The step.
-        verify: True reads the files and compares their digests.  False compares their sizes only.
+        verify: If True, read the files and compare their digests. If False, compare only their
+            sizes.
     """
     manifest = None
     try:
@@ -62,8 +63,9 @@ def collect_facts(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
         is_verified: True if the digests of the files were compared.
 
     Returns:
-        All checkpoints, and the contents of the newest complete one.  "whole" is None if only the
-        sizes of the files were compared, and they are correct.
+        All checkpoints, and the contents of the newest complete checkpoint. "whole" is True if a
+        checkpoint is complete, and None if only the sizes of the files were compared, and they are
+        correct.
     """
     return {
         "checkpoints": [
@@ -96,7 +98,7 @@ def _collect_manifest_facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def format_report(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> str:
-    """Return a table of checkpoints, and the contents of the newest complete one.
+    """Return a table of checkpoints, and the contents of the newest complete checkpoint.
 
     Args:
         checkpoints: The checkpoints, the newest last.
@@ -139,7 +141,7 @@ def _format_manifest(manifest: Manifest) -> str:
 
 
 def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield names and values of the facts, the state and the `schedir train` settings."""
+    """Yield the names and values of facts, state and settings of `schedir train` as text."""
     rest = {k: v for k, v in manifest.state.items() if k not in ("extra", "also", "optimizers")}
     optimizers, extra = manifest.state.get("optimizers"), manifest.state.get("extra")
     if isinstance(optimizers, Mapping) and optimizers:
@@ -156,7 +158,7 @@ def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _group_by_section(settings: Mapping[Any, Any]) -> dict[str, str]:
-    """Return the settings that have a value, with one line for each section."""
+    """Return the settings that have a value as section -> text, such as "[model]" -> "layers 4"."""
     lines: dict[str, list[str]] = {}
     for name, value in settings.items():
         section, _, key = str(name).rpartition(".")
@@ -170,8 +172,8 @@ def _group_by_section(settings: Mapping[Any, Any]) -> dict[str, str]:
 def _list_tensor_rows(manifest: Manifest) -> Iterator[tuple[str, TensorMeta, tuple[int, int]]]:
     """Yield the name and metadata of each tensor, and two sizes in bytes.
 
-    The sizes are those of the float32 copy and of the optimizer state of a weight.  Weights come
-    first.  Tensors that belong to no weight follow, with sizes of 0.
+    The sizes are those of the float32 copy and of the optimizer state of a weight. Weights come
+    first. Tensors that belong to no weight follow, with sizes of 0.
     """
     optimizer_bytes: dict[str, int] = {}
     other_tensors: list[tuple[str, TensorMeta]] = []
@@ -206,7 +208,7 @@ class _TensorTotals(NamedTuple):
 
 
 def _compute_totals(manifest: Manifest) -> dict[str, _TensorTotals]:
-    """Return the totals of each group of tensors that exists, and of all tensors."""
+    """Return group of tensors -> totals, for the groups with tensors and for all tensors."""
     totals: dict[str, _TensorTotals] = {}
     for name, kind in manifest.tensors.items():
         for group in (_GROUP_NAMES.get(name.partition("/")[0], _OTHER_GROUP), "all"):
@@ -221,7 +223,8 @@ def _compute_totals(manifest: Manifest) -> dict[str, _TensorTotals]:
 def _find_newest_complete(checkpoints: Sequence[CheckpointEntry]) -> Manifest | None:
     """Return the manifest of the newest checkpoint without a known problem, or None.
 
-    A single checkpoint counts as complete, so that its readable contents are printed.
+    If there is only one checkpoint, its manifest is returned even with a problem, so that the
+    report has its contents.
     """
     manifests = [one.manifest for one in checkpoints if not one.problem or len(checkpoints) == 1]
     return manifests[-1] if manifests else None
@@ -237,10 +240,10 @@ def _format_write_time(manifest: Manifest | None) -> str:
 
 
 def sanitize_text(text: str) -> str:
-    """Return a text from a file without characters that control a terminal.
+    """Remove characters that control a terminal from a text.
 
     Args:
-        text: The text.  Unprintable characters become "?", and a long text is cut.
+        text: A text from a file. Unprintable characters become "?", and a long text is cut off.
     """
     shortened = text if len(text) <= _MAX_FACT_LENGTH else f"{text[:_MAX_FACT_LENGTH]}..."
     return "".join(c if c.isprintable() else "?" for c in shortened)

@@ -34,8 +34,8 @@ class FrontierRequest:
     Args:
         shape: The shape of the pipeline.
         costs: The costs of each stage, or None for the defaults.
-        sizes: The sizes of each stage.  If None, limits count (stage, microbatch) pairs in flight.
-        initial_schedules: Schedules and programs with which the search begins.
+        sizes: The sizes of each stage. If None, limits count (stage, microbatch) pairs in flight.
+        initial_schedules: Schedules and programs from which the search starts.
         unit: The unit of the costs, or "".
     """
 
@@ -47,7 +47,7 @@ class FrontierRequest:
 
 
 def require_frontier_options(args: argparse.Namespace) -> None:
-    """Raise an error if an option does not apply to a frontier.
+    """Raise an error if an option does not apply to `--frontier`.
 
     Args:
         args: The parsed options of `search`.

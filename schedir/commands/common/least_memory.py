@@ -1,4 +1,4 @@
-"""Name a built-in schedule that is as short as a shortest one, and needs less memory."""
+"""Find a built-in schedule that is as short as a proved shortest run, but needs less memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.schedule_search.search_results import LowerBound
 
-_MAX_INSTRUCTIONS: Final = 10_000  # larger programs take too long to simulate for a sentence
+_MAX_INSTRUCTIONS: Final = 10_000  # Simulating larger programs takes too long for one sentence.
 
 
 def describe_request_memory(request: Request, bound: LowerBound | None) -> str:
-    """Return the sentence of `describe_least_memory` for a schedule, or "" for a file.
+    """Return the sentence of `describe_least_memory` about the run of a request.
+
+    The result is "" if the run is from a file, is not proved shortest, or has a large program.
 
     Args:
         request: The request of the run.
@@ -38,16 +40,16 @@ def describe_request_memory(request: Request, bound: LowerBound | None) -> str:
 
 
 def describe_least_memory(timeline: Timeline, costs: Costs, others: Iterable[Timeline]) -> str:
-    """Return a sentence about the schedule that is as short as a run in the least memory.
+    """Return a sentence about the schedule with the least memory that is as short as a run.
 
     Args:
         timeline: A run that is proved shortest within its memory.
         costs: The costs of each stage.
-        others: Runs of other schedules at these costs.  A run of other stages, without backwards,
-            or with split backwards if `timeline` has none, is ignored.
+        others: Runs of other schedules at these costs. The function ignores runs with another
+            shape, without backwards, or with split backwards if `timeline` has none.
 
     Returns:
-        The sentence.  "" if no other run is as short in less memory.
+        The sentence. "" if no other run is as short with less memory.
     """
     shape, splits = timeline.program.shape, _has_split_backward(timeline)
     fitting = [
@@ -75,7 +77,7 @@ def describe_least_memory(timeline: Timeline, costs: Costs, others: Iterable[Tim
 
 def _simulate_built_in_schedules(request: Request) -> Iterator[Timeline]:
     for _, candidate in list_built_in_requests(request):
-        with suppress(SchedirError):  # the schedule does not support the shape or an option
+        with suppress(SchedirError):  # The schedule does not support the shape or an option.
             if candidate.shape == request.shape:
                 yield candidate.timeline
 
@@ -85,17 +87,17 @@ def _has_split_backward(timeline: Timeline) -> bool:
 
 
 def _get_memory(timeline: Timeline) -> float:
-    """Return the memory of the fullest rank: bytes, or microbatches in flight without sizes."""
+    """Return the largest memory of a rank: bytes, or microbatches in flight without sizes."""
     memory = timeline.peak_in_flight if timeline.sizes is None else timeline.peak_memory
     return float(memory.max(initial=0))
 
 
 def _is_least(timeline: Timeline, costs: Costs, *, split_backward: bool) -> bool:
-    """Return whether it is proved that every schedule with less in flight is longer."""
+    """Return whether a lower bound proves that schedules with fewer in flight are longer."""
     fewer = int(_get_memory(timeline)) - 1
     if fewer < 1:
         return True
-    with suppress(SchedirError):  # no bound is known for these costs
+    with suppress(SchedirError):  # No bound is known for these costs.
         bound = lower_bound(
             timeline.program.shape, costs, max_in_flight=fewer, split_backward=split_backward
         )

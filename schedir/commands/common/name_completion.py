@@ -16,7 +16,8 @@ def answer_completion_request(
     """Write the completions of the line that a user types, and exit.
 
     Args:
-        build_parser: Returns the parser of a command.
+        build_parser: A function that returns a parser. Its argument is a list with the command, or
+            an empty list for a parser without a command.
     """
     import argcomplete
 
@@ -31,11 +32,11 @@ def answer_completion_request(
 
 
 class _Completer:
-    """The completer of an argument that takes one of some names, and perhaps a file.
+    """Completes an argument whose value is one of several names, or perhaps a file.
 
     Args:
-        make_names: Returns the names.
-        takes_files: True if the argument also takes files.
+        make_names: A function that returns the names.
+        takes_files: True if the value can also be a file.
     """
 
     def __init__(self, make_names: Callable[[], Iterable[str]], *, takes_files: bool) -> None:
@@ -43,7 +44,7 @@ class _Completer:
         self.takes_files = takes_files
 
     def __call__(self, prefix: str, **_: object) -> list[str]:
-        """Return the names, and files that begin with a prefix if the argument takes them.
+        """Return all names, and if the value can be a file, the files that begin with a prefix.
 
         Args:
             prefix: The typed part of the word.
@@ -95,7 +96,8 @@ def _list_stacks() -> Iterable[str]:
     return stack_presets()
 
 
-# The names that an argument takes, by its `dest`.  All other arguments take files or choices.
+# `dest` of an argument -> function that returns its names. All other arguments take files or
+# choices.
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "source": _list_schedules,
     "program": _list_schedules,
@@ -109,7 +111,7 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "palette": _list_palettes,
     "stack": _list_stacks,
 }
-# The arguments above that take no files.
+# The arguments of `_NAMES` that take no files.
 _NAMES_ONLY: Final = {"progress_model", "program_options", "name", "palette", "stack"}
 
 

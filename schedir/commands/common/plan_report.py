@@ -28,7 +28,7 @@ _STEP_PART_NAMES: Final = dict(
         (
             "compute",
             "recompute",
-            "layer collectives",  # `_name_step_parts` names their groups
+            "layer collectives",  # `_name_step_parts` replaces this name by the groups of a plan.
             "messages",
             "bubble",
             "replicas",
@@ -45,7 +45,7 @@ _MEMORY_PART_NAMES: Final = dict(
         strict=True,
     )
 )
-# Columns that are printed if a plan differs from the usual value: heading, field, usual value.
+# Columns (heading, field, usual value) that are printed only if a plan has another value.
 _RARE_COLUMNS: Final = (("cp", "cp", 1), ("ep", "ep", 1), ("SP", "sequence_parallel", False))
 LAST_COLUMNS: Final = (
     ("offload", "offload", "none"),
@@ -53,7 +53,7 @@ LAST_COLUMNS: Final = (
 )
 _BYTE_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS_PER_DAY: Final = 86400.0
-_MAX_OPTION_LENGTH: Final = 100  # printed characters of an option; `--json` has all
+_MAX_OPTION_LENGTH: Final = 100  # The rest of a longer option is not printed; `--json` has all.
 
 
 def format_seconds(time: float) -> str:
@@ -107,11 +107,11 @@ def format_plans(
 
     Args:
         request: The request of the plans.
-        plans: The plans, the preferred one first.
-        selected_number: The number of the plan to detail, from 1.
-        tokens: The number of tokens of the training run, or None.  With it, the duration is
-            printed.
-        fastest: The fastest plan, if the first one was preferred to it.
+        plans: The plans, the preferred plan first.
+        selected_number: The number of the plan whose details are printed, from 1.
+        tokens: The number of tokens of the training run. If it is not None, the duration of the run
+            is printed.
+        fastest: The fastest plan. A line describes it if it is faster than the first plan.
     """
     model, cluster = request.model, request.cluster
     plan = plans[selected_number - 1]
@@ -170,7 +170,7 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
 
 
 def _describe_preference(first: PlanEstimate, fastest: PlanEstimate | None) -> Iterator[str]:
-    """Yield a line about the fastest plan, if a simpler one was preferred."""
+    """Yield a line about the fastest plan, if a simpler plan comes first."""
     if fastest is not None and first.step_time > fastest.step_time:
         yield (
             "plan 1 comes first because it is the simplest plan within "
@@ -181,7 +181,7 @@ def _describe_preference(first: PlanEstimate, fastest: PlanEstimate | None) -> I
 
 
 def _describe_schedules(request: PlanRequest) -> str:
-    """Return a line with the schedules that the planner tried, and those that it can try, too."""
+    """Return a line with the schedules that the planner tried, and others that it can try."""
     tried = request.planner_options.get("schedules", DEFAULT_SCHEDULES)
     others = [name for name in SCHEDULE_FORMULAS if name not in tried]
     also = f"; --schedules also takes {', '.join(others)}" if others else ""
@@ -189,7 +189,7 @@ def _describe_schedules(request: PlanRequest) -> str:
 
 
 def _describe_attention(plan: PlanEstimate) -> Iterator[str]:
-    """Yield a line about the attention that the plans assume, unless it is flash attention."""
+    """Yield a line about the attention that the plans assume, if it is not flash attention."""
     if plan.attention == "softmax":
         yield (
             "attention: softmax, which saves all scores; --attention flash plans the fused kernels "
@@ -209,7 +209,7 @@ def _format_step_times(plan: PlanEstimate) -> list[str]:
 
 
 def _name_step_parts(plan: PlanEstimate) -> dict[str, str]:
-    """Return the printed names of the parts of a step, with the groups of its collectives."""
+    """Return field -> printed name of the parts of a step, with the groups of its collectives."""
     degrees = {"tensor": plan.tp, "context": plan.cp, "expert": plan.ep}
     groups = [name for name, degree in degrees.items() if degree > 1]
     return _STEP_PART_NAMES | {"layer_collectives": f"{join_words(groups)} parallel"}
@@ -222,7 +222,7 @@ def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:
 
 
 def _format_host_memory(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:
-    """Yield a line for each part of the host memory of a GPU, if it uses any."""
+    """Yield a line for each part of the host memory of a GPU, if the plan uses host memory."""
     if plan.host_memory.total:
         yield (
             f"host {format_bytes(plan.host_memory.total)} of "
@@ -234,7 +234,10 @@ def _format_host_memory(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:
 def _format_parts(
     parts: dict[str, float], names: dict[str, str], units: Sequence[tuple[float, str]]
 ) -> Iterator[str]:
-    """Yield the parts that are not 0, the largest first, with shares, all in one unit."""
+    """Yield a line for each part that is not 0, the largest first, with its share of the total.
+
+    All lines have the same unit. `units` has pairs of a factor and the name of a unit.
+    """
     total = sum(parts.values())
     scale, unit = next((each for each in units if total >= each[0]), units[-1])
     rows = sorted(((value, names[name]) for name, value in parts.items() if value), reverse=True)
@@ -245,14 +248,14 @@ def _format_parts(
 
 
 def _join_columns(left: list[str], right: list[str]) -> Iterator[str]:
-    """Yield lines with two columns."""
+    """Yield lines in which the texts of `left` and `right` are side by side."""
     width = max(map(len, left)) + 6
     for first, second in zip_longest(left, right, fillvalue=""):
         yield f"  {first:<{width}}{second}".rstrip() + "\n"
 
 
 def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
-    """Yield the layers of each stage if they are uneven, and the options of other trainers."""
+    """Yield lines about uneven layers per stage, and the options of other trainers for them."""
     if not (options_by_trainer := _find_launcher_options(request, plan)):
         return
     yield f"layers of each stage: {_format_repeats(plan.layers_per_stage)}"
@@ -267,14 +270,14 @@ def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
 
 
 def _find_launcher_options(request: PlanRequest, plan: PlanEstimate) -> dict[str, str]:
-    """Return options that give other trainers the layers; {} if layers are divided evenly."""
+    """Return trainer -> options for the layers per stage, or {} if all stages are equal."""
     from schedir.planner import launcher_options
 
     return launcher_options(request.model, plan) if len({*plan.layers_per_stage}) > 1 else {}
 
 
 def _format_repeats(numbers: Sequence[int]) -> str:
-    """Return numbers as text, with runs of equal numbers joined.
+    """Return numbers as text, with consecutive equal numbers joined.
 
     Example:
         >>> _format_repeats((3, 4, 4, 4, 3))
@@ -287,7 +290,7 @@ def _format_repeats(numbers: Sequence[int]) -> str:
 def _list_notes(
     request: PlanRequest, plans: Sequence[PlanEstimate], plan: PlanEstimate
 ) -> Iterator[str]:
-    """Yield warnings about a plan, and how certain its step time is."""
+    """Yield notes about a plan: the interval of its step time, and warnings."""
     cluster = request.cluster
     if cluster.uncertainty:
         share = exp(INTERVAL_QUANTILE * cluster.uncertainty)
@@ -309,7 +312,7 @@ def _list_notes(
 
 
 def _format_count(number: float) -> str:
-    """Return a large number in words.
+    """Return a large number with a word for its magnitude.
 
     Example:
         >>> _format_count(174.6e9), _format_count(1.008e12), _format_count(66e6)
@@ -341,7 +344,7 @@ def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> st
 
 
 def collect_plan_facts(plan: PlanEstimate) -> dict[str, Any]:
-    """Return all fields of a plan for JSON, with the names of the parts of its time and memory.
+    """Return all fields of a plan for JSON, with step time and memory as dicts of their parts.
 
     Args:
         plan: The plan.

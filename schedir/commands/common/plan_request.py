@@ -1,4 +1,4 @@
-"""Options of `plan`, and the planning request that they define."""
+"""Convert the options of `plan` into a planning request, and run the planner."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from schedir.ir.program import Program
     from schedir.planner import PlanEstimate, TransformerSpec
 
-_MAX_SEARCHED_PLANS: Final = 3  # plans that are improved; each takes seconds
-_PICTURE_RESOLUTION: Final = 60  # points of a picture per factor e of time or memory
-# Dimensions that can be fixed: the option, the field of a plan, and the help.
+_MAX_SEARCHED_PLANS: Final = 3  # The number of plans to improve. Each takes seconds.
+# Plans are one point of a picture if their times and memories differ by less than about 1/60.
+_PICTURE_RESOLUTION: Final = 60
+# Options that fix a dimension: (option, field of a plan, help).
 FIXED_OPTIONS: Final = (
     ("pp", "pp", "pipeline ranks"),
     ("tp", "tp", "tensor-parallel ranks"),
@@ -43,7 +44,7 @@ class PlanRequest:
 
     Args:
         model: The model.
-        cluster: The machines.
+        cluster: The cluster.
         batch: The number of sequences in a step.
         display_names: The printed names of the model and of the cluster.
         planner_options: The keyword arguments of `schedir.planner.plan`.
@@ -63,7 +64,7 @@ class PlanRequest:
 
 
 def resolve_model(args: argparse.Namespace) -> TransformerSpec:
-    """Return the model of the options.
+    """Return the model that the options of `plan` define.
 
     Args:
         args: The parsed options of `plan`.
@@ -92,7 +93,7 @@ def resolve_model(args: argparse.Namespace) -> TransformerSpec:
 
 
 def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
-    """Return the planning request of the options.
+    """Return the planning request that the options of `plan` define.
 
     Args:
         args: The parsed options of `plan`.
@@ -121,7 +122,7 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
 
 
 def _limit_memory(cluster: Cluster, limit: float | None) -> Cluster:
-    """Return a cluster with the memory of `--memory-limit` on each GPU."""
+    """Return the cluster with `--memory-limit` as the memory of each GPU."""
     if limit is not None and not 0 < limit <= cluster.memory:
         raise UsageError(
             f"--memory-limit {format_bytes(limit)} is not a part of the "
@@ -175,7 +176,7 @@ def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
 
     Args:
         cluster: The cluster.
-        gpus: The number of GPUs.  If a node has more, the result is one node with this number.
+        gpus: The number of GPUs. If a node has more GPUs, the result is one node with `gpus` GPUs.
 
     Raises:
         UsageError: The number is larger than a node, and not a multiple of the GPUs of a node.
@@ -215,7 +216,7 @@ def find_plans(request: PlanRequest, max_plans: int) -> list[PlanEstimate]:
 def find_preferred_plans(
     request: PlanRequest, max_plans: int
 ) -> tuple[list[PlanEstimate], PlanEstimate]:
-    """Return the plans that fit into memory: the preferred one first, then the fastest first.
+    """Return the plans that fit into memory: the preferred plan, then the others by step time.
 
     Args:
         request: The planning request.
@@ -245,8 +246,8 @@ def improve_plan_schedules(
         seconds: The time limit of the search for each plan.
 
     Returns:
-        The plans with the shortest step first, the programs of the plans that became shorter, and a
-        line about the use of numba.  The line is "" if no plan was searched.
+        The plans with the shortest step first, plan -> program for the plans that became shorter,
+        and a line about the use of Numba. The line is "" if no plan was searched.
     """
     from schedir.planner import improve_schedule
     from schedir.schedule_search.search_results import combine_numba, describe_numba
@@ -255,7 +256,7 @@ def improve_plan_schedules(
     uses, searched = [], plans[:_MAX_SEARCHED_PLANS]
     for k, plan in enumerate(searched):
         show_progress(f"searching for a shorter schedule of plan {k + 1}", k, len(searched))
-        with suppress(SchedirError):  # the search does not support all plans
+        with suppress(SchedirError):  # The search does not support all plans.
             new = improve_schedule(
                 request.model, request.cluster, plan, time_limit=seconds, **request.software
             )
@@ -274,15 +275,15 @@ def improve_plan_schedules(
 
 
 def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> list[PlanEstimate]:
-    """Return the plans after an optimization of the layers per stage of the first plans.
+    """Optimize the layers per stage of the first plans, and return all plans.
 
     Args:
         request: The planning request.
         plans: The plans, the shortest step first.
 
     Returns:
-        The plans, the shortest step first.  A plan keeps its layers if no division is shorter in a
-        simulation.
+        The plans, the shortest step first. A plan keeps its layers per stage if a simulation finds
+        no shorter step.
     """
     from schedir.planner import optimize_layer_division, simulate_plan
     from schedir.planner.plan_estimate import strip_estimates
@@ -290,7 +291,7 @@ def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> 
     result, searched = [*plans], plans[:_MAX_SEARCHED_PLANS]
     for k, plan in enumerate(searched):
         show_progress(f"dividing the layers of plan {k + 1}", k, len(searched))
-        with suppress(UsageError):  # no division fits into memory
+        with suppress(UsageError):  # No division fits into memory.
             layers = optimize_layer_division(
                 request.model, request.cluster, strip_estimates(plan), **request.software
             )
@@ -315,8 +316,8 @@ def list_all_plans(request: PlanRequest) -> list[PlanEstimate]:
         request: The planning request.
 
     Returns:
-        The estimates, also of plans that do not fit into memory.  If several plans have the same
-        point in the picture, only one of them is returned.
+        The estimates, also of plans that do not fit into memory. If several plans are the same
+        point of the picture, only one of them is returned.
     """
     import numpy as np
 

@@ -29,7 +29,7 @@ def _parse_buffer_sharing(text: str) -> str:
     return text
 
 
-# Options that are not given with -O, by the names that a user may try.
+# Name that a user may try with -O -> the correct option.
 _OTHER_OPTIONS: Final = {
     "limit": "--memory-limit BYTES",
     "memory_limit": "--memory-limit BYTES",
@@ -45,10 +45,10 @@ class ProgramOption(NamedTuple):
     """An option for compiling a schedule.
 
     Attributes:
-        kind: The type of its values.
+        kind: The type of the values of the option.
         help: A description.
-        config_key: Its name in a configuration, such as "pipeline.zero"; "" if it has none.
-        is_shape_option: True if it belongs to the shape, and False if it belongs to the lowering.
+        config_key: The name in a configuration, such as "pipeline.zero", or "" if it has none.
+        is_shape_option: True for an option of the shape, False for an option of the lowering.
     """
 
     kind: FieldType
@@ -86,7 +86,7 @@ def _list_options() -> Iterator[tuple[str, ProgramOption]]:
         yield name, ProgramOption(kind, about, f"{section}.{name}" if section else "")
 
 
-# All options by name, including those with a flag of their own, such as `--ranks`.
+# Name -> option, for all options. Some options have a separate flag, such as `--ranks`.
 PROGRAM_OPTIONS: Final[Mapping[str, ProgramOption]] = dict(_list_options())
 
 
@@ -105,7 +105,7 @@ def unknown_option_error(name: str) -> UsageError:
 
 
 def _find_schedule_with_option(name: str) -> str:
-    """Return a built-in schedule that takes an option in brackets, or an empty string."""
+    """Return the name of a built-in schedule that has an option in brackets, or ""."""
     from schedir.schedules import get_built_in_schedules
 
     for schedule_name, schedule in get_built_in_schedules().items():
@@ -121,7 +121,8 @@ def parse_option(text: str) -> tuple[str, Any]:
         text: `NAME=VALUE`, or `NAME` for an option that is on or off.
 
     Raises:
-        UsageError: There is no such option, it has a flag of its own, or the value is invalid.
+        UsageError: There is no such option, the option has a separate flag, or the value is
+            invalid.
 
     Example:
         >>> parse_option("zero=3"), parse_option("overlap")
@@ -149,13 +150,13 @@ def _parse_value(location: str, name: str, text: str) -> Any:
         return PROGRAM_OPTIONS[name].kind.parse(text)
     except ValueError as error:
         hint = get_rename_hint(name, text) or f"schedir options {name}"
-        if name == "buffer_sharing" and text in ("none", "own"):  # values of a configuration
+        if name == "buffer_sharing" and text in ("none", "own"):  # A configuration accepts these.
             hint = "leave out buffer_sharing: this is its default"
         raise UsageError(f"{location}: {error}", hint=hint, fields=[name]) from None
 
 
 class _ProgramOptionAction(argparse.Action):
-    """`-O NAME=VALUE`: set the attribute NAME of the namespace after its validation."""
+    """Parses `-O NAME=VALUE`, and sets the attribute NAME of the namespace."""
 
     def __call__(
         self,
@@ -174,9 +175,9 @@ class _ProgramOptionAction(argparse.Action):
 
 
 class _ConfigAction(argparse.Action):
-    """`--config FILE.toml`: set the values that no option gives.
+    """Reads `--config FILE.toml`, and sets the values that no option gives.
 
-    An option has priority over the configuration, before `--config` or after it.
+    An option has priority over the configuration, whether it is before or after `--config`.
     """
 
     def __call__(
@@ -192,7 +193,7 @@ class _ConfigAction(argparse.Action):
         typed = getattr(namespace, "program_options", None) or ()
         for name, value in read_config(values).items():
             if name not in typed and getattr(namespace, name, None) in (None, False):
-                with suppress(UsageError):  # the command does not take it
+                with suppress(UsageError):  # The command does not have this option.
                     if name in PROGRAM_OPTIONS:
                         self.const(name, f"{name}={value}")
                     setattr(namespace, name, value)
@@ -228,7 +229,7 @@ def read_config(path: str) -> dict[str, Any]:
                 homes = [
                     f"{home}.{key}"
                     for home, names in known.items()
-                    if key in names and " " not in home  # "model of kind llama" is no section.
+                    if key in names and " " not in home  # "model of kind llama" is not a section.
                 ]
                 hint = f"did you mean {' or '.join(homes)}?" if homes else ""
                 hint = RETIRED_HINTS.get(name) or hint or suggest_names(key, known[section])
@@ -243,7 +244,7 @@ def read_config(path: str) -> dict[str, Any]:
         ):
             values[name] = _parse_setting(f"{path}: {option.config_key}", name, value)
     if (limit := tables.get("memory", {}).get("memory_limit")) is not None:
-        # The option host_memory_limit is also a number of bytes.
+        # Parse this value like the option host_memory_limit, which is also a number of bytes.
         values["memory_limit"] = _parse_setting(
             f"{path}: memory.memory_limit", "host_memory_limit", limit
         )
@@ -251,7 +252,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _parse_setting(location: str, name: str, value: Any) -> Any:
-    """Return the value of an option from its TOML value."""
+    """Convert a TOML value into the value of an option."""
     kind = PROGRAM_OPTIONS[name].kind
     if isinstance(value, bool) is bool(kind.metavar):
         shown = str(value).lower() if isinstance(value, bool) else describe(value)
@@ -290,10 +291,10 @@ def add_program_options(
 
     Args:
         group: The group.
-        validate_option: Called with the name and the text of each option.  It raises UsageError for
-            an option that the command does not take.
-        has_shape_options: True if the command takes options of the shape.
-        has_lowering_options: True if the command takes options of the lowering.
+        validate_option: A function of the name and the text of an option. It raises UsageError if
+            the command does not have this option.
+        has_shape_options: True if the command has options of the shape.
+        has_lowering_options: True if the command has options of the lowering.
     """
     names = [
         name
@@ -306,7 +307,7 @@ def add_program_options(
         help="an option for compiling: -O zero=3, -O overlap, -O recompute=fit; `schedir options` "
         "lists all"
         if has_lowering_options
-        else argparse.SUPPRESS,  # A search refuses all of them, with a hint.
+        else argparse.SUPPRESS,  # `search` raises an error with a hint for each of them.
     )  # fmt: skip
     group.add_argument(
         "--config", metavar="FILE.toml", action=_ConfigAction, const=validate_option,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-# Seconds before the line is shown, if the command does not report progress. Most commands end
-# earlier.
+# Seconds before the line is shown, if the command does not report progress. Most commands are
+# faster and show no line.
 DELAY: Final = 1.0
 
 
@@ -36,7 +36,7 @@ class _ActivityLine:
     def update(
         self, text: str | None = None, done: float | None = None, total: float | None = None
     ) -> None:
-        """Show the line, with the new text and the new state of the bar if they are given."""
+        """Show the line. Arguments that are not None change its text and its bar."""
         with self._lock:
             if self._is_closed:
                 return
@@ -59,7 +59,7 @@ class _ActivityLine:
                 self._display.stop()
 
 
-# The line of the outermost `show_activity`.
+# The line of the outermost `show_activity`, or None.
 _current: _ActivityLine | None = None
 
 
@@ -86,12 +86,13 @@ def show_activity(text: str) -> Iterator[None]:
 
 
 def show_progress(text: str, done: float | None = None, total: float | None = None) -> None:
-    """Show the line of `show_activity` with another text. Without such a line, do nothing.
+    """Change the text and the bar of the line of `show_activity`, if there is one.
 
     Args:
         text: The new text.
         done: The amount of work that is done, in any unit. None keeps the last amount.
-        total: The total amount of work. None keeps the last total. Without any, the bar has no end.
+        total: The total amount of work. None keeps the last total. Without a total, the bar shows
+            only activity.
     """
     if _current is not None:
         _current.update(text, done, total)

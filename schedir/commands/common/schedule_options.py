@@ -1,4 +1,4 @@
-"""Options for compiling a schedule, and the `Request` that they define."""
+"""Define the options for compiling a schedule, and convert them into a `Request`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOURCE_HELP = (
     "a built-in schedule or file.py:function, with its options in brackets "
     "(interleaved(group=4)); a program FILE.sched; or a run FILE.timeline"
 )
-# The defaults of the shape: small enough to read the output.
+# The default shape is small, so that users can read the output.
 DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2
 _COSTS_HELP = (
     "times of instructions: F=1,B=2,send=0.1; ':' separates stages (F=1:1:2), '/' separates "
@@ -46,7 +46,7 @@ def add_source(parser: argparse.ArgumentParser, *, allows_several: bool = False)
 
     Args:
         parser: The parser of the command.
-        allows_several: True if the command takes several of them.
+        allows_several: True if the command accepts several arguments.
     """
     parser.add_argument(
         "source", metavar="SCHEDULE", nargs="+" if allows_several else None, help=SOURCE_HELP
@@ -86,7 +86,7 @@ def add_search_options(
 
 
 def add_lowering_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for lowering a draft, for sources that contain a shape.
+    """Add the options for lowering a draft, for commands whose sources contain the shape.
 
     Args:
         parser: The parser of the command.
@@ -95,7 +95,7 @@ def add_lowering_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the most common options of the shape, as flags of their own."""
+    """Add the most common options of the shape as separate flags, such as `--ranks`."""
     for name in FIELDS_WITH_FLAGS:
         option = PROGRAM_OPTIONS[name]
         group.add_argument(
@@ -106,7 +106,7 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _require_shape_option(name: str, text: str) -> None:
-    """Raise an error for an option of the lowering, because `search` orders computes only."""
+    """Raise an error for an option of the lowering, because `search` does not lower schedules."""
     if not PROGRAM_OPTIONS[name].is_shape_option:
         raise UsageError(
             f"-O {name} is an option of the lowering, but schedir search only orders compute "
@@ -164,7 +164,7 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _make_parser(kind: FieldType) -> Callable[[str], Any]:
-    """Return a parser of the values of an option."""
+    """Return a function that parses the values of an option for argparse."""
 
     def read(text: str) -> Any:
         try:
@@ -182,7 +182,7 @@ def parse_count(text: str) -> int:
         text: The text of the option.
 
     Raises:
-        ArgumentTypeError: The text is not such a number.
+        ArgumentTypeError: The text is not an integer.
     """
     try:
         return parse_integer(text)
@@ -197,7 +197,7 @@ def parse_number(text: str) -> float:
         text: The text of the option.
 
     Raises:
-        ArgumentTypeError: The text is not such a number.
+        ArgumentTypeError: The text is not a decimal number.
     """
     try:
         return parse_decimal(text)
@@ -226,8 +226,8 @@ def parse_costs(text: str) -> Costs:
     """Return the costs in the text of `--costs`.
 
     Args:
-        text: Costs by name, such as `F=1,B=2,send=0.1`.  `F=1:1:2` has one value per stage, and
-            `F=1/2:3/4` one per stage and microbatch.  `@FILE` reads the text from a file.
+        text: Costs by name, such as `F=1,B=2,send=0.1`. `F=1:1:2` has one value per stage, and
+            `F=1/2:3/4` one value per stage and microbatch. `@FILE` reads the text from a file.
 
     Raises:
         UsageError: A name is unknown or given twice, or a value is not a number.
@@ -239,9 +239,9 @@ def parse_sizes(text: str) -> Sizes:
     """Return the sizes in the text of `--sizes`.
 
     Args:
-        text: Sizes in bytes by name, such as `activation=16MB,saved=1.2GB`.  `saved=1GB:1GB:2GB`
-            has one value per stage, and `saved=1GB/2GB` one per microbatch.  `@FILE` reads the text
-            from a file.
+        text: Sizes in bytes by name, such as `activation=16MB,saved=1.2GB`. `saved=1GB:1GB:2GB` has
+            one value per stage, and `saved=1GB/2GB` one value per microbatch. `@FILE` reads the
+            text from a file.
 
     Raises:
         UsageError: A name is unknown or given twice, or a value is not a number of bytes.
@@ -256,9 +256,9 @@ def _parse_fields(
     parse_value: Callable[[str], float],
     example: str,
 ) -> dict[str, Any]:
-    """Return the values of `name=number,name=number:number` for the fields of a class."""
+    """Parse a text such as `F=1,B=2:3` into field -> value, for the fields of `result_type`."""
     if text.startswith("@"):
-        # A new line with a name begins a new value, with or without a comma.
+        # A line that begins with a name begins a new value, even without a comma before it.
         lines = re.sub(r"(?<![,\s])\s*\n\s*(?=[A-Za-z])", ",", read_text(text[1:]).strip())
         text = "".join(lines.split())
     names = [f.name for f in fields(result_type)]
@@ -288,7 +288,7 @@ def _parse_fields(
 
 
 def _parse_stage_values(text: str, parse_value: Callable[[str], float]) -> Any:
-    """Return a number, `1:2` as one per stage, or `1/2:3/4` as one per stage and microbatch."""
+    """Return a number, a tuple by stage for `1:2`, or tuples by microbatch for `1/2:3/4`."""
     stages = text.split(":")
     if "/" in text:
         return tuple(tuple(map(parse_value, stage.split("/"))) for stage in stages)
@@ -354,8 +354,9 @@ def format_shape_options(
 
     Args:
         program: The program.
-        specified: Names of fields that the user gave.  A number that is the default of programs is
-            left out unless it is among them, because a schedule or a file may have another default.
+        specified: Names of fields that the user gave. The result has these fields even if their
+            values are the defaults of programs, because a schedule or a file may have another
+            default.
         listed_fields: The fields to list.
 
     Returns:
@@ -378,7 +379,7 @@ def _make_conflict_error(source: str, field: Field, actual: str, specified: str)
 
 
 def require_unsharded_stages(requests: Iterable[Request]) -> None:
-    """Raise an error if `unsharded_stages` is larger than any of several schedules allows.
+    """Raise an error if `unsharded_stages` is more than the stages of a rank in all schedules.
 
     A schedule with fewer stages on a rank keeps all of them unsharded (`Request.for_comparison`).
 
@@ -390,7 +391,7 @@ def require_unsharded_stages(requests: Iterable[Request]) -> None:
     """
     most, unsharded = 0, 0
     for request in requests:
-        with suppress(SchedirError):  # the schedule does not support the shape
+        with suppress(SchedirError):  # The schedule does not support the shape.
             most = max(most, *map(len, request.shape.stages_on_rank))
             unsharded = request.compile_options.get("unsharded_stages", 0)
     if unsharded > most > 0:

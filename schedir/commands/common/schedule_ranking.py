@@ -25,18 +25,19 @@ if TYPE_CHECKING:
     from schedir.schedules.schedule_algebra import Schedule
 
 Candidate = tuple[str, "Request"]
-# Options that need less memory, in the order in which they are tried.  The first one takes no time.
+# Options that save memory, in the order in which they are tried. Shared buffers come first, because
+# they add no compute.
 _REMEDIES: Final[tuple[dict[str, Any], ...]] = (
     {"buffer_sharing": "minimal"},
     {"recompute": "fit"},
     {"buffer_sharing": "minimal", "recompute": "fit"},
 )
 
-_MAX_INSTRUCTIONS: Final = 20_000  # remedies of larger programs take too long to try
+_MAX_INSTRUCTIONS: Final = 20_000  # For larger programs, trying the remedies takes too long.
 
 
 class Excess(NamedTuple):
-    """The memory of a candidate that is over a limit.
+    """The memory that a candidate needs, if it is over a limit.
 
     Attributes:
         request: The request of the candidate.
@@ -55,11 +56,11 @@ class ScheduleRanking:
 
     Args:
         fitting: The requests of the candidates that fit, the shortest first.
-        over_limit: The memory of each candidate that is over the limit, by its name.
+        over_limit: Name -> memory, for each candidate that is over the limit.
         with_split_backward: The names of candidates that were left out because they split
             backwards.
-        duplicates: By the name of a candidate, the name of an earlier one that is the same program.
-        refusals: By the name of a candidate, the error that its shape or its costs raised.
+        duplicates: Name -> name of an earlier candidate with the same program.
+        refusals: Name -> error, for each candidate whose shape or costs raised an error.
     """
 
     fitting: list[Request] = field(default_factory=list)
@@ -70,9 +71,10 @@ class ScheduleRanking:
 
 
 def label_requests(requests: Sequence[Request]) -> list[str]:
-    """Return the name of each request's program, or its source if another one has the same name.
+    """Return a label for each request: the name of its program, or its source.
 
-    A run and a prediction may have the same name, because tables show which is which.
+    The source is the label if programs of several sources have the same name. A run and a
+    prediction may have the same label, because tables show which is which.
 
     Args:
         requests: The requests.
@@ -88,11 +90,11 @@ def label_requests(requests: Sequence[Request]) -> list[str]:
 
 
 def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
-    """Return the built-in schedules that train, by name, first those without a parameter `v`.
+    """Return name -> built-in schedule that trains. Schedules without a parameter `v` come first.
 
     Args:
-        has_weight_delay: True selects the schedules that delay updates.  False selects the others.
-            The two train differently, so they are not compared.
+        has_weight_delay: If True, return only the schedules with weight delay. If False, return
+            only the others. The two groups give different weights, so they are not compared.
     """
     from schedir.schedules import get_built_in_schedules
     from schedir.schedules.schedule_algebra import get_weight_delay_mark, has_free_v
@@ -120,17 +122,17 @@ def list_built_in_requests(request: Request) -> Iterable[Candidate]:
 
 
 def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
-    """Give the schedules among the sources the shape, times, unit and progress model of a run.
+    """Apply the shape, times, unit and progress model of a run to the schedules of a comparison.
 
-    The times are the means of the run.  If its hosts blocked, those of the schedules do, too.
-    Options have precedence.  Without a run, nothing changes.
+    The times are the means of the run. If hosts blocked in the run, they also block in the
+    schedules. Options of the command have precedence. Without a run, nothing changes.
 
     Args:
-        requests: The requests of all sources.
+        requests: The requests of all sources: schedules, programs and perhaps a run.
 
     Returns:
-        The requests, and a line with a warning.  The line is "" unless a simulation of the run at
-        its mean times takes much more or less time than the run.
+        The requests, and a line with a warning if a simulation of the run at its mean times takes
+        much more or less time than the run. Otherwise the line is "".
     """
     source, run = next(
         ((r.source, r.source_timeline) for r in requests if r.source_timeline), ("", None)
@@ -186,13 +188,14 @@ def rank_schedules(
 
     Args:
         candidates: The name of each candidate, and its `Request`.
-        find_excess: Returns the memory that a run needs, or None if the run fits.
-        compute_objective: Returns the time by which runs are ranked; the span by default.
-        full_backward_only: True leaves out candidates that split backwards.
-        named_sources: The sources that the user gave.  The result lists duplicates only of these.
+        find_excess: A function that returns the memory that a run needs, or None if the run fits.
+        compute_objective: A function that returns the time by which runs are ranked. By default the
+            span.
+        full_backward_only: If True, leave out candidates that split backwards.
+        named_sources: The sources that the user gave. The result lists only duplicates of these.
 
     Raises:
-        UsageError: A request is invalid.  Other errors are listed in the result.
+        UsageError: A request is invalid. Other errors are listed in the result.
     """
     ranking, digests = ScheduleRanking(), dict[str, str]()
     for name, request in candidates:
@@ -221,7 +224,7 @@ def rank_schedules(
             ranking.over_limit[name] = excess
         else:
             ranking.fitting.append(request)
-    # Spans that differ by rounding only count as equal.  Less memory then comes first.
+    # Spans that differ only by rounding count as equal. The run with less memory then comes first.
     ranking.fitting.sort(
         key=lambda r: (float(f"{compute_objective(r.timeline):.9g}"), r.timeline.peak_activations)
     )
@@ -234,11 +237,11 @@ def describe_excesses(over_limit: Mapping[str, Excess], limit: str) -> list[str]
     Candidates that fit with an option have a line for each option.
 
     Args:
-        over_limit: The memory of the candidates by their names.
+        over_limit: Name of a candidate -> the memory that it needs.
         limit: The limit with its unit.
 
     Returns:
-        The lines, with the smallest memory first in each.
+        The lines. In each line, the candidate with the smallest memory comes first.
     """
     lines = dict[str, list[str]]()
     for name, excess in sorted(over_limit.items(), key=lambda item: item[1].amount):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.schedule_search.search_results import LowerBound
 
-# The costs of collectives of replicas on the weights and gradients of a stage.
+# Names of the costs of collectives over replicas, for the weights and gradients of a stage.
 REPLICA_COSTS: Final = [row.cost for row in INSTRUCTIONS if row.ring and row.ring.members == "dp"]
 
 _HOST_LANES: Final = (Lane.D2H, Lane.H2D, Lane.DISK, Lane.HOST)
@@ -29,7 +29,7 @@ def collect_timeline_facts(timeline: Timeline, bound: LowerBound | None = None) 
 
     Args:
         timeline: The run.
-        bound: The lower bound on its span, if one is known.
+        bound: The lower bound on the span, or None if it is not known.
     """
     return {
         "program": timeline.program.name,
@@ -47,7 +47,7 @@ def collect_timeline_facts(timeline: Timeline, bound: LowerBound | None = None) 
 
 
 def suggest_page(source: str) -> str:
-    """Return a clause with the command that draws a run and its simulation.
+    """Return a clause with the command that draws a run next to its simulation.
 
     Args:
         source: The file of the run.
@@ -59,9 +59,9 @@ def suggest_page(source: str) -> str:
 def describe_costs(requests: Sequence[Request]) -> str:
     """Return lines about the costs of runs.
 
-    The lines list the costs that a cluster filled, costs that no program uses, and moves without a
-    cost.  One line warns if segment boundaries have the size of stage boundaries, and one if a
-    model is trained without the sizes of its gradients or its optimizer state.
+    The lines list the costs that a cluster filled, the costs that no program uses, and copies
+    without a cost. One line warns if segment boundaries have the size of stage boundaries. Another
+    line warns if `--sizes` has weights but no gradients or no optimizer state.
 
     Args:
         requests: The requests of the runs.
@@ -76,7 +76,7 @@ def describe_costs(requests: Sequence[Request]) -> str:
 
 
 def find_unpriced_moves(request: Request) -> list[str]:
-    """Return the names of costs of moves that a program uses and the user did not give.
+    """Return the names of the costs of moves that a program needs but the user did not give.
 
     Moves are copies to the host or the disk, copies back, and computation on the host.
 
@@ -84,7 +84,7 @@ def find_unpriced_moves(request: Request) -> list[str]:
         request: The request of the run.
 
     Returns:
-        The names, in order.  Empty for a run from a file at its own times.
+        The names, sorted. Empty for a run from a file, which contains the times.
     """
     ops = request.timeline.program.used_opcodes
     costs = {
@@ -108,7 +108,7 @@ def _describe_free_moves(requests: Sequence[Request]) -> Iterator[str]:
 
 
 def _uses_boundary_sizes(request: Request) -> bool:
-    """Return whether boundaries between segments are sized as those between stages."""
+    """Return whether segment boundaries have the size of stage boundaries in this prediction."""
     has_sizes = (
         request.for_comparison and request.sizes is not None and np.any(request.sizes.activation)
     )
@@ -139,9 +139,9 @@ def _describe_missing_sizes(requests: Sequence[Request]) -> Iterator[str]:
 
 
 def find_unused_costs(requests: Iterable[Request]) -> list[str]:
-    """Return the costs of replica collectives that the user gave and no program uses.
+    """Return the costs of collectives over replicas that the user gave but no program uses.
 
-    The ZeRO level of a program determines which of these collectives it has.  Other costs, such as
+    The ZeRO level of a program determines which of these collectives it has. Other costs, such as
     I, are not reported, because the same costs apply to several schedules.
 
     Args:
@@ -174,7 +174,7 @@ def _describe_unused_costs(requests: Sequence[Request]) -> Iterator[str]:
 
 
 def _describe_cluster_costs(requests: Iterable[Request]) -> str:
-    """Return the costs that clusters filled, one line for each distinct set."""
+    """Return lines with the costs that clusters filled, one for each distinct set of costs."""
     lines = dict[str, None]()
     for request in requests:
         if request.cluster is None:
@@ -201,7 +201,7 @@ def collect_cost_facts(request: Request) -> dict[str, Any]:
         request: The request of the run.
 
     Returns:
-        The facts.  A fact that does not apply is left out.
+        The facts. Facts that do not apply are left out.
     """
     facts: dict[str, Any] = (
         {} if request.cluster is None else {"filled": request.cluster_costs.specified}

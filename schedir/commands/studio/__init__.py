@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from schedir.commands.studio.state import StudioState
     from schedir.io.source_loader import Source
 
-# The options that the page shows first, unless the user gives them.
+# The options that the page shows first. Options of the command line replace them.
 DEFAULTS: Final = {
     "ranks": "4",
     "microbatches": "8",
     "costs": "F=1,B=2,send=0.1",
     "sizes": "saved=1GB",
 }
-MAX_INSTRUCTIONS: Final = 300_000  # a larger program takes seconds for each change
+MAX_INSTRUCTIONS: Final = 300_000  # With a larger program, each change takes seconds.
 
 EXAMPLES = """\
   schedir studio
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int | str:
     except KeyboardInterrupt:
         if runner is not None:
             runner.close()
-        os._exit(130)  # with numba loaded, Python itself would take a second or two to end
+        os._exit(130)  # With Numba loaded, a normal exit of Python takes a second or two.
     finally:
         if runner is not None:
             runner.close()
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int | str:
 
 
 def load_compiled_loops(studio: Studio) -> None:
-    """Load the loops that numba compiles, so that no later answer waits for them.
+    """Load the functions that Numba compiles, so that no later answer waits for this.
 
     Args:
         studio: The studio.
@@ -129,13 +129,13 @@ def load_compiled_loops(studio: Studio) -> None:
 
 
 def _has_display() -> bool:
-    """Return whether this machine can show a browser window."""
+    """Return whether this machine has a display for a browser window."""
     names = ("DISPLAY", "WAYLAND_DISPLAY")
     return sys.platform == "darwin" or any(os.environ.get(name) for name in names)
 
 
 def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
-    """Return the first state, and the run if the source is one."""
+    """Return the first state, and the source if it is a run, else None."""
     from schedir.commands.studio.state import StudioState
     from schedir.io.files import read_text
     from schedir.io.source_loader import Source
@@ -143,7 +143,7 @@ def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
     options = read_options(args.typed)
     path, colon, function = args.source.rpartition(":")
     source = Source(args.source)
-    _ = source.schedule_or_program  # raises the errors of the file
+    _ = source.schedule_or_program  # Raises an error if the file is wrong.
     if source.timeline is not None:
         return StudioState(run=True, options=options), source
     if colon and path.endswith(".py"):
@@ -155,10 +155,10 @@ def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
 
 
 def read_options(words: list[str]) -> dict[str, str]:
-    """Return the texts of the options of a state on the command line.
+    """Return name -> text of the options on the command line that a state can have.
 
     Args:
-        words: The words of the command line, which the parser has accepted.
+        words: The words of the command line, which the parser has already accepted.
     """
     from schedir.commands.common.program_options import PROGRAM_OPTIONS
     from schedir.commands.studio.state import PREDICTION_OPTIONS

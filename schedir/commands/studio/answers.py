@@ -1,4 +1,4 @@
-"""The answers of a studio: from a state to what the page shows, as JSON."""
+"""Compute the answers of a studio: the data that the page shows for a state, as JSON."""
 
 from __future__ import annotations
 
@@ -43,41 +43,44 @@ from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.viz.deadlock_diagram import draw_deadlock
 from schedir.viz.page_data import build_table, describe_run, describe_runs, label_runs
 
-MAX_RANKS: Final = 256  # the page takes seconds to draw more ranks
-_MAX_DRAFTS: Final = 16  # drafts of code that a studio keeps
-_MAX_CHANGES: Final = 5  # changes that the page lists
+MAX_RANKS: Final = 256  # The page would take seconds to draw more ranks.
+_MAX_DRAFTS: Final = 16  # The number of drafts of user code that a studio keeps.
+_MAX_CHANGES: Final = 5  # The number of changes that the page lists.
 _COMPARISON_NOTE: Final = (
     "In a comparison, costs and sizes are per rank. schedir divides them over the stages of a rank."
 )
-_CHEAPER: Final = 0.9  # the share of a cost with which the effect on a gap is computed
+_CHEAPER: Final = 0.9  # `explain_gap` multiplies each cost by this to find its effect on a gap.
 
 
 @dataclass(frozen=True)
 class Studio:
-    """What a studio uses besides its state.
+    """Answers the questions of the page. Each question contains the state of the page.
 
     Args:
         run: The run with which the studio was started, or None.
         expand_code: A function that runs the code of a state in another process, and returns the
-            text of its draft. It raises `CodeError`. None refuses all code.
+            text of its draft. It raises `CodeError`. If None, the studio refuses all code.
     """
 
     run: Source | None = None
     expand_code: Callable[[StudioState], str] | None = None
-    _drafts: dict[str, str] = field(default_factory=dict, init=False)  # of code that has run
+    # State as JSON -> text of the draft, for code that has run.
+    _drafts: dict[str, str] = field(default_factory=dict, init=False)
 
     def answer(self, question: object) -> dict[str, Any]:
         """Return the answer to a question of the page.
 
         Args:
-            question: An object with `state`, and perhaps with one of these keys: `move` (a rank,
-                the index of an instruction, and the index that it comes before), `export` (a
-                format), or `explain` (a rank, and the index of the instruction after a gap). If
-                `run_code` is False, the draft of code comes from an earlier run.
+            question: An object with `state`, and perhaps with one of these keys. `move` has a rank,
+                the index of an instruction, and the index of the instruction before which it is
+                moved. `export` has a format. `explain` has a rank, and the index of the instruction
+                after a gap. If `run_code` is False, code does not run: its draft must be from an
+                earlier run.
 
         Returns:
-            For a state its data, or its error. A move has the data of the new state and the state
-            itself, or its refusal. An export has a file name and a text.
+            For a state: the data that the page shows, or an error. For `move`: the data and the new
+            state, or an error with `refused`. For `export`: a file name and a text. For `explain`:
+            see `explain_gap`.
         """
         request = None
         try:
@@ -101,7 +104,7 @@ class Studio:
 
         Args:
             state: The state.
-            run_code: False refuses code that did not run before.
+            run_code: If False, raise an error for code that has not run before.
 
         Raises:
             SchedirError: The state is invalid, or has more ranks than the page can draw quickly.
@@ -130,7 +133,7 @@ class Studio:
         return load_built_in(state.schedule, "schedule")
 
     def _find_draft(self, state: StudioState, run_code: bool) -> str:
-        """Return the text of the draft of a state's code, perhaps from an earlier run."""
+        """Return the text of the draft of the code of a state, from a cache if possible."""
         if self.expand_code is None:
             raise CodeError("this studio was started with --no-code, so it does not run code")
         options = {
@@ -152,7 +155,7 @@ class Studio:
         return self._drafts[key]
 
     def _describe(self, request: Request, state: StudioState) -> dict[str, Any]:
-        """Return the answer for a request, perhaps with a schedule to compare with."""
+        """Return the data for a request, with a second run if the state has a comparison."""
         if not state.other or state.run:
             return describe_request(request, state)
         shape = request.program.shape
@@ -169,7 +172,7 @@ class Studio:
         return describe_request(request, state, compared)
 
     def _move(self, state: StudioState, request: Request, move: object) -> dict[str, Any]:
-        """Return the answer for the state after a move, or the reason of its refusal."""
+        """Return the data for the state after a move, or an error if the move is impossible."""
         moved = move_instruction(request, *_read_integers(move, 3))
         state = replace(state, program=to_text(moved), code="", run=False)
         after = make_state_request(state, Source.from_loaded(moved, "the program"))
@@ -180,7 +183,7 @@ class Studio:
 
 
 def load_built_in(schedule: str, field: str) -> Source:
-    """Return the source of a built-in schedule. Files are refused.
+    """Return the source of a built-in schedule. Raise an error for other names, such as files.
 
     Args:
         schedule: The name, with the options of the schedule in brackets.
@@ -214,12 +217,12 @@ def _read_integers(value: object, count: int) -> list[int]:
 def describe_request(
     request: Request, state: StudioState, other: Timeline | None = None
 ) -> dict[str, Any]:
-    """Return what the page shows of a request: runs, bound, recognition and the command.
+    """Return the data that the page shows for a request: runs, bound, recognition and command.
 
     Args:
         request: The request.
         state: The state of the request.
-        other: A second run, to compare with.
+        other: A second run for a comparison, or None.
 
     Raises:
         SchedirError: The program is invalid, or does not finish.
@@ -255,11 +258,11 @@ def describe_request(
 
 
 def compare_runs(one: Timeline, other: Timeline) -> str:
-    """Return a sentence with the span and the peak memory of a run relative to another.
+    """Return a sentence that compares the span and the peak memory of a run with another run.
 
     Args:
         one: The run.
-        other: The run to compare with.
+        other: The run with which it is compared.
     """
     name, peaks = "memory", [one.peak_activations, other.peak_activations]
     if one.sizes is not None and other.peak_memory.any():
@@ -275,7 +278,7 @@ def compare_runs(one: Timeline, other: Timeline) -> str:
 
 
 def describe_page(runs: list[Timeline]) -> dict[str, Any]:
-    """Return the data of runs with their title, summary and tables.
+    """Return the data of runs for the page, with a title, a summary and tables.
 
     Args:
         runs: One or two runs.
@@ -289,7 +292,10 @@ def describe_page(runs: list[Timeline]) -> dict[str, Any]:
 
 
 def _describe_level(request: Request) -> str:
-    """Return which options apply: "schedule", "draft", "lowered" or "run"."""
+    """Return the type of the source, which decides which options the page shows.
+
+    It is "schedule", "draft", "lowered" or "run".
+    """
     if request.source_timeline is not None:
         return "run"
     loaded = request.source.schedule_or_program
@@ -299,7 +305,7 @@ def _describe_level(request: Request) -> str:
 
 
 def describe_error(error: SchedirError, request: Request | None = None) -> dict[str, Any]:
-    """Return an error as JSON, with a picture of the ranks if it names instructions.
+    """Return an error as JSON. If the error names instructions, add a picture of them.
 
     Args:
         error: The error.
@@ -321,7 +327,10 @@ def describe_error(error: SchedirError, request: Request | None = None) -> dict[
 
 
 def _draw_error(error: SchedirError, request: Request) -> str:
-    """Return an SVG of the ranks and the instructions of an error, or "" if it has none."""
+    """Return an SVG picture of the instructions that an error names.
+
+    The result is "" if the draft does not contain these instructions.
+    """
     with suppress(SchedirError):
         draft = find_draft(request)
         if all(
@@ -335,18 +344,18 @@ def _draw_error(error: SchedirError, request: Request) -> str:
 
 
 def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> dict[str, Any]:
-    """Return what shortens a gap of a rank, and what shortens the step.
+    """Return costs that affect a gap of a rank, and changes that shorten the step.
 
     Args:
         request: The request of a predicted run.
         state: The state of the request.
         rank: The rank.
-        index: The index of the first instruction after the gap in the rank's Stream.
+        index: The index of the first instruction after the gap in the rank's stream.
 
     Returns:
-        `gap`: the costs that shorten the gap if they are 10% lower, with the new length.
-        `step`: changes that shorten the step, as `explain` prints them. Each has the state that
-            shows it, or None if no built-in schedule does.
+        `gap`: the costs that shorten the gap if they are 10 % lower, each with the new length.
+        `step`: changes that shorten the step, as the command `explain` prints them. Each has a
+            state with the change, or None if no built-in schedule has the change.
     """
     timeline, costs = request.timeline, request.prediction_costs
     if not 0 <= rank < timeline.ranks or not 0 <= index < len(timeline.program.streams[rank]):
@@ -370,7 +379,7 @@ def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> 
 def find_changed_state(
     state: StudioState, shape: PipelineShape, change: SimulatedChange
 ) -> dict[str, Any] | None:
-    """Return the state with the built-in schedule and the shape of a change, as JSON.
+    """Return a state that shows a change, if the change is another built-in schedule, as JSON.
 
     Args:
         state: The state.
@@ -378,7 +387,8 @@ def find_changed_state(
         change: The change.
 
     Returns:
-        The state, or None if its run takes another time than that of the change.
+        The state. None if the change is not a built-in schedule, or if the schedule does not take
+        the same time as the change.
     """
     draft = change.row.draft
     if state.run or draft is None or draft.name not in get_built_in_schedules():
@@ -399,11 +409,11 @@ def find_changed_state(
 
 
 def scale_fields(text: str, names: tuple[str, ...], factor: float) -> str:
-    """Return costs or sizes in which single numbers are multiplied.
+    """Multiply fields in a text of costs or sizes. Fields with several numbers do not change.
 
     Args:
         text: The costs or sizes, as on the command line.
-        names: The fields to multiply.
+        names: The names of the fields to multiply.
         factor: The factor.
     """
     field_value = re.compile(rf"\s*({'|'.join(names)})\s*=\s*([\d.]+)([A-Za-z]*)\s*")
@@ -415,7 +425,10 @@ def scale_fields(text: str, names: tuple[str, ...], factor: float) -> str:
 
 
 def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, Any]]:
-    """Return the costs of stages on the chain before a gap's end that decide its length."""
+    """Return the costs of stages that shorten a gap if they are lower, the best first.
+
+    Only costs of instructions on the critical path to the end of the gap are tried.
+    """
     timeline, costs = request.timeline, request.program_costs
     program, spans = timeline.program, timeline.spans
     position = int(program.offsets[rank]) + index
@@ -449,7 +462,7 @@ def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, A
 
 
 def measure_gap(timeline: Timeline, rank: int, position: int) -> float:
-    """Return the time for which a rank computes nothing before an instruction.
+    """Return the time between an instruction and the compute before it on its rank.
 
     Args:
         timeline: The run.

@@ -1,4 +1,4 @@
-"""A short course: ten problems with a goal and a proved bound on every solution."""
+"""Define the challenges of a studio: ten problems with a goal and a proved lower bound."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from schedir.predict.possible_saving import RELATIVE_TOLERANCE
 
 
 class Challenge(NamedTuple):
-    """A problem, with the state in which it begins.
+    """A problem for the user, with the state of the page at its start.
 
     Attributes:
-        title: A few words.
-        text: What to do, and what one learns.
+        title: A title of a few words.
+        text: A description of the task, and of the idea behind it.
         hint: A step towards a solution.
-        goal: The largest span that solves it.
-        bound: No schedule within the memory limit is shorter. `lower_bound` proves it.
-        options: The options of the state that a solution must keep.
-        schedule: The schedule of the first state.
-        code: The code of the first state, or "".
-        start: Options of the first state that a solution may change.
-        includes_split_backwards: True if the bound includes schedules with split backwards.
+        goal: A schedule with at most this span solves the challenge.
+        bound: The lower bound on the span within the memory limit, which `lower_bound` proves.
+        options: The options that a solution must keep.
+        schedule: The schedule at the start.
+        code: The code at the start, or "".
+        start: Options at the start that a solution may change.
+        includes_split_backwards: True if the bound applies also to schedules with split backwards.
     """
 
     title: str
@@ -38,7 +38,7 @@ class Challenge(NamedTuple):
     includes_split_backwards: bool = True
 
     def make_state(self, name: str) -> dict[str, Any]:
-        """Return the first state, as JSON.
+        """Return the state at the start, as JSON.
 
         Args:
             name: The name of the challenge.
@@ -149,7 +149,7 @@ CHALLENGES: Final = {
 
 
 def describe_challenges() -> list[dict[str, Any]]:
-    """Return what the page needs of each challenge."""
+    """Return the data that the page needs about each challenge."""
     return [
         {
             "name": name,
@@ -164,7 +164,9 @@ def describe_challenges() -> list[dict[str, Any]]:
 
 
 def judge(request: Request, state: StudioState) -> dict[str, Any] | None:
-    """Return whether a request solves the challenge of its state, and a sentence.
+    """Return whether a request solves the challenge of its state, and a sentence about it.
+
+    The result is None if the state has no challenge.
 
     Args:
         request: The request of a program that finishes.
@@ -193,7 +195,7 @@ def judge(request: Request, state: StudioState) -> dict[str, Any] | None:
 
 
 def find_changed_options(challenge: Challenge, request: Request) -> list[str]:
-    """Return the options of a challenge that a request has changed, with the values to set.
+    """Return the required options that a request does not keep, each with its required value.
 
     Args:
         challenge: The challenge.

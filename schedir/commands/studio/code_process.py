@@ -1,7 +1,7 @@
 """Run the code of the editor in a process with limits of time and memory.
 
-`python -m schedir.commands.studio.code_process` reads a state as one line of JSON, and writes the
-text of its draft, or its error, as JSON.
+`python -m schedir.commands.studio.code_process` reads a state as one line of JSON. It writes the
+text of the draft, or an error, as JSON.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from schedir.schedules.schedule_expansion import expand_schedule
 
 MAX_SECONDS: Final = 5.0
 MAX_BYTES: Final = 10**9
-_FILE: Final = "schedule.py"  # the name of the code in tracebacks
+_FILE: Final = "schedule.py"  # The file name of the code in tracebacks.
 
 
 class CodeRunner:
-    """Runs code in processes, one for each run. The next process is started in advance.
+    """Runs code in processes, one for each run. It starts the next process in advance.
 
     Args:
-        max_instructions: The most instructions of a schedule.
-        max_seconds: The most time of a run.
+        max_instructions: The largest number of instructions of a schedule.
+        max_seconds: The longest time of a run, in seconds.
     """
 
     def __init__(self, max_instructions: int, max_seconds: float = MAX_SECONDS) -> None:
@@ -49,7 +49,7 @@ class CodeRunner:
         self._is_closed = False
 
     def expand(self, state: StudioState) -> str:
-        """Return the text of the draft of a state's code.
+        """Run the code of a state in a process, and return the text of its draft.
 
         Args:
             state: The state.
@@ -80,7 +80,7 @@ class CodeRunner:
         """End all processes."""
         self._is_closed = True
         for process in [*self._processes]:
-            _send_kill(process)  # A run in another thread then ends, and releases the lock.
+            _send_kill(process)  # A run in another thread then ends and releases the lock.
         with self._lock:
             for process in self._processes:
                 _kill(process)
@@ -96,17 +96,20 @@ class CodeRunner:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | threads | {"PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Ctrl-C reaches the studio only, which ends the session
+            start_new_session=True,  # Ctrl-C reaches only the studio, which ends this process.
         )
 
 
 def _communicate(
     process: subprocess.Popen[bytes], question: str, max_seconds: float
 ) -> dict[str, Any]:
-    """Return the answer of a process, or an error if there is none in time."""
+    """Send a question to a process, and return its answer.
+
+    Raise `CodeError` if there is no valid answer within `max_seconds`.
+    """
     try:
         assert process.stdout is not None
-        process.stdout.readline()  # the process is ready; its start does not count
+        process.stdout.readline()  # Wait until the process is ready: its start does not count.
         output, _ = process.communicate(f"{question}\n".encode(), max_seconds)
     except subprocess.TimeoutExpired:
         fact = f"the code did not finish within {max_seconds:g} s, and was stopped"
@@ -126,13 +129,13 @@ def _make_stop_error() -> CodeError:
 
 
 def _send_kill(process: subprocess.Popen[bytes]) -> None:
-    """Send a signal that ends a process and all that it started."""
+    """Send a signal that ends a process and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started, and close its pipes."""
+    """End a process and all processes that it started, and close its pipes."""
     _send_kill(process)
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -162,12 +165,15 @@ def expand_code(state: StudioState) -> str:
     except SchedirError as error:
         line = _find_line(error)
         raise CodeError(error.fact, line=line, hint=error.hint) from error
-    except BaseException as error:  # includes SystemExit
+    except BaseException as error:  # This includes SystemExit.
         raise CodeError(describe_exception(error), line=_find_line(error)) from error
 
 
 def _load_function(state: StudioState) -> FunctionType:
-    """Execute the code, and return its schedule function with the name that the code gives it."""
+    """Execute the code, and return its schedule function under the name in the code.
+
+    If the state names no function, this is the last function with three or more parameters.
+    """
     namespace: dict[str, Any] = {"__name__": "schedule", "__file__": _FILE}
     exec(compile(state.code, _FILE, "exec"), namespace)
     functions = {
@@ -187,12 +193,12 @@ def _load_function(state: StudioState) -> FunctionType:
             hint=f"def {name}(rank, ranks, microbatches): return microbatches * (F + B)",
         )
     function = functions[takes_shape[-1]]
-    function.__name__ = takes_shape[-1]  # of a lambda it would be "<lambda>"
+    function.__name__ = takes_shape[-1]  # The name of a lambda would be "<lambda>".
     return function
 
 
 def _find_line(error: BaseException) -> int:
-    """Return the line of the code in which an error was raised, or 0."""
+    """Return the line number in the code at which an error was raised, or 0."""
     cause: BaseException | None = error
     line = 0
     while cause is not None:
@@ -207,14 +213,14 @@ def _find_line(error: BaseException) -> int:
 def main() -> None:
     """Answer one question from standard input."""
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the code prints must not mix with the answer
+    os.dup2(2, 1)  # Output of the code must not mix with the answer.
     print("ready", file=output, flush=True)
     question = json.loads(sys.stdin.readline() or "null")
-    if question is None:  # the studio has ended
+    if question is None:  # The studio has ended.
         return
     most = question.pop("max_instructions")
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    seconds = int(MAX_SECONDS) + 1  # ends the process even if the studio is gone
+    seconds = int(MAX_SECONDS) + 1  # This limit ends the process even if the studio has ended.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     answer: dict[str, Any]
     try:
@@ -225,7 +231,7 @@ def main() -> None:
         answer = {"error": error.fact, "line": line, "hint": error.hint}
     output.write(json.dumps(answer))
     output.flush()
-    os._exit(0)  # threads of the code must not keep the process alive
+    os._exit(0)  # Threads of the code must not keep the process alive.
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def parse(word):
 
 
 def find_draft(request: Request) -> Program:
-    """Return the program that a request lowers: a draft, or the lowered program of a file.
+    """Return the draft of a request, or the lowered program if the source is one.
 
     Args:
         request: The request.
@@ -61,16 +61,16 @@ def find_draft(request: Request) -> Program:
 
 
 def move_instruction(request: Request, rank: int, index: int, before: int) -> Program:
-    """Return a program in which an instruction has another place on its rank.
+    """Return a program in which an instruction has another position on its rank.
 
-    The compute of a draft is moved in the draft, so that its messages follow. Any other
-    instruction is moved in the lowered program.
+    A compute instruction is moved in the draft, if there is a draft, so that lowering adapts the
+    messages. Any other instruction is moved in the lowered program.
 
     Args:
         request: The request of the program.
         rank: The rank.
-        index: The index of the instruction in the Stream of the lowered program.
-        before: The index of the instruction that it comes before. The number of instructions
+        index: The index of the instruction in the stream of the lowered program.
+        before: The index of the instruction before which it is moved. The number of instructions
             means the end.
 
     Raises:
@@ -96,7 +96,7 @@ def move_instruction(request: Request, rank: int, index: int, before: int) -> Pr
 
 
 def _find_in_draft(words: Words, draft: Words, index: int, before: int) -> tuple[int, int]:
-    """Return two places of a lowered Stream as places of the draft's Stream."""
+    """Convert two indices of a lowered stream into indices of the stream of the draft."""
     place = {word: k for k, word in enumerate((draft & ~JOINED_BIT).tolist())}
     lowered = (words & ~JOINED_BIT).tolist()
     if lowered[index] not in place:
@@ -109,7 +109,10 @@ def _find_in_draft(words: Words, draft: Words, index: int, before: int) -> tuple
 
 
 def _move_word(words: Words, index: int, before: int) -> Words:
-    """Return words of which one is moved. A pair that loses it is no longer joined."""
+    """Return the words with the word at `index` moved before the word at `before`.
+
+    If the word was in a joined pair, the pair is no longer joined.
+    """
     words = words.copy()
     if before < len(words) and words[before] & JOINED_BIT and before != index:
         before -= 1
@@ -122,7 +125,7 @@ def _move_word(words: Words, index: int, before: int) -> Words:
 
 
 def export_program(request: Request, file_format: str) -> tuple[str, str]:
-    """Return the name of a file and its text.
+    """Return the name and the text of a file with the program of a request.
 
     Args:
         request: The request of the program.
@@ -148,7 +151,7 @@ def export_program(request: Request, file_format: str) -> tuple[str, str]:
 
 
 def format_python(program: Program, draft: Program) -> str:
-    """Return Python code with a schedule function that has the compute of a program.
+    """Return Python code of a schedule function with the compute instructions of a program.
 
     Args:
         program: The lowered program.
@@ -210,7 +213,7 @@ def format_call(request: Request) -> str:
     if not isinstance(loaded, Program):
         name, source = repr(str(request.source)), ""
         compile_options = dict(request.defaults) | compile_options
-        if "(" in name:  # options in brackets are those of the function
+        if "(" in name:  # Options in brackets are arguments of the schedule function.
             function, _, bracket = str(request.source).partition("(")
             lines.insert(1, "from functools import partial")
             name = f"partial(schedir.schedules.{function.strip()}, {bracket}"
@@ -235,7 +238,7 @@ def format_call(request: Request) -> str:
 
 
 def _format_fields(value: Costs | Sizes) -> str:
-    """Return a call with the fields that are not the default."""
+    """Return Python code that creates `value`, with the fields that are not the default."""
     given = {f.name: getattr(value, f.name) for f in fields(value)}
     words = [f"{f.name}={given[f.name]!r}" for f in fields(value) if given[f.name] != f.default]
     return f"{type(value).__name__}({', '.join(words)})"

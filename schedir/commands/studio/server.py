@@ -1,7 +1,7 @@
-"""The HTTP server of a studio, on this machine only.
+"""Serve the page of a studio over HTTP, on this machine only.
 
-A request needs the token of the studio. The page that a foreign site opens in the same browser
-cannot read it, and requests with a foreign origin or host name are refused.
+A request needs the token of the studio. A page of another site in the same browser cannot read the
+token. The server also refuses requests with the origin or the host name of another site.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from schedir.errors import UsageError
 
 HOST: Final = "127.0.0.1"
 TOKEN_HEADER: Final = "X-Studio-Token"
-_MAX_BODY: Final = 20_000_000  # bytes of a request
+_MAX_BODY: Final = 20_000_000  # The largest number of bytes of a request.
 _OWN_NAMES: Final = {HOST, "localhost"}
 
 
@@ -32,13 +32,13 @@ class StudioServer(ThreadingHTTPServer):
     Args:
         studio: The studio.
         state: The state that the page shows first.
-        port: The port, or 0 for a free one.
+        port: The port, or 0 for a free port.
 
     Raises:
         UsageError: The port cannot be used.
     """
 
-    daemon_threads = True  # an open connection must not delay the end of the process
+    daemon_threads = True  # An open connection must not delay the end of the process.
     allow_reuse_address = True
 
     def __init__(self, studio: Studio, state: dict[str, Any], port: int = 0) -> None:
@@ -55,7 +55,7 @@ class StudioServer(ThreadingHTTPServer):
             ) from None
 
     def server_bind(self) -> None:
-        """Bind the socket. The name of the host is not looked up, which can take seconds."""
+        """Bind the socket, without the lookup of the host name, which can take seconds."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, self.socket.getsockname()[1]
 
@@ -65,14 +65,14 @@ class StudioServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/?token={self.token}"
 
     def build_page(self) -> str:
-        """Return the page, with the answer to the first state."""
+        """Return the page with the data of the first state."""
         return build_studio_page(self.studio, self._state)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
+    """Handles the HTTP requests of one connection."""
 
-    protocol_version = "HTTP/1.1"  # keeps connections open
+    protocol_version = "HTTP/1.1"  # This version keeps connections open.
     disable_nagle_algorithm = True
     server: StudioServer
     server_version = "schedir"
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, answer, "application/json")
 
     def _is_allowed(self, token: str) -> bool:
-        """Return whether a request has the token and comes from the page, else refuse it."""
+        """Return whether a request has the token and comes from the page. If not, send an error."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if host.rpartition(":")[0] not in _OWN_NAMES or origin not in (None, f"http://{host}"):
             self._send(403, "refused: the request comes from another site", "text/plain")
@@ -139,4 +139,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: the address would contain the token."""
+        """Print nothing, because the address of a request contains the token."""

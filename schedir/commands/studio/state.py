@@ -1,7 +1,7 @@
-"""The state of a studio: a schedule, a program or code, and the options of the command line.
+"""Define the state of a studio: a schedule, a program or code, and options.
 
-The values of options are texts, as on the command line. So the state can be written as a command,
-and errors name its options.
+The values of options are texts, as on the command line. So the studio can write the state as a
+command, and errors can name its options.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.program import Program
 
-# The options that are no fields of a program and no options of passes.
+# Name -> parser of the options that are neither fields of a program nor options of passes.
 PREDICTION_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
     "costs": parse_costs,
     "sizes": parse_sizes,
@@ -35,7 +35,7 @@ PREDICTION_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
 
 
 class CodeError(UsageError):
-    """Code of the editor that cannot be used; `line` is the line of the error, or 0."""
+    """Raised if the code of the editor cannot be used. `line` is the line of the error, or 0."""
 
     def __init__(self, fact: str, *, line: int = 0, hint: str = "") -> None:
         super().__init__(fact, hint=hint, fields=["code"])
@@ -44,7 +44,7 @@ class CodeError(UsageError):
 
 @dataclass(frozen=True)
 class StudioState:
-    """What a studio shows.
+    """The input from which a studio computes what it shows.
 
     Args:
         schedule: The name of a built-in schedule, with its options in brackets.
@@ -52,11 +52,11 @@ class StudioState:
         code: Python code with a schedule function, which replaces the schedule.
         function: The name of the function in `code`. "" means the last function of the code.
         run: True if the studio shows the run with which it was started.
-        other: The name of a built-in schedule to compare with. Costs and sizes are then per rank,
-            as for `schedir compare`.
-        challenge: The name of the challenge that the user solves.
-        options: The text of each option that is set, by name: those of `schedir options`, and
-            `costs`, `sizes`, `memory_limit` and `progress_model`.
+        other: The name of a built-in schedule for a comparison, or "". Costs and sizes are then per
+            rank, as in `schedir compare`.
+        challenge: The name of the challenge that the user solves, or "".
+        options: Name -> text of each option that is set. The names are those of `schedir options`,
+            and `costs`, `sizes`, `memory_limit` and `progress_model`.
     """
 
     schedule: str = "one_f_one_b"
@@ -105,8 +105,8 @@ class StudioState:
 def make_state_request(state: StudioState, source: Source) -> Request:
     """Return the request for a source with the options of a state.
 
-    Options that the source defines itself are left out: the shape of a program, and everything
-    but the prediction for a lowered program or a run.
+    Options that do not apply to the source are ignored. For a draft these are the options of the
+    shape. For a lowered program or a run, only the options in `PREDICTION_OPTIONS` apply.
 
     Args:
         state: The state.
@@ -143,7 +143,7 @@ def applies_to(name: str, loaded: object) -> bool:
 
 
 def _parse_option(name: str, text: str) -> Any:
-    """Return the value of an option. Errors have the option's name in `fields`."""
+    """Return the value of an option. Errors have the name of the option in `fields`."""
     if name not in PROGRAM_OPTIONS and name not in PREDICTION_OPTIONS:
         raise unknown_option_error(name)
     if text.startswith("@"):
@@ -168,7 +168,7 @@ def format_options(options: Mapping[str, str]) -> list[str]:
     """Return options as words of the command line.
 
     Args:
-        options: The text of each option, by name.
+        options: Name -> text of each option.
     """
     words = []
     for name, text in options.items():
@@ -180,16 +180,16 @@ def format_options(options: Mapping[str, str]) -> list[str]:
 
 
 def format_command(state: StudioState, name: str, run_file: str = "") -> str:
-    """Return the command that draws what a state shows.
+    """Return the command that draws the timelines of a state.
 
     Args:
         state: The state.
-        name: The name of the program that it shows.
-        run_file: The file of the run, if the state shows it.
+        name: The name of the program of the state.
+        run_file: The file of the run, if the state shows a run.
     """
     source = state.schedule
     options = state.options
-    if state.run or state.program:  # the file has the other options
+    if state.run or state.program:  # The file contains the other options.
         options = {key: text for key, text in options.items() if key in PREDICTION_OPTIONS}
     if state.run:
         source = run_file
@@ -206,7 +206,7 @@ def format_file_name(name: str, suffix: str) -> str:
 
     Args:
         name: The name of the program.
-        suffix: The suffix, without its dot.
+        suffix: The suffix without the dot.
     """
     letters = (letter if letter.isalnum() or letter in "-_" else "_" for letter in name)
     return f"{''.join(letters) or 'mine'}.{suffix}"

@@ -1,4 +1,4 @@
-"""Build the page of a studio, which a server answers or which has its answers."""
+"""Build the page of a studio, for a server or as a file that contains all answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedir.schedules import get_built_in_schedules
 from schedir.viz.html_page import build_page
 
 _TITLE: Final = "schedir studio"
-_MARKER: Final = f"<title>{_TITLE}</title>".encode()  # of pages that may be replaced
+_MARKER: Final = f"<title>{_TITLE}</title>".encode()  # Only files that contain it are replaced.
 _COST_HELP: Final = "time of {} of one stage and microbatch, or one per stage: 1:1:2"
 _HELP: Final = {
     "F": _COST_HELP.format("a forward"),
@@ -43,10 +43,11 @@ def build_studio_page(
     Args:
         studio: The studio.
         state: The state that the page shows first.
-        answers: The answer for each schedule, if the page has no server.
+        answers: Schedule -> answer for a page without a server. None for a page with a server.
     """
     first = studio.answer({"state": state})
-    shown = studio.answer({}) if "error" in first else first  # has the words and colours
+    # If the first state has an error, the default state gives the texts and colours of the page.
+    shown = studio.answer({}) if "error" in first else first
     data = shown | {
         "runs": [],
         "tables": None,
@@ -72,15 +73,15 @@ def export_page(studio: Studio, state: StudioState, folder: str) -> str:
 
     Args:
         studio: The studio.
-        state: The first state. Its schedule is shown first.
+        state: The state that the page shows first.
         folder: The folder, which is created.
 
     Returns:
         A line with the name of the file.
 
     Raises:
-        UsageError: The state has no built-in schedule, the file cannot be written, or it exists
-            and is no page of a studio.
+        UsageError: The state has no built-in schedule, the file cannot be written, or the file
+            exists and is not a page of a studio.
     """
     if state.code or state.program or state.run:
         raise UsageError(
@@ -114,7 +115,7 @@ def export_page(studio: Studio, state: StudioState, folder: str) -> str:
 
 
 def _collect_help() -> dict[str, str]:
-    """Return what each control changes, by name."""
+    """Return name of a control -> description of what it changes."""
     options = {name: option.help for name, option in PROGRAM_OPTIONS.items()}
     options["ranks"] = options["ranks"].partition(" (")[0]
     options["microbatches"] = options["microbatches"].partition(" (")[0]

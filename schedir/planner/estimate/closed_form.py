@@ -1,8 +1,8 @@
 """Estimate the step times of many plans in closed form, without a program.
 
-The rank with the most compute determines the step. The step time is the sum of the compute of this
-rank, its waiting time for all other ranks, and the messages and reductions that compute does not
-hide. `simulated_estimate` simulates the program instead.
+The rank with the most compute determines the step time. The step time is the sum of the compute of
+this rank, its waiting time for all other ranks, and the messages and reductions that compute does
+not hide. The module `simulated_estimate` simulates the program instead.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RankTimes(NamedTuple):
     """Times of one microbatch on each rank group, in seconds, of shape (plans, groups).
 
     Attributes:
-        stage_times: The times of all stages of a rank, as a `StageTimes` of arrays.
+        stage_times: The sum of the times of all stages of a rank, as a `StageTimes` of arrays.
         F: The forward, with collectives.
         I: The backward of the inputs, with collectives and recomputation.
         W: The backward of the weights, with collectives.
@@ -64,7 +64,7 @@ class RankTimes(NamedTuple):
 
     @property
     def total(self) -> Floats:
-        """Time of the forward and the full backward."""
+        """Seconds of the forward and the full backward, of shape (plans, groups)."""
         return self.F + self.I + self.W
 
 
@@ -77,7 +77,7 @@ def estimate_breakdowns(
     constants: SoftwareConstants,
     state_bytes: StateBytes,
 ) -> Floats:
-    """Estimate the parts of a step of each plan.
+    """Estimate the parts of the step time of each plan.
 
     Args:
         model: The model.
@@ -89,7 +89,8 @@ def estimate_breakdowns(
         state_bytes: Bytes of weights, gradients and optimizer state per parameter.
 
     Returns:
-        Seconds, of shape (fields of `StepBreakdown`, plans). The sum over the fields is the step.
+        Seconds, of shape (fields of `StepBreakdown`, plans). The sum over the fields is the step
+        time.
     """
     rank = compute_rank_times(model, cluster, plans, shares, constants)
     m, rows = plans.microbatches[:, None], np.arange(len(plans))
@@ -97,7 +98,7 @@ def estimate_breakdowns(
     at = busy.argmax(axis=1)
 
     def there(each: Any) -> Any:
-        """Return the column of the rank group with the most compute."""
+        """Return the value of each plan at its rank group with the most compute."""
         return each[rows, at]
 
     waits, messages, each = _apply_formulas(plans, shares, rank, constants)
@@ -118,13 +119,13 @@ def estimate_breakdowns(
         link_times.neighbors,
     )
     mean_boundary_time = boundary_time / np.maximum(boundaries, 1)
-    # Messages of each microbatch are hidden in the time that ranks wait for a slower rank.
+    # The time in which ranks wait for a slower rank hides the messages of each microbatch.
     mean_rank_time = (rank.total * shares.rank_count).sum(axis=1) / p
     hidden = plans.microbatches * np.minimum(
         each * mean_boundary_time, there(rank.total) - mean_rank_time
     )
     transfers = messages * mean_boundary_time - hidden
-    # In a vee the slow rank has both ends of the pipeline. It waits less for the faster ranks.
+    # In a vee the slowest rank has the first and the last stage. It waits less for faster ranks.
     slack = plans.microbatches * (there(rank.total) - mean_rank_time)
     bubble = (waits * shares.rank_count).sum(axis=1) - there(waits) - vee * slack
     bubble = np.maximum(bubble + is_breadth_first * plans.microbatches * rank.shorter_end, 0)
@@ -153,11 +154,11 @@ def estimate_breakdowns(
 
 
 def _compute_idle_share(cluster: Cluster, plans: PlanColumns) -> Floats:
-    """Return the share of the waiting time in which CPU cores are idle.
+    """Return the share of the waiting time of ranks in which their CPU cores are idle.
 
-    If k of p ranks compute while the pipeline fills, only the share k/p of all processes needs
-    cores. With fewer cores than processes, the cores continue to work for these processes while
-    other processes wait.
+    While the pipeline fills, only k of p ranks compute, so only the share k/p of all processes
+    needs cores. If there are fewer cores than processes, the cores of waiting processes work for
+    these processes. GPUs have the share 1.
     """
     if cluster.processors is None:
         return np.ones(len(plans))
@@ -180,7 +181,8 @@ def compute_rank_times(
 ) -> RankTimes:
     """Return the times of a microbatch on each rank group.
 
-    The times are sums over the stages of a rank, as `stage_time` computes them.
+    The times are sums over the stages of a rank. `stage_time` computes the time of a stage in the
+    same way.
 
     Args:
         model: The model.
@@ -219,7 +221,7 @@ def _compute_part_work(
 ) -> Iterator[GpuWork]:
     """Yield the work of a layer, the embedding and the head, as columns of shape (plans, 1).
 
-    Few combinations of fields change the work, so it is computed once for each of them.
+    Plans with equal values of the fields that change the work share one computation.
     """
     split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
         plans.schedule
@@ -245,11 +247,12 @@ def _compute_part_work(
 def _apply_formulas(
     plans: PlanColumns, shares: RankGroupShares, rank_times: RankTimes, constants: SoftwareConstants
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the waiting times, and the numbers of exposed messages.
+    """Return the waiting times, and the numbers of messages that nothing hides.
 
-    The results are the time that the other ranks wait for each rank group, the exposed messages of
-    a step, and the exposed messages per microbatch. Recomputation that may run ahead
-    (`recompute_ahead`) adds no waiting time.
+    The first result is the time in seconds that another rank waits for each rank group, of shape
+    (plans, groups). The second is the number of exposed messages of a step, and the third the
+    number per microbatch, both of shape (plans,). Recomputation that may run before the gradient
+    arrives (`recompute_ahead`) adds no waiting time.
     """
     waits = np.zeros(rank_times.F.shape)
     messages, each = np.zeros((2, len(plans)))
@@ -285,16 +288,15 @@ def _estimate_data_parallel(
 
     - Gradients: without ZeRO, a ring all-reduce; with ZeRO, a reduce-scatter (arXiv 1910.02054,
       section 7).
-    - The reduction of a stage overlaps with its last backward, by `reduction_overlap_share`.
-      On a rank with several stages, the reductions of all stages but the last one also overlap with
-      the backwards that follow. On a rank that ends before the first rank, reductions have time
-      until the first rank ends.
+    - The share `reduction_overlap_share` of the reduction of a stage overlaps with its last
+      backward. On a rank with several stages, the reductions of all stages but the last one also
+      overlap with the backwards that follow. On a rank that ends before the first rank, reductions
+      have time until the first rank ends.
     - Weights: with ZeRO they are gathered at the start of the step, while ranks wait for their
       first microbatch. With sharded weights they are gathered several times, in parallel with
       compute.
-    - With sharded gradients a rank has one unsharded gradient at a time, so the next backward waits
-      until it is reduced.
-    - Replicas wait for the slowest one (`count_stragglers`).
+    - With sharded gradients and more than two stages per rank, a rank has one unsharded gradient
+      at a time. The next backward waits until this gradient is reduced.
     """
     zero, v, p, m = (
         getattr(plans, name)[:, None] for name in ("zero", "stages_per_rank", "pp", "microbatches")
@@ -346,7 +348,7 @@ def _estimate_data_parallel(
 
 
 def _count_unshards(plans: PlanColumns) -> Floats:
-    """Return the number of unshards of a rank in a step, summed over its stages."""
+    """Return the number of unshards of a rank in a step, summed over its stages, for each plan."""
     found = plans.stages_per_rank.astype(float)
     for number in np.unique(plans.schedule).tolist():
         mine = (plans.schedule == number) & (plans.zero >= 3)
@@ -360,10 +362,11 @@ def _count_unshards(plans: PlanColumns) -> Floats:
 
 
 def _count_reductions(plans: PlanColumns) -> Any:
-    """Return how often each gradient is reduced in a step.
+    """Return how often each gradient is reduced in a step, for each plan.
 
-    With sharded gradients, a gradient is reduced after each group of consecutive backwards of its
-    stage. A breadth-first schedule has one such group.
+    With sharded gradients and more than two stages per rank, a gradient is reduced after each group
+    of consecutive backwards of its stage. A breadth-first schedule has one such group. Other plans
+    reduce each gradient once.
     """
     runs = np.where(
         plans.schedule == SCHEDULE_NAMES.index("looped_bfs"), 1, plans.microbatches // plans.pp
@@ -378,10 +381,9 @@ def _estimate_tied_reduction(
     state_bytes: StateBytes,
     placement: NodePlacement,
 ) -> Any:
-    """Return the time to reduce the gradient of a tied embedding over its two ranks.
+    """Return the time to reduce the gradient of a tied embedding over the first and the last rank.
 
-    They are the first and the last rank, a ring of two (SC21, arXiv 2104.04473, section 3; arXiv
-    1909.08053, appendix).
+    The two ranks form a ring (SC21, arXiv 2104.04473, section 3; arXiv 1909.08053, appendix).
     """
     vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES])[plans.schedule]
     is_reduced = (plans.pp > 1) & ~vee & model.tied
@@ -401,7 +403,7 @@ def _estimate_sequence_sums(
 ) -> Floats:
     """Return the time to sum gradients of replicated weights over sequence-parallel ranks.
 
-    It is the time of the rank with the longest sums.
+    The result is the time of the slowest rank group of each plan.
     """
     e, t, v, zero = (
         getattr(plans, name)[:, None] for name in ("ep", "tp", "stages_per_rank", "zero")

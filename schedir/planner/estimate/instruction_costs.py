@@ -1,4 +1,4 @@
-"""Compute the Costs of a plan's stages, messages, reductions, copies and update, in seconds."""
+"""Compute the costs of all instructions of a plan's program, in seconds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compute_stage_times(
     plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
 ) -> list[StageTimes]:
-    """Return the times of one microbatch in each stage.
+    """Return the times of one microbatch in each stage, in the order of the stages.
 
     Args:
         model: The model.
@@ -71,8 +71,8 @@ def compute_costs(
     """Return the costs of all instructions of a plan's program, in seconds.
 
     The share `recompute_ahead` of full recomputation is a separate instruction R. The rest is part
-    of the backward. Reductions over replicas cost the time that the last backward does not hide
-    (`reduction_overlap_share`).
+    of the backward. The cost of a reduction over replicas is only the time that the last backward
+    does not hide (`reduction_overlap_share`).
 
     Args:
         model: The model.
@@ -150,14 +150,14 @@ def compute_costs(
 def time_joined_pair(times: StageTimes, layers: int, alone: float) -> float:
     """Return the time of a forward that is joined with the backward of another microbatch.
 
-    The segments of their layers alternate, and the all-to-alls of one run beside the compute of
+    The segments of the two instructions alternate. Compute of one instruction hides all-to-alls of
     the other one (arXiv 2412.19437, section 3.2.1). The estimate assumes that all segments of an
     instruction take the same time.
 
     Args:
         times: The times of one microbatch in the stage.
         layers: The number of layers of the stage.
-        alone: The time of both, one after the other.
+        alone: Seconds of the forward and the backward, one after the other.
     """
     segments, a2a = 2 * layers + 1, times.all_to_alls
     both = ((times.total.F, a2a.F), (alone - times.total.F, a2a.B))
@@ -178,10 +178,11 @@ def _compute_expert_costs(
     parameters: StageParameters,
     state_bytes: StateBytes,
 ) -> dict[str, tuple[float, ...]]:
-    """Return the costs that expert parallelism changes.
+    """Return the costs that expert parallelism changes: field of `Costs` -> seconds per stage.
 
-    The gradients of an expert are reduced over the replicas with the same experts: every `ep`-th
-    replica. The update of experts is divided among these replicas only.
+    `step` has seconds per rank instead. The gradients of an expert are reduced over the replicas
+    with the same experts: every `ep`-th replica. The update of an expert is divided among these
+    replicas only.
     """
     cut = plan.zero > 0
     rings = {
@@ -215,11 +216,10 @@ def _compute_expert_costs(
 def _compute_sequence_sums(
     model: TransformerSpec, cluster: Cluster, plan: ParallelPlan, state_bytes: StateBytes
 ) -> tuple[float, ...]:
-    """Return the time of each stage to sum gradients over sequence-parallel ranks.
+    """Return the seconds of each stage to sum gradients over sequence-parallel ranks.
 
-    These are the gradients of replicated weights.
-
-    With ZeRO each replica sums only its shard (arXiv 2205.05198, section 4.2.2).
+    These are the gradients of weights that each of the ranks has (arXiv 2205.05198, section 4.2.2).
+    With ZeRO each replica sums only its shard.
     """
     replicas = plan.dp * plan.cp if plan.zero else 1
     group, replicated = find_slowest_group(cluster, 1, plan.tp), count_stage_replicated(model, plan)
@@ -236,7 +236,7 @@ def _compute_tied_reduction(
     process_mesh: NDArray[np.int64],
     state_bytes: StateBytes,
 ) -> float:
-    """Return the time to reduce the gradient of a tied embedding over its two ranks."""
+    """Return the seconds to reduce the gradient of a tied embedding over its two ranks."""
     first, last = int(shape.replica_ranks[0, 0]), int(shape.replica_ranks[0, -1])
     if first == last or not model.tied:
         return 0.0

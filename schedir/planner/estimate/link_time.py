@@ -1,4 +1,4 @@
-"""Compute the times of messages and rings of many plans, from their placement on nodes."""
+"""Compute the times of messages and collectives of many plans from their placement on nodes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def compute_link_times(
     """Return the times to send the boundary of a microbatch from rank to rank.
 
     Each of t tensor-parallel ranks sends the full boundary, or 1/t of it, which the receivers then
-    gather (SC21, arXiv 2104.04473, section 4.1). The faster way is used. With sequence parallelism
-    each rank sends its own 1/t, and nothing is gathered.
+    gather (SC21, arXiv 2104.04473, section 4.1). The faster of the two ways is used. With sequence
+    parallelism each rank sends its part of the sequence, 1/t, and nothing is gathered.
 
     Args:
         model: The model.
@@ -69,8 +69,9 @@ def compute_link_times(
 def build_process_mesh(plan: ParallelPlan) -> Ints:
     """Return the global rank of each process, of shape (dp * cp, pp, tp).
 
-    `Cluster.fill_costs` uses this layout. Tensor-parallel ranks have consecutive numbers, then
-    context-parallel ranks. `ParallelPlan.rank_order` decides the rest.
+    `Cluster.fill_costs` needs this mesh. The ranks of a tensor-parallel group are consecutive, and
+    context-parallel groups come next. `ParallelPlan.rank_order` decides whether pipeline ranks or
+    replicas follow.
 
     Args:
         plan: The plan.
@@ -95,11 +96,12 @@ class NodePlacement(NamedTuple):
     """The placement of a plan on nodes, as scalars or as arrays of shape (plans,).
 
     Attributes:
-        node_crossings: The number of pairs of neighboring ranks that are on two nodes in some
-            replica.
-        has_separate_ends: True if the first and the last rank are on two nodes in some replica.
+        node_crossings: The number of pairs of neighboring ranks that are on different nodes in at
+            least one replica.
+        has_separate_ends: True if the first and the last rank are on different nodes in at least
+            one replica.
         replica_bandwidth: The slowest link between replicas, in bytes per second.
-        replica_nodes: The number of nodes that a group of replicas is on, at most.
+        replica_nodes: The largest number of nodes that a group of replicas spans.
         expert_bandwidth: The slowest link between replicas with the same experts, in bytes per
             second.
     """
@@ -123,7 +125,7 @@ def place_on_nodes(cluster: Cluster, plan: ParallelPlan) -> NodePlacement:
     nodes = mesh // cluster.gpus_per_node
     crossed = (nodes[:, 1:] != nodes[:, :-1]).any(axis=(0, 2))
     groups = mesh.reshape(len(mesh), -1)
-    # Groups with the same node offsets have the same links, so one of them is enough.
+    # Groups with the same node offsets have the same links, so one group of each offset is enough.
     node_offsets = (nodes - nodes[:1]).reshape(len(mesh), -1)
     distinct_groups = groups[:, np.unique(node_offsets, axis=1, return_index=True)[1]].T
     slowest, experts = (
@@ -156,10 +158,12 @@ def place_plans_on_nodes(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
 
 
 def compute_tree_latency(nodes: Any, latency: Any) -> Any:
-    """Return the seconds of a collective of a small tensor, 2 ceil(log2 n) latency for n nodes.
+    """Return the seconds of a collective of a small tensor over a tree of nodes.
+
+    The time for n nodes is 2 ceil(log2 n) latency.
 
     Args:
-        nodes: The number of nodes of the group, a number or an array.
+        nodes: The number of nodes of the group, as a number or an array.
         latency: Seconds of an empty message between nodes.
 
     References:
@@ -173,8 +177,8 @@ def compute_tree_latency(nodes: Any, latency: Any) -> Any:
 def count_stragglers(replicas: int) -> float:
     """Return the expected maximum of independent standard normal numbers, one for each replica.
 
-    A step ends with its slowest replica, so it takes 1 + `Cluster.jitter` times this number of mean
-    steps.
+    A step ends when its slowest replica ends. It therefore takes (1 + `Cluster.jitter` x result)
+    times the mean step time of a replica.
 
     Args:
         replicas: The number of replicas.
@@ -191,13 +195,13 @@ def count_stragglers(replicas: int) -> float:
 
 
 class ReplicaRing(NamedTuple):
-    """The rings of replicas that reduce gradients and gather weights, by plan.
+    """The ring of each plan in which replicas reduce gradients and gather weights.
 
     Attributes:
         size: The number of replicas, of shape (plans,).
         bandwidth: The slowest link in bytes per second, of shape (plans,).
         latency: Seconds of an empty message, of shape (plans,).
-        nodes: The number of nodes of a ring, of shape (plans,).
+        nodes: The number of nodes of the ring, of shape (plans,).
     """
 
     size: Ints
@@ -216,9 +220,9 @@ class ReplicaRing(NamedTuple):
         return np.where((many > 1) & (size > 0), taken, 0.0)
 
     def compute_tensor_latency(self) -> Floats:
-        """Return the seconds that each further collective adds, of shape (plans, 1).
+        """Return the latency of one more collective of a small tensor, in seconds.
 
-        See `compute_tree_latency`.
+        The shape is (plans, 1). See `compute_tree_latency`.
         """
         seconds: Floats = compute_tree_latency(self.nodes, self.latency)
         return seconds[:, None]
@@ -227,7 +231,7 @@ class ReplicaRing(NamedTuple):
 def build_replica_rings(
     cluster: Cluster, plans: PlanColumns, placement: NodePlacement
 ) -> tuple[ReplicaRing, ReplicaRing]:
-    """Return the rings of all replicas, and the rings of the replicas with the same experts.
+    """Return the rings of all replicas, and the rings of replicas with the same experts.
 
     Args:
         cluster: The cluster.

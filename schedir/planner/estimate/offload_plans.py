@@ -1,4 +1,4 @@
-"""Simulate plans that fit only with host memory."""
+"""Simulate plans that fit in GPU memory only if they offload to the host."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.memory_estimate import StateBytes, compute_saved_by_plan
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-MAX_OFFLOAD_PLANS: Final = 24  # The search ends after this many offload plans that fit.
-_MAX_SIMULATIONS: Final = 96  # It also ends after this many simulations, which take time.
-_FORWARD_SHARE: Final = 1 / 3  # Forwards are about this share of the compute.
-# While one stage computes, another is copied. The states or saved activations of both are on the
-# device.
+MAX_OFFLOAD_PLANS: Final = 24  # The search ends when it has found this many plans that fit.
+_MAX_SIMULATIONS: Final = 96  # The search ends after this many simulations, to limit its time.
+_FORWARD_SHARE: Final = 1 / 3  # The share of forwards in compute: a backward takes twice as long.
+# While one stage computes, data of another stage are copied. The optimizer states or the saved
+# activations of both stages are on the device.
 _RESIDENT_STAGES: Final = 2
 
 
 class OffloadOption(NamedTuple):
-    """A combination of offloads.
+    """What a plan offloads to the host: activations, optimizer states or both.
 
     Attributes:
         offload: See `ParallelPlan.offload`.
@@ -56,20 +56,20 @@ def simulate_offload_plans(
     state_bytes: StateBytes,
     step_times: list[float],
 ) -> list[PlanEstimate]:
-    """Simulate the plans that offload and are likely to be among the best.
+    """Simulate the plans with offload that are likely to be among the best.
 
     Args:
         model: The model.
         cluster: The cluster. It needs `host_bandwidth` and `host_memory`.
-        plan_table: The closed form of all plans, without an offload.
+        plan_table: The closed-form estimates of all plans, without offload.
         top: The number of plans that the caller needs.
         constants: Constants of the software.
         state_bytes: Bytes of weights, gradients and optimizer state per parameter.
-        step_times: Seconds of the plans without an offload. The search ends when `top` plans are
-            faster than the next guess.
+        step_times: Step times of the plans without offload, in seconds. The search ends when `top`
+            plans are faster than the estimate of the next candidate.
 
     Returns:
-        The simulated plans that fit.
+        The simulated plans with offload that fit.
     """
     best, steps = list[PlanEstimate](), sorted(step_times)
     for tries, (guess, at, option) in enumerate(
@@ -90,7 +90,9 @@ def simulate_offload_plans(
 
 
 def mask_state_offload_plans(plan_table: PlanTable) -> NDArray[np.bool_]:
-    """Return which plans have several stages on a single rank only to offload their states.
+    """Return a mask of the plans that are useful only if they offload optimizer states.
+
+    These plans have pp 1, several stages per rank, and unsharded gradients.
 
     Args:
         plan_table: The plans.
@@ -109,12 +111,14 @@ def _guess_offload_plans(
     constants: SoftwareConstants,
     state_bytes: StateBytes,
 ) -> Iterator[tuple[float, int, OffloadOption]]:
-    """Yield plans that do not fit, with an offload that may make them fit, the fastest first.
+    """Yield plans that do not fit, each with an offload that may make it fit, the fastest first.
 
-    The times are rough: they only decide which plans are simulated, and in which order. An offload
-    adds the time by which its copies are longer than the compute that hides them. For activations
-    of a single microbatch, only forwards hide the copies to the host, and only backwards the copies
-    back. States are loaded stage by stage, and storing the states of the last stage is not hidden.
+    Each result is (estimated seconds of a step, column of `plan_table`, offload). The times are
+    rough: they only decide which plans are simulated, and in which order. Offloaded activations add
+    the time by which their copies are longer than the compute that hides them. If only one
+    microbatch is in flight, only forwards hide the copies to the host, and only backwards hide the
+    copies back. Offloaded optimizer states add the time to load the states of all stages and to
+    store the states of one stage.
     """
     plans, share = plan_table.plans, 1 + constants.allocator_share
     weights, gradients, optimizer, activations, _ = plan_table.memory
@@ -170,15 +174,15 @@ def _guess_offload_plans(
 def attach_offload_comparison(
     plans: list[PlanEstimate], min_memory_plan: PlanEstimate
 ) -> list[PlanEstimate]:
-    """Return the plans with a comparison of plans with and without an offload.
+    """Return the plans with `offload_comparison` set: a sentence about the effect of offload.
 
     A plan that offloads is compared with the best plan that does not. If the first plan does not
     offload, it is compared with the best plan that does.
 
     Args:
         plans: The plans, the fastest first.
-        min_memory_plan: The plan without an offload that uses the least memory. It is named if no
-            plan fits without an offload.
+        min_memory_plan: The plan without offload that uses the least memory. The text describes it
+            if no plan fits without offload.
     """
     plain = next((one for one in plans if not one.has_offload), None)
     offloading = next((one for one in plans if one.has_offload), None)
@@ -210,11 +214,11 @@ def _describe_comparison(estimate: PlanEstimate, other: PlanEstimate, subject: s
 
 
 def require_no_offload(plan: ParallelPlan, feature: str) -> None:
-    """Raise an error if a plan offloads, for features that do not support it.
+    """Raise an error if a plan offloads.
 
     Args:
         plan: The plan.
-        feature: The name of the feature, for the message.
+        feature: The name of the feature that does not support offload, for the message.
 
     Raises:
         UsageError: The plan offloads.

@@ -22,28 +22,30 @@ CountFormula = Callable[[Any, Any, Any], Any]  # A function of P, v and m.
 class ScheduleFormulas(NamedTuple):
     """The formulas of a schedule, for stages with equal times.
 
-    The bubble of a rank is (P-1) times `wait_time`, plus the exposed messages. For full backwards,
-    the error of the number of messages is at most 2. For split backwards, the error is at most P +
+    The bubble of a rank is (P-1) times `wait_time`, plus the exposed messages. With full backwards,
+    the error of the number of messages is at most 2. With split backwards, the error is at most P +
     1, because their dependencies are more complex than the formula.
 
     Attributes:
         name: The name of the schedule.
-        wait_time: The time that ranks wait for each other rank.
-        exposed_messages: The number of messages in a step that nothing hides.
-        live_activations: The largest number of stage activations on rank r, a function of P, v, m
-            and r.
+        wait_time: The time that a rank waits for each of the other ranks, a function of F, I and W.
+        exposed_messages: The number of messages in a step that nothing hides, a function of P, v
+            and m.
+        live_activations: The largest number of (stage, microbatch) pairs in flight on rank r, a
+            function of P, v, m and r.
         stages_per_rank: The number of stages per rank that the schedule supports.
         is_vee: True if the stages are placed from the first rank to the last and back.
         min_microbatches: The smallest number of microbatches, a function of P.
         needs_multiple_of_ranks: True if the number of microbatches must be a multiple of P.
         has_split_backward: True if W is a separate instruction.
         loss_microbatches: The number of microbatches for which the last stage keeps the saved
-            tensors of the loss.
-        messages_per_microbatch: The exposed messages of every microbatch, a function of P. The time
-            in which ranks wait for a slower rank hides these messages.
-        boundary_buffers: The number of boundaries that a rank has buffers for.
-        is_breadth_first: True if all microbatches pass one loop of stages before the next loop.
-            Each loop is then as slow as its slowest stage.
+            tensors of the loss, a function of P, v and m.
+        messages_per_microbatch: The number of exposed messages of every microbatch, a function of
+            P. If stages differ, the time in which ranks wait for a slower rank hides them.
+        boundary_buffers: The number of boundaries that a rank has buffers for, a function of P, v
+            and m.
+        is_breadth_first: True if all microbatches pass one loop over the ranks before any of them
+            starts the next loop. Each loop is then as slow as its slowest stage.
     """
 
     name: str
@@ -74,7 +76,7 @@ def _zb_h1_wait(F: Any, I: Any, W: Any) -> Any:
 def _zb_h2_wait(F: Any, I: Any, W: Any) -> Any:
     """Return the wait time of ZB-H2, as `schedules.zb_h2` builds it.
 
-    It includes the end of the step, because ranks wait for the gradient norm together.
+    It includes the idle time at the end of the step, because all ranks wait for the gradient norm.
     """
     return np.maximum.reduce([F, F + I - 2 * W, I - F, I - W])
 
@@ -146,7 +148,7 @@ DEFAULT_SCHEDULES: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_
 
 
 def describe_schedule_names() -> str:
-    """Return the names of the schedules with formulas, and which are tried by default."""
+    """Return a text with the names of the schedules with formulas, and with the default names."""
     extra = [name for name in SCHEDULE_FORMULAS if name not in DEFAULT_SCHEDULES]
     return f"{', '.join(SCHEDULE_FORMULAS)}; the default is all but {', '.join(extra)}"
 
@@ -179,16 +181,16 @@ def get_formulas(name: object) -> ScheduleFormulas:
 
 
 def count_unshards(name: str, P: Any, v: Any, m: Any) -> Any:
-    """Return how often a rank unshards a stage in a step with sharded weights (`zero=3`).
+    """Return the number of unshards of a rank in a step with sharded weights (`zero=3`).
 
-    With at most two stages per rank, each is unsharded once, because both can stay unsharded.
-    Otherwise the number is that of Belady's rule (analysis/memory/unshard_residency.py).
+    With at most two stages per rank, each stage is unsharded once, because both can stay unsharded.
+    With more stages, Belady's rule gives the number (analysis/memory/unshard_residency.py).
 
     Args:
         name: The name of the schedule.
-        P: Ranks.
-        v: Stages per rank.
-        m: Microbatches.
+        P: The number of ranks, or an array.
+        v: The number of stages per rank, or an array.
+        m: The number of microbatches, or an array.
     """
     groups = np.maximum(m // P, 1)
     if name == "looped_bfs":

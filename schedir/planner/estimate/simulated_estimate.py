@@ -67,12 +67,12 @@ def simulate_plan(
 ) -> PlanEstimate:
     """Estimate the step time and the memory of a plan by simulating its program.
 
-    Each stage has its own times, from its layers and from the embedding or the head. The cluster
-    gives the times of messages, reductions, gathers of weights, copies to the host and the update,
-    from their bytes. Copies to the host and back are instructions of the program, with a lane for
-    each direction. The result contains the breakdown of the busiest rank. CPU processes that share
-    cores are simulated with `simulate_on_cpus`, and with the program and the sizes of `schedir
-    train`.
+    The times of a stage follow from its layers and from its embedding or head. The times of
+    messages, reductions, gathers of weights, copies to the host and the update follow from their
+    bytes and the cluster. Copies to the host and back are instructions of the program, with a lane
+    for each direction. The result contains the breakdown of the busiest rank. For a cluster of
+    CPUs, `simulate_on_cpus` simulates processes that share cores, with the program and the sizes of
+    `schedir train`.
 
     Args:
         model: The model.
@@ -84,8 +84,8 @@ def simulate_plan(
             type of the cluster.
 
     Raises:
-        UsageError: The options of the plan are incompatible, or its stages have several replicas on
-            the ranks. See also `plan_program`.
+        UsageError: The options of the plan are incompatible, or its schedule has stage replicas.
+            See also `plan_program`.
         MemoryLimitError: With `offload="fit"`, offloading all that can be offloaded is not enough.
         SchedirError: See `plan_program`.
 
@@ -157,7 +157,7 @@ def compile_plan(
 ) -> Program:
     """Return the program of a plan, with the offloads that its memory requires.
 
-    The memory limit is the memory of a GPU without the shares of the allocator and the process.
+    The memory limit is the memory of a GPU without the overheads of the allocator and the process.
 
     Args:
         model: The model.
@@ -166,8 +166,8 @@ def compile_plan(
         trainer: The trainer of the cluster.
 
     Raises:
-        UsageError: The cluster has no host to offload to, or the schedule itself offloads. See also
-            `plan_program`.
+        UsageError: The cluster has no host to offload to, or the schedule is a program that already
+            contains offload. See also `plan_program`.
         MemoryLimitError: Offloading all that can be offloaded is not enough.
         SchedirError: See `plan_program`.
     """
@@ -204,8 +204,8 @@ def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
         plan: The plan to check too, or None.
 
     Raises:
-        UsageError: The cluster has CPUs only, or no `host_bandwidth` or `host_memory`. Also if the
-            plan has parallel experts and their optimizer state on the host.
+        UsageError: The cluster has only CPUs, or lacks `host_bandwidth` or `host_memory`. Also if
+            the plan has expert parallelism and places optimizer state on the host.
     """
     if cluster.processors is not None:
         raise UsageError(
@@ -269,7 +269,8 @@ def simulate_on_cluster(
 ) -> Timeline:
     """Return the predicted timeline of a program.
 
-    On GPUs it is `simulate`. On CPUs it is `simulate_on_cpus`, with the cores that one replica has.
+    `simulate` predicts the timeline of GPUs. `simulate_on_cpus` predicts the timeline of CPUs, with
+    the cores that one replica has.
 
     Args:
         cluster: The cluster.
@@ -284,7 +285,8 @@ def simulate_on_cluster(
         name: from_grid(to_grid(getattr(costs, name) or 0.0) / cluster.solo_speedup)
         for name in {row.cost for row in INSTRUCTIONS if row.cost and row.lane in CPU_LANES}
     }
-    # The cores are divided evenly among the processes. The program simulates one process per rank.
+    # The number of cores of one replica. All processes of the plan share the cores evenly, and the
+    # program has one process per rank.
     processors = cluster.processors * cluster.nodes * shape.ranks / plan.gpus
     return simulate_on_cpus(program, replace(costs, **solo_costs), processors)
 
@@ -295,9 +297,9 @@ def simulate_on_cluster(
 def break_down_step(
     run: Timeline, stage_times: list[StageTimes], *, recompute_ahead: float = 0.0
 ) -> StepBreakdown:
-    """Return the parts of a step on the busiest rank, from the first start to the last end.
+    """Divide the step time of the busiest rank into parts, from the first start to the last end.
 
-    `stage_times` divide the compute into its parts, and `idleness` gives the causes of idle time.
+    `stage_times` divides compute into its parts. `idleness` gives the causes of idle time.
 
     Args:
         run: The timeline of the step.
@@ -311,10 +313,10 @@ def break_down_step(
     op, took = spans["op"], spans["end"] - spans["start"]
     work = np.isin(op, COMPUTE_OPS)
     each = _split_compute_time(stage_times, recompute_ahead)[:, op[work], spans["stage"][work]]
-    pair = np.cumsum(~second[work]) - 1  # Two instructions that overlap have one span together.
+    pair = np.cumsum(~second[work]) - 1  # The two instructions of a joined pair have one span.
     alone, collectives = np.bincount(pair, each.sum(0)), np.bincount(pair, each[2])
     pair_times = took[work][~second[work]]
-    # A joined pair is shorter than both alone, as far as compute hides its all-to-alls.
+    # A joined pair is faster than its two instructions in sequence: compute hides all-to-alls.
     hidden = np.clip(alone - pair_times, 0, collectives)
     exposed = np.divide(
         collectives - hidden, collectives, where=collectives > 0, out=np.zeros_like(hidden)
@@ -346,13 +348,13 @@ def break_down_step(
 def _split_compute_time(
     stage_times: list[StageTimes], recompute_ahead: float
 ) -> NDArray[np.float64]:
-    """Return the parts of each compute instruction, of shape (3, opcodes, stages).
+    """Return the seconds of the parts of each compute instruction.
 
-    The parts are compute, recomputation and collectives, in seconds.
+    The shape is (3, opcodes, stages). The parts are compute, recomputation and collectives.
     """
     compute, tensor, _ = (
         np.array(each).T for each in zip(*stage_times, strict=True)
-    )  # by phase and stage
+    )  # of shape (phases, stages)
     result = np.zeros((3, len(Opcode), len(stage_times)))
     again = len(PhaseTimes._fields) - 1
     for op, phases in _PHASES_OF_OP.items():
@@ -380,9 +382,9 @@ _PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # Indices of the fields of `P
 
 
 def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
-    """Return the peak memory of the rank that uses the most.
+    """Return the memory at the peak of the rank with the highest peak, in bytes.
 
-    It includes the shares of the allocator and the process.
+    It includes the overheads of the allocator and the process.
 
     Args:
         run: The timeline, with sizes.
@@ -399,7 +401,7 @@ def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory
 
 
 def measure_host_memory(run: Timeline) -> HostMemory:
-    """Return the peak host memory of the rank with the largest peak.
+    """Return the host memory at the peak of the rank with the highest peak, in bytes.
 
     Args:
         run: The timeline, with sizes.

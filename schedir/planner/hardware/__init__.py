@@ -1,1 +1,1 @@
-"""Clusters that users can name, and clusters that are fitted to measurements."""
+"""Presets of clusters and training software, and the fit of a cluster to measurements."""

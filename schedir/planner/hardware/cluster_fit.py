@@ -26,7 +26,7 @@ class MeasuredGemm(NamedTuple):
         m: Rows of the first factor.
         k: The inner dimension.
         n: Columns of the second factor.
-        seconds: The time of all three products.
+        seconds: The total time of the three products.
     """
 
     m: int
@@ -36,7 +36,7 @@ class MeasuredGemm(NamedTuple):
 
     @property
     def flops_per_second(self) -> float:
-        """Floating-point operations per second."""
+        """Floating-point operations of the three products per second."""
         return 6.0 * self.m * self.k * self.n / self.seconds
 
 
@@ -45,8 +45,8 @@ class MeasuredLayer(NamedTuple):
 
     Attributes:
         model: The model of the layer.
-        plan: The plan with the microbatch.
-        seconds: The time of both.
+        plan: The plan with the size of the microbatch.
+        seconds: The time of the forward and the backward.
     """
 
     model: TransformerSpec
@@ -60,7 +60,7 @@ class MeasuredAllReduce(NamedTuple):
     Attributes:
         group: The number of processes.
         size: Bytes of the tensor.
-        seconds: The time.
+        seconds: The time of the all-reduce.
     """
 
     group: int
@@ -72,15 +72,15 @@ class MachineMeasurements(NamedTuple):
     """Measurements of a node. All its processes ran the same operation at the same time.
 
     Attributes:
-        processes: The number of processes.
-        itemsize: Bytes of a number.
+        processes: The number of processes, one per GPU if the node has GPUs.
+        itemsize: Bytes of an element of a tensor.
         memory: Bytes of the memory of one process.
         gemms: Measured matrix products.
-        copy_bandwidth: Bytes per second that a copy reads and writes.
-        tiny_layers: Measurements of layers so small that only the time to issue kernels counts.
+        copy_bandwidth: Bytes per second that a copy reads and writes, added together.
+        tiny_layers: Measurements of layers so small that most of the time is the issue of kernels.
         layers: Measurements of other layers.
-        all_reduces: Measured all-reduces. A single process has none.
-        processors: CPU cores of the node, if it has no GPU.
+        all_reduces: Measured all-reduces. Empty for a single process.
+        processors: The number of CPU cores of the node. None for a node with GPUs.
     """
 
     processes: int
@@ -109,7 +109,7 @@ class FitRow(NamedTuple):
 
     @property
     def relative_error(self) -> float:
-        """Error of the prediction as a share of the measurement."""
+        """Relative error of the prediction: predicted / measured - 1."""
         return self.predicted / self.measured - 1
 
 
@@ -117,10 +117,10 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
     """Fit a cluster of one node to measurements.
 
     - `flops` is the median over matrix products.
-    - `kernel_us` is the time of the tiny layers divided by their number of kernels, as the planner
-      counts them.
-    - `hbm_bandwidth` is the rate at which the mean error of the other layers is 0. It is at most
-      `copy_bandwidth`, and at least 1/100 of it.
+    - `kernel_us` is the time of a tiny layer divided by its number of kernels, as the planner
+      counts them: the median over tiny layers.
+    - `hbm_bandwidth` is the bandwidth at which the mean error of the other layers is 0. It is at
+      most `copy_bandwidth`, and at least 1/100 of it.
     - `latency` and `nvlink_bandwidth` are fitted to the all-reduces, by least squares of relative
       errors. Without all-reduces, `latency` is 0 and `nvlink_bandwidth` is `copy_bandwidth`.
 
@@ -128,7 +128,7 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
         measurements: The measurements.
 
     Raises:
-        UsageError: There are no matrix products or no layers.
+        UsageError: There are no matrix products, no tiny layers or no other layers.
 
     Example:
         >>> from schedir import planner
@@ -196,12 +196,12 @@ def _predict_layer_time(cluster: Cluster, model: TransformerSpec, plan: Parallel
 
 
 def _fit_kernel_us(cluster: Cluster, tiny_layers: Sequence[MeasuredLayer]) -> float:
-    """Return the microseconds of each kernel, from layers with little other work."""
+    """Return the microseconds to issue a kernel, from layers with little other work."""
     free = replace(
         cluster, flops=_INFINITE_RATE, peak=None, hbm_bandwidth=_INFINITE_RATE, kernel_us=1.0
     )
     rest = replace(cluster, kernel_us=0.0)
-    if cluster.processors is None:  # The GPU works while the host issues kernels.
+    if cluster.processors is None:  # Issuing kernels hides the compute of a tiny layer on a GPU.
         rest = replace(free, kernel_us=0.0)
     return median(
         max(seconds - _predict_layer_time(rest, model, choice), 0.0)
@@ -247,5 +247,5 @@ def _fit_link(all_reduces: Sequence[MeasuredAllReduce]) -> tuple[float, float]:
 
 
 def _round_to_four_digits(value: float) -> float:
-    """Round to the digits that a measurement has and that a person can read."""
+    """Round to four significant digits, because measurements are not more precise."""
     return float(f"{value:.4g}")

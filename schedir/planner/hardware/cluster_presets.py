@@ -1,4 +1,4 @@
-"""Clusters by name, from files in which every number has a source."""
+"""Load clusters by name, from files that give the source of every number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cluster_presets() -> list[str]:
 
 
 def get_preset_path(name: str) -> Path | None:
-    """Return the file of a cluster preset, or None if no preset has this name.
+    """Return the path of the file of a cluster preset, or None if no preset has this name.
 
     Args:
         name: The name of the preset.

@@ -15,10 +15,10 @@ class SoftwareConstant(NamedTuple):
     Attributes:
         name: The name of its field in `SoftwareConstants`.
         value: The value.
-        meaning: A description.
-        min_value: The smallest value that makes sense.
-        max_value: The largest value that makes sense.
-        source: The paper or manual of the default value.
+        meaning: A description with the unit.
+        min_value: The lower bound of the value.
+        max_value: The upper bound of the value.
+        source: The paper, manual or measurement from which the default value is.
     """
 
     name: str
@@ -49,11 +49,12 @@ class SoftwareConstants:
         speed_share: The share of the cluster's compute speed that the software reaches: flops and
             bytes per second of all kernels.
         fp8_speedup: The factor by which products with the weights of layers are faster than in 16
-            bits. 1 is training in 16 bits.
-        kernels_per_op: The kernels that the software launches for each kernel that the planner
-            counts.
-        loss_share: Bytes that the loss reads and writes, as a share of those of Megatron-LM.
-        gathers_per_layer: Tensors of a layer that ZeRO gathers with a collective of its own.
+            bits. Use 1 for training in 16 bits.
+        kernels_per_op: The number of kernels that the software launches for each kernel that the
+            planner counts.
+        loss_share: Bytes that the loss reads and writes, divided by those of Megatron-LM.
+        gathers_per_layer: The number of tensors of a layer that ZeRO gathers with a separate
+            collective each.
         crossing_us: Microseconds that the host needs for each tensor-parallel collective, per rank
             of the group, if the boundaries of stages cross nodes.
         flash_forward_efficiency: The share of `Cluster.flops` that the flash attention forward
@@ -64,20 +65,20 @@ class SoftwareConstants:
             attention scores reach.
         tensor_overlap_share: The share of a tensor-parallel collective that is hidden if it
             overlaps with the product of a weight gradient.
-        recompute_ahead: The share of recomputation that is an instruction of its own, and may run
+        recompute_ahead: The share of recomputation that is a separate instruction, which may run
             before the gradient arrives. The rest is part of the backward.
         reduction_overlap_share: The share of a stage's last backward that hides the reduction of
             its gradients over replicas.
         logit_bytes: Bytes of the saved tensors of the loss, for each logit of the last stage.
-        gathered_bytes: Bytes for each token and hidden unit that a layer saves unsharded, although
-            sequence parallelism shards its input.
+        gathered_bytes: Bytes of unsharded tensors that a layer saves for each token and hidden
+            unit, although sequence parallelism shards its input.
         unsharded_bytes: With ZeRO 1, bytes of additional unsharded buffers for each parameter.
         allocator_share: Bytes that the allocator wastes, as a share of the bytes of tensors.
         reserved_bytes: Bytes of a process without its tensors: GPU context, kernels, and buffers of
             collectives.
 
     Raises:
-        UsageError: A number is not between its bounds.
+        UsageError: A value is not within its bounds.
 
     Example:
         >>> from schedir.planner import SoftwareConstants
@@ -194,7 +195,7 @@ class SoftwareConstants:
 
     @property
     def tile_sides(self) -> tuple[float, float]:
-        """The shorter and the longer side of a tile."""
+        """The shorter and the longer side of a tile, in elements."""
         return min(self.tile_rows, self.tile_columns), max(self.tile_rows, self.tile_columns)
 
     def list_constants(self) -> Iterator[SoftwareConstant]:

@@ -1,4 +1,4 @@
-"""Training software by name: its constants, the bytes of its states, and how it divides a model."""
+"""Presets of training software: constants, bytes of states, and the division of a model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class Stack(NamedTuple):
-    """Training software, as far as it changes times and memory.
+    """The properties of training software that change step times and memory.
 
     Attributes:
-        constants: Its constants.
+        constants: Constants of its kernels and libraries.
         state_bytes: Its bytes of weights, gradients and optimizer state per parameter.
         division: The rule by which it divides layers among stages.
-        attention: Its attention.
+        attention: Its implementation of attention.
         rank_order: The order in which it numbers ranks.
         source: The sources of these values.
 
@@ -60,7 +60,7 @@ _NANOTRON_CONSTANTS: Final = SoftwareConstants(
     speed_share=0.74,
     kernels_per_op=3.02,
     loss_share=0.54,
-    gathers_per_layer=6,  # Its layer has six weights: two norms, and four matrices.
+    gathers_per_layer=6,  # A layer of nanotron has six weights: two norms and four matrices.
     crossing_us=192,
     logit_bytes=8.5,
     gathered_bytes=5.1,
@@ -100,7 +100,7 @@ _STACKS: Final = {
 
 
 def stack_presets() -> list[str]:
-    """Return the names of the training software that the planner has constants of.
+    """Return the names of the training software for which the planner has constants.
 
     Example:
         >>> from schedir.planner import stack_presets
@@ -111,10 +111,10 @@ def stack_presets() -> list[str]:
 
 
 def stack_preset(name: str) -> Stack:
-    """Return training software by its name.
+    """Return the preset of a training software by its name.
 
     Args:
-        name: The name, such as "megatron".
+        name: The name of the preset, such as "megatron".
 
     Raises:
         UsageError: No preset has this name.

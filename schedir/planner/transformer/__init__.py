@@ -1,1 +1,1 @@
-"""Operations, times and bytes of the layers of a transformer."""
+"""Describe a transformer: its shape, and the operations, times and bytes of its layers."""

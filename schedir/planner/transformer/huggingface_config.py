@@ -12,8 +12,8 @@ from schedir.io.files import read_text
 
 MAX_JSON_BYTES: Final = 1_000_000
 
-# For each `model_type`: True if its feed-forward network has a gate.  Types whose attention or
-# feed-forward network has another structure are refused.
+# For each supported `model_type`: True if its feed-forward network has a gate. The planner does not
+# support types whose attention or feed-forward network has another structure.
 _GATED_BY_TYPE: Final = {
     "gpt2": False,
     "llama": True,
@@ -23,7 +23,7 @@ _GATED_BY_TYPE: Final = {
     "qwen3": True,
     "qwen3_moe": True,
 }
-# The keys of each field of TransformerSpec.  The first key that the file has is used.
+# The keys of a `config.json` for each field of TransformerSpec. The first key with a value is used.
 _KEYS: Final[dict[str, tuple[str, ...]]] = {
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
@@ -39,10 +39,10 @@ _KEYS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def describe_missing_keys(fields: Sequence[str]) -> str:
-    """Return a hint with the keys of a `config.json` that give fields of a model.
+    """Return a hint with the keys to add to a `config.json`.
 
     Args:
-        fields: Names of fields of `TransformerSpec`.
+        fields: Names of the missing fields of `TransformerSpec`.
     """
     return f"add {', '.join(_KEYS[field][0] for field in fields)} to the file"
 
@@ -66,7 +66,7 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_text(path, MAX_JSON_BYTES))
     except json.JSONDecodeError as error:
-        # A string that is cut off is reported at its begin.
+        # The JSON parser reports an unterminated string at its start, not at the end of the file.
         is_cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
         raise ConfigError(
             f"the file is not JSON: {error.msg}",
@@ -93,14 +93,14 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
         key = next((key for key in keys if config.get(key) is not None), None)
         if key is not None:
             fields[field] = config[key]
-    # GPT-2 ties its embeddings unless the file sets another value; the other types do not.
+    # By default, GPT-2 ties its embeddings, and the other types do not.
     fields["tied"] = config.get("tie_word_embeddings", kind == "gpt2")
     _require_supported(config, fields, path)
     return fields
 
 
 def _require_supported(config: dict[str, Any], fields: dict[str, Any], path: Path) -> None:
-    """Refuse attention windows, and models in which only some layers have experts."""
+    """Raise ConfigError for attention windows, and if only some layers have experts."""
     for key, usual in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if (value := config.get(key, usual)) != usual:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Divide layers among stages and ranks."""
+"""Divide the layers of a model among stages and ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class RankGroupShare(NamedTuple):
-    """The stages and layers that each rank of a group has.
+    """The part of the model that each rank of a group has.
 
     Attributes:
-        rank_count: Ranks of the group.
+        rank_count: The number of ranks of the group.
         first_rank: The first rank of the group.
-        layers: Layers of each of these ranks.
-        has_first_stage: True if they have the first stage, and so the embedding.
-        has_last_stage: True if they have the last stage, and so the head.
+        layers: The number of layers of each rank.
+        has_first_stage: True if the ranks have the first stage, and so the embedding.
+        has_last_stage: True if the ranks have the last stage, and so the head.
     """
 
     rank_count: int
@@ -33,13 +33,13 @@ class RankGroupShare(NamedTuple):
 def divide_evenly(layers: int, stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, as even as possible.
 
-    If some stages have one more layer, these are late stages, because they keep the fewest
-    microbatches. The first and the last stage get one more layer only after all other stages,
-    because they also have the embedding and the head.
+    If some stages need one more layer, these are late stages, because late stages have the fewest
+    microbatches in flight. The first and the last stage get one more layer only after all other
+    stages, because they also have the embedding and the head.
 
     Args:
-        layers: Layers of the model.
-        stages: Stages of the pipeline.
+        layers: The number of layers of the model.
+        stages: The number of stages of the pipeline.
 
     Example:
         >>> divide_evenly(8, 4), divide_evenly(10, 4), divide_evenly(7, 4)
@@ -51,14 +51,15 @@ def divide_evenly(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def divide_by_compute(model: TransformerSpec, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, by the weights that a token multiplies.
+    """Return the number of layers of each stage, so that the compute per token is balanced.
 
-    The head counts with its matrix. A stage takes parts of the model until it and all earlier
-    stages together have their share of the sum. Late stages can have no layer.
+    The compute of a layer is the number of weights that a token multiplies. The compute of the head
+    is the number of weights of its matrix. A stage takes layers until it and all earlier stages
+    together have their share of the sum. The last stages can have no layers.
 
     Args:
         model: The model.
-        stages: Stages of the pipeline.
+        stages: The number of stages of the pipeline.
 
     References:
         nanotron: `get_block_compute_costs` of its Llama, and `build_model` of helpers.py.
@@ -89,8 +90,9 @@ def divide_layers(model: TransformerSpec, stages: int, division: DivisionRule) -
 
     Args:
         model: The model.
-        stages: Stages of the pipeline.
-        division: "even" divides the layers alone, "compute" also counts the head.
+        stages: The number of stages of the pipeline.
+        division: "even" divides the number of layers. "compute" divides the compute of layers and
+            head.
     """
     if division == "even":
         return divide_evenly(model.layers, stages)
@@ -141,7 +143,7 @@ def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[in
 def compute_rank_shares(
     model: TransformerSpec, plan: ParallelPlan, *, merge_equal_ranks: bool = True
 ) -> tuple[RankGroupShare, ...]:
-    """Return the stages and layers of the ranks of a plan.
+    """Return the layers and the ends of the model on the rank groups of a plan.
 
     Args:
         model: The model.

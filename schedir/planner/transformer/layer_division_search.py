@@ -1,4 +1,4 @@
-"""Find the division of layers with the shortest step."""
+"""Find the division of layers among stages with the shortest step."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from schedir.predict.simulate import simulate
 Floats = NDArray[np.float64]
 Division = tuple[int, ...]
 
-_MAX_SIMULATIONS: Final = 48  # Simulations of one search, which take most of its time.
-_TOLERANCE: Final = 1e-9  # A share of the step. A smaller gain is a rounding error.
+_MAX_SIMULATIONS: Final = 48  # Simulations of one search. They take most of its time.
+_TOLERANCE: Final = 1e-9  # A share of the step time. A smaller gain is a rounding error.
 
 
 def balance_layers(rank_times: Floats) -> Division:
-    """Return the number of layers of each rank for which the slowest rank is fastest.
+    """Return the number of layers of each rank that minimizes the time of the slowest rank.
 
-    If several divisions are optimal, the result is the one with the fewest layers on the first
+    If several divisions are optimal, the result is the division with the fewest layers on the first
     ranks. The algorithm is dynamic programming over ranks, with ranks * layers^2 operations.
 
     Args:
-        rank_times: Seconds of each rank for each number of layers, of shape (ranks, layers + 1). It
-            is infinite if the rank cannot have this number.
+        rank_times: Seconds of each rank for each number of layers, of shape (ranks, layers + 1).
+            Infinite for a number of layers that the rank cannot have.
 
     Raises:
         UsageError: No division is possible.
@@ -84,10 +84,10 @@ def optimize_layer_division(
     """Find the number of layers of each stage that makes the step of a plan shortest.
 
     First `balance_layers` makes the slowest rank as fast as possible, with the embedding and the
-    head, and within the memory of each GPU. Several divisions are then equally good or nearly so.
-    The search simulates these divisions, and also divisions that differ from the best one in the
-    place of one layer. It returns the division with the shortest program, which is never slower
-    than the even division if the even division fits. The search may not find the optimum.
+    head, and within the memory of each GPU. The search simulates these balanced divisions and the
+    even division. Starting from the best of them, it then moves one layer at a time to another rank
+    if this shortens the step. The result is never slower than the even division if the even
+    division fits. The search may not find the optimum.
 
     Args:
         model: The model.
@@ -116,7 +116,7 @@ def optimize_layer_division(
 
 
 class _DivisionSearch:
-    """One search for a division. It simulates each division only once."""
+    """The state of one search for a division. It simulates each division only once."""
 
     def __init__(
         self,
@@ -179,7 +179,8 @@ class _DivisionSearch:
     def _compute_rank_times(self) -> Floats:
         """Return the seconds of a microbatch by rank and number of layers.
 
-        The time is infinite if the layers do not fit in memory, or leave an inner stage empty.
+        The shape is (ranks, layers + 1). The time is infinite if the layers do not fit in the
+        memory of the rank, or are too few to give each inner stage a layer.
         """
         layers, last = self.model.layers, self.shape.stages - 1
         part = {
@@ -198,10 +199,10 @@ class _DivisionSearch:
         ).total
 
     def _measure_bytes(self) -> tuple[Floats, Floats]:
-        """Return the bytes of each rank without layers, and the bytes of each layer.
+        """Return the bytes of each rank without layers, and the bytes that each layer adds.
 
-        Memory is linear in the number of layers, so two simulations are enough. The second has
-        twice as many layers in each stage.
+        Both have the shape (ranks,). Memory is linear in the number of layers, so two simulations
+        are enough. The second simulation has twice as many layers in each stage.
         """
         peaks = []
         for times in (1, 2):
@@ -230,12 +231,15 @@ class _DivisionSearch:
     # ------------------------------------------------------------ divisions
 
     def _iter_balanced(self, rank_times: Floats) -> Iterator[tuple[int, ...]]:
-        """Yield balanced divisions with the fewest and the most layers on the first ranks."""
+        """Yield the balanced divisions with the fewest and the most layers on the first ranks.
+
+        A division has the number of layers of each rank.
+        """
         yield balance_layers(rank_times)
         yield balance_layers(rank_times[::-1])[::-1]
 
     def _spread_over_stages(self, layers_per_rank: tuple[int, ...]) -> Division:
-        """Divide the layers of each rank among its stages, evenly.
+        """Divide the layers of each rank evenly among its stages.
 
         The first and the last stage of the pipeline get fewer layers, because they also have the
         embedding or the head.
@@ -250,9 +254,10 @@ class _DivisionSearch:
         return tuple(result)
 
     def _iter_neighbors(self, division: Division, rank_times: Floats) -> Iterator[Division]:
-        """Yield the divisions in which one layer is on another rank.
+        """Yield the divisions that move one layer of `division` to another rank.
 
-        The first of these divisions move a layer from the slowest rank to the fastest ranks.
+        Divisions that move a layer from the slowest rank to the fastest ranks come first.
+        Divisions that are already simulated or do not fit in memory are left out.
         """
         own = self._sum_per_rank(division)
         load = rank_times[np.arange(len(own)), own]
@@ -272,7 +277,7 @@ class _DivisionSearch:
                         yield other
 
     def _simulate_step(self, division: Division) -> float:
-        """Return the simulated seconds of a step, from a cache if possible."""
+        """Return the seconds of a step with this division, from a simulation or from the cache."""
         if division not in self.step_times:
             choice = replace(self.plan, layers_per_stage=division)
             times = compute_stage_times(self.model, self.cluster, choice, self.constants)

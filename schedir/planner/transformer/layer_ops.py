@@ -17,7 +17,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 
 class Gemm(NamedTuple):
-    """`batch` matrix products (m, k) x (k, n) in the forward, and twice as many in the backward.
+    """A batch of matrix products (m, k) x (k, n) in the forward, and two batches in the backward.
 
     Attributes:
         name: The name of the product.
@@ -25,15 +25,15 @@ class Gemm(NamedTuple):
         n: Columns of the second factor.
         k: The inner dimension.
         batch: The number of products.
-        has_weight: True if the second factor is a weight. The product for its gradient is then part
-            of W, and accumulates in 32 bits. Otherwise both factors are activations, and both
-            gradients are part of I.
+        has_weight: True if the second factor is a weight. The product for the weight gradient is
+            then part of W, and accumulates in 32 bits. False if both factors are activations. Both
+            gradients are then part of I.
         second_factor_uses: The number of products that use the same second factor.
         is_attention_core: True if selective recomputation runs the product again.
         is_flash: True if the product is part of a flash attention kernel, which keeps the result on
             chip.
-        may_use_fp8: True if software that trains in FP8 uses it for the product and its gradients.
-            Routers and logits stay in 16 bits.
+        may_use_fp8: True if training in FP8 uses FP8 for the product and its gradients. Routers and
+            logits stay in 16 bits.
     """
 
     name: str
@@ -49,22 +49,22 @@ class Gemm(NamedTuple):
 
     @property
     def forward_flops(self) -> float:
-        """Floating-point operations of the forward."""
+        """The number of floating-point operations of the forward."""
         return 2.0 * self.m * self.n * self.k * self.batch
 
 
 class MemoryPass(NamedTuple):
     """Kernels whose time depends only on the bytes that they read and write.
 
-    Sizes are for numbers of 16 bits.
+    The bytes are those of tensors with 16-bit elements.
 
     Attributes:
         name: The name of the pass.
         forward_bytes: Bytes of the forward.
         input_grad_bytes: Bytes of the backward of the inputs.
         weight_grad_bytes: Bytes of the backward of the weights.
-        kernel_counts: The number of kernels in F, I and W. The gradient of a weight is one kernel,
-            and its addition to the gradient buffer is another kernel.
+        kernel_counts: The numbers of kernels in F, I and W. One kernel computes the gradient of a
+            weight, and another kernel adds it to the gradient buffer.
         is_attention_core: True if selective recomputation runs the pass again.
     """
 
@@ -81,13 +81,13 @@ class CollectiveOp(NamedTuple):
 
     Attributes:
         name: The name of the collective.
-        kind: The kind of collective. An exchange of keys and values overlaps with the core of
-            attention.
-        size: Bytes, as the methods of `Cluster` count them, for numbers of 16 bits.
-        group: The kind of group.
-        phase: The phase that contains the collective.
+        kind: The type of the collective. "exchange" is the exchange of keys and values among
+            context-parallel ranks, which overlaps with the core of attention.
+        size: Bytes, as the time methods of `Cluster` take them, for 16-bit elements.
+        group: The type of the group.
+        phase: The phase that contains the collective: the forward or the backward of the inputs.
         overlapped_gemm: The name of a product. The collective may overlap with the weight gradient
-            of this product. "" means that it overlaps with none.
+            of this product. "" means that the collective overlaps with no product.
     """
 
     name: str
@@ -112,7 +112,7 @@ class LayerOps(NamedTuple):
     collectives: tuple[CollectiveOp, ...] = ()
 
     def plus(self, *others: LayerOps) -> LayerOps:
-        """Return the operations of this part and of others together.
+        """Return these operations together with the operations of others.
 
         Args:
             *others: The operations to add.
@@ -133,7 +133,7 @@ def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
         plan: The plan. Its tp, cp and ep are checked.
 
     Raises:
-        UsageError: A degree does not divide a size. The message names both.
+        UsageError: A degree does not divide a size. The message names the degree and the size.
     """
     t, c, kv = plan.tp, plan.cp, model.kv_heads
     rows = [
@@ -170,7 +170,7 @@ def list_layer_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
 
 def count_local_tokens(model: TransformerSpec, plan: ParallelPlan) -> int:
-    """Return the tokens of a microbatch on one GPU, outside of sequence-parallel parts.
+    """Return the number of tokens of a microbatch on one GPU, without sequence parallelism.
 
     Args:
         model: The model.
@@ -180,7 +180,7 @@ def count_local_tokens(model: TransformerSpec, plan: ParallelPlan) -> int:
 
 
 def _count_activations(model: TransformerSpec, plan: ParallelPlan) -> float:
-    """Return the numbers of an activation on one GPU, in the sequence-parallel parts."""
+    """Return the number of elements of an activation on one GPU, with sequence parallelism."""
     cut = plan.tp if plan.sequence_parallel else 1
     return count_local_tokens(model, plan) * model.hidden / cut
 
@@ -190,10 +190,10 @@ def _list_tp_collectives(
 ) -> tuple[CollectiveOp, ...]:
     """Return the collectives around a column-parallel and a row-parallel product.
 
-    Without sequence parallelism, f and g are all-reduces, one in the forward and one in the
-    backward (arXiv 1909.08053, section 3). With it, each becomes an all-gather and a reduce-scatter
-    (2205.05198, section 4.2.2). The input is then gathered once more for the weight gradient, in
-    parallel with the product for the input gradient.
+    Without sequence parallelism there are two all-reduces, g in the forward and f in the backward
+    (arXiv 1909.08053, section 3). With sequence parallelism, an all-gather and a reduce-scatter
+    replace each all-reduce (2205.05198, section 4.2.2). The input is then gathered once more for
+    the weight gradient, in parallel with the product for the input gradient.
     """
     if plan.tp == 1:
         return ()
@@ -215,8 +215,8 @@ def _list_tp_collectives(
 def _make_norm_pass(name: str, model: TransformerSpec, plan: ParallelPlan) -> MemoryPass:
     """Return the memory pass of a norm.
 
-    The forward reads x and writes y. I reads x and dy, writes dx, and adds it to the gradient of
-    the residual. W reads x and dy again, for gain and shift.
+    The forward reads x and writes y. I reads x and dy, writes dx, and adds dx to the gradient of
+    the residual. W reads x and dy again for the gradients of gain and shift.
     """
     wide = _count_activations(model, plan)
     return MemoryPass(name, 4 * wide, (6 + 6) * wide, 4 * wide, (1, 2, 2))
@@ -225,8 +225,9 @@ def _make_norm_pass(name: str, model: TransformerSpec, plan: ParallelPlan) -> Me
 def _make_dropout_pass(name: str, model: TransformerSpec, plan: ParallelPlan) -> MemoryPass:
     """Return the memory pass of a dropout with bias and residual.
 
-    The forward reads two tensors, and writes one and a mask of a byte per number. I reads the
-    gradient and the mask, and writes one tensor. W sums it for the bias.
+    The forward reads two tensors, and writes one tensor and a mask with a byte per element. I reads
+    the gradient and the mask, and writes one tensor. W sums this tensor for the gradient of the
+    bias.
     """
     wide = _count_activations(model, plan)
     return MemoryPass(name, 7 * wide, 5 * wide, 2 * wide, (1, 1, 2))
@@ -267,7 +268,7 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     )
     exchange: tuple[CollectiveOp, ...] = ()
     if plan.cp > 1:
-        # Bytes of the keys and values of the full sequence.
+        # Bytes of the keys and values of the full sequence, with 16-bit elements.
         keys = 2 * 2.0 * plan.microbatch_size * s * kv * width
         exchange = (
             CollectiveOp("keys and values", "exchange", keys, "context", "F"),
@@ -279,7 +280,7 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
 
 def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
-    """Return the operations of the feed-forward network, or of its experts on one replica."""
+    """Return the operations of the feed-forward network or of its experts on one GPU."""
     rows, ffn = count_local_tokens(model, plan), model.ffn // plan.tp
     into = 2 * ffn if model.gated else ffn
     sent = rows * model.active
@@ -289,7 +290,7 @@ def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     exchange: tuple[CollectiveOp, ...] = ()
     if model.experts > 1:
         batch = model.experts // plan.ep
-        each = -(-sent // batch)  # The load is even: a GPU receives as many tokens as it sends.
+        each = -(-sent // batch)  # Assume even load: a GPU receives as many tokens as it sends.
         copies = _count_activations(model, plan) * model.active
         router = (Gemm("router", rows, model.experts, model.hidden),)
         routing = (MemoryPass("to experts and back", 8 * copies, 8 * copies, 0, (2, 2, 0)),)
@@ -321,8 +322,8 @@ def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """Return the operations of the embedding: token and position embeddings, and a dropout.
 
-    The table of tokens is divided by rows among the tensor-parallel ranks. The kernels are those of
-    Megatron-LM: `get_ltor_masks_and_position_ids`, whose small kernels cost only host time, and
+    Each tensor-parallel rank has a part of the rows of the token embedding. The kernels are those
+    of Megatron-LM: `get_ltor_masks_and_position_ids`, whose small kernels cost only host time, and
     `VocabParallelEmbedding`, which masks the rows of other ranks.
 
     Args:
@@ -331,7 +332,7 @@ def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """
     wide, rows = _count_activations(model, plan), count_local_tokens(model, plan)
     whole = float(rows) * model.hidden
-    # The gradient of the table is a dense tensor, which is then added to the gradient buffer.
+    # The gradient of the token table is a dense tensor. A kernel adds it to the gradient buffer.
     table = model.vocab * model.hidden / plan.tp
     size = 2 * whole
     masks = 7 if plan.tp > 1 else 0  # Kernels that mask the rows of other ranks.
@@ -358,10 +359,10 @@ def list_head_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """Return the operations of the head: norm, vocabulary-parallel logits and loss.
 
     The loss is that of Megatron-LM (core/tensor_parallel/cross_entropy.py), with a kernel for each
-    line. These kernels read or write all logits: the conversion to 32 bits, the maximum, the
-    difference to it, the exponential, the sum and the division. In the backward they are the
-    product with the gradient of the loss, and the conversion to 16 bits. The other kernels process
-    one number per token, as do the three all-reduces.
+    line. In the forward, these kernels read or write all logits: the conversion to 32 bits, the
+    maximum, its subtraction, the exponential, the sum and the division. In the backward, these
+    kernels do so: the product with the gradient of the loss, and the conversion to 16 bits. The
+    other kernels and the three all-reduces process one number per token.
 
     Args:
         model: The model.

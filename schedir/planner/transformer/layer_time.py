@@ -20,13 +20,13 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class GpuWork(NamedTuple):
-    """Times of one microbatch in seconds: of the GPU, of exposed collectives, and of the host.
+    """The GPU, collective and host times of one microbatch in a part of the model, in seconds.
 
     Attributes:
-        gpu: Compute of the GPU.
-        layer_collectives: Collectives that compute does not hide.
-        host: The time that the host takes to issue the kernels, ahead of the GPU.
-        all_to_alls: The part of `layer_collectives` that is all-to-alls of experts.
+        gpu: The time of compute on the GPU.
+        layer_collectives: The time of collectives that compute does not hide.
+        host: The time that the host takes to issue the kernels.
+        all_to_alls: The part of `layer_collectives` in which the all-to-alls of experts run.
     """
 
     gpu: PhaseTimes = PhaseTimes()
@@ -35,7 +35,7 @@ class GpuWork(NamedTuple):
     all_to_alls: PhaseTimes = PhaseTimes()
 
     def plus(self, other: GpuWork, count: float = 1.0) -> GpuWork:
-        """See `PhaseTimes.plus`.
+        """Return this work plus `count` times `other`, field by field.
 
         Args:
             other: The work to add.
@@ -45,11 +45,11 @@ class GpuWork(NamedTuple):
 
     @property
     def stage_times(self) -> StageTimes:
-        """The longer of GPU and host time, in the forward, the backward and the recomputation.
+        """The longer of GPU time and host time, in the forward, the backward and the recomputation.
 
-        If the host is slower, the GPU waits for the host, and this wait counts as compute. In the
-        backward, I and W share the wait in proportion to their host time. Values are numbers or
-        arrays.
+        If the host takes longer, the GPU waits for the host, and this wait counts as compute. In
+        the backward, the wait is divided between I and W in proportion to their host times. Values
+        are numbers or arrays.
         """
         gpu, tensor, host, all_to_alls = self
         busy = gpu.plus(tensor)
@@ -71,9 +71,8 @@ def layer_time(
 
     The forward and the backward each take the time of the GPU or of the host, whichever is longer.
     A matrix product takes the time of its tiles or of its bytes, whichever is longer. Other kernels
-    take the time of their bytes. A collective takes the time of a ring or a tree, whichever is
-    shorter, over the links of its group. `R` is recomputation. `list_layer_ops` has the operations,
-    with sources.
+    take the time of their bytes. A collective takes the time of a ring or a tree over the links of
+    its group, whichever is shorter. `list_layer_ops` lists the operations with their sources.
 
     Args:
         model: The model.
@@ -107,7 +106,8 @@ def embedding_time(
 ) -> StageTimes:
     """Return the time of one microbatch in the embedding on one GPU, in seconds.
 
-    It includes token and position embeddings, a dropout, and their gradients. See `layer_time`.
+    The time includes token and position embeddings, a dropout, and their gradients. See
+    `layer_time`.
 
     Args:
         model: The model.
@@ -168,14 +168,15 @@ def stage_time(
 ) -> StageTimes:
     """Return the time of one microbatch in one stage on one GPU, in seconds.
 
-    The host runs ahead over the full stage. The time is the maximum of the GPU sum and the host
-    sum, which may be less than the sum of the layer times.
+    The host can issue kernels of a later layer while the GPU computes an earlier layer. The time of
+    a phase is therefore the longer of the GPU time and the host time of the stage. This may be less
+    than the sum of the layer times.
 
     Args:
         model: The model.
         cluster: The cluster.
         plan: The plan.
-        layers: Layers of the stage.
+        layers: The number of layers of the stage.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
         constants: Constants of the software. None uses `SoftwareConstants()`.
@@ -220,7 +221,7 @@ def compute_work(
     plan: ParallelPlan,
     constants: SoftwareConstants | None,
 ) -> GpuWork:
-    """Return the work of a part of the model, from a cache that many plans share.
+    """Return the work of one microbatch in a part of the model, from a cache if possible.
 
     Args:
         part: "layer", "embedding" or "head".
@@ -230,8 +231,8 @@ def compute_work(
         constants: Constants of the software. None uses `SoftwareConstants()`.
 
     Raises:
-        UsageError: The degrees of the plan do not divide the layer evenly, or the GPU cannot
-            compute in FP8 as fast as the constants say.
+        UsageError: The degrees of the plan do not divide the layer evenly, or the FP8 peak of the
+            GPU is too low for `fp8_speedup`.
     """
     has_full_backward = (
         plan.schedule not in SCHEDULE_FORMULAS
@@ -257,7 +258,7 @@ def compute_work(
 
 
 def _require_fp8(cluster: Cluster, constants: SoftwareConstants) -> None:
-    """Raise an error if the GPU cannot compute in FP8 as fast as the constants say."""
+    """Raise an error if the FP8 peak of the GPU is missing or too low for `fp8_speedup`."""
     speedup, peak = constants.fp8_speedup, cluster.fp8_peak
     if speedup > 1 and peak is None:
         raise UsageError(
@@ -285,7 +286,7 @@ def _compute_work_cached(
     has_full_backward: bool,
     crosses_nodes: bool,
 ) -> GpuWork:
-    """Return the work of all phases. Only layers have recomputation."""
+    """Compute the work of all phases. Only a layer can have recomputation."""
     gemms, passes, collectives = ops = _LIST_OPS[part](model, plan)
     op_times = OpTimes(cluster, plan, constants, has_full_backward, crosses_nodes)
     products = {gemm.name: op_times.time_gemm(gemm) for gemm in gemms}

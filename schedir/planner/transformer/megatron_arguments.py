@@ -1,4 +1,4 @@
-"""Read the shape of a transformer from the arguments of Megatron-LM, as in its launch scripts."""
+"""Read the shape of a transformer from a file with Megatron-LM arguments, as a launch script."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ASSIGNMENT: Final = re.compile(
     r"^\s*(?:export\s+)?(\w+)=[\"']?(?:\$\{\w+:-)?(\d+)\b", re.MULTILINE
 )
 _VARIABLE: Final = re.compile(r"\$\{?(\w+)\}?")
-# Comments, and lines that print.
+# Text without arguments: comments, and lines that print.
 _NOT_ARGUMENTS: Final = re.compile(r"(?:(?<!\S)#|^\s*(?:echo|printf)\s).*$", re.MULTILINE)
 # An option, and its value if it has one: "--a 1", "--a=1", or "--a: 1" of a YAML file.
 _OPTION: Final = re.compile(
@@ -48,9 +48,9 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
     """Return the fields of a model from a file with arguments of Megatron-LM.
 
     The file is a script that starts Megatron-LM, or a list of its arguments. The value of an option
-    is a number, or a shell variable to which the file assigns a number. Other text is ignored.
-    Megatron-LM takes the vocabulary from the tokenizer if `--vocab-size` is missing; the planner
-    then needs it from elsewhere.
+    is a number, or a shell variable to which the file assigns a number. Other text is ignored. If
+    `--vocab-size` is missing, Megatron-LM takes the vocabulary from the tokenizer, and the result
+    has no `vocab`.
 
     Args:
         path: The path of the file.
@@ -99,7 +99,10 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
 
 
 def _parse_number(option: str, value: str, values: dict[str, str], path: Path) -> int:
-    """Return the number of an option's value, which may be a shell variable."""
+    """Return the value of an option as a number.
+
+    `values` has the numbers that the file assigns to shell variables.
+    """
     plain = value.strip("\"',;")
     if variable := _VARIABLE.fullmatch(plain):
         plain = values.get(variable[1], plain)

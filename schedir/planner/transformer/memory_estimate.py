@@ -1,4 +1,4 @@
-"""Estimate the peak memory of each rank of a plan, by kind."""
+"""Estimate the peak memory of each rank of a plan: weights, gradients, activations and more."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from schedir.predict.activation_bytes import compute_layer_terms
 
 
 class StateBytes(NamedTuple):
-    """Bytes per parameter that training keeps.
+    """Bytes of weight, gradient and optimizer state for each parameter.
 
     Attributes:
-        params: Bytes of a weight, and of a number of an activation.
+        params: Bytes of a weight. An element of an activation has the same number of bytes.
         grads: Bytes of a gradient.
         optimizer: Bytes of the optimizer state, including float32 main parameters.
 
@@ -46,7 +46,7 @@ ADAM_32: Final = StateBytes(4, 4, 8)
 
 
 def get_state_bytes(cluster: Cluster) -> StateBytes:
-    """Return the bytes per parameter of training with Adam in a cluster's number type.
+    """Return the bytes per parameter of training with Adam in the number type of a cluster.
 
     Args:
         cluster: The cluster. Its `itemsize` selects mixed precision or 32 bits.
@@ -55,11 +55,11 @@ def get_state_bytes(cluster: Cluster) -> StateBytes:
 
 
 def count_layer_params(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
-    """Return the parameters of a layer on one GPU: common ones, and those of experts.
+    """Return the number of parameters of a layer on one GPU, outside of experts and in experts.
 
-    The matrices and the vectors of their columns are divided among tensor-parallel ranks.
-    `count_replicated_params` are not (arXiv 1909.08053, section 3). With fewer `kv_heads` than
-    ranks, each rank has one.
+    The matrices, and the biases of column-parallel products, are divided among tensor-parallel
+    ranks. The parameters of `count_replicated_params` are not divided (arXiv 1909.08053, section
+    3). With fewer `kv_heads` than ranks, each rank has one.
 
     Args:
         model: The model.
@@ -67,7 +67,8 @@ def count_layer_params(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[
         e: The expert-parallel size, a number or an array.
 
     Returns:
-        The parameters that all replicas have, and those of the experts on one of `e` replicas.
+        The number of parameters that all replicas have, and the number of parameters of the experts
+        on one of `e` replicas.
     """
     hidden, width = model.hidden, model.attention_width
     columns = width / t + 2 * np.maximum(model.kv_heads / t, 1) * model.head_dim
@@ -81,7 +82,7 @@ def count_layer_params(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[
 
 
 def count_replicated_params(model: TransformerSpec, e: Any = 1) -> tuple[Any, Any]:
-    """Return the parameters of a layer that each tensor-parallel rank has unsharded.
+    """Return the number of parameters of a layer that each tensor-parallel rank has in full.
 
     These are the norms, the biases of row-parallel products, and the router of experts.
 
@@ -90,7 +91,8 @@ def count_replicated_params(model: TransformerSpec, e: Any = 1) -> tuple[Any, An
         e: The expert-parallel size, a number or an array.
 
     Returns:
-        The parameters that all replicas have, and those of the experts on one of `e` replicas.
+        The number of parameters that all replicas have, and the number of parameters of the experts
+        on one of `e` replicas.
 
     Example:
         >>> model = TransformerSpec(layers=2, hidden=64, heads=4, vocab=256, sequence=32)
@@ -104,16 +106,16 @@ def count_replicated_params(model: TransformerSpec, e: Any = 1) -> tuple[Any, An
 
 
 def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]:
-    """Return the parameters of the embedding, the last norm and the head matrix on one GPU.
+    """Return the numbers of parameters of embedding, last norm and head matrix on one GPU.
 
     Args:
         model: The model.
         t: The tensor-parallel size, a number or an array.
 
     Returns:
-        The parameters of the token and position embeddings, of the last norm, and of the head
-        matrix. A tied matrix counts as part of the embedding if the embedding and the head are on
-        one rank.
+        The numbers of parameters of the token and position embeddings, of the last norm, and of the
+        head matrix. The caller must not count a tied head matrix on a rank that also has the
+        embedding.
     """
     table = -(-model.vocab // t) * model.hidden
     return table + model.sequence * model.hidden, 2 * model.hidden + 0 * table, table
@@ -122,13 +124,13 @@ def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]
 def compute_saved_bytes(
     model: TransformerSpec, plan: ParallelPlan, itemsize: float = 2, gathered_bytes: float = 0
 ) -> tuple[float, float]:
-    """Return the bytes that a layer saves of a microbatch, and those of its recomputation.
+    """Return the bytes that a layer saves of a microbatch, and the bytes that it recomputes.
 
     The terms are those of `compute_layer_terms` with these changes:
 
-    - Keys and values have `kv_heads` heads, and a head has `head_dim` numbers.
-    - Terms of the feed-forward network have its width, twice for the input of a gate, and count for
-      each of the `active` experts of a token.
+    - Keys and values have `kv_heads` heads, and a head has `head_dim` elements.
+    - Terms of the feed-forward network have the width `ffn`. The input of a gate counts twice. Each
+      of the `active` experts of a token counts.
     - Flash attention saves no scores, but 4 bytes per token and head.
     - A context-parallel rank has 1/cp of the tokens, and the attention scores between its tokens
       and all tokens.
@@ -137,11 +139,11 @@ def compute_saved_bytes(
     Args:
         model: The model.
         plan: The plan.
-        itemsize: Bytes of a number. Masks and softmax sums have fixed sizes.
+        itemsize: Bytes of an element. Masks and softmax sums have fixed sizes.
         gathered_bytes: See `SoftwareConstants`.
 
     Returns:
-        The saved bytes, and the further bytes that the layer uses while it is recomputed.
+        The saved bytes, and the additional bytes that the layer uses while it is recomputed.
 
     References:
         arXiv 2205.05198: the terms.
@@ -199,10 +201,11 @@ class MemoryTable(NamedTuple):
 
     Attributes:
         memory: Bytes, of shape (fields of `GpuMemory`, plans, groups).
-        common_params: Unsharded parameters of a rank that all replicas have, of shape (plans,
+        common_params: The number of parameters of a rank that all replicas have, before ZeRO shards
+            them, of shape (plans, groups).
+        expert_params: The number of parameters of the experts of a rank, of shape (plans, groups).
+        outer_stage_params: The number of parameters of the first stage of a rank, of shape (plans,
             groups).
-        expert_params: Parameters of the experts of a rank, of shape (plans, groups).
-        outer_stage_params: Parameters of the first stage of a rank, of shape (plans, groups).
     """
 
     memory: Floats
@@ -251,16 +254,19 @@ def estimate_memory(
     replicas = {"common": d * c, "experts": np.maximum(d * c // e, 1)}
 
     def state(size: float, name: str) -> Any:
-        """Return the bytes of a state that a replica has, sharded by the ZeRO level."""
+        """Return the bytes of a state on a rank, if `size` is its bytes per parameter.
+
+        The ZeRO level decides whether the replicas shard it.
+        """
         cut = zero >= SHARDED_FROM_LEVEL[name]
         return size * sum(
             unsharded / np.where(cut, replicas[of], 1)
             for of, unsharded in (("common", common_params), ("experts", expert_params))
         )
 
-    # With sharding, the weights of two stages are unsharded at once
-    # (analysis/memory/unshard_residency.py), and the gradient of one stage until it is reduced.
-    # With at most two stages per rank, all of them are unsharded.
+    # If ZeRO shards weights, two stages are unsharded at the same time
+    # (analysis/memory/unshard_residency.py). If it shards gradients, the gradients of one stage are
+    # unsharded until they are reduced. With at most two stages per rank, all stages are unsharded.
     inner = shares.layers / v * (common + network) * exists
     few, end = v <= 2, np.maximum(embedding, head)
     everything = common_params + expert_params
@@ -285,8 +291,8 @@ def estimate_memory(
     logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
     # The first stage saves the mask of the dropout after the embedding. The last stage saves the
     # inputs of the last norm and of the logits, and the logits in 32 bits for the loss
-    # (arXiv 2205.05198, section 4.3). With a split backward, gradients of logits in the type of
-    # activations replace them until W.
+    # (arXiv 2205.05198, section 4.3). With a split backward, I replaces the 32-bit logits by their
+    # gradients in the number type of activations, which remain until W.
     activations = stages * shares.layers / v * kept + np.minimum(shares.layers, 1) * again
     activations = activations + first * np.minimum(np.ceil(stages / v), m) * boundary_size / cut
     activations = activations + last * (
@@ -313,7 +319,7 @@ def compute_saved_by_plan(
     Args:
         model: The model.
         plans: The plans.
-        itemsize: Bytes of a number.
+        itemsize: Bytes of an element.
         gathered_bytes: See `SoftwareConstants`.
     """
     first, which = plans.find_distinct(
@@ -328,9 +334,11 @@ def compute_saved_by_plan(
 
 
 def _count_in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Floats, Floats, Floats]:
-    """Return the peak numbers of stage activations, microbatches in the loss, and boundaries.
+    """Return three peak numbers of the schedule of each plan.
 
-    The first has the shape (plans, groups), the others (plans, 1).
+    The first is the number of (stage, microbatch) pairs in flight, of shape (plans, groups). The
+    second is the number of microbatches for which the loss keeps tensors, and the third the number
+    of boundaries in buffers, both of shape (plans, 1).
     """
     stages = np.zeros(shares.first_rank.shape)
     ends, waiting = np.ones((2, len(plans), 1))
@@ -357,10 +365,10 @@ def peak_memory(
     *,
     state_bytes: StateBytes | None = None,
 ) -> GpuMemory:
-    """Return the peak memory of the rank that uses the most, in bytes.
+    """Return the peak memory of the rank with the highest peak, in bytes.
 
-    Activations are those of each microbatch that the schedule has in flight. Weights, gradients and
-    optimizer state are sharded as the ZeRO level requires.
+    All microbatches in flight have saved activations. Weights, gradients and optimizer state are
+    sharded as the ZeRO level requires.
 
     Args:
         model: The model.

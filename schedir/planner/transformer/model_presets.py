@@ -1,4 +1,4 @@
-"""Models by name, with the shapes from papers, and models from files."""
+"""Load models from presets, whose shapes are from papers, or from files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 def _make_gpt(layers: int, hidden: int, heads: int) -> TransformerSpec:
-    """Return a GPT with the vocabulary and the sequence length that Megatron-LM trains with."""
+    """Return a GPT with the vocabulary and the sequence length of Megatron-LM's papers."""
     return TransformerSpec(layers, hidden, heads, vocab=51200, sequence=2048)
 
 
@@ -54,7 +54,7 @@ _LLAMA3_SOURCE: Final = "arXiv 2407.21783, Table 3, and section 3.4.1 for the se
 _LLAMA_SOURCE: Final = (
     "arXiv 2302.13971, Table 2; ffn: 8/3 hidden (section 2.2), rounded up to a multiple of 256"
 )
-# The shape of each model, and the paper and table of its source.
+# Name of a preset -> (the shape of the model, the paper and table of its source).
 MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
     "gpt-22b": (_make_gpt(48, 6144, 64), "arXiv 2205.05198, Table 3"),
     "gpt-175b": (_make_gpt(96, 12288, 96), "GPT-3: arXiv 2205.05198, Table 3"),
@@ -77,7 +77,8 @@ MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
     "qwen3-30b-a3b": (_make_qwen3(48, 2048, 32, 4, 768, 128), _QWEN3_SOURCE),
     "qwen3-235b-a22b": (_make_qwen3(94, 4096, 64, 4, 1536, 128), _QWEN3_SOURCE),
 }  # fmt: skip
-# Other names of presets.  Names are compared without case, spaces, "-", "_" and ".".
+# Other name of a model -> name of the preset. Names are compared without case, spaces, "-", "_" and
+# ".".
 MODEL_ALIASES: Final = {
     "gpt3": "gpt-175b",
     "gpt3175b": "gpt-175b",
@@ -97,19 +98,19 @@ MODEL_ALIASES: Final = {
     "qwen3235b": "qwen3-235b-a22b",
 }
 SPEC_FIELDS: Final = {f.name: f for f in fields(TransformerSpec)}
-# Keys of a `schedir train` configuration that have another name here, and keys that the planner
-# does not need.
+# Keys of a `schedir train` configuration -> the name of the field here. The planner does not need
+# the keys in `_IGNORED_KEYS`.
 _KEY_ALIASES: Final = {"context": "sequence"}
-# The files that may have arguments of Megatron-LM.
+# Suffixes of files that may have arguments of Megatron-LM.
 _ARGUMENT_SUFFIXES: Final = (".sh", ".txt", ".yaml", ".yml")
 _IGNORED_KEYS: Final = ("seed", "dropout", "window", "stride")
 
 
 def find_preset(name: str) -> str:
-    """Return the name of the preset that a name means, or "" if it means none.
+    """Return the name of the preset of a model, or "" if there is none.
 
     Args:
-        name: The name of a preset, or another name of its model.
+        name: The name of the preset, or another name of the model.
 
     Example:
         >>> find_preset("GPT-3"), find_preset("Llama-3.1-8B"), find_preset("gpt-4")
@@ -126,11 +127,12 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
     """Return the fields of a model by its name or from a file.
 
     Args:
-        name: The name of a preset, or the path of a file: a `.toml` file, the `config.json` of a
-            Hugging Face model, or a `.sh`, `.txt`, `.yaml` or `.yml` file with arguments of
-            Megatron-LM. A `.toml` file has the fields at its top level or in its table [model], as
-            a configuration of `schedir train` has. If it is a job of torchtitan, with a `flavor` in
-            [model], the preset of this flavor is returned, with the sequence length of [training].
+        name: The name of a preset, or the path of a file. The file is a `.toml` file, the
+            `config.json` of a Hugging Face model, or a file with arguments of Megatron-LM (`.sh`,
+            `.txt`, `.yaml` or `.yml`). A `.toml` file has the fields at its top level, or in a
+            table [model] like a configuration of `schedir train`. If [model] has a `flavor`, the
+            file is a job of torchtitan. The result is then the preset of this flavor, with the
+            sequence length of [training].
 
     Returns:
         The values of the fields that the preset or the file has.
@@ -190,7 +192,7 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
 def _read_torchtitan_job(
     tables: dict[str, Any], table: dict[str, Any], path: Path
 ) -> dict[str, Any]:
-    """Return the fields of the model of a torchtitan job: `name` and `flavor` of [model]."""
+    """Return the fields of the model that a torchtitan job names by `name` and `flavor`."""
     name = f"{table.get('name', '')}-{table['flavor']}"
     preset = find_preset(name)
     if not preset:
@@ -211,8 +213,8 @@ def load_model(name: str | Path, **overrides: Any) -> TransformerSpec:
 
     Args:
         name: The name of a preset or the path of a file, as in `load_model_fields`.
-        **overrides: Values for fields of `TransformerSpec`. They replace those of the preset or
-            file.
+        **overrides: Values for fields of `TransformerSpec`. They replace the values of the preset
+            or file.
 
     Raises:
         UsageError: See `load_model_fields` and `TransformerSpec`. Also if a required field is
@@ -228,7 +230,7 @@ def load_model(name: str | Path, **overrides: Any) -> TransformerSpec:
 
 
 def build_model(model_fields: dict[str, Any], source: str = "") -> TransformerSpec:
-    """Return the model with given fields.
+    """Build a model from the values of its fields.
 
     Args:
         model_fields: Values of the fields of `TransformerSpec`.

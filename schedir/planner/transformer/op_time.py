@@ -1,4 +1,4 @@
-"""Compute the times of GEMMs, memory passes, collectives and host work on a Cluster."""
+"""Compute the times of GEMMs, memory passes, collectives and host work on a cluster."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan, PhaseTimes
 from schedir.planner.transformer.layer_ops import CollectiveOp, Gemm, MemoryPass
 
-# Half of the scores are masked in causal attention, and flash attention skips their blocks.
+# The causal mask removes half of the scores, and flash attention skips blocks without scores.
 _CAUSAL_SCORE_SHARE = 0.5
 
 
 class OpTimes:
-    """Times of operations on a cluster, in seconds.
+    """Computes the times of operations on a cluster, in seconds.
 
     Args:
         cluster: The cluster.
@@ -39,16 +39,16 @@ class OpTimes:
         self.constants = constants
         self.has_full_backward = has_full_backward
         self.crosses_nodes = crosses_nodes
-        self.has_gpu = cluster.processors is None  # On CPUs, collectives do not overlap.
-        self.byte_scale = cluster.itemsize / 2  # Operations count bytes of 16-bit numbers.
+        self.has_gpu = cluster.processors is None  # On CPUs, compute does not hide collectives.
+        self.byte_scale = cluster.itemsize / 2  # Operations count bytes of 16-bit elements.
 
     # ------------------------------------------------------------ one GPU
 
     def time_gemm(self, gemm: Gemm) -> PhaseTimes:
         """Return the times of a matrix product and of its two gradients.
 
-        Flash attention reaches a share of the usual flops, computes half of the scores, and
-        computes the scores again in its backward (arXiv 2307.08691, sections 3.1 and 4.1).
+        Flash attention reaches only a share of the flops of other products. It computes half of the
+        scores, and computes them again in its backward (arXiv 2307.08691, sections 3.1 and 4.1).
 
         Args:
             gemm: The product.
@@ -81,10 +81,10 @@ class OpTimes:
     ) -> float:
         """Return the seconds of `batch` products (m, k) x (k, n).
 
-        Each number of the result has `written_bytes` bytes. The time is that of the tiles or that
+        Each element of the result has `written_bytes` bytes. The time is that of the tiles or that
         of the bytes, whichever is longer (roofline model: Williams, Waterman and Patterson 2009).
         Each multiprocessor computes one tile at a time, so the last wave of tiles takes as long as
-        a full one. If there are few tiles, the inner dimension is split. The partial sums are then
+        a full wave. If there are few tiles, the inner dimension is split. The partial sums are then
         written and read once more, in 32 bits (arXiv 2301.03598, sections 2 and 3.2).
         """
         cluster, item = self.cluster, float(self.cluster.itemsize)
@@ -94,13 +94,13 @@ class OpTimes:
             * (item * m * k + item * k * n / second_factor_uses + written_bytes * m * n)
             / cluster.hbm_bandwidth
         )
-        if not self.has_gpu:  # On a CPU, loads and compute are on the same cores, so times add up.
+        if not self.has_gpu:  # The same CPU cores load and compute, so the times add up.
             return 2.0 * m * n * k * batch / cluster.flops + moved
         if cluster.num_sms is None:
             return max(2.0 * m * n * k * batch / cluster.flops, moved)
         short, long = self.constants.tile_sides
         tiles = batch * min(ceil(m / short) * ceil(n / long), ceil(m / long) * ceil(n / short))
-        # The time of one step along the inner dimension of a tile.
+        # Seconds of one step along the inner dimension of a tile.
         column = 2.0 * short * long / (cluster.flops / cluster.num_sms)
         again = 8.0 * m * n * batch / cluster.hbm_bandwidth
         return min(
@@ -110,7 +110,7 @@ class OpTimes:
         )
 
     def time_memory_pass(self, memory_pass: MemoryPass) -> PhaseTimes:
-        """Return the times of kernels whose cost is the bytes that they read and write.
+        """Return the times of kernels that depend only on the bytes that they read and write.
 
         Args:
             memory_pass: The memory pass.
@@ -160,14 +160,14 @@ class OpTimes:
     def time_exposed_collective(
         self, collective: CollectiveOp, gemm_times: PhaseTimes, core_times: PhaseTimes
     ) -> PhaseTimes:
-        """Return the times of a collective that compute does not hide.
+        """Return the part of the time of a collective that compute does not hide.
 
-        A collective may overlap with the weight gradient of a product. An exchange of keys and
-        values overlaps with the core of attention, as a ring (arXiv 2310.01889, section 3).
+        A collective may overlap with the weight gradient of a product. The exchange of keys and
+        values in a ring overlaps with the core of attention (arXiv 2310.01889, section 3).
 
         Args:
             collective: The collective.
-            gemm_times: The times of the product that the collective overlaps with.
+            gemm_times: The times of the product with which the collective overlaps.
             core_times: The times of the core of attention.
         """
         seconds = self.time_collective(collective)
@@ -180,7 +180,7 @@ class OpTimes:
         return PhaseTimes(F=seconds) if collective.phase == "F" else PhaseTimes(I=seconds)
 
     def time_collective(self, collective: CollectiveOp) -> float:
-        """Return the seconds of a collective over the slowest group of its kind.
+        """Return the seconds of a collective over the slowest of its groups.
 
         Args:
             collective: The collective.
@@ -201,9 +201,9 @@ class OpTimes:
 
 
 def time_all_reduce(cluster: Cluster, size: float, group: tuple[int, ...]) -> float:
-    """Return the seconds of an all-reduce, by a ring or a tree, whichever is faster.
+    """Return the seconds of an all-reduce in a ring or a tree, whichever is faster.
 
-    Between CPU processes it is a ring, as in Gloo.
+    CPU processes always use a ring, as in Gloo.
 
     Args:
         cluster: The cluster.
@@ -220,7 +220,7 @@ def find_slowest_group(cluster: Cluster, stride: int, size: int) -> tuple[int, .
 
     Args:
         cluster: The cluster.
-        stride: The distance between the global ranks of a group.
+        stride: The difference between consecutive global ranks of a group.
         size: The number of processes in a group.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Compute the Sizes of a plan: bytes of each stage, in memory and in messages."""
+"""Compute the `Sizes` of a plan: the bytes of each stage in memory and in messages."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class StageParameters(NamedTuple):
     """The number of parameters of each stage on one GPU, of shape (stages,).
 
     Attributes:
-        common: Parameters that all replicas have.
-        experts: Parameters of the experts on one of `ep` replicas.
+        common: The number of parameters that all replicas have.
+        experts: The number of parameters of the experts on one of `ep` replicas.
     """
 
     common: Floats
@@ -39,7 +39,7 @@ class StageParameters(NamedTuple):
 
     @property
     def total(self) -> Floats:
-        """Sum of common and expert parameters."""
+        """The sum of common and expert parameters, of shape (stages,)."""
         return self.common + self.experts
 
 
@@ -64,10 +64,10 @@ def count_stage_params(
 
 
 def count_stage_replicated(model: TransformerSpec, plan: ParallelPlan) -> StageParameters:
-    """Return the number of parameters of each stage that tensor-parallel ranks have unsharded.
+    """Return the number of parameters of each stage that each tensor-parallel rank has in full.
 
     These are `count_replicated_params` of the layers, the position embedding and the last norm.
-    With sequence parallelism, each rank computes their gradients from its own tokens.
+    With sequence parallelism, each rank computes their gradients from its part of the tokens.
 
     Args:
         model: The model.
@@ -89,13 +89,13 @@ def compute_sizes(
 ) -> Sizes:
     """Return the sizes of each stage of a plan, in bytes of one GPU and one microbatch.
 
-    - A layer saves `compute_saved_bytes`. The first stage also saves the mask of its dropout.
+    - A layer saves the bytes of `compute_saved_bytes`. The first stage also saves the mask of its
+      dropout.
     - The last stage also saves the inputs of its norm and of the logits, and the logits in 32 bits.
-      After I, gradients of logits in the type of activations replace these (arXiv 2205.05198,
-      section 4.3).
-      `SoftwareConstants.logit_bytes` counts further buffers of the loss.
-    - The memory of recomputation is a buffer of each rank. If stages recompute ahead of their
-      backwards (`SoftwareConstants.recompute_ahead` is 1), it is part of the saved activations
+      I replaces the 32-bit logits by their gradients in the number type of activations (arXiv
+      2205.05198, section 4.3). `SoftwareConstants.logit_bytes` includes more buffers of the loss.
+    - The memory of recomputation is a buffer of each rank. If recomputation is a separate
+      instruction (`SoftwareConstants.recompute_ahead` is 1), it is part of the saved activations
       instead. Stages then keep their inputs until they recompute.
 
     Args:
@@ -127,8 +127,9 @@ def compute_sizes(
     buffers[-1] += (constants.logit_bytes - 4) * logits
     buffers += constants.unsharded_bytes * (plan.zero == 1) * numbers.total
     each = {name: size * numbers.total for name, size in state_bytes._asdict().items()}
-    # Experts are sharded over fewer replicas than `Sizes` assumes, so each replica has more of
-    # them. The optimizer state is never unsharded. Its difference can count as more experts.
+    # ZeRO shards experts over fewer replicas than `Sizes` assumes, so each replica has more bytes
+    # of them. The optimizer state is never gathered, so its field can simply be larger. For weights
+    # and gradients the difference is a buffer.
     every = plan.dp * plan.cp
     extra = numbers.experts * (1 / max(every // plan.ep, 1) - 1 / every)
     for name, size in state_bytes._asdict().items():

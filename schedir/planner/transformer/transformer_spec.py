@@ -1,4 +1,4 @@
-"""TransformerSpec: the shape of a transformer, with its numbers of parameters and operations."""
+"""Define the shape of a transformer, with its numbers of parameters and operations."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ class TransformerSpec:
     """The shape of a transformer: embedding, layers of attention and feed-forward, and head.
 
     Args:
-        layers: Number of layers.
-        hidden: Hidden size.
-        heads: Attention heads of a layer.
-        vocab: Size of the vocabulary.
-        sequence: Tokens in a sequence.
-        ffn: Width of the feed-forward network. 0 is 4 * hidden.
-        kv_heads: Heads of keys and values, which the attention heads share (arXiv 2305.13245). 0
-            means one for each attention head.
-        head_dim: The width of the query, the key or the value of a head. 0 is hidden / heads, which
-            must then be an integer. Some models have wider heads, such as Qwen3 (arXiv 2505.09388).
+        layers: The number of layers.
+        hidden: The hidden size.
+        heads: The number of attention heads of a layer.
+        vocab: The size of the vocabulary.
+        sequence: The number of tokens in a sequence.
+        ffn: The width of the feed-forward network. 0 means 4 * hidden.
+        kv_heads: The number of heads of keys and values, which the attention heads share (arXiv
+            2305.13245). 0 means one for each attention head.
+        head_dim: The width of the query, the key or the value of a head. 0 means hidden / heads,
+            which must then be an integer. Some models have wider heads, such as Qwen3 (arXiv
+            2505.09388).
         gated: True if the feed-forward network has a third matrix, for a gate (arXiv 2002.05202).
-        experts: Feed-forward networks in a layer.
-        active: Experts that process each token (arXiv 2101.03961).
+        experts: The number of feed-forward networks in a layer.
+        active: The number of experts that process each token (arXiv 2101.03961).
         tied: True if the head uses the weight of the embedding.
 
     Raises:
-        UsageError: A size is not an integer of at least 1, is too large, or does not divide
-            another.
+        UsageError: A size is not an integer of at least 1, or is too large. Also if `kv_heads` does
+            not divide `heads`, `heads` does not divide `hidden` and `head_dim` is 0, or `active` is
+            more than `experts`.
 
     Example:
         >>> from schedir.planner import TransformerSpec
@@ -98,54 +100,54 @@ class TransformerSpec:
 
     @property
     def attention_width(self) -> int:
-        """Numbers of the queries of a token, which is the input size of the output projection."""
+        """The width of all queries of a token, which is the input size of the output projection."""
         return self.heads * self.head_dim
 
     @property
     def qkv_columns(self) -> int:
-        """Columns of the matrix of queries, keys and values."""
+        """The number of columns of the matrix of queries, keys and values."""
         return self.attention_width + 2 * self.kv_heads * self.head_dim
 
     @property
     def attention_weights(self) -> int:
-        """Numbers in the two matrices of the attention of a layer."""
+        """The number of elements of the two matrices of the attention of a layer."""
         return self.hidden * (self.qkv_columns + self.attention_width)
 
     @property
     def attention_params(self) -> int:
-        """Parameters of the attention of a layer: two matrices, their biases, and the norm."""
+        """The number of parameters of attention: two matrices, their biases, and the norm."""
         return self.attention_weights + self.qkv_columns + 3 * self.hidden
 
     @property
     def expert_params(self) -> int:
-        """Parameters of one feed-forward network, with its biases."""
+        """The number of parameters of one feed-forward network, with its biases."""
         input_columns = self.ffn * (2 if self.gated else 1)
         return self.hidden * (input_columns + self.ffn) + input_columns + self.hidden
 
     @property
     def layer_params(self) -> int:
-        """Parameters of a layer: attention, feed-forward networks, their norm and their router."""
+        """The number of parameters of a layer: attention, feed-forward networks, norms, router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.attention_params + self.experts * self.expert_params + 2 * self.hidden + router
 
     @property
     def embedding_params(self) -> int:
-        """Parameters of the token embedding, and of a head that is not tied."""
+        """The number of parameters of the token embedding. An untied head has as many."""
         return self.vocab * self.hidden
 
     @property
     def params(self) -> int:
-        """Parameters of the model: SC21 (arXiv 2104.04473), equation 2, for a GPT."""
+        """The number of parameters: for a GPT, equation 2 of SC21 (arXiv 2104.04473)."""
         ends = self.embedding_params * (1 if self.tied else 2) + self.sequence * self.hidden
         return self.layers * self.layer_params + ends + 2 * self.hidden
 
     def count_flops(self, batch: int) -> float:
-        """Return the floating-point operations of one step, without recomputation.
+        """Return the number of floating-point operations of one step, without recomputation.
 
-        The backward counts twice as much as the forward.
+        The backward has twice as many operations as the forward.
 
         Args:
-            batch: Sequences of the step.
+            batch: The number of sequences of the step.
 
         References:
             arXiv 2205.05198, equation 7: 72 B l s h^2 (1 + s/6h + V/12lh) for a GPT. It is equation

@@ -1,13 +1,13 @@
-"""Lower bounds from the work and the idle time of one rank, in closed form.
+"""Compute lower bounds from the work and the idle time of one rank, in closed form.
 
-Each bound is of one rank. Its idle time has up to three parts, which do not overlap:
+The idle time of a rank has up to three parts, which do not overlap:
 
-- Before its first I, a rank can only run as many F's as fit into its memory.
-- After its last F, it can only run the I's and W's of microbatches in its memory.
-- Between the F and the I of a microbatch, it can only run other microbatches that fit into its
-  memory together with this one.
+- Before its first I, a rank can run only as many F's as fit into its memory.
+- After its last F, a rank can run only the I's and W's of microbatches in its memory.
+- Between the F and the I of a microbatch, a rank can run only tasks of other microbatches that fit
+  into its memory together with this microbatch.
 
-So a rank takes at least its compute time plus these idle times. The page
+So a rank needs at least its compute time plus these idle times. The page
 docs/explanation/lower-bounds.md has the proofs.
 """
 
@@ -44,7 +44,7 @@ def rank_bounds(
 
     Args:
         problem: The problem.
-        latency: The unobstructed times of a microbatch in the problem.
+        latency: The times of a microbatch that waits for no other microbatch.
         lags: The precedences that memory forces in the problem.
         rank: The rank.
     """
@@ -52,11 +52,11 @@ def rank_bounds(
 
 
 class _WorkType(NamedTuple):
-    """Tasks of one type, for a knapsack.
+    """Equal tasks that a rank may run while it waits: the items of a knapsack.
 
     Attributes:
         time: The compute time of one task.
-        memory: The memory of one task.
+        memory: The memory that one task needs while the rank waits.
         number: The number of tasks.
     """
 
@@ -66,7 +66,7 @@ class _WorkType(NamedTuple):
 
 
 def _max_time_in_memory(work_types: Sequence[_WorkType], capacity: float) -> float:
-    """Return the largest total time of tasks that fit into a capacity.
+    """Return the largest total time of tasks that fit into a memory capacity.
 
     This is a fractional knapsack: the last task may be divided.
     """
@@ -86,7 +86,7 @@ def _max_time_in_memory(work_types: Sequence[_WorkType], capacity: float) -> flo
 
 @dataclass(frozen=True)
 class _RankWait:
-    """The least idle times of a rank, in the unit of the costs."""
+    """Computes the least idle times of a rank, in the unit of the costs."""
 
     problem: SchedulingProblem
     latency: MicrobatchLatency
@@ -112,10 +112,10 @@ class _RankWait:
 
     @cached_property
     def max_other_work(self) -> float:
-        """The largest time of I's and W's between a microbatch's last F and its first I.
+        """The largest time of I's and W's that the rank can run while a microbatch is away.
 
-        They are tasks of other microbatches, which must fit into memory together with this
-        microbatch.
+        The interval is between the last F and the first I of this microbatch on the rank. The tasks
+        belong to other microbatches, which must fit into memory together with this microbatch.
         """
         problem, own, others = self.problem, self.stages, self.problem.microbatches - 1
         capacity = problem.rounded_capacity[self.rank] - sum(problem.saved[s] for s in own)
@@ -142,7 +142,7 @@ class _RankWait:
 
     @cached_property
     def idle_before_first_I(self) -> float:
-        """The least idle time before the rank's first I. Until then it can only run F's."""
+        """The least idle time before the first I of the rank. Until then it can run only F's."""
         problem, first, last = self.problem, self.stages[0], self.stages[-1]
         head, m = self.latency.until_forward, problem.microbatches
         round_trip = (
@@ -160,10 +160,11 @@ class _RankWait:
 
     @cached_property
     def round_trip_idle(self) -> tuple[int, float]:
-        """The number of round trips in sequence, and the least idle time of each.
+        """The number of round trips that must follow each other, and the least idle time of each.
 
-        The sequence excludes the first and the last microbatch. A microbatch must return before the
-        next one may start. Only for a rank of one stage, else (0, 0).
+        In a round trip, a microbatch leaves the rank after its F and returns for its I. If memory
+        holds k microbatches, microbatch j must return before microbatch j + k can start. The first
+        and the last round trip do not count. A rank with several stages has (0, 0).
         """
         often = (self.problem.microbatches - 1) // self.max_forwards_ahead - 1
         if len(self.stages) > 1 or often < 1:
@@ -174,7 +175,7 @@ class _RankWait:
 
     @cached_property
     def idle_before_last_I(self) -> float:
-        """The least idle time between the rank's last F and its last I."""
+        """The least idle time between the last F and the last I of the rank."""
         problem, (first, *later), last = self.problem, self.stages, self.stages[-1]
         round_trip = self.latency.forward_to_backward[last]
         if later:
@@ -190,7 +191,7 @@ class _RankWait:
 
     @cached_property
     def max_work_after_last_I(self) -> float:
-        """The largest compute time after the rank's last I: the W's that its memory can defer."""
+        """The largest compute time after the last I: the W's that fit into memory."""
         problem, (first, *later) = self.problem, self.stages
         m, capacity = (
             problem.microbatches,
@@ -201,10 +202,10 @@ class _RankWait:
         return problem.W[first] + _max_time_in_memory(late, capacity)
 
     def bounds(self) -> Iterator[LowerBound]:
-        """Yield each bound of the rank."""
+        """Yield two bounds from idle times, and with a memory limit a bound from memory use."""
         problem = self.problem
         start, end = self.idle_before_first_I, self.idle_before_last_I
-        # The last F may run before the first I: the two idle times may overlap.
+        # If all F's fit before the first I, the two idle times can overlap. Only the longer counts.
         if problem.microbatches <= self.max_forwards_ahead:
             start, end = (start, 0.0) if start > end else (0.0, end)
         often, each = self.round_trip_idle
@@ -229,7 +230,10 @@ class _RankWait:
             )
 
     def _memory_time_area(self, stage: int) -> float:
-        """Return the least integral of memory over time that a microbatch needs on a stage."""
+        """Return the memory of a microbatch on a stage, summed over the time that it is in use.
+
+        This is the least possible value, in memory x time.
+        """
         problem = self.problem
         there = problem.F[stage] + self.latency.forward_to_backward[stage]
         return (
@@ -239,7 +243,7 @@ class _RankWait:
         )
 
     def _describe_idle(self, start: float, end: float) -> str:
-        """Return the work and the idle times in words."""
+        """Return a sentence about the work and the idle times of the rank."""
         m, (often, each) = self.problem.microbatches, self.round_trip_idle
         one = len(self.stages) == 1
         ahead = (
@@ -263,7 +267,7 @@ class _RankWait:
         return text + (f"; it is idle for {idle_times}" if last else "")
 
     def _describe_ends(self) -> str:
-        """Return the times before and after the rank's work in words."""
+        """Return clauses about the times before and after the work of the rank."""
         begin = f"; its first activation arrives at {self.first_arrival:.6g}" * (
             self.first_arrival > 0
         )

@@ -1,12 +1,16 @@
-"""Lower bounds from earliest starts that are propagated over all ranks.
+"""Compute lower bounds from earliest starts that are propagated over all ranks.
 
-The tasks that precede a task on its rank are partly given: tasks of a kind ascend, and a memory
-limit forces lags. Each of these tasks has an earliest start, and a rank runs one task at a time. So
-the task starts no earlier than the time at which all these tasks can have ended.
+Some of the tasks that precede a task on its rank are known: tasks of one type run in the order of
+their microbatches, and a memory limit forces further precedences. Each of these tasks has an
+earliest start, and a rank runs one task at a time. So the task starts no earlier than the time at
+which all these tasks can have ended.
 
-The same computation backward in time gives each task's tail: the least time from its end to the end
-of the run. Jackson's preemptive schedule with these releases and tails is a lower bound on the time
-of the rank.
+The same computation backward in time gives the tail of each task: the least time from its end to
+the end of the run. Jackson's preemptive schedule with these earliest starts (releases) and tails is
+a lower bound on the time of the rank.
+
+The code of a task is KINDS * stage + kind, where the kind is F, I or W. It is the same for all
+microbatches.
 
 References:
     Carlier, "The one-machine sequencing problem", EJOR 11, 1982.
@@ -26,7 +30,7 @@ from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, F, I, W
 from schedir.schedule_search.search_results import LowerBound
 
-Times = list[list[float]]  # for each code of an Order, and each microbatch
+Times = list[list[float]]  # Indexed by the code of a task, and then by its microbatch.
 
 
 class Precedence(NamedTuple):
@@ -38,7 +42,7 @@ class Precedence(NamedTuple):
     Attributes:
         predecessor: The code of the earlier task.
         lag: The distance in microbatches.
-        delay: The time between the two, in the unit of the costs.
+        delay: The least time between the two tasks, in the unit of the costs.
     """
 
     predecessor: int
@@ -50,9 +54,10 @@ class PrecedenceTable(NamedTuple):
     """The precedences of the tasks of each code.
 
     Attributes:
-        from_other_ranks: By code, the tasks whose values it needs from the neighbouring stages.
-        on_same_rank: By code, the tasks that precede it on its rank.
-        topological_order: The codes, in an order in which the tasks of one microbatch can run.
+        from_other_ranks: For each code, the precedences of tasks on neighbouring stages, whose
+            values the task needs.
+        on_same_rank: For each code, the precedences of tasks on the same rank.
+        topological_order: All codes, in an order in which the tasks of one microbatch can run.
     """
 
     from_other_ranks: Sequence[Sequence[Precedence]]
@@ -60,7 +65,7 @@ class PrecedenceTable(NamedTuple):
     topological_order: Sequence[int]
 
     def reverse_in_time(self) -> PrecedenceTable:
-        """Return the precedences of the reversed run."""
+        """Return the precedences of a run backward in time."""
         return PrecedenceTable(
             _reverse_precedences(self.from_other_ranks),
             _reverse_precedences(self.on_same_rank),
@@ -109,15 +114,16 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
             if lag.stage >= first_stage <= lag.before_stage:
                 code = KINDS * lag.stage + kind
                 ran[code].append(Precedence(KINDS * lag.before_stage + before, lag.lag, 0.0))
-    # A microbatch that has run an I has run the I's of later stages of the last rank, and all F's.
-    # On other ranks the same precedences would not be valid: they gave bounds above optimal times.
+    # If a microbatch has run an I on the last rank, it has also run all its F's there, and the I's
+    # of the later stages there. On other ranks the same precedences would be wrong: they gave
+    # bounds above optimal times.
     for lag in lags.F_after_I:
         if lag.before_stage in active_stages:
             code = KINDS * lag.stage + F
             for q in active_stages:
                 if q > lag.before_stage:
                     ran[code] += (Precedence(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
-    # A precedence with a larger lag follows from one with a smaller lag.
+    # If several precedences have the same predecessor, the smallest lag implies the others.
     for code, each in enumerate(ran):
         least: dict[int, int] = {}
         for need in each:
@@ -130,9 +136,9 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
 
 
 class _SerialWork:
-    """Tasks that one rank runs in sequence, each not before its release.
+    """Tasks that one rank runs in sequence. A task starts at its release or later.
 
-    `ends[-1]` is the time when all are done.
+    `ends[-1]` is the time at which all tasks have ended.
     """
 
     __slots__ = ("durations", "ends", "releases")
@@ -140,7 +146,7 @@ class _SerialWork:
     def __init__(self) -> None:
         self.releases: list[float] = []
         self.durations: list[float] = []
-        self.ends: list[float] = []  # the end of each task, in the order of releases
+        self.ends: list[float] = []  # The end of each task, in the order of releases.
 
     def add(self, release: float, duration: float) -> None:
         """Add a task, and update the ends of the tasks after it."""
@@ -168,7 +174,10 @@ def _compute_earliest_starts(
     min_starts: Sequence[float],
     microbatches: int,
 ) -> Times:
-    """Return the earliest start of each task, given the least start of each code."""
+    """Return the earliest start of each task.
+
+    `min_starts` has a lower bound of the starts of the tasks of each code.
+    """
     needs, ran, turn = precedences
     times: Times = [[] for _ in durations]
     done = [_SerialWork() for _ in durations]
@@ -189,7 +198,10 @@ def _compute_earliest_starts(
 
 
 class _SchedulingJob(NamedTuple):
-    """A task with its release, its duration, and the least time from its end to the end."""
+    """A task with its earliest start, its duration, and its tail.
+
+    The tail is the least time from the end of the task to the end of the run.
+    """
 
     release: float
     duration: float
@@ -197,9 +209,9 @@ class _SchedulingJob(NamedTuple):
 
 
 def _preemptive_makespan(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
-    """Return the end of Jackson's preemptive schedule of a rank, and the tail of the last task.
+    """Return the end of Jackson's preemptive schedule, and the tail of the task that decides it.
 
-    Among the released tasks, the one with the longest tail runs first.
+    The released task with the longest tail runs first.
     """
     jobs = sorted(jobs)
     waiting: list[list[float]] = []
@@ -230,9 +242,9 @@ class Relaxation:
     Attributes:
         durations: The duration of the tasks of each code.
         codes: The codes of each rank.
-        heads: The earliest start of each task, for each code and microbatch.
-        tails: The least time from the end of each task to the end of the run or of the rank, for
-            each code and microbatch. -inf if the task need not run before this end.
+        heads: The earliest start of each task, by code and microbatch.
+        tails: The least time from the end of each task to the end of the run or of the rank. The
+            lists are by code and microbatch. -inf if the task can run after this end.
     """
 
     durations: Sequence[float]
@@ -248,9 +260,9 @@ class Relaxation:
 
         Args:
             problem: The problem.
-            first_stage: The relaxation has this stage and all later ones.
-            min_tails: By rank, the least time from its last task to the end. -inf if the task may
-                run after the end.
+            first_stage: The relaxation has this stage and all later stages.
+            min_tails: For each rank, the least time from its last task to the end. -inf if its
+                tasks can run after the end.
         """
         each = (problem.F, problem.I, problem.W)
         cost = [times[s] for s in range(problem.shape.stages) for times in each]
@@ -286,10 +298,10 @@ class Relaxation:
 
 
 def make_relaxations(problem: SchedulingProblem) -> Iterator[Relaxation]:
-    """Yield the relaxations from which a problem is bounded.
+    """Yield the relaxations that give lower bounds of a problem.
 
-    For the objective "span" there is one, until the end of the run. For "own" there are up to two:
-    one until the end of the rank of stage 0, and one until the end of the rank with most work.
+    For the objective "span" there is one relaxation, until the end of the run. For "own" there are
+    up to two: until the end of the rank of stage 0, and until the end of the rank with most work.
 
     Args:
         problem: The problem.
@@ -318,9 +330,9 @@ def compute_earliest_bound(relaxation: Relaxation) -> LowerBound:
 
 
 def _explain_bound(jobs: Sequence[_SchedulingJob], rank: int, tail: float) -> str:
-    """Return in words which work decides the bound.
+    """Return a sentence about the tasks that decide the bound.
 
-    This is the last busy period of the tasks whose tail is at least `tail`.
+    These tasks form the last busy period of the tasks whose tail is at least `tail`.
     """
     begin, busy, end = 0.0, 0.0, -inf
     for release, time, _ in sorted(job for job in jobs if job.tail >= tail):

@@ -1,4 +1,4 @@
-"""`lower_bound`: the best lower bound on the time of any schedule."""
+"""Compute the best lower bound on the time of every schedule of a problem."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def lower_bound(
             function of the rank. It excludes `memory_limit`.
         objective: The length to bound: "span" or "own", see `search_schedule`.
         split_backward: True for schedules with split backwards, False for full backwards.
-        time_limit: The approximate time for the computation, in seconds. The number of tasks, and
-            not a clock, decides which bounds the function computes in this time. So the result is
-            deterministic.
+        time_limit: The approximate time for the computation, in seconds. The function estimates
+            from the number of tasks which bounds it can compute in this time. It uses no clock, so
+            the result is deterministic.
 
     Returns:
-        The tightest bound of those computed, in the unit of the costs, and its proof in words.
+        The largest of the computed bounds, in the unit of the costs, and its proof in words.
 
     Raises:
         UsageError: `time_limit` is not a positive number.
@@ -78,12 +78,12 @@ def lower_bound(
 
 
 def compute_bound(problem: SchedulingProblem, time_limit: float = 0.005) -> LowerBound:
-    """Return the largest bound of a problem that can be computed in about the given time.
+    """Return the largest lower bound of a problem that can be computed in about the given time.
 
     Args:
         problem: The problem.
-        time_limit: The time, compared with an estimate from the number of tasks. With 0 only
-            closed-form bounds are computed, which take some milliseconds for any size.
+        time_limit: The approximate time for the computation, in seconds. With 0 the function
+            computes only closed-form bounds, which take some milliseconds for any size.
     """
     best = max(
         compute_closed_bound(problem),
@@ -96,5 +96,5 @@ def compute_bound(problem: SchedulingProblem, time_limit: float = 0.005) -> Lowe
         if (other := compute_earliest_bound(relaxation)).value > best.value * (
             1 + RELATIVE_TOLERANCE
         ):
-            best = other  # if both are equal, the closed-form proof is easier to follow
+            best = other  # If both are equal, keep the closed form: its proof is easier to follow.
     return best

@@ -1,4 +1,4 @@
-"""Find precedences between microbatches that a memory limit forces."""
+"""Find the precedences between tasks of one rank that a memory limit forces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def count_fitting(capacity: float, size: float, max_count: int) -> int:
     """Return the number of values of a size that fit into a capacity.
 
     Args:
-        capacity: The capacity: `SchedulingProblem.rounded_capacity` less the memory of other
-            values. The rounding tolerance may exceed a share of the rest.
+        capacity: `SchedulingProblem.rounded_capacity` minus the memory of other values. It still
+            includes the rounding tolerance of the full capacity.
         size: The size of one value, in the same unit.
         max_count: The largest result.
 
@@ -29,7 +29,7 @@ def count_fitting(capacity: float, size: float, max_count: int) -> int:
 class MemoryLag(NamedTuple):
     """A precedence on one rank that a memory limit forces.
 
-    Before the task of microbatch j starts on one stage, that of microbatch j - `lag` on another
+    The task of microbatch j on one stage starts after the task of microbatch j - `lag` on another
     stage has ended.
 
     Attributes:
@@ -44,25 +44,26 @@ class MemoryLag(NamedTuple):
 
 
 class MemoryLags(NamedTuple):
-    """The I's and W's that must have ended on a rank before an F or an I may start there.
+    """The I's and W's that must have ended on a rank before an F or an I can start there.
 
-    If not even one microbatch fits after another, the lag is 1. Lags of all microbatches are left
-    out.
+    The lag of an F is at least 1. If a lag is at least the number of microbatches, it forces
+    nothing and is left out.
 
-    The proof, for F j of stage s on a rank:
+    The proof for F j of stage s on a rank, and a stage q of the same rank:
 
-    - `F_after_I`, stage q not before s: until I a on q ends, no microbatch from a on has freed
-      memory on the rank's stages up to q. All from a to j are saved on the stages up to s.
-      Microbatch a must also reach q. So both must fit, with `saved_and_deferred` of a on q.
-    - `F_after_I`, stage q before s: if q has run i I's, the stages up to q save j + 1 - i
-      microbatches, and those between q and s save one.
-    - `F_after_W`: until W a on q ends, each microbatch from a to j - 1 uses memory. It has deferred
-      weight gradients on q, or is saved on the stages up to s. If q is not after s, and deferred
-      weight gradients are not larger, j is saved up to s, and the others are deferred.
+    - `F_after_I`, q = s or q after s: Until I a on q ends, the microbatches from a on have freed no
+      memory on the stages up to q. The stages up to s save the microbatches a to j. The stages
+      after s up to q also save a, and the I on q needs `saved_and_deferred`. All this must fit.
+    - `F_after_I`, q before s: If q has run i I's, the stages up to q save j + 1 - i microbatches.
+      The stages after q up to s save at least one microbatch.
+    - `F_after_W`: Until W a on q ends, each of the microbatches a to j - 1 uses memory. It has
+      deferred weight gradients on q, or the stages up to s save it. If q is not after s, and
+      deferred weight gradients are the smaller of the two, they count for these microbatches, and
+      the stages up to s save j.
 
-    The proof of `I_after_W`: while I j of stage s runs, it uses `saved_and_deferred`, and the
-    stages before s save j. Stage q has deferred weight gradients, and the stages after s have run I
-    j.
+    The proof of `I_after_W`: I j of stage s uses `saved_and_deferred`, and the stages before s save
+    j. The stages after s have already run I j. The rest of the memory can have deferred weight
+    gradients of stage q.
 
     Attributes:
         F_after_I: The lags of F's after I's.
@@ -99,7 +100,7 @@ class MemoryLags(NamedTuple):
 
 
 def _rank_lags(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag]]:
-    """Yield the lists F_after_I, F_after_W and I_after_W of a rank."""
+    """Yield the lists `F_after_I`, `F_after_W` and `I_after_W` of a rank."""
     local_stages, all_microbatches, saved, deferred = (
         problem.stages_of_rank[rank],
         problem.microbatches,
@@ -146,7 +147,7 @@ def _rank_lags(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag
                     capacity - (saved_up_to[s] - saved_up_to[q]), saved_up_to[q], all_microbatches
                 )
             F_W.append(MemoryLag(s, q, max(count, 1)))
-            if q >= s:  # stages after s have run the I of this microbatch too
+            if q >= s:  # The stages after s have already run the I of this microbatch.
                 count = count_fitting(
                     capacity - below - problem.saved_and_deferred[s], deferred[q], all_microbatches
                 ) + (q == s)

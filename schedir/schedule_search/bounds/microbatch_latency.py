@@ -1,4 +1,4 @@
-"""Compute the unobstructed time of a microbatch between two points of the pipeline."""
+"""Compute the time of a microbatch through the pipeline if it waits for no other microbatch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from schedir.schedule_search.problem import SchedulingProblem
 
 
 class MicrobatchLatency(NamedTuple):
-    """The least times of a microbatch between points of the pipeline, by stage.
+    """The least times of a microbatch between points of the pipeline, for each stage.
 
     Attributes:
-        until_forward: From the start of the run to the start of its F on a stage.
-        forward_to_backward: From the end of that F to the start of its I on the same stage.
-        backward_to_stage_0: From the end of that I to the end of its I on stage 0.
-        outside_stage: The least time before the first F plus the least time after the last I of a
-            stage. For "span" it includes the W and the optimizer step of an earlier stage. For
-            "own", it is the part of the active span of an earlier rank that is outside of that
-            interval, for the earlier rank with the largest part. 0 for stage 0.
+        until_forward: The time from the start of the run to the start of the F on the stage.
+        forward_to_backward: The time from the end of this F to the start of the I on the stage.
+        backward_to_stage_0: The time from the end of this I to the end of the I on stage 0.
+        outside_stage: The least time by which the run is longer than the interval from the first F
+            to the last I of the stage. For the objective "own", the longest active span of an
+            earlier rank counts instead of the run. 0 for stage 0.
     """
 
     until_forward: tuple[float, ...]
@@ -43,7 +42,9 @@ class MicrobatchLatency(NamedTuple):
         own = problem.objective == "own"
         outside, longest = [0.0] * stages, 0.0
         for s in range(stages):
-            # The largest time over the ranks of earlier stages, between its start and its end.
+            # `longest` is the largest time over the earlier stages from the end of the I on stage 0
+            # to the end of the stage's work. For "own", the time before the first F of its rank is
+            # subtracted.
             outside[s] = head[s] + back[s] + longest if s else 0.0
             rank = problem.rank_of[s]
             end = problem.W[s] + problem.tail_time[rank] * (not own)

@@ -1,4 +1,4 @@
-"""Compute how much shorter than a given program a schedule with the same memory can be."""
+"""Compute a lower bound for all programs with the same work and memory as a given program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from schedir.schedule_search.problem import Objective, SchedulingProblem, make_p
 from schedir.schedule_search.search_results import LowerBound
 
 _SEARCHED_OPS: Final = {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
-# Instructions that keep, move or free values of a microbatch in another way, such as offloads.
+# Instructions that keep, move or free values of a microbatch in other ways, such as offloads. A
+# `SchedulingProblem` cannot represent them.
 _UNSUPPORTED_OPS: Final = {
     row.op for row in INSTRUCTIONS
     if row.op not in _SEARCHED_OPS
@@ -39,7 +40,8 @@ _UNSUPPORTED_OPS: Final = {
         or {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.needs, *row.gives, *row.frees}
     )
 }  # fmt: skip
-_SLOT_SIZES: Final = {kind.name.lower() for kind in SLOT_VALUES}  # other programs may need fewer
+# Names of the sizes of slots. Other programs may need fewer slots, so slots do not count.
+_SLOT_SIZES: Final = {kind.name.lower() for kind in SLOT_VALUES}
 
 
 def compute_program_bound(
@@ -52,24 +54,26 @@ def compute_program_bound(
 ) -> LowerBound | None:
     """Return a lower bound on the length of every program with the same work and no more memory.
 
-    The memory limit of every rank is the largest memory of a rank of `program`. With sizes it
-    counts bytes of the prediction, including messages. Without sizes it counts microbatches in
-    flight. Other programs may use the memory of this program's messages for saved activations.
+    The memory limit of every rank is the largest memory of a rank of `program`. With sizes, memory
+    is the predicted number of bytes, including messages. Without sizes, it is the number of
+    microbatches in flight. Other programs may use the memory of this program's messages for saved
+    activations.
 
-    If costs or sizes differ between microbatches, the least of each stage counts, and a backward
-    counts as the cheaper of full and split. The bound is then lower, but still valid.
+    If costs or sizes differ between microbatches, the smallest value of each stage counts. A
+    backward counts as the cheaper of a full and a split backward. The bound is then lower, but
+    still valid.
 
     Args:
         program: The program to compare with.
         costs: The costs of stages. By default `Costs()`.
         sizes: The sizes in bytes. By default memory is counted in microbatches in flight.
         objective: The length to bound: "span" or "own", see `search_schedule`.
-        split_backward: True if other programs may split some or all backwards into I and W. By
-            default they may if `program` does. If False, F's and B's may still run in any order.
+        split_backward: True if other programs may split some or all backwards into I and W. False
+            if they have only full backwards. By default True if `program` splits a backward.
 
     Returns:
         The bound. None if no bound applies: the program has stage replicas, several updates,
-        sequence segments, frozen stages or no backwards. Also if it recomputes or offloads, or if
+        sequence chunks, frozen stages or no backwards. Also if it recomputes or offloads, or if
         `Costs.FB` is less than a forward and a backward.
     """
     costs = Costs() if costs is None else costs
@@ -97,7 +101,7 @@ def _relax_program(
     *,
     split_backward: bool | None,
 ) -> SchedulingProblem | None:
-    """Return a problem whose bound applies to every program of this work and memory, or None."""
+    """Return a problem whose bound applies to all programs with this work and memory, or None."""
     shape = program.shape
     if split_backward is None:
         split_backward = not program.used_opcodes.isdisjoint({BACKWARD_INPUT, BACKWARD_WEIGHT})
@@ -112,7 +116,7 @@ def _relax_program(
             OPTIMIZER_STEP_OPS[0],
         )
     )
-    if split_backward:  # a full backward counts as an I followed by its W
+    if split_backward:  # A full backward counts as an I followed by its W.
         I = np.minimum(I, B)
         W = np.minimum(W, B - I)
     steps = step if set(OPTIMIZER_STEP_OPS) & program.used_opcodes else 0 * step
@@ -122,7 +126,7 @@ def _relax_program(
             send=_to_floats(send), step=_to_floats(steps),
         )  # fmt: skip
         problem = make_problem(shape, least, objective=objective, split_backward=split_backward)
-    except CostsError:  # the costs are all 0, or too large
+    except CostsError:  # The costs are all 0, or too large.
         return None
     if sizes is None:
         return replace(problem, capacity=(float(peak_in_flight(program).max()),) * shape.ranks)
@@ -132,7 +136,8 @@ def _relax_program(
     saved, deferred = (
         sizes.per_microbatch(name, shape).min(1) for name in ("saved", "deferred_wgrad")
     )
-    # A full backward keeps the saved activations until its end, and defers nothing.
+    # Other programs may have full backwards, which keep the saved activations until their end and
+    # defer nothing. So `saved` counts for both fields.
     return replace(
         problem, capacity=capacity, saved=_to_floats(saved), saved_and_deferred=_to_floats(saved),
         deferred_wgrad=_to_floats(np.minimum(deferred, saved) if split_backward else 0 * deferred),
@@ -144,7 +149,7 @@ def _to_floats(values: NDArray[np.float64]) -> tuple[float, ...]:
 
 
 def _constant_bytes(footprint: Footprint) -> float:
-    """Return the static bytes of a rank that every program of this work needs, without slots."""
+    """Return the static bytes of a rank that all programs with this work need, without slots."""
     return sum(
         size for name, (_, size) in footprint.static_memory.items() if name not in _SLOT_SIZES
     )

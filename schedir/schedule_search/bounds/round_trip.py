@@ -1,12 +1,13 @@
-"""Lower bounds from the round trip of forwards and backwards.
+"""Compute lower bounds from the round trip of forwards and backwards.
 
-If fewer microbatches fit than there are ranks, a rank waits for one to return before it starts
-another. The round trip then sets the pace.
+If fewer microbatches than ranks fit into memory, a rank must wait for the return of one microbatch
+before it can start another. The time of a round trip then decides how often the rank starts
+microbatches.
 
-Two microbatches on a round trip at the same time cross: the later one's F and the earlier one's I
-need the same rank. One of them is late unless their distance in time has one of few values. If no
-two of these values add up to the pace, the pace is slower. The page
-docs/explanation/lower-bounds.md has the proof.
+Two microbatches on a round trip at the same time cross: the F of the later microbatch and the I of
+the earlier microbatch need the same rank. One of the two tasks is late, except for a few values of
+the time between the two microbatches. If no two of these values add up to the time of a round trip,
+microbatches start later. The page docs/explanation/lower-bounds.md has the proof.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
 from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.search_results import LowerBound
 
-# Each weight gives a valid bound of the average delay. The largest bound counts.
+# Weights of the delays of the first and the third microbatch in `_min_average_delay`. The second
+# has weight 1. Each value gives a valid bound of the average delay, and the largest bound counts.
 _LATENESS_WEIGHTS: Final = [k / 8 for k in range(9)]
 
 
 def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
-    """Return the bound from crossing microbatches after the stage that sets the pace.
+    """Return the lower bound from pairs of microbatches whose F and I need the same rank.
+
+    Such microbatches cross, on the stages after the stage with the slowest round trips.
 
     Args:
         problem: The problem.
@@ -86,27 +90,29 @@ def crossing_delays(
 ) -> Iterator[tuple[float, float]]:
     """Yield the ways in which three microbatches can cross after a stage, as pairs of delays.
 
-    The second microbatch starts between the first and the one that may start when the first
-    returns.
+    The third microbatch can start when the first returns. The second microbatch starts between
+    these two.
 
     Args:
         problem: The problem.
-        latency: The unobstructed times of a microbatch.
-        stage: The stage that sets the pace.
-        round_trip: The time from the start of the first to the start of the third, without delays.
+        latency: The times of a microbatch that waits for no other microbatch.
+        stage: The stage with the slowest round trips.
+        round_trip: The time from the start of the first microbatch to the start of the third,
+            without delays.
 
     Yields:
-        The least delay of the second microbatch, and the least total delay of all three.
+        The least delay of the second microbatch, and the least total delay of the three.
     """
     stages, turn = range(stage, problem.shape.stages), latency.forward_to_backward
     round_trips = [problem.F[r] + turn[r] + problem.I[r] for r in range(problem.shape.stages)]
     for r in stages:
         for q in range(stage, r + 1):
             x = max(round_trip - turn[r] - turn[q], 0.0)
-            both = r < stages[-1]  # on the last stage, x is the larger delay
+            both = r < stages[-1]  # The last stage has no stage r + 1: `y` is then `x`.
             y = round_trips[r + 1] + round_trips[q + 1] - round_trip if both else x
             yield x, max(x, y)
-    rest = round_trip - round_trips[stage]  # the first returns before the second starts
+    # The other case: the first microbatch returns before the second starts.
+    rest = round_trip - round_trips[stage]
     least = min(problem.F[stage], min(round_trips[stage:]) - rest)
     yield 0.0, max(least, 0.0)
 
@@ -118,7 +124,10 @@ def _min_remaining_time(
     stage: int,
     microbatches: int,
 ) -> float:
-    """Return the least time from an F of a stage to the end, with `microbatches` left to run."""
+    """Return the least time from an F of a stage to the end of the run.
+
+    `microbatches` is the number of microbatches that the stage has yet to run.
+    """
     rank = problem.rank_of[stage]
     left = replace(problem, shape=replace(problem.shape, microbatches=microbatches))
     if stage == 0:

@@ -1,1 +1,1 @@
-"""Heuristics that find short schedules: list scheduling, annealing, local search."""
+"""Find short schedules with heuristics: list scheduling, annealing and local search."""

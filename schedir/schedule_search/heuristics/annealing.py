@@ -1,17 +1,17 @@
-"""Simulated annealing of rank orders, in loops that numba can compile.
+"""Shorten rank orders by simulated annealing, in loops that Numba can compile.
 
-All inputs and outputs are lists or arrays. The code of a task is KINDS * stage + kind, as in an
-`Order`. A position is an index into `codes`, the concatenated codes of all ranks.
+All inputs and outputs are numbers, lists or arrays. The code of a task is KINDS * stage + kind, as
+in an `Order`. A position is an index into `codes`, the concatenated codes of all ranks.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-Vector = Any  # a list or a one-dimensional array
+Vector = Any  # A list or a one-dimensional array.
 
-_NEVER: Final = 1e300  # a time that is never reached
-_WAVE_INTERVAL: Final = 4  # one of this many moves changes several ranks
+_NEVER: Final = 1e300  # A time that is never reached.
+_WAVE_INTERVAL: Final = 4  # One of this many moves changes several ranks.
 
 
 def compute_times(
@@ -44,14 +44,15 @@ def compute_times(
         rank_offsets: The first position of each rank, and the total number of tasks.
         codes: The order: the codes of all ranks, concatenated.
         cost: The time of a task, for each code.
-        delays: The time from the end of a task until its value arrives, for each code.
-        tail: For each rank, the time from the end of its last compute to the end of the rank.
+        delays: The time from the end of a task to the arrival of its value, for each code.
+        tail: For each rank, the time from the end of its last task to the end of its step.
         own_span: 1 for the objective "own", 0 for "span".
-        arrivals: Buffer: when the input of a task arrives, for each code and microbatch.
+        arrivals: Buffer: the time at which the input of a task arrives, for each code and
+            microbatch.
         next_mb: Buffer: the next microbatch, for each code.
         next_position: Buffer: the next position of each rank.
         rank_time: Output: the end of the last task of each rank.
-        stack: Buffer: ranks that may go on.
+        stack: Buffer: the ranks that may be able to continue.
         is_on_stack: Buffer: 1 for each rank on the stack.
         start: Output: the start of each task, by position.
         mb_at: Output: the microbatch of each task, by position.
@@ -157,16 +158,16 @@ def anneal(
     random_state: Vector,
     goal: float,
 ) -> float:
-    """Move one task at a time in the order `codes`, and keep the shortest order in `best_codes`.
+    """Change the order `codes` by random moves, and keep the shortest order in `best_codes`.
 
-    Most moves exchange two tasks of a critical path that follow each other without idle time. Some
-    moves change several ranks in the same way, see `move_on_several_ranks`: with little memory, or
-    with several stages per rank, one rank alone can change little.
+    Most moves exchange tasks of a critical path that follow each other without idle time. Some
+    moves change several ranks in the same way (`move_on_several_ranks`), because with little
+    memory, or with several stages per rank, a change of one rank alone is rarely possible.
 
     A move that exceeds a capacity or deadlocks is undone. A longer order is kept if the increase is
     less than a random share of the temperature. Random numbers come from a linear congruential
-    generator, so Python and compiled code draw the same. A later call continues where the last one
-    ended.
+    generator, so Python and compiled code draw the same numbers. The next call continues where the
+    previous call ended.
 
     Args:
         ranks: See `compute_times`.
@@ -194,15 +195,17 @@ def anneal(
         rank_at: The rank of each position.
         rank_stages: The stages of all ranks, concatenated.
         stage_offsets: The first index of each rank in `rank_stages`, and the number of stages.
-        path_joints: Buffer: positions on the critical path without idle time before them.
+        path_joints: Buffer: positions on the critical path whose task starts when the task before
+            it on the rank ends.
         best_codes: Output: the shortest order so far.
         saved_codes: Buffer: the order before a move.
-        num_moves: The number of moves.
+        num_moves: The number of moves to try.
         temperature_state: The temperature, the factor by which each move reduces it, and the
-            shortest length so far. Updated in place. The temperature is a time.
+            shortest length so far. Updated in place. The temperature is a time, in the unit of the
+            costs.
         random_state: The last random number, updated in place. The second entry is an output: the
             number of moves that were tried.
-        goal: Stop if an order is not longer than this.
+        goal: The search stops when an order has this length or less.
 
     Returns:
         The shortest length so far.
@@ -225,8 +228,8 @@ def anneal(
         draw = random >> 8
         x = -1
         if draw % 8 > 0:
-            # Follow one critical path backward from its end: each task starts when the previous one
-            # ends.
+            # Follow one critical path backward from its end. On a critical path, each task starts
+            # when the task before it ends, or when its input arrives.
             y = -1
             for r in range(ranks):
                 takes = rank_time[r] + tail[r]
@@ -251,7 +254,7 @@ def anneal(
                     source = c + 3 if c + 3 < 3 * stages else c - 1
                 if source < 0:
                     break
-                # Find the position of the task that produced the value this task waited for.
+                # Find the position of the task that produced the input of this task.
                 q = rank_of[source // 3]
                 lo, hi = rank_offsets[q], rank_offsets[q + 1] - 1
                 due = start[y] - delays[source] - cost[source]
@@ -272,8 +275,8 @@ def anneal(
             x = (random >> 8) % n
             random = (random * 1103515245 + 12345) % 2147483648
         draw = random >> 8
-        # The tasks from x on move before the tasks that end there. Mostly one of the two is one
-        # task.
+        # Exchange the `ahead` tasks before x with the `behind` tasks from x on. In most moves, one
+        # of the two groups has only one task.
         ahead, behind = 1, 1
         if draw % 4 == 1:
             ahead = 1 + (draw >> 8) % 8
@@ -317,7 +320,7 @@ def anneal(
                 lo = rank_offsets[r]
             if hi > rank_offsets[r + 1]:
                 hi = rank_offsets[r + 1]
-            # No task passes a task of the same code, or a task of the same stage and microbatch.
+            # A task must not pass a task of the same code, or of the same stage and microbatch.
             for y in range(x, hi):
                 c = codes[y]
                 z = x - 1
@@ -393,11 +396,12 @@ def move_on_several_ranks(
     position: int,
     move_behind: int,
 ) -> int:
-    """Exchange a task with the one before it, and the corresponding tasks on other ranks.
+    """Exchange a task with the task before it, and the corresponding tasks on other ranks.
 
-    Corresponding tasks have the same kinds, microbatches and local stages. They need not be
-    neighbours. A rank stays unchanged if its two tasks are in the new order already. It also stays
-    unchanged if a task would pass one of the same code, or of the same stage and microbatch.
+    Corresponding tasks have the same kinds, microbatches and local stages. Other tasks may be
+    between them. A rank stays unchanged if its two tasks are already in the new order. It also
+    stays unchanged if a task would pass a task of the same code, or of the same stage and
+    microbatch.
 
     Args:
         low_rank: The first rank to change.
@@ -409,8 +413,8 @@ def move_on_several_ranks(
         mb_at: The microbatch of each position, before the change.
         rank_at: The rank of each position.
         position: The position of the later task.
-        move_behind: 0 to move the later task directly before the earlier one. 1 to move the earlier
-            task directly after the later one.
+        move_behind: 0 to move the later task directly before the earlier task. 1 to move the
+            earlier task directly after the later task.
 
     Returns:
         The number of changed ranks.
@@ -442,7 +446,8 @@ def move_on_several_ranks(
                 break
         if lo < 0 or hi < 0:
             continue
-        # One task moves. No task between the two may have its code, or its stage and microbatch.
+        # No task between the two tasks may have the code, or the stage and microbatch, of the task
+        # that moves.
         moves, n = (d, met) if move_behind else (c, mb)
         free = 1
         for y in range(lo + move_behind, hi + move_behind):

@@ -1,4 +1,4 @@
-"""Dispatch policies to try in list scheduling, and policies that differ in one parameter.
+"""Generate dispatch policies for list scheduling, and variations of a policy.
 
 A dispatch policy decides which task an idle rank starts next (`list_scheduling.py`).
 """
@@ -15,11 +15,11 @@ from schedir.schedule_search.problem import SchedulingProblem
 
 
 def generate_policies(problem: SchedulingProblem, random: Random) -> Iterator[DispatchPolicy]:
-    """Yield policies to try: those that are most often best, then the others in random order.
+    """Yield policies to try: first the policies that are most often best, then all others.
 
-    A policy limits how many forwards a rank runs ahead of its backwards, and decides when the rank
-    runs its W's. `idle_share` balances idle time over the ranks: a rank with less idle time than
-    others may wait, and the others run a W instead.
+    The others are in random order. A policy limits how many forwards a rank runs ahead of its
+    backwards, and decides when the rank runs its W's. `idle_share` balances idle time over the
+    ranks: a rank with little idle time may wait, and a rank with much idle time runs a W instead.
 
     Args:
         problem: The problem.
@@ -53,14 +53,14 @@ def generate_policies(problem: SchedulingProblem, random: Random) -> Iterator[Di
 
 
 def _list_leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
-    """Return values of `max_lead`, the likeliest first.
+    """Return values of `max_lead` to try. The values that are most often best come first.
 
-    Candidates are: as many F's as fit before the first gradient can arrive, or some more; all
-    microbatches; and a number that grows with the number of later stages.
+    One value is the number of F's that fit before the first gradient can arrive, plus 0 to 3. Other
+    values are the number of microbatches, and multiples of the number of later stages plus 0 to 3.
     """
     m, S = problem.microbatches, problem.shape.stages
     fit = []
-    comes = 0.0  # the time from the end of an F to the start of its I
+    comes = 0.0  # The time from the end of an F to the start of its I.
     for stage in reversed(range(S)):
         own = sum(problem.F[other] for other in problem.stages_of_rank[problem.rank_of[stage]])
         fit.append((comes / problem.F[stage], comes / own) if own else (inf, inf))
@@ -93,7 +93,7 @@ def _clip_count(number: float, max_count: int) -> int:
 def generate_neighbours(
     problem: SchedulingProblem, policy: DispatchPolicy, random: Random
 ) -> Iterator[DispatchPolicy]:
-    """Return the neighbours of a policy, which differ in one parameter, in random order.
+    """Yield the policies that differ from `policy` in one parameter, in random order.
 
     Args:
         problem: The problem.

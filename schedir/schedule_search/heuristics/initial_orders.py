@@ -1,4 +1,4 @@
-"""Orders from which a search starts: built-in schedules, and those of the user."""
+"""List the orders from which a search starts: those of built-in schedules and of the user."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def list_initial_orders(
 ) -> Iterator[tuple[str, Order]]:
     """Yield the name and the order of each schedule from which a search starts.
 
-    These are the given schedules, and the built-in schedules that support the shape. Schedules that
-    do not run exactly the tasks of the problem are left out.
+    These are `schedules` and the built-in schedules that support the shape. A schedule must run all
+    tasks of the problem, and no others. Other schedules are left out.
 
     Args:
         problem: The problem.
@@ -42,17 +42,18 @@ def list_initial_orders(
                 fields=["initial_schedules"],
             )
         yield from _order_if_complete(problem, program)
-    # If two schedules are equal, the one without a parameter `v` gives the name.
+    # If two schedules have the same order, the search reports the name of the first. Schedules
+    # without a parameter `v` come first.
     for schedule in sorted(get_built_in_schedules().values(), key=has_free_v):
         try:
             program = expand_schedule(schedule, problem.shape)
-        except SchedirError:  # the schedule does not support this shape
+        except SchedirError:  # The schedule does not support this shape.
             continue
         yield from _order_if_complete(problem, program)
 
 
 def describe_unsearchable(program: Program) -> str:
-    """Return the reason why a program cannot be searched, as the rest of a sentence, else "".
+    """Return why a search cannot start from a program, as the rest of a sentence, or "".
 
     Args:
         program: The program.

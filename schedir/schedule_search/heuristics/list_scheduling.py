@@ -1,16 +1,16 @@
-"""Greedy list scheduling: an idle rank starts the task that its policy prefers.
+"""Build orders by greedy list scheduling: an idle rank starts the task that its policy prefers.
 
-All inputs and outputs are lists or arrays. The code of a task is KINDS * stage + kind, as in an
-`Order`.
+All inputs and outputs are numbers, lists or arrays. The code of a task is KINDS * stage + kind, as
+in an `Order`.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-Vector = Any  # a list or a one-dimensional array
+Vector = Any  # A list or a one-dimensional array.
 
-_NEVER: Final = 1e300  # a time that is never reached
+_NEVER: Final = 1e300  # A time that is never reached.
 
 
 def dispatch_by_policy(
@@ -50,16 +50,16 @@ def dispatch_by_policy(
     An idle rank starts the first of these tasks that is possible:
 
     1. A W, if more than `max_lag` W's wait.
-    2. An I whose gradient has arrived. With `forward_first`, an F precedes it.
-    3. An F that fits into memory and does not exceed the `max_lead` of its stage. But not if an I
-       arrives within `wait_share` of the F's cost.
-    4. A W, if memory blocks other tasks, if no arrival is scheduled, or if it ends at most
-       `late_share` of its cost after the next arrival. Also if the rank would else idle more than
-       `idle_share` allows.
+    2. An I whose gradient has arrived. With `forward_first`, an F that is possible runs instead.
+    3. An F that fits into memory and does not exceed the `max_lead` of its stage. The rank does not
+       start it if a gradient arrives within `wait_share` of the F's cost.
+    4. A W, if memory blocks other tasks, if no arrival is scheduled, or if the W ends at most
+       `late_share` of its cost after the next arrival. Also if the rank would otherwise be idle for
+       longer than `idle_share` allows.
 
-    Otherwise the rank waits. Among several stages, the I with the lowest microbatch goes first, and
-    among equal microbatches the I of the deepest stage. For F's the same applies, unless
-    `stage_choice` differs.
+    Otherwise the rank waits. If I's of several stages are possible, the I with the lowest
+    microbatch runs first. If their microbatches are equal, the I of the deepest stage runs first.
+    The rule for F's is the same with `stage_choice` 0.
 
     Args:
         ranks: The number of ranks.
@@ -71,26 +71,27 @@ def dispatch_by_policy(
         stage_offsets: The first index of each rank in `rank_stages`, and the number of stages.
         rank_offsets: The first index of each rank in `codes`.
         cost: The time of a task, for each code.
-        delays: The time from the end of a task until its value arrives, for each code.
+        delays: The time from the end of a task to the arrival of its value, for each code.
         start_memory: The memory that must be free at the start of a task, for each code.
         memory_change: The memory that a task adds until its end, for each code. Negative if the
             task frees memory.
         capacity: The memory of each rank.
-        reserved_memory: By stage, the memory that an F must leave free for later stages of its
-            rank. So the microbatch at the deepest stage can always continue.
-        max_lead: By stage, the largest number of F's without a finished I.
-        max_lag: By rank, the largest number of W's that wait.
+        reserved_memory: For each stage, the memory that an F must leave free for later stages of
+            its rank, so that the microbatch at the deepest stage can always continue.
+        max_lead: For each stage, the largest number of F's whose I has not run.
+        max_lag: For each rank, the largest number of W's that wait.
         wait_share: A rank waits for an I that arrives within this share of an F's cost.
         late_share: A W may end later than the next arrival by this share of its cost.
-        idle_share: A rank runs a W instead of waiting if otherwise its idle time would exceed this
+        idle_share: A rank runs a W instead of waiting if its idle time would otherwise exceed this
             share of the largest idle time of all ranks. Idle time counts from the rank's first F.
-        forward_first: 1 if an F goes before an I.
-        stage_choice: The F among several stages. 0: the lowest microbatch. 1: the deepest stage. 2:
-            the first stage.
+        forward_first: 1 to run an F before an I if both are possible.
+        stage_choice: Which F runs if F's of several stages are possible. 0: the F with the lowest
+            microbatch. 1: the F of the deepest stage. 2: the F of the first stage.
         next_mb: Buffer: the next microbatch, for each code.
-        arrivals: Buffer: when the input of a task arrives, for each code and microbatch.
-        memory: Buffer: the memory in use, by rank.
-        rank_time: Buffer: when each rank decides next.
+        arrivals: Buffer: the time at which the input of a task arrives, for each code and
+            microbatch.
+        memory: Buffer: the memory in use on each rank.
+        rank_time: Buffer: the time at which each rank chooses its next task.
         idle_time: Buffer: the idle time of each rank.
         idle_since: Buffer: the start of the current idle time of each rank.
         is_waiting: Buffer: 1 for each rank that waits.
@@ -196,8 +197,8 @@ def dispatch_by_policy(
         rank_time[r] = end
         left -= 1
         if kind < 2:
-            # The result is the input of the next stage's F, of the same stage's I, or of the
-            # previous stage's I.
+            # The result is the input of the F of the next stage, of the I of the same stage, or of
+            # the I of the previous stage.
             target = -1
             if kind == 0:
                 target = code + 3 if s + 1 < stages else code + 1

@@ -20,28 +20,30 @@ from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import Order, compute_peaks, order_one_by_one
 from schedir.schedule_search.search_results import SearchStep
 
-_IMPROVEMENT_FACTOR = 1 - 1e-12  # lengths that differ by less are equal up to rounding
-_CLOCK_SECONDS = 0.05  # seconds between two checks of the budget
-# Shares of the budget at which the trial and the variation of policies end, in two phases. The rest
-# of the budget is for annealing.
+_IMPROVEMENT_FACTOR = 1 - 1e-12  # A smaller relative difference of lengths is a rounding error.
+_CLOCK_SECONDS = 0.05  # Seconds between two checks of the budget.
+# There are two phases. In each, the search first tries policies and then varies the best policies.
+# These are the shares of the budget at which the two parts of each phase end. The rest of the
+# budget is for annealing.
 _POLICY_PHASES = ((0.08, 0.2), (0.35, 0.5))
-_MAX_FINALISTS = 4  # shortest orders to keep
-# Orders as short as the shortest that are compiled at the end. Their messages may wait less.
+_MAX_FINALISTS = 4  # The number of shortest orders to keep.
+# The number of orders of the shortest length to compile. Their programs differ in length, because
+# messages may wait for each other.
 _MAX_EQUAL_ORDERS = 32
-_MAX_EQUAL_MOVES = 500  # moves from the shortest order to one of these, at most
-_FIRST_MOVES = 16  # moves before the first check of the budget
-_POOL_SIZE = 24  # policies whose orders annealing starts from
-_COMPILE_AFTER_SECONDS = 0.2  # a search that ends earlier does not pay for loading compiled loops
-_MAX_FAILED_ROUNDS = 64  # annealing rounds without a shorter order; more rarely find one
-# For each round the initial temperature, in mean times of a task, and the number of moves per task.
+_MAX_EQUAL_MOVES = 500  # The largest number of moves from the shortest order to such an order.
+_FIRST_MOVES = 16  # The number of moves before the first check of the budget.
+_POOL_SIZE = 24  # The number of policies from whose orders annealing starts.
+_COMPILE_AFTER_SECONDS = 0.2  # A shorter search would save less time than loading loops takes.
+_MAX_FAILED_ROUNDS = 64  # Annealing ends after this many successive rounds without improvement.
+# For each round: (initial temperature, in mean times of a task; number of moves per task).
 _ANNEALING_ROUNDS = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
-_UNLIMITED_EVALUATIONS = 2**62  # the number for "no limit"
-_MIN_TEMPERATURE = 0.1  # the least initial temperature, in mean times of a task
-_FINAL_TEMPERATURE_SHARE = 1 / 30  # share of a round's initial temperature at its end
+_UNLIMITED_EVALUATIONS = 2**62  # The number that means "no limit".
+_MIN_TEMPERATURE = 0.1  # The least initial temperature, in mean times of a task.
+_FINAL_TEMPERATURE_SHARE = 1 / 30  # The final temperature of a round / its initial temperature.
 
 
 class BudgetExhausted(Exception):
-    """Raised when the budget of a search is spent."""
+    """Raised when a search has used its time limit or its number of evaluations."""
 
 
 class LocalSearch:
@@ -49,13 +51,13 @@ class LocalSearch:
 
     Args:
         problem: The problem.
-        bound: A lower bound on the length. The search ends if an order reaches it.
+        bound: A lower bound on the length. The search ends if the length of an order reaches it.
         start_time: The start of the search, by `time.perf_counter`.
-        seconds: The time limit, from `start_time`.
-        evaluations: The largest number of evaluated orders, or None for no limit. If `seconds` are
-            enough for them, the results depend on `seed` alone.
+        seconds: The time limit in seconds, from `start_time`.
+        evaluations: The largest number of evaluated orders, or None for no limit. If this limit
+            ends the search before `seconds`, the results depend only on `seed`.
         seed: The random seed.
-        report: Called with each shorter order.
+        report: A function that the search calls with each shorter order.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class LocalSearch:
     ) -> None:
         self.problem = problem
         self.bound = bound
-        # Lengths and orders, the shortest first.
+        # Lists of (length, order), the shortest first.
         self.shortest_orders: list[tuple[float, Order]] = []
         self.initial_orders: list[tuple[float, Order]] = []
         self.improvements: list[SearchStep] = []
@@ -83,9 +85,10 @@ class LocalSearch:
         self.numba: NumbaStatus = "not needed"
         self._evaluator = OrderEvaluator(problem)
         self._earlier_evaluations = 0
-        self._moves_per_second = 1e4  # an estimate until the first round of annealing
+        self._moves_per_second = 1e4  # An estimate until the first round of annealing.
         self._pool: list[tuple[float, DispatchPolicy]] = []
-        self._exhausted_policies: set[DispatchPolicy] = set()  # policies without a better neighbour
+        # Policies without a better neighbour.
+        self._exhausted_policies: set[DispatchPolicy] = set()
 
     @property
     def length(self) -> float:
@@ -99,7 +102,7 @@ class LocalSearch:
 
     @property
     def is_proved(self) -> bool:
-        """Return whether no order can be shorter than the best."""
+        """Return whether the lower bound proves that the best order is the shortest."""
         return self.length <= self.proof_length
 
     @property
@@ -118,7 +121,7 @@ class LocalSearch:
         return perf_counter() - self.start_time
 
     def add_order(self, length: float, order: Order, method: str) -> bool:
-        """Keep an order if it is the shortest so far, and report it.
+        """If an order is the shortest so far, keep and report it.
 
         Args:
             length: The length of the order.
@@ -140,7 +143,7 @@ class LocalSearch:
         """Evaluate the initial orders that fit into memory, and keep them.
 
         Args:
-            orders: Names and orders.
+            orders: Pairs of a name and an order.
         """
         for name, order in orders:
             if all(map(self.problem.fits_on_rank, compute_peaks(self.problem, order), count())):
@@ -149,14 +152,14 @@ class LocalSearch:
         self.initial_orders.sort(key=itemgetter(0))
 
     def run(self, tighten_bound: Callable[[], float] | None = None) -> bool:
-        """Search until a proof, the end of the budget, or no more improvements.
+        """Search until a proof, the end of the budget, or too many rounds without improvement.
 
         Args:
-            tighten_bound: Called once for a tighter bound if there is no proof after the first
-                phase.
+            tighten_bound: A function that returns a larger lower bound. The search calls it once,
+                if there is no proof after the first phase.
 
         Returns:
-            False if the budget is spent, else True.
+            False if the budget ended the search, else True.
         """
         try:
             tried = generate_policies(self.problem, self._random)
@@ -171,7 +174,7 @@ class LocalSearch:
         return True
 
     def list_finalists(self) -> Iterator[tuple[float, Order]]:
-        """Yield lengths and orders to compile, the shortest first.
+        """Yield the orders to compile, each with its length, the shortest first.
 
         After the shortest order come other orders of the same length, and then the orders that were
         the shortest before. The search for orders of the same length uses the remaining seconds.
@@ -182,7 +185,7 @@ class LocalSearch:
         yield from self.shortest_orders[1:]
 
     def _generate_equal_orders(self) -> Iterator[Order]:
-        """Yield orders as short as the shortest, made from it by random moves."""
+        """Yield orders of the shortest length, by random moves from the shortest order."""
         while self.shortest_orders and self.elapsed < self._seconds:
             self._use_compiled_loops()
             moving = self._evaluator.start_annealing(
@@ -194,7 +197,7 @@ class LocalSearch:
     # ------------------------------------------------------------ methods of the search
 
     def _try_policies(self, policies_to_try: Iterator[DispatchPolicy], budget_share: float) -> None:
-        """Evaluate policies until a share of the budget is spent, and keep the best in the pool."""
+        """Evaluate policies until a share of the budget is spent. Keep the best in the pool."""
         while (
             not self.is_proved
             and self._check_budget() <= budget_share
@@ -207,7 +210,7 @@ class LocalSearch:
         del self._pool[_POOL_SIZE:]
 
     def _improve_policies(self, budget_share: float) -> None:
-        """Replace each policy of the pool by its first better neighbour, repeatedly."""
+        """Replace each policy of the pool by a better neighbour until no neighbour is better."""
         for k, (length, policy) in enumerate(self._pool):
             better = None if policy in self._exhausted_policies else policy
             while (
@@ -229,7 +232,7 @@ class LocalSearch:
         """Run rounds of annealing from the best order and from the orders of policies."""
         if not self.is_proved:
             self._use_compiled_loops()
-        if not self.shortest_orders:  # with little memory, all policies may fail
+        if not self.shortest_orders:  # With little memory, all policies may fail.
             order = order_one_by_one(self.problem)
             self.add_order(self._evaluator.evaluate_order(order), order, "one microbatch at a time")
         starts = [self._order_from_policy(policy) for length, policy in self._pool if length < inf]
@@ -248,7 +251,7 @@ class LocalSearch:
                 else self.best_order
             )
             max_moves = self._count_affordable_moves() // 3
-            if num_moves > max_moves:  # a short round needs less temperature
+            if num_moves > max_moves:  # A shorter round needs a lower temperature.
                 temperature, num_moves, order = (
                     max(temperature * max_moves / num_moves, _MIN_TEMPERATURE),
                     max_moves,
@@ -303,7 +306,7 @@ class LocalSearch:
             self._evaluator = OrderEvaluator(self.problem, loops)
 
     def _count_affordable_moves(self) -> int:
-        """Return an estimate of the moves that the remaining budget allows."""
+        """Estimate the number of moves that the remaining budget allows."""
         if self._evaluations is not None:
             return self._count_remaining()
         return int(
@@ -318,7 +321,7 @@ class LocalSearch:
         )
 
     def _check_budget(self) -> float:
-        """Return the share of the budget that is spent. Raise BudgetExhausted at 1."""
+        """Return the share of the budget that is spent. Raise BudgetExhausted if it is all."""
         time = self.elapsed / self._seconds
         part = time if self._evaluations is None else self.num_evaluated / self._evaluations
         if time >= 1 or part >= 1:

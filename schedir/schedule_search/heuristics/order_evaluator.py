@@ -1,4 +1,4 @@
-"""Evaluate policies and orders of a problem, in interpreted or compiled loops."""
+"""Compute the lengths of policies and orders of a problem, in interpreted or compiled loops."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from schedir.schedule_search.heuristics.list_scheduling import dispatch_by_polic
 from schedir.schedule_search.problem import MAX_TIME, SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, Order
 
-LOOPS: Final = (compute_times, dispatch_by_policy, anneal)  # the loops that numba compiles
+LOOPS: Final = (compute_times, dispatch_by_policy, anneal)  # The functions that Numba compiles.
 
 
 class DispatchPolicy(NamedTuple):
     """The parameters by which idle ranks choose their tasks: see `dispatch_by_policy`.
 
     Attributes:
-        max_lead: By stage, the largest number of F's without a finished I.
-        max_lag: By rank, the largest number of W's that wait.
+        max_lead: For each stage, the largest number of F's whose I has not run.
+        max_lag: For each rank, the largest number of W's that wait.
         wait_share: A rank waits for an I that arrives within this share of an F's cost.
         late_share: A W may end later than the next arrival by this share of its cost.
-        idle_share: A rank runs a W rather than idle more than this share of the largest idle time.
-        forward_first: True if an F goes before an I.
-        stage_choice: The F among several stages. 0: the lowest microbatch. 1: the deepest stage. 2:
-            the first stage.
+        idle_share: A rank runs a W instead of waiting if its idle time would otherwise exceed this
+            share of the largest idle time of all ranks.
+        forward_first: True to run an F before an I if both are possible.
+        stage_choice: Which F runs if F's of several stages are possible. 0: the F with the lowest
+            microbatch. 1: the F of the deepest stage. 2: the F of the first stage.
     """
 
     max_lead: tuple[int, ...]
@@ -42,14 +43,14 @@ class DispatchPolicy(NamedTuple):
 
 
 class OrderEvaluator:
-    """Evaluates policies and orders of one problem.
+    """Computes the lengths of policies and orders of one problem.
 
     Interpreted loops use lists, and compiled loops use arrays. The results are bitwise equal. An
     evaluator reuses its buffers, so it is not thread-safe.
 
     Args:
         problem: The problem.
-        loops: The compiled `LOOPS`. By default Python runs them.
+        loops: The compiled functions of `LOOPS`. By default Python interprets them.
     """
 
     def __init__(self, problem: SchedulingProblem, loops: tuple[Loop, ...] | None = None) -> None:
@@ -132,7 +133,9 @@ class OrderEvaluator:
         return np.array(each, float) if self._uses_arrays else list(map(float, each))
 
     def evaluate_policy(self, policy: DispatchPolicy) -> float:
-        """Return the length of the order that a policy gives. Infinite if the policy gets stuck.
+        """Return the length of the order that a policy produces.
+
+        The length is infinite if the ranks cannot continue within their memory.
 
         Args:
             policy: The policy.
@@ -148,11 +151,13 @@ class OrderEvaluator:
 
     @property
     def last_order(self) -> Order:
-        """The order of the last evaluated policy."""
+        """The order that the last evaluated policy produced."""
         return self._split_by_rank(self._codes)
 
     def evaluate_order(self, order: Order) -> float:
-        """Return the length of an order by the objective. Infinite if the order deadlocks.
+        """Return the length of an order by the objective of the problem.
+
+        The length is infinite if the order deadlocks.
 
         Args:
             order: The order.
@@ -163,10 +168,10 @@ class OrderEvaluator:
     def start_annealing(
         self, order: Order, temperature: float, cooling: float, seed: int
     ) -> AnnealingState:
-        """Return a new state of simulated annealing, see `anneal`.
+        """Return a new state of simulated annealing. See `anneal`.
 
         Args:
-            order: The order to start from.
+            order: The order from which annealing starts.
             temperature: The initial temperature, in the unit of the costs.
             cooling: The factor by which each move reduces the temperature.
             seed: The random seed, 0 to 2**31 - 1.
@@ -184,11 +189,11 @@ class OrderEvaluator:
 
 
 class AnnealingState:
-    """An order that annealing changes, and the shortest order so far.
+    """The current order of annealing, and the shortest order so far.
 
     Args:
-        evaluator: The evaluator of the problem. Its buffers are used.
-        order: The order to start from.
+        evaluator: The evaluator of the problem. Annealing uses its buffers.
+        order: The order from which annealing starts.
         temperature: The initial temperature, in the unit of the costs.
         cooling: The factor by which each move reduces the temperature.
         seed: The random seed, 0 to 2**31 - 1.
@@ -206,11 +211,11 @@ class AnnealingState:
         self._randoms = evaluator._to_ints([seed, 0])
 
     def run(self, num_moves: int, goal: float) -> float:
-        """Make some moves, and return the shortest length so far.
+        """Try `num_moves` moves, and return the shortest length so far.
 
         Args:
-            num_moves: The largest number of moves.
-            goal: Stop if an order is not longer than this.
+            num_moves: The largest number of moves to try.
+            goal: The function returns early when an order has this length or less.
         """
         evaluator = self._evaluator
         self.length = float(
@@ -226,7 +231,7 @@ class AnnealingState:
 
     @property
     def current_order(self) -> Order:
-        """The current order."""
+        """The order after the last move."""
         return self._evaluator._split_by_rank(self._codes)
 
     @property
@@ -236,5 +241,5 @@ class AnnealingState:
 
 
 def _interleave_by_code(*kinds: Sequence[float]) -> list[float]:
-    """Return a number for each code of a task, from the numbers of all stages for each kind."""
+    """Return a number for each code of a task, from the numbers of each kind by stage."""
     return [number for stage in zip(*kinds, strict=True) for number in stage]

@@ -32,11 +32,11 @@ _BUFFER_SHARING_CHOICES: tuple[BufferSharing | None, ...] = (None, "latency_pres
 
 
 class BuiltProgram(NamedTuple):
-    """The prediction of a program.
+    """The prediction of a compiled program.
 
     Attributes:
         length: The length by the objective of the search.
-        timeline: The prediction.
+        timeline: The predicted timeline, which contains the program.
     """
 
     length: float
@@ -44,14 +44,15 @@ class BuiltProgram(NamedTuple):
 
 
 class ProgramBuilder:
-    """Compiles orders of a problem into programs that fit with their messages.
+    """Compiles orders of a problem into programs that fit into memory with their messages.
 
-    Messages use memory that the problem does not count. The number of their slots can vary.
+    The problem does not include the memory of messages. The builder chooses how many slots the
+    messages have.
 
     Args:
         problem: The problem.
         costs: The costs of stages.
-        sizes: The sizes in bytes, if there is a memory limit in bytes.
+        sizes: The sizes in bytes. Required for a memory limit in bytes.
         memory_limit: The memory of each rank in bytes, or None.
     """
 
@@ -79,16 +80,16 @@ class ProgramBuilder:
     def reserve_message_memory(self, order: Order, problem: SchedulingProblem) -> SchedulingProblem:
         """Return a problem with less capacity if an order with its messages exceeds the limit.
 
-        The messages get as many slots as they need to lose no time. The capacity is reduced by half
-        of the excess only, since orders in less memory usually have fewer messages.
+        The messages get as many slots as they need to cause no delay. The capacity is reduced only
+        by half of the excess, because orders with less memory usually have fewer messages.
 
         Args:
             order: The order to check.
             problem: The problem with the capacity to reduce.
 
         Returns:
-            The problem with less capacity, too little for `order`. `problem` itself if the order
-            fits.
+            The problem with less capacity, in which `order` does not fit. `problem` itself if the
+            order fits with its messages.
         """
         if not self.counts_messages:
             return problem
@@ -121,16 +122,16 @@ class ProgramBuilder:
         best: BuiltProgram | None = None,
         deadline: float = inf,
     ) -> BuiltProgram | None:
-        """Compile orders, and return the shortest program.
+        """Compile orders, and return the shortest program that fits.
 
-        Each order is tried without and with grouped opposite messages (`overlap`): grouped messages
-        may wait less for each other.
+        Each order is compiled without and with groups of opposite messages (`overlap`), because
+        messages in groups may wait less for each other.
 
         Args:
-            orders: Lengths and orders, the shortest first.
+            orders: Pairs of a length and an order, the shortest first.
             best: The shortest program so far.
-            deadline: No further order is tried after this time, by `time.perf_counter`, if there is
-                a program.
+            deadline: A time by `time.perf_counter`. After it, the function compiles more orders
+                only if it has no program yet.
 
         Returns:
             The shortest program, or None if none fits.
@@ -141,7 +142,7 @@ class ProgramBuilder:
                     1 + RELATIVE_TOLERANCE
                 )
                 if best is not None and (best_is_shorter or perf_counter() > deadline):
-                    return best  # the next orders are longer, or the time is over
+                    return best  # The next orders are longer, or the time is over.
                 try:
                     timeline = self._simulate_draft(draft_from_order(self._problem, order), overlap)
                 except MemoryLimitError:
@@ -154,7 +155,7 @@ class ProgramBuilder:
         """Compile the order that needs the least memory.
 
         Raises:
-            MemoryLimitError: It does not fit into the memory limit.
+            MemoryLimitError: The program of this order does not fit into the memory limit.
         """
         timeline = self._simulate_draft(
             draft_from_order(self._problem, order_one_by_one(self._problem)), False
@@ -162,7 +163,7 @@ class ProgramBuilder:
         return BuiltProgram(objective_value(timeline, self._problem.objective), timeline)
 
     def _simulate_draft(self, draft: Program, overlap: bool) -> Timeline:
-        """Return the prediction of a draft's program, with as many message slots as fit."""
+        """Compile a draft with as many message slots as fit, and return its prediction."""
         choices = _BUFFER_SHARING_CHOICES if self.counts_messages else _BUFFER_SHARING_CHOICES[:1]
         for sharing in choices:
             try:
@@ -179,10 +180,10 @@ class ProgramBuilder:
 
 
 def objective_value(timeline: Timeline, objective: Objective) -> float:
-    """Return the length of a prediction by the objective.
+    """Return the length of a prediction by an objective.
 
     Args:
         timeline: The prediction.
-        objective: "span" or "own".
+        objective: "span" for the span, or "own" for the longest active span of a rank.
     """
     return float(timeline.active_span.max()) if objective == "own" else timeline.span
