@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import groupby, zip_longest
 from math import exp
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
 from schedir.errors import format_bytes
@@ -53,6 +54,13 @@ LAST_COLUMNS: Final = (
 )
 _BYTE_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS_PER_DAY: Final = 86400.0
+# The meanings of headings that are not words.
+_COLUMN_MEANINGS: Final = {
+    "pp": "pipeline ranks", "tp": "tensor-parallel ranks", "cp": "parts of each sequence",
+    "ep": "ranks that share the experts", "SP": "sequence parallel", "dp": "replicas",
+    "v": "stages per rank", "b": "microbatch size", "m": "microbatches",
+}  # fmt: skip
+_MAX_SENTENCE_WIDTH: Final = 110  # about the width of the table of plans
 _MAX_OPTION_LENGTH: Final = 100  # The rest of a longer option is not printed; `--json` has all.
 
 
@@ -117,26 +125,29 @@ def format_plans(
     plan = plans[selected_number - 1]
     nodes = f"{cluster.nodes} x {cluster.gpus_per_node}"
     lines = [
-        f"{request.display_names[0]}: {_format_count(model.params)} parameters; a step has "
-        f"{request.batch:,} "
-        f"sequences of {model.sequence:,} tokens; {cluster.gpu_count:,} "
-        f"GPU{'s' * (cluster.gpu_count > 1)} of {request.display_names[1]} ({nodes})\n",
+        _wrap(
+            f"{request.display_names[0]}: {_format_count(model.params)} parameters; a step has "
+            f"{request.batch:,} "
+            f"sequences of {model.sequence:,} tokens; {cluster.gpu_count:,} "
+            f"GPU{'s' * (cluster.gpu_count > 1)} of {request.display_names[1]} ({nodes})"
+        ),
         _format_table(plans, cluster.memory),
-        *_describe_preference(plans[0], fastest),
-        _describe_schedules(request),
-        *_describe_attention(plan),
-        f"plan {selected_number}: {describe_plan(plan)}\n",
+        *map(_wrap, _describe_preference(plans, fastest)),
+        _wrap(_describe_schedules(request)),
+        *map(_wrap, _describe_attention(plan)),
+        "\n",
+        _wrap(f"plan {selected_number}: {describe_plan(plan)}"),
         *_join_columns(
             _format_step_times(plan),
             [*_format_memory(plan, cluster.memory), *_format_host_memory(plan, cluster)],
         ),
         *(f"  {line}\n" for line in _format_layers(request, plan)),
     ]
-    lines += [f"  note: {note}\n" for note in _list_notes(request, plans, plan)]
+    lines += [_wrap(f"  note: {note}") for note in _list_notes(request, plans, plan)]
     if plan.offload_comparison:
-        lines.append(f"  offload: {plan.offload_comparison}\n")
+        lines.append(_wrap(f"  offload: {plan.offload_comparison}"))
     if plan.explanation:
-        lines.append(f"  bound by {plan.explanation}\n")
+        lines.append(_wrap(f"  bound by {plan.explanation}"))
     if tokens is not None:
         steps = tokens / (request.batch * model.sequence)
         lines.append(f"  {_format_count(tokens)} tokens take {steps:,.0f} steps: "
@@ -150,8 +161,10 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
          if any(getattr(plan, field) != usual for plan in plans)]
         for columns in (_RARE_COLUMNS, LAST_COLUMNS)
     )  # fmt: skip
-    return format_table(
-        ["plan", "pp", "tp", *(name for name, _ in rare), "dp", "v", "b", "m", "schedule",
+    degrees = ["pp", "tp", *(name for name, _ in rare), "dp", "v", "b", "m"]
+    meanings = ", ".join(f"{_COLUMN_MEANINGS[name]} ({name})" for name in degrees)
+    table = format_table(
+        ["plan", *degrees, "schedule",
          "recompute", "ZeRO", *(name for name, _ in last), "step", "TFLOP/s", "MFU", "memory"],
         [
             [
@@ -167,33 +180,52 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
             for k, plan in enumerate(plans, 1)
         ],
     )  # fmt: skip
+    return table + _wrap(f"columns: {meanings}")
 
 
-def _describe_preference(first: PlanEstimate, fastest: PlanEstimate | None) -> Iterator[str]:
-    """Yield a line about the fastest plan, if a simpler plan comes first."""
-    if fastest is not None and first.step_time > fastest.step_time:
-        yield (
-            "plan 1 comes first because it is the simplest plan within "
-            f"{100 * PREFERENCE_TOLERANCE:g} % of the fastest; the others are in the order of "
-            f"their step times. The fastest takes {format_seconds(fastest.step_time)}: "
-            f"{describe_plan(fastest)}\n"
-        )
+def _wrap(sentence: str) -> str:
+    """Return a sentence in lines of a limited width, with a newline at the end of each.
+
+    The second and later lines are indented by two spaces more than the first.
+    """
+    indent = " " * (len(sentence) - len(sentence.lstrip()) + 2)
+    return fill(
+        sentence, _MAX_SENTENCE_WIDTH, subsequent_indent=indent, break_on_hyphens=False
+    ) + "\n"  # fmt: skip
+
+
+def _describe_preference(
+    plans: Sequence[PlanEstimate], fastest: PlanEstimate | None
+) -> Iterator[str]:
+    """Yield a sentence about the fastest plan, if a simpler plan comes first."""
+    if fastest is None or plans[0].step_time <= fastest.step_time:
+        return
+    alike = (
+        f"plan {k}" for k, plan in enumerate(plans, 1)
+        if (plan.step_time, describe_plan(plan)) == (fastest.step_time, describe_plan(fastest))
+    )  # fmt: skip
+    yield (
+        "plan 1 comes first because it is the simplest plan within "
+        f"{100 * PREFERENCE_TOLERANCE:g} % of the fastest; the others are in the order of their "
+        f"step times. The fastest takes {format_seconds(fastest.step_time)}: "
+        f"{next(alike, describe_plan(fastest))}"
+    )
 
 
 def _describe_schedules(request: PlanRequest) -> str:
-    """Return a line with the schedules that the planner tried, and others that it can try."""
+    """Return a sentence about the schedules that were tried, and others that can be tried."""
     tried = request.planner_options.get("schedules", DEFAULT_SCHEDULES)
     others = [name for name in SCHEDULE_FORMULAS if name not in tried]
     also = f"; --schedules also takes {', '.join(others)}" if others else ""
-    return f"schedules tried: {', '.join(tried)}{also}\n"
+    return f"schedules tried: {', '.join(tried)}{also}"
 
 
 def _describe_attention(plan: PlanEstimate) -> Iterator[str]:
-    """Yield a line about the attention that the plans assume, if it is not flash attention."""
+    """Yield a sentence about the attention that the plans assume, if it is not flash attention."""
     if plan.attention == "softmax":
         yield (
             "attention: softmax, which saves all scores; --attention flash plans the fused kernels "
-            "that most software has\n"
+            "that most software has"
         )
 
 
