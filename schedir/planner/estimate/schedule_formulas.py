@@ -182,7 +182,7 @@ def count_unshards(name: str, P: Any, v: Any, m: Any) -> Any:
     """Return how often a rank unshards a stage in a step with sharded weights (`zero=3`).
 
     With at most two stages per rank, each is unsharded once, because both can stay unsharded.
-    Otherwise the number is that of Belady's rule (analysis/memory/unshard_residency.py).
+    Otherwise the number is that of Belady's rule (passes/communication/unshard_placement.py).
 
     Args:
         name: The name of the schedule.

@@ -258,8 +258,8 @@ def estimate_memory(
             for of, unsharded in (("common", common_params), ("experts", expert_params))
         )
 
-    # With sharding, the weights of two stages are unsharded at once
-    # (analysis/memory/unshard_residency.py), and the gradient of one stage until it is reduced.
+    # With sharding, the weights of two stages are unsharded at once, and the gradient of one stage
+    # until it is reduced (passes/communication/unshard_placement.py).
     # With at most two stages per rank, all of them are unsharded.
     inner = shares.layers / v * (common + network) * exists
     few, end = v <= 2, np.maximum(embedding, head)
