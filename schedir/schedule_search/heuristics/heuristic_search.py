@@ -1,4 +1,4 @@
-"""Search for shorter orders until the time limit or a proof of optimality."""
+"""Divide the time limit of a search among its heuristics, and keep the shortest orders."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BudgetExhausted(Exception):
     """Raised when the budget of a search is spent."""
 
 
-class LocalSearch:
+class HeuristicSearch:
     """A search for short orders, with its results so far.
 
     Args:
