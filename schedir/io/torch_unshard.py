@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from schedir.analysis.memory.unshard_residency import place_unshards
+from schedir.passes.communication.unshard_placement import place_unshards
 
 UNSHARD: Final = "UNSHARD"
 RESHARD: Final = "RESHARD"

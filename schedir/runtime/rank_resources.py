@@ -13,7 +13,7 @@ from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
 from schedir.runtime.model_checks.stage_requirements import find_device
-from schedir.runtime.parameters import overlapped_reduction
+from schedir.runtime.parameters import buckets
 from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import OptimizerLike
 from schedir.runtime.parameters.tied_parameters import RankTies, TiedWeight
@@ -108,7 +108,7 @@ class RankResources:
 
     def _make_stage(self, stage: int, module: nn.Module) -> StageState:
         has_replicas = self.shard_spec != ShardSpec()
-        bucket_bytes = overlapped_reduction.BUCKET_BYTES if has_replicas else inf
+        bucket_bytes = buckets.BUCKET_BYTES if has_replicas else inf
         is_frozen = stage < self.program.frozen_stages
         unsharded = ShardSpec(self.shard_spec.replicas, self.shard_spec.replica)
         return StageState(

@@ -17,8 +17,8 @@ from schedir.ir.program import Program
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
 from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.cp_sat import SolverResult, import_cp_sat, solve
+from schedir.schedule_search.heuristics.heuristic_search import HeuristicSearch
 from schedir.schedule_search.heuristics.initial_orders import list_initial_orders
-from schedir.schedule_search.heuristics.local_search import LocalSearch
 from schedir.schedule_search.heuristics.program_builder import BuiltProgram, ProgramBuilder
 from schedir.schedule_search.problem import Objective, SchedulingProblem, make_problem
 from schedir.schedule_search.rank_order import Order
@@ -168,36 +168,36 @@ def search_schedule(
     made, within = _reserve_message_memory(builder, problem, orders, least.value, time_limit, seed)
     build_seconds = min(problem.num_tasks * _BUILD_SECONDS_PER_TASK, time_limit / 2)
     search_seconds = time_limit * (_HEURISTIC_SHARE if by_solver else 1) - build_seconds
-    local_search = LocalSearch(
+    heuristic_search = HeuristicSearch(
         within, least.value, start_time=begin, seconds=search_seconds,
         evaluations=max_evaluations, seed=seed,
         report=report_step,
     )  # fmt: skip
     stopped: StopReason = "time"
     try:
-        local_search.add_initial_orders(orders)
-        if local_search.run(tighten_bound):
+        heuristic_search.add_initial_orders(orders)
+        if heuristic_search.run(tighten_bound):
             stopped = "no better"
-        if by_solver and not local_search.is_proved:
-            solved = _solve_with_cp_sat(problem, local_search, least, time_limit, seed, report)
+        if by_solver and not heuristic_search.is_proved:
+            solved = _solve_with_cp_sat(problem, heuristic_search, least, time_limit, seed, report)
             least = solved.bound
             if solved.order is not None:
-                local_search.add_order(solved.value, solved.order, "CP-SAT")
+                heuristic_search.add_order(solved.value, solved.order, "CP-SAT")
             if solved.interrupted:
                 raise KeyboardInterrupt
             stopped = "no better" if solved.is_proved else "time"
     except KeyboardInterrupt:
         stopped = "interrupted"
-    tried = local_search.num_evaluated
+    tried = heuristic_search.num_evaluated
     try:
-        made = builder.build_shortest(local_search.shortest_orders[:1], made)
+        made = builder.build_shortest(heuristic_search.shortest_orders[:1], made)
         # A program of an initial order may be shorter, because its messages may wait less.
-        made = builder.build_shortest(local_search.initial_orders, made)
-        made = builder.build_shortest(local_search.list_finalists(), made, begin + time_limit)
+        made = builder.build_shortest(heuristic_search.initial_orders, made)
+        made = builder.build_shortest(heuristic_search.list_finalists(), made, begin + time_limit)
     except KeyboardInterrupt:
         stopped, made = (
             "interrupted",
-            made or builder.build_shortest(local_search.shortest_orders, deadline=begin),
+            made or builder.build_shortest(heuristic_search.shortest_orders, deadline=begin),
         )
     length, timeline = made or builder.build_smallest()
     assert least.value <= length * (1 + 1e-6), "a bug: the schedule is shorter than the lower bound"
@@ -207,7 +207,7 @@ def search_schedule(
         stopped, bound = "proved", length
     return SearchResult(
         timeline.program, timeline, length, bound, least.explanation,
-        tuple(local_search.improvements), tried, seed, stopped, local_search.numba,
+        tuple(heuristic_search.improvements), tried, seed, stopped, heuristic_search.numba,
     )  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def _reserve_message_memory(
     """
     best, within, found = None, problem, problem
     for _ in range(_MAX_PILOTS if builder.counts_messages else 0):
-        pilot = LocalSearch(
+        pilot = HeuristicSearch(
             within, bound, start_time=perf_counter(), seconds=seconds * _PILOT_SECONDS_SHARE,
             evaluations=_PILOT_EVALUATIONS, seed=seed, report=lambda _: None,
         )  # fmt: skip
@@ -247,23 +247,22 @@ def _reserve_message_memory(
 
 def _solve_with_cp_sat(
     problem: SchedulingProblem,
-    local_search: LocalSearch,
+    heuristic_search: HeuristicSearch,
     known_bound: LowerBound,
     seconds: float,
     seed: int,
     report: Callable[[SearchStep, float], None] | None,
 ) -> SolverResult:
-    """Run CP-SAT for the remaining time. It starts from the best order of the local search."""
+    """Run CP-SAT for the remaining time. It starts from the best order of the heuristic search."""
 
     def report_progress(value: float, bound: float) -> None:
         if report is not None:
-            shortest = min(value, local_search.length)
-            report(
-                SearchStep(local_search.elapsed, "CP-SAT", shortest), max(bound, known_bound.value)
-            )
+            shortest = min(value, heuristic_search.length)
+            step = SearchStep(heuristic_search.elapsed, "CP-SAT", shortest)
+            report(step, max(bound, known_bound.value))
 
-    left = max(seconds - local_search.elapsed, 0.0)
-    hint = local_search.best_order if local_search.shortest_orders else None
+    left = max(seconds - heuristic_search.elapsed, 0.0)
+    hint = heuristic_search.best_order if heuristic_search.shortest_orders else None
     return solve(
         problem, left, hint=hint, known_bound=known_bound, seed=seed, report=report_progress
     )

@@ -25,8 +25,8 @@ from torch.distributed.pipelining.schedules import (
     _Action,
 )
 
-from schedir.analysis.memory.unshard_residency import place_unshards
 from schedir.errors import CompletenessError, OrderError, SlotError
+from schedir.passes.communication.unshard_placement import place_unshards
 
 BACKWARDS: Final = (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 COMPUTE: Final = (FORWARD, *BACKWARDS)

@@ -23,13 +23,16 @@ from schedir.ir.input_trust import format_trust_options
 from schedir.ir.program import Program
 from schedir.training.config.config_file import locate_setting_errors, read_config
 from schedir.training.config.run_config import Config
+from schedir.training.processes.graceful_stop import (
+    TERMINATED_EXIT_CODE,
+    GracefulStop,
+    TerminationNotice,
+    exit_after_termination,
+)
 from schedir.training.processes.launcher import launch
 from schedir.training.processes.process_exit import (
-    TERMINATED_EXIT_CODE,
     RunMember,
-    TerminationNotice,
     end_with_parent,
-    exit_after_termination,
     exit_cleanly,
     exit_with_error,
     get_current_member,
@@ -205,7 +208,7 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
 
             _train(config, program, Corpus(config))
     except TerminationNotice as notice:
-        exit_after_termination(str(notice), TERMINATED_EXIT_CODE)
+        exit_after_termination(str(notice))
     except NonFiniteError as error:  # All ranks raise it, and only one prints it.
         exit_with_error(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
@@ -299,7 +302,6 @@ def _read_integer(name: str, minimum: int, maximum: int, default: str = "") -> i
 
 def _train(config: Config, program: Program, corpus: Corpus) -> None:
     """Set up this process, train as one rank, and save the results."""
-    from schedir.training.processes.graceful_stop import GracefulStop
     from schedir.training.processes.process_world import join_process_group
     from schedir.training.processes.startup_consistency import collect_run_facts
     from schedir.training.processes.watchdog import Watchdog

@@ -37,8 +37,9 @@ from schedir.training.batches.text_batches import Corpus
 from schedir.training.checkpointing import TrainingCheckpoints
 from schedir.training.config.run_config import Config
 from schedir.training.evaluation import Evaluation, EvaluationResult, make_evaluation_programs
+from schedir.training.learning_rate import compute_learning_rate
 from schedir.training.optimizer import build_optimizer
-from schedir.training.processes.process_exit import TerminationNotice
+from schedir.training.processes.graceful_stop import TerminationNotice
 from schedir.training.processes.startup_consistency import collect_config_facts, require_same_data
 from schedir.training.processes.watchdog import Watchdog
 from schedir.training.run_results import LossLog, RunResult
@@ -211,7 +212,7 @@ class _Trainer:
                 saves = self.checkpoints.should_save_now(step + 1)
                 logs = (step + 1) % train.log_every == 0 or step + 1 == train.steps
                 self.executor.record_timestamps = record and logs
-                began, rate = perf_counter(), train.learning_rate(step)
+                began, rate = perf_counter(), compute_learning_rate(train, step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = group.get("balance_rate", rate)
                 batch = self._take_batch(prefetch, step)

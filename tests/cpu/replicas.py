@@ -19,7 +19,7 @@ from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import GradientOptions
-from schedir.runtime.parameters import overlapped_reduction
+from schedir.runtime.parameters import buckets
 from schedir.runtime.parameters.mixed_precision import LossScale, use_float32_gradients
 from schedir.transports.collectives import Collective, GroupKey
 from schedir.transports.gloo import GlooTransport
@@ -161,7 +161,7 @@ class Case(NamedTuple):
 @contextmanager
 def buckets_of(size: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlapped_reduction, "BUCKET_BYTES", size)
+        patch.setattr(buckets, "BUCKET_BYTES", size)
         yield
 
 

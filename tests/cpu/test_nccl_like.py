@@ -18,7 +18,7 @@ from schedir.ir.program import Program
 from schedir.models.moe_config import MoEConfig
 from schedir.passes.pass_types import BufferSharing
 from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
-from schedir.runtime.parameters import overlapped_reduction
+from schedir.runtime.parameters import buckets
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.tensor_parallel import mappings
@@ -133,7 +133,7 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
     program = case.compile()
     with pytest.MonkeyPatch.context() as patch:
         gpu = install(patch)
-        patch.setattr(overlapped_reduction, "BUCKET_BYTES", BUCKET)
+        patch.setattr(buckets, "BUCKET_BYTES", BUCKET)
         if hasty:
             missing = GradientReduction._get_pending_grads
             patch.setattr(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from schedir.io.timeline_file import load_timeline
+from schedir.training.learning_rate import compute_learning_rate
 from schedir.training.train import run
 from tests.check_calls import proofs
 from tests.cpu.training import (
@@ -182,7 +183,7 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.5, 0.7))
     samples = Corpus(told).batches
-    rates = [0.005, 0.01, 0.01, *(told.train.learning_rate(k) for k in (3, 4, 5))]
+    rates = [0.005, 0.01, 0.01, *(compute_learning_rate(told.train, k) for k in (3, 4, 5))]
     expected = []
     for step, rate in enumerate(rates):
         for group in optimizer.param_groups:

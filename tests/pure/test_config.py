@@ -18,6 +18,7 @@ from schedir.models.gpt_config import GPTConfig
 from schedir.schedules import get_built_in_schedules
 from schedir.training.config.config_file import read_config
 from schedir.training.config.run_config import Config
+from schedir.training.learning_rate import compute_learning_rate
 from schedir.training.train import build_program
 
 FULL = """\
@@ -363,7 +364,7 @@ def test_messages(tmp_path: Path, sets: list[str], message: str) -> None:
 
 def test_the_learning_rate_warms_up_and_falls() -> None:
     train: Any = Config().train
-    rates = [train.learning_rate(step) for step in range(train.steps)]
+    rates = [compute_learning_rate(train, step) for step in range(train.steps)]
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1]) and max(rates) == train.lr
     assert rates[top:] == sorted(rates[top:], reverse=True) and rates[-1] >= train.min_lr

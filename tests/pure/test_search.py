@@ -33,7 +33,7 @@ from schedir.errors import CostsError, MemoryLimitError, SchedirError, UsageErro
 from schedir.ir.program import Program
 from schedir.schedule_search.bounds.program_bound import compute_program_bound
 from schedir.schedule_search.heuristics.annealing import move_on_several_ranks
-from schedir.schedule_search.heuristics.local_search import LocalSearch
+from schedir.schedule_search.heuristics.heuristic_search import HeuristicSearch
 from schedir.schedule_search.heuristics.order_evaluator import LOOPS, DispatchPolicy, OrderEvaluator
 from schedir.schedule_search.problem import make_problem
 from schedir.schedule_search.rank_order import (
@@ -91,7 +91,7 @@ def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
 def test_nothing_is_moved_when_the_seconds_are_over() -> None:
     problem = make_problem(PipelineShape(4, 8), Costs(F=2, I=2, W=1), max_in_flight=3)
     order = order_of_program(compile(schedules.zb_h1, problem.shape), split_backward=True)
-    hunt = LocalSearch(
+    hunt = HeuristicSearch(
         problem, 0.0, start_time=perf_counter(), seconds=1e-9, evaluations=None, seed=0,
         report=lambda _: None,
     )  # fmt: skip

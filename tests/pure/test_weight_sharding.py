@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from schedir import schedules
 from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_min_slots
-from schedir.analysis.memory.unshard_residency import find_stays
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.compiler.relower import extract_compute, infer_options
@@ -25,6 +24,7 @@ from schedir.ir.isa.instructions import Opcode, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
+from schedir.passes.communication.unshard_placement import find_stays
 from schedir.predict.simulate import simulate
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import shapes

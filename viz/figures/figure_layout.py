@@ -15,8 +15,8 @@ import numpy as np
 
 from schedir.errors import UsageError, describe
 from schedir.predict.timeline import Timeline
+from schedir.viz.figures.gantt_boxes import list_legend_entries
 from schedir.viz.figures.overlays import BOUND_COLOR, CURVE_FUNCTIONS, LIMIT_COLOR, PHASE_COLORS
-from schedir.viz.figures.render import list_legend_entries
 from schedir.viz.layout import ChartRectangles
 from schedir.viz.palette import ACCENT_COLOR
 from schedir.viz.style import LEFT_MARGIN, RIGHT_MARGIN, ResolvedStyle

@@ -29,7 +29,7 @@ from schedir.viz.figures.figure_layout import (
     FigureLayout,
     lay_out,
 )
-from schedir.viz.figures.render import add_legend, render_chart
+from schedir.viz.figures.gantt_boxes import add_legend, draw_boxes
 from schedir.viz.layout import BAND_HEIGHT, LANE_HEIGHT
 from schedir.viz.style import LEFT_MARGIN, ResolvedStyle, Style, resolve_style
 
@@ -175,7 +175,7 @@ def _draw_figure(layout: FigureLayout, style: ResolvedStyle) -> Figure:
         axes.set_xlim(*chart.time_range)
         inches = layout.width / chart.duration
         ground = "phases" not in style.overlays
-        render_chart(
+        draw_boxes(
             axes,
             chart.rectangles,
             inches,

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from schedir.analysis.memory.unshard_residency import DEFAULT_PREFETCH, find_unsharded_intervals
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ShapeError, UsageError
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
@@ -20,6 +19,10 @@ from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode, Value
 from schedir.ir.pipeline.field_schema import make_integer_type
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES
 from schedir.ir.program import UNSHARED_SLOTS, Program, SlotCounts, StreamSlices, pack
+from schedir.passes.communication.unshard_placement import (
+    DEFAULT_PREFETCH,
+    find_unsharded_intervals,
+)
 from schedir.passes.insertion import insert_at_positions
 from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, PresenceQuery
 from schedir.passes.stage_runs import StageRuns, find_stage_runs, number_occurrences

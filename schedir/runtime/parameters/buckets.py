@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
 from schedir.transports.collectives import GroupKey
 
+# Bytes of a bucket. It is large enough to use the full rate of a link, and small enough for the
+# last bucket, which does not overlap with computation.
+BUCKET_BYTES: Final = 32 * 2**20
 CPU_ALIGNMENT: Final = 64  # bytes to which torch aligns memory of a CPU
 _EXPERT_GROUPS: Final[dict[str, GroupKey]] = {"dp": "expert_dp", "params": "expert_params"}
 

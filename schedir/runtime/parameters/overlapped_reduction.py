@@ -26,10 +26,6 @@ from schedir.runtime.parameters.gradient_buffers import CopyLookup, GradientBuff
 from schedir.runtime.parameters.weight_versions import WeightVersions
 from schedir.transports.transport import Work
 
-# Bytes of a bucket. It is large enough to use the full rate of a link, and small enough for the
-# last bucket, which does not overlap with computation.
-BUCKET_BYTES: Final = 32 * 2**20
-
 # The root of a backward: the loss of the last stage, or the gradient edge of an output.
 BackwardRoot = Tensor | GradientEdge
 

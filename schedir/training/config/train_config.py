@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -125,19 +124,3 @@ class TrainConfig:
     def progress_model(self) -> ProgressModel:
         """Return the progress model of the transport, for which a program must be proven."""
         return list_transports(self.device, self.transport)[0].progress_model
-
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step.
-
-        Args:
-            step: The step, from 0.
-
-        Example:
-            >>> config = TrainConfig(steps=10, lr=1.0, min_lr=0.5, warmup=2)
-            >>> [round(config.learning_rate(step), 3) for step in (0, 1, 2, 6, 10)]
-            [0.5, 1.0, 1.0, 0.75, 0.5]
-        """
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * done)) / 2

@@ -1,4 +1,7 @@
-"""Agree on the step after which the processes of a run stop.
+"""Stop the processes of a run after SIGTERM: agree on the last step, and exit when it is saved.
+
+The watchdog receives the signal, and requests the stop. After the last step, the trainer saves the
+state and raises `TerminationNotice`.
 
 The steps have no cost for this. Each process has a thread that waits at the rendezvous store for a
 stop request. After a request, no process begins another step. Each process writes the last step
@@ -8,17 +11,37 @@ process within that step needs the others, which may not have begun it.
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from contextlib import suppress
 from datetime import timedelta
 from threading import Condition, Thread
 from time import monotonic
-from typing import Final
+from typing import Final, NoReturn
 
-from schedir.training.processes.process_exit import make_store_key
+from schedir.io.black_box import BlackBoxField
+from schedir.training.processes.process_exit import (
+    get_current_member,
+    is_launched,
+    make_store_key,
+)
 from schedir.training.processes.rendezvous_store import connect_store
 
+TERMINATED_EXIT_CODE: Final = 128 + signal.SIGTERM  # The exit code of a run after SIGTERM.
 STORE_TIMEOUT: Final = 60.0  # Seconds to connect to the store.
 _FOREVER: Final = timedelta(days=3650)
+
+
+class TerminationNotice(Exception):
+    """The end of a run after SIGTERM.
+
+    Args:
+        saved: A text with the step that is saved.
+    """
+
+    def __init__(self, saved: str) -> None:
+        super().__init__(f"received SIGTERM: {saved}")
 
 
 class GracefulStop:
@@ -104,3 +127,21 @@ class GracefulStop:
             with self.condition:
                 self.last_step = int(store.get(make_store_key("last step")))
                 self.condition.notify_all()
+
+
+def exit_after_termination(reason: str) -> NoReturn:
+    """End this process after SIGTERM, when the last step is saved. Process 0 reports it.
+
+    Args:
+        reason: The report.
+    """
+    own = get_current_member()
+    if own is not None and is_launched():
+        own.black_box.values[BlackBoxField.HAS_ENDED] = 1
+        own.black_box.report_failure(reason if own.process == 0 else "", TERMINATED_EXIT_CODE)
+    elif own is not None:
+        own.finish()
+    if not is_launched() and os.environ.get("RANK", "0") == "0":
+        print(reason, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(TERMINATED_EXIT_CODE)

@@ -30,11 +30,11 @@ from schedir.io.black_box import (
     compute_run_id,
     read_black_boxes,
 )
+from schedir.training.processes.graceful_stop import TERMINATED_EXIT_CODE
 from schedir.training.processes.process_exit import (
     EXIT_GRACE,
     EXIT_TIMEOUT,
     LAUNCHER_PID_VARIABLE,
-    TERMINATED_EXIT_CODE,
 )
 
 MAX_PROCESSES: Final = 256  # Larger runs need several machines, and so torchrun.

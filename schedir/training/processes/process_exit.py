@@ -39,7 +39,6 @@ from schedir.training.processes.rendezvous_store import connect_store
 
 EXIT_TIMEOUT: Final = 1.0  # Seconds in which a process exits that has closed its connections.
 EXIT_GRACE: Final = 5.0  # Seconds in which the first process that fails ends the others.
-TERMINATED_EXIT_CODE: Final = 128 + signal.SIGTERM  # The exit code of a run after SIGTERM.
 LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Contains the process id of `launch`.
 _PR_SET_PDEATHSIG: Final = 1  # From linux/prctl.h.
 
@@ -138,17 +137,6 @@ class RunMember:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 (self.directory / PROGRAM_FILE).unlink(missing_ok=True)
             self.directory.rmdir()  # This fails in all processes but the last one.
-
-
-class TerminationNotice(Exception):
-    """The end of a run after SIGTERM.
-
-    Args:
-        saved: A text with the step that is saved.
-    """
-
-    def __init__(self, saved: str) -> None:
-        super().__init__(f"received SIGTERM: {saved}")
 
 
 _CURRENT_MEMBER: list[RunMember] = []  # One element if this process is one of several.
@@ -406,25 +394,6 @@ def end_with_parent() -> None:
             os._exit(1)
 
         Thread(target=watch, daemon=True).start()
-
-
-def exit_after_termination(reason: str, code: int) -> NoReturn:
-    """End this process after SIGTERM, when the last step is saved. Process 0 reports it.
-
-    Args:
-        reason: The report.
-        code: The exit code.
-    """
-    own = get_current_member()
-    if own is not None and is_launched():
-        own.black_box.values[BlackBoxField.HAS_ENDED] = 1
-        own.black_box.report_failure(reason if own.process == 0 else "", code)
-    elif own is not None:
-        own.finish()
-    if not is_launched() and os.environ.get("RANK", "0") == "0":
-        print(reason, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(code)
 
 
 def exit_cleanly() -> NoReturn:

@@ -35,7 +35,7 @@ from schedir.io.black_box import (
 from schedir.ir.isa.instructions import INSTRUCTIONS, Lane
 from schedir.runtime.executor import Executor
 from schedir.runtime.recording.gpu_progress import GpuProgress, StepProgress, describe_wait
-from schedir.training.processes.graceful_stop import GracefulStop
+from schedir.training.processes.graceful_stop import TERMINATED_EXIT_CODE, GracefulStop
 from schedir.training.processes.process_exit import (
     RunMember,
     exit_with_cause,
@@ -152,7 +152,7 @@ class Watchdog:
                 exit_with_error(
                     f"received SIGTERM, and has not saved a checkpoint in {self.grace:g} s, "
                     f"{self.member.describe_position()}",
-                    128 + signal.SIGTERM,
+                    TERMINATED_EXIT_CODE,
                 )
             if has_missing_peers:
                 has_missing_peers = self._register_peers(poll)
@@ -236,7 +236,7 @@ class Watchdog:
         When a process fails, torchrun sends SIGTERM to the others, and prints only the number of
         the failed process. So this reports the failure first.
         """
-        code, standstill = 128 + signal.SIGTERM, self.member.inspect_stall()
+        code, standstill = TERMINATED_EXIT_CODE, self.member.inspect_stall()
         found = standstill.find_cause()
         failed = found is not None and found.kind in (
             StallKind.DIED,

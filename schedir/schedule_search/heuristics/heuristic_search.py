@@ -1,4 +1,4 @@
-"""Search for shorter orders until the time limit or a proof of optimality."""
+"""Divide the time limit of a search among its heuristics, and keep the shortest orders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BudgetExhausted(Exception):
     """Raised when a search has used its time limit or its number of evaluations."""
 
 
-class LocalSearch:
+class HeuristicSearch:
     """A search for short orders, with its results so far.
 
     Args:

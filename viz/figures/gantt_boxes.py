@@ -1,4 +1,4 @@
-"""Render a chart on matplotlib axes."""
+"""Draw the boxes, the labels and the legend of a Gantt chart."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _RECOMPUTE_HATCH: Final = "\\\\\\\\"  # the opposite direction to that of idle t
 _EMPTY_LANE_COLOR: Final = "#f0f0f0"  # a communication lane without a transfer
 
 
-def render_chart(
+def draw_boxes(
     axes: Axes,
     rectangles: ChartRectangles,
     inches_per_unit: float,

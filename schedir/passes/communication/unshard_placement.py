@@ -1,4 +1,4 @@
-"""Find the intervals in which each stage of a rank is unsharded."""
+"""Choose the places of the unshards and reshards of a rank."""
 
 from __future__ import annotations
 

@@ -1,0 +1,25 @@
+"""The learning-rate schedule of a run. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+
+from schedir.training.config.train_config import TrainConfig
+
+
+def compute_learning_rate(train: TrainConfig, step: int) -> float:
+    """Return the learning rate of a step.
+
+    Args:
+        train: The section [train] of the configuration.
+        step: The step, from 0.
+
+    Example:
+        >>> config = TrainConfig(steps=10, lr=1.0, min_lr=0.5, warmup=2)
+        >>> [round(compute_learning_rate(config, step), 3) for step in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.75, 0.5]
+    """
+    if step < train.warmup:
+        return train.lr * (step + 1) / train.warmup
+    done = (step - train.warmup) / max(1, train.steps - train.warmup)
+    return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(math.pi * done)) / 2
