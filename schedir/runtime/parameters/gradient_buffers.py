@@ -30,12 +30,14 @@ class GradientBuffers:
         tied: The parameters that are tied to parameters of other stages.
 
     Attributes:
-        flat: The buffer of each bucket. views: For each bucket, pairs of a parameter and the view
-            of the buffer that is its gradient. reduced_flat: For each bucket, the gradients after
-            the reduction. With ZeRO only this replica's shard. Up to level 1 they are views of
-            `flat`. From level 2 on they have separate memory, and `flat` has memory from `allocate`
-            to `release`. shard_views: Parameter -> its reduced gradient, as one view per shard.
-            With ZeRO, only the shard of this replica.
+        flat: The buffer of each bucket.
+        views: For each bucket, pairs of a parameter and the view of the buffer that is its
+            gradient.
+        reduced_flat: For each bucket, the gradients after the reduction. With ZeRO these are only
+            this replica's shard. From level 2 on they have separate memory, and `flat` has memory
+            from `allocate` to `release`.
+        shard_views: Parameter -> its reduced gradient, as one view per shard. With ZeRO, only the
+            shard of this replica.
         is_allocated: True if gradients may be accumulated into the buffers.
     """
 
@@ -219,7 +221,7 @@ def is_tp_sharded(parameter: Tensor) -> bool:
 
 
 def _match_memory_order(p: Tensor, view: Tensor) -> Tensor:
-    """Return a view of a gradient whose dimensions have the same order in memory as its parameter's.
+    """Return a view of a gradient with the memory order of its parameter's dimensions.
 
     autograd allocates gradients in this order, and fused optimizers require it. If the memory of
     the parameter has gaps, the view is returned unchanged.

@@ -56,7 +56,7 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return True, as a 0-dim bool tensor on their device, if all elements of `tensors` are finite.
 
     Args:
-    tensors: The tensors. If they have no elements, the result is True on the CPU.
+        tensors: The tensors. If they have no elements, the result is True on the CPU.
     """
     finite: Tensor | None = None  # None, because a copy of a host tensor to a GPU would block
     for flat in tensors:
@@ -80,11 +80,11 @@ def find_optimizers(optimizer: object) -> list[Any]:
     """Return an optimizer and the optimizers that it wraps.
 
     Args:
-    optimizer: An optimizer, or an object with optimizers in its attributes.
+        optimizer: An optimizer, or an object with optimizers in its attributes.
 
     Returns:
-    A list that begins with `optimizer`. If it is neither torch's nor a MainOptimizer, all torch
-    optimizers and MainOptimizers in its attributes follow.
+        A list that begins with `optimizer`. If it is neither torch's nor a MainOptimizer, all torch
+        optimizers and MainOptimizers in its attributes follow.
     """
     kinds = (torch.optim.Optimizer, MainOptimizer)
     if isinstance(optimizer, kinds):

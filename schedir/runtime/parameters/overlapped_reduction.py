@@ -46,10 +46,10 @@ def find_last_accumulations(stream: Stream) -> dict[Instr, Instr]:
     A reduction cannot overlap if another instruction reads or changes the gradient in between.
 
     Args:
-    stream: The stream of a rank.
+        stream: The stream of a rank.
 
     Returns:
-    The last instruction that adds to a gradient -> the reduction of this gradient.
+        The last instruction that adds to a gradient -> the reduction of this gradient.
     """
     reductions: dict[Instr, Instr] = {}
     last: dict[int, Instr] = {}

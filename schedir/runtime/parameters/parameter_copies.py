@@ -12,8 +12,8 @@ def make_parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """Create a Parameter with given data, and with the hooks and attributes of another Parameter.
 
     Args:
-    parameter: The other Parameter. Its `grad_dtype` is used, too. data: The data of the new
-    Parameter.
+        parameter: The other Parameter. Its `grad_dtype` is used, too.
+        data: The data of the new Parameter.
     """
     other = nn.Parameter(data)
     share_hooks(other, parameter)

@@ -450,7 +450,7 @@ def list_state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]
     """Yield the name and tensor of each state tensor with several elements.
 
     Args:
-    state: An optimizer's state of one parameter.
+        state: An optimizer's state of one parameter.
     """
     for name, value in state.items():
         for one in tree_leaves(value):

@@ -84,16 +84,17 @@ class RankTies:
     """The tied weights of a rank, and the Parameters of the rank that share memory.
 
     Args:
-    weights: The tied weights with copies on the rank. Substitutes replace Parameters in their
-    `local_copies`. parameter_copies: Parameter that virtual ranks of the process share -> the copy
-    with which this rank computes.
+        weights: The tied weights with copies on the rank. Substitutes replace Parameters in their
+            `local_copies`.
+        parameter_copies: Parameter that virtual ranks of the process share -> the copy with which
+            this rank computes.
         program: The first program of the rank.
         keeps_gradients: True if a step adds gradients to existing ones.
 
     Attributes:
-        substitutes: Stage -> shared Parameter -> its substitute in this stage. aliases: Substitute
-            -> the Parameter of the rank whose memory it uses. has_separate_copies: True if the
-            copies of a tied weight are in separate memory.
+        substitutes: Stage -> shared Parameter -> its substitute in this stage.
+        aliases: Substitute -> the Parameter of the rank whose memory it uses.
+        has_separate_copies: True if the copies of a tied weight are in separate memory.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class RankTies:
                 copy.detach().copy_(shared.detach())
 
     def begin_update(self) -> None:
-        """Make aliases use the memory of their Parameter again, which the caller may have replaced."""
+        """Point aliases to the memory of their Parameter, which the caller may have replaced."""
         for alias, one in self.aliases.items():
             if not self.is_sharded and alias.data_ptr() != one.data_ptr():
                 alias.data = one.data
@@ -141,11 +142,11 @@ def _make_substitutes(
     later stage gets a Parameter in the same memory, with a separate gradient.
 
     Args:
-    weights: The tied weights of the rank. Substitutes replace Parameters in their `local_copies`.
-    copies: Parameter that other virtual ranks of the process have, too -> the copy of this rank.
+        weights: The tied weights of the rank. Substitutes replace Parameters in `local_copies`.
+        copies: Parameter that virtual ranks of the process have, too -> the copy of this rank.
 
     Returns:
-    `RankTies.substitutes` and `RankTies.aliases`.
+        `RankTies.substitutes` and `RankTies.aliases`.
     """
     substitutes: dict[int, dict[nn.Parameter, nn.Parameter]] = {}
     aliases: dict[nn.Parameter, nn.Parameter] = {}
