@@ -53,7 +53,7 @@ class PreservedState(ExitStack):
             self.callback(setattr, owner, name, getattr(owner, name))
 
     def add_tables(self, tables: Iterable[dict[Any, Any]]) -> None:
-        """Preserve the entries of dictionaries, such as the state of an optimizer, but not their values.
+        """Preserve the entries of dictionaries, such as an optimizer's, but not tensor values.
 
         Args:
             tables: The dictionaries.
@@ -73,7 +73,7 @@ class PreservedState(ExitStack):
             self.callback(_write, t, copy)
 
     def add_written_values(self, t: Tensor) -> None:
-        """Preserve the values of a tensor. They are restored only if its version counter has changed.
+        """Preserve the values of a tensor, and restore them only if its version counter changed.
 
         Args:
             t: The tensor.

@@ -54,7 +54,7 @@ from schedir.runtime.value_slots import Slot
 
 
 def forward(state: State, i: Instr) -> Call:
-    """Link Forward: run the module of a stage on a microbatch, and for the last stage also the loss."""
+    """Link Forward: run the module of a stage on a microbatch, and in the last stage the loss."""
     stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.shape.stages - 1
     taken = find_input_slots(state, i)
     give = _make_output_writer(state, i)
@@ -396,7 +396,7 @@ def _take_input_gradients(
 
 
 def backward_input(state: State, i: Instr) -> Call:
-    """Link BackwardInput: compute the gradients of the inputs, and defer those of the weights."""
+    """Link BackwardInput: compute the gradients of the inputs, and defer the weight gradients."""
     stage = state.stages[i.stage]
     deferred_slot = state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
     wait, run_backward = backward(state, i, is_split=True)
@@ -418,11 +418,11 @@ def backward_input(state: State, i: Instr) -> Call:
                 hint="do not run the stage under torch.compile, and use the weights in their own "
                 "layers, not copies of them",
             )
-        # A later microbatch may use deferrable weights that this one did not use.
+        # A later microbatch may use deferrable weights that this microbatch did not use.
         stage.has_checked_layers = not deferrable
         if not stage.has_warned_of_layers and not deferrable:
             stage.has_warned_of_layers = True
-            # Some segments of a stage have no layers that can be split.
+            # A segment of a stage may have no splittable layers, which is no reason for a warning.
             split = len(deferred) > 0 or bool(state.program.segment_boundaries)
             if unsplit := describe_unsplit_layers(stage.module, accumulated, split):
                 warnings.warn(
@@ -454,7 +454,7 @@ def backward_weight(state: State, i: Instr) -> Call:
 
 
 def _make_reduction_finder(state: State, i: Instr) -> Callable[[], GradientReduction | None]:
-    """Return a function that returns the reduction which overlaps with an instruction, or None."""
+    """Return a function that returns the reduction that overlaps with `i`, or None."""
     reductions = state.service(PendingReductions)
     if (reduction := reductions.overlapped.get(i)) is None:
         return lambda: None

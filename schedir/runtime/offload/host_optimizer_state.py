@@ -1,8 +1,8 @@
 """Keep the optimizer state of each stage in host memory, except during its step.
 
 The state tensors of the optimizer and the main parameters of a MainOptimizer stay the same objects.
-Only their `data` moves between the device and the host. Between steps they are on the host, where
-for example a checkpoint reads them.
+Only their `data` moves between the device and the host. Between steps the data is on the host,
+where for example a checkpoint reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StateCopy(NamedTuple):
 
     Attributes:
         job: The copy.
-        tensors: Each tensor with its memory on the host and its memory on the device.
+        tensors: For each tensor: the tensor, its memory on the host, and its memory on the device.
     """
 
     job: LaneJob
@@ -48,7 +48,7 @@ class StateCopy(NamedTuple):
 
 
 class HostOptimizerState:
-    """The state of an optimizer, by the stages of a rank whose parameters it steps.
+    """The optimizer state of a rank, divided into the stages whose parameters it belongs to.
 
     Args:
         parameters: The parameters of each trained stage. A parameter of several stages belongs to
@@ -59,11 +59,11 @@ class HostOptimizerState:
         names: The names of the parameters, for errors.
 
     Raises:
-        ModelError: The optimizer steps other parameters, two stepped parameters share memory, or
-            the optimizer refers to parameters outside of its groups.
+        ModelError: The optimizer steps parameters of no trained stage, two stepped parameters share
+            memory, or the optimizer refers to parameters outside of its groups.
     """
 
-    # True if the optimizer steps other parameters than those of the device.
+    # True if the optimizer steps parameters on the host instead of those on the device.
     replaces_parameters = False
 
     def __init__(
@@ -83,11 +83,11 @@ class HostOptimizerState:
             self.main_parameters = dict(
                 zip(optimizer.parameters, optimizer.main_parameters, strict=True)
             )
-        # The parameters of the optimizer's groups: by stage, and all at the last refresh.
+        # Stage -> its parameters in the optimizer's groups. And all parameters at the last refresh.
         self.optimizer_parameters: dict[int, list[Tensor]] = {}
         self.seen_parameters: list[Tensor] = []
-        self.stepped_parameters: list[Tensor] = []  # the trained parameters of the model for them
-        self.addresses: list[int] = []  # their addresses at the last check of overlaps
+        self.stepped_parameters: list[Tensor] = []  # trained parameters of the model
+        self.addresses: list[int] = []  # their addresses at the last overlap check
         self.refresh_parameters()
         self._require_no_overlap()
         self.host_memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # memory on the host
@@ -96,7 +96,7 @@ class HostOptimizerState:
         self.loaded_addresses: set[int] = set()  # addresses of the memory that `load` allocated
 
     def refresh_parameters(self) -> None:
-        """Assign the optimizer's parameters to stages, if its groups changed since the last step.
+        """Assign the optimizer's parameters to stages, if the groups changed since the last step.
 
         Raises:
             ModelError: A parameter of the optimizer belongs to no trained stage, or the optimizer
@@ -126,7 +126,7 @@ class HostOptimizerState:
         )
 
     def _require_no_overlap(self) -> None:
-        """Raise ModelError if stepped parameters share memory: their `data` may have been set."""
+        """Raise ModelError if stepped parameters share memory. Repeat the check if memory changed."""
         addresses = [p.data_ptr() for p in self.stepped_parameters]
         if addresses != self.addresses:
             require_no_step_overlap(
@@ -141,7 +141,7 @@ class HostOptimizerState:
     def list_state_tensors(self, stage: int) -> list[Tensor]:
         """Return the state tensors of a stage that are on the device or can move there.
 
-        Step counts that torch keeps on the host for parameters on a GPU are left out.
+        This excludes step counts, which torch keeps on the host even if parameters are on a GPU.
 
         Args:
             stage: The stage.
@@ -166,8 +166,8 @@ class HostOptimizerState:
     def to_resting_state(self) -> None:
         """Move all state to its tier between steps.
 
-        State tensors may be on the device because they were loaded from a checkpoint or created
-        with the optimizer.
+        State tensors may be on the device after the load of a checkpoint, or after the creation of
+        the optimizer.
 
         Raises:
             ModelError: As in `refresh_parameters`, or two stepped parameters share memory.
@@ -210,7 +210,7 @@ class HostOptimizerState:
         return self.lanes.start(lane, partial(copy_pairs, pairs), nbytes, observer=observer)
 
     def finish_load(self, stage: int) -> None:
-        """Wait for `load`, and set the state tensors to their device memory.
+        """Wait for `load`, and set `data` of the state tensors to their device memory.
 
         Args:
             stage: The stage.
@@ -225,7 +225,7 @@ class HostOptimizerState:
 
         Args:
             stage: The stage.
-            finite: True if the gradients are finite, 0-dim bool. If it is false, nothing changes.
+            finite: True if the gradients are finite, 0-dim bool. If it is False, nothing changes.
 
         Raises:
             ModelError: The optimizer has step hooks, or its step for one stage affects another
@@ -242,7 +242,7 @@ class HostOptimizerState:
 
     @contextmanager
     def _restrict_to_stage(self, stage: int) -> Iterator[None]:
-        """Give the optimizer only the parameters of one stage within this context."""
+        """Let the optimizer have only the parameters of one stage within this context."""
         stage_parameters, groups = set(self.optimizer_parameters[stage]), self.inner.param_groups
         params = [group["params"] for group in groups]
         both: list[Any] = []
@@ -267,8 +267,8 @@ class HostOptimizerState:
     def store(self, stage: int, observer: LaneObserver | None = None) -> None:
         """Start to copy the state of a stage to the host.
 
-        The state tensors get their host memory at once. It must not be read before the state is
-        loaded again or the step has ended.
+        The `data` of state tensors is set to host memory immediately. Do not read it before the
+        next `load` of the state, or the end of the step.
 
         Args:
             stage: The stage.
