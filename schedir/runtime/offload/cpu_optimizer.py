@@ -104,7 +104,7 @@ class _HostParameters:
         self.was_stepped = True  # if False, weights are not copied back
 
     def refresh_weights(self) -> None:
-        """Find the weights on the device again, because users may have set `data` of a parameter."""
+        """Find the weights on the device again: users may have set `data` of a parameter."""
         weights = self.stage.sharded_parameters
         self.device_weights = {
             p: p.detach() if weights is None else weights.parameter_shards[p]
@@ -210,7 +210,7 @@ class CpuOptimizer(HostOptimizerState):
     def offload_gradient(
         self, stage: int, *, is_first_update: bool, observer: LaneObserver | None = None
     ) -> None:
-        """Start to copy the gradient of a stage to the host.
+        """Start to copy the gradients of a stage to the host.
 
         In the first update of a step it also copies the parameters, which may have changed since
         the last step. With main parameters it does not copy parameters.
@@ -252,7 +252,7 @@ class CpuOptimizer(HostOptimizerState):
         self.grad_check = _GradCheck(host[0], host[1] if grad_factor is not None else None, job)
 
     def wait_for_gradients(self) -> None:
-        """Let the computation wait for all copies of gradients, so that it may change the gradients."""
+        """Let the computation wait for all copies of gradients, which it may then change."""
         for (lane, _), job in self.jobs.items():
             if lane is Lane.D2H:
                 job.wait()
@@ -380,7 +380,7 @@ class CpuOptimizer(HostOptimizerState):
             for group in inner.param_groups:
                 group["params"] = [place.get(p, p) for p in group["params"]]
             state, own = inner.state, {*self.optimizer_parameters[stage]}
-            # State that belongs to no parameter is visible in the step of every stage.
+            # State that belongs to no parameter is there in the step of every stage.
             keys = [key for key in state if not isinstance(key, Tensor) or key in own]
             inner.state = defaultdict(dict)
             inner.state.update({place.get(key, key): state[key] for key in keys})
@@ -396,7 +396,7 @@ class CpuOptimizer(HostOptimizerState):
 
 
 class _RandomDrawGuard(TorchDispatchMode):
-    """Refuse an optimizer that draws random numbers, because the device may draw concurrently."""
+    """Refuse an optimizer that draws random numbers: the device may draw concurrently."""
 
     def __init__(self, optimizer: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

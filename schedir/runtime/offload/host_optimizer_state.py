@@ -294,13 +294,13 @@ class HostOptimizerState:
         self.pending_stores[stage] = StateCopy(job, moving)
 
     def require_separate_memory(self, stage: int) -> None:
-        """Check that the state of a stage shares no memory, before it is moved.
+        """Check that each state tensor of a stage has separate memory, before the state is moved.
 
         Args:
             stage: The stage.
 
         Raises:
-            ModelError: It shares memory.
+            ModelError: A state tensor shares memory with another one or with a parameter.
         """
         self.isolation.require_separate_memory(
             self.list_state_tensors(stage), self.stepped_parameters, stage
@@ -309,10 +309,10 @@ class HostOptimizerState:
     def finish_store(self, stage: int) -> None:
         """Wait on the host for `store`, and release the device memory of the stage's state.
 
-        On a CPU, the released memory is overwritten with NaN or -1, to find wrong reads.
+        On a CPU, this overwrites the released memory with NaN or -1, to find wrong reads.
 
         Args:
-            stage: The stage. Nothing happens if it has no running store.
+            stage: The stage. If it has no running store, this does nothing.
         """
         if stage not in self.pending_stores:
             return
@@ -333,12 +333,12 @@ class HostOptimizerState:
         """
         for stage in [*self.pending_stores]:
             self.finish_store(stage)
-        self.loaded_addresses.clear()  # Other tensors may get memory at these addresses now.
+        self.loaded_addresses.clear()  # other tensors may now get these addresses
 
     def fail(self) -> None:
-        """Wait for all running copies after an error, and forget them."""
+        """After an error: wait for all running copies, and discard them."""
         for moving in (*self.pending_loads.values(), *self.pending_stores.values()):
-            with suppress(Exception):  # The first error is being raised already.
+            with suppress(Exception):  # the first error is already being raised
                 moving.job.finish()
         self.pending_loads.clear()
         self.pending_stores.clear()
@@ -347,12 +347,12 @@ class HostOptimizerState:
 
 @torch.no_grad()
 def allocate_like(t: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
-    """Return new memory for a tensor on a device, with the same strides.
+    """Return uninitialised memory on a device, with the shape, dtype and strides of a tensor.
 
     Args:
         t: The tensor.
         device: The device of the new memory.
-        pinned: True if host memory is pinned.
+        pinned: True to pin the memory, if it is host memory.
     """
     return torch.empty_like(t, device=device, pin_memory=pinned, requires_grad=False)
 

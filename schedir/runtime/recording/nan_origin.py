@@ -1,8 +1,7 @@
 """Find the instruction that first produced inf or NaN.
 
-The device alone decides that an update is skipped (`mixed_precision.step_if_finite`), and the
-intermediate values of the step are freed. To find the origin, the step runs again, with the same
-weights.
+A step skips an update if gradients are not finite, but its intermediate values are then already
+freed. To find the origin, the step runs again with the same weights.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from schedir.runtime.step_inputs import Keywords, Microbatches
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
 
-# The opcodes that produce the gradient of an update from those of its microbatches.
+# The opcodes that produce the gradient of an update from the gradients of its microbatches.
 _REDUCTION_OPS = find_producers(Value.GRAD)
 
 
@@ -49,16 +48,17 @@ def find_origin(
     scale: float | Tensor,
     keywords: Keywords = (),
 ) -> NanOrigin | None:
-    """Find the instruction at which the last step, which was not finite, went wrong.
+    """Find the instruction that first produced inf or NaN in the last step.
 
-    All processes must call this, and all return the same. They run the step again. Without a seed,
-    the new run draws other random numbers and may be finite. The result then comes from `residue`.
+    All processes must call this function, and it returns the same in all of them. They run the step
+    again. Without a seed, the new run draws other random numbers and may be finite. The result then
+    comes from `residue`.
 
     Args:
         executor: The executor, after the step.
         transport: The transport of the executor.
-        residue: The local instructions whose results were not finite in the first run, as
-            `StepResidue.find_nonfinite` returns them.
+        residue: The local instructions whose results were not finite in the first run, from
+            `StepResidue.find_nonfinite`.
         inputs: The inputs of the step.
         targets: The targets of the step.
         scale: The `grad_scale` of the step.
