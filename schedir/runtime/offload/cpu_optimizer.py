@@ -367,7 +367,7 @@ class CpuOptimizer(HostOptimizerState):
 
     @contextmanager
     def _restrict_to_stage(self, stage: int) -> Iterator[None]:
-        """See `HostOptimizerState._restrict_to_stage`. The optimizer gets the parameters on the host."""
+        """See `HostOptimizerState._restrict_to_stage`. The optimizer gets host parameters."""
         place = self.host_parameters[stage].host_copies
         optimizer = self.optimizer
         inner = self.inner
@@ -380,7 +380,7 @@ class CpuOptimizer(HostOptimizerState):
             for group in inner.param_groups:
                 group["params"] = [place.get(p, p) for p in group["params"]]
             state, own = inner.state, {*self.optimizer_parameters[stage]}
-            # State that belongs to no parameter is there in the step of every stage.
+            # Each stage also gets the state that belongs to no parameter.
             keys = [key for key in state if not isinstance(key, Tensor) or key in own]
             inner.state = defaultdict(dict)
             inner.state.update({place.get(key, key): state[key] for key in keys})

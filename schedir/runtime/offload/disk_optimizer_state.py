@@ -236,7 +236,7 @@ class DiskOptimizerState(HostOptimizerState):
     def _acquire_buffer(
         self, tensors: Sequence[Tensor]
     ) -> tuple[ArenaBlock[Tensor], dict[Tensor, Tensor], int]:
-        """Return a host buffer for tensors, a view of it for each tensor, and the sum of their bytes."""
+        """Return a host buffer for tensors, a view for each tensor, and the sum of their bytes."""
         *starts, size = accumulate(map(_round_up_bytes, tensors), initial=0)
         self.buffer_size = max(self.buffer_size, size)
         nbytes = sum(t.nbytes for t in tensors)
@@ -249,7 +249,7 @@ class DiskOptimizerState(HostOptimizerState):
     def _list_file_runs(
         self, tensors: Iterable[Tensor], memory: Tensor
     ) -> list[tuple[int, Tensor]]:
-        """Return pairs of a file offset and a buffer part. Adjacent tensors share a pair."""
+        """Return (file offset, part of the buffer) pairs. Adjacent tensors share a pair."""
         runs: list[tuple[int, int, int]] = []
         start = 0
         for t in tensors:

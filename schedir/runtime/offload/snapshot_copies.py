@@ -58,7 +58,7 @@ class SnapshotCopies(RankService):
         self.requested, self.started_copies, self.requester = dict(tensors), [], requester
 
     def cancel_request(self) -> None:
-        """Cancel the copies that have not been started, because their tensors are about to change."""
+        """Cancel copies that have not been started, because their tensors are about to change."""
         if self.requested:
             self.request({})
 

@@ -112,7 +112,7 @@ class Timestamps(WorkObserver, ABC):
 
     @abstractmethod
     def on_issued(self) -> None:
-        """Note that the work of `follow_work` has been issued. A group of transfers is issued together."""
+        """Note that pending work has been issued. A group of transfers is issued together."""
 
     def make_lane_observer(self) -> LaneTimestamps | None:
         """Return an observer of the current instruction's work on a lane of the rank.
@@ -195,7 +195,7 @@ class HostTimestamps(Timestamps):
 
 
 class _ObservedWork:
-    """Work that records its end when a wait for it returns. A CPU transport shows no earlier time."""
+    """Work that records its end when a wait for it returns. A CPU has no better time."""
 
     def __init__(self, timestamps: HostTimestamps, k: int, work: Work) -> None:
         self.timestamps, self.k, self.work = timestamps, k, work
@@ -379,7 +379,7 @@ class RecordedTransport(TransportWrapper):
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        """See `Transport.side_stream`. Record that the current instruction begins on this stream."""
+        """See `Transport.side_stream`. The current instruction begins on this stream."""
         with self.inner.side_stream():
             if self.timestamps.current_index is not None:
                 self.timestamps.begin_instruction(self.timestamps.current_index)
