@@ -19,7 +19,7 @@ from schedir.runtime.parameters.mixed_precision import (
 )
 from schedir.runtime.parameters.sharded_parameters import find_owner, list_state_tensors
 
-# torch's optimizers that step each number of a weight independently of the others.
+# torch's optimizers that step each element of a weight independently of the other elements.
 _ELEMENTWISE_OPTIMIZERS: Final = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",
@@ -27,10 +27,10 @@ _ELEMENTWISE_OPTIMIZERS: Final = (
 
 
 def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimizer: object) -> None:
-    """Refuse stages for which a step of shards is not a step of full weights.
+    """Check that ZeRO can shard the parameters of stages.
 
-    Without ZeRO it checks two things: that no other executor has sharded the stages, and that the
-    memory layouts fit fused optimizers.
+    Without ZeRO this checks only that no other executor has sharded the stages, and that memory
+    layouts fit fused optimizers.
 
     Args:
         program: The program.
@@ -100,9 +100,9 @@ def _list_parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str
 
 
 def require_elementwise(program: Program, optimizer: object) -> None:
-    """Refuse an optimizer that does not step each number of a weight independently.
+    """Check that an optimizer is elementwise: it steps each element of a weight independently.
 
-    A step of shards is equal to a step of full weights only for an elementwise optimizer.
+    Only then is a step of shards equal to a step of full weights.
 
     Args:
         program: The program. Without ZeRO or a backward, every optimizer is accepted.

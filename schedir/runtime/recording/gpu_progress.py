@@ -166,7 +166,7 @@ def _find_started_work(state: State, k: int, i: Instr) -> Callable[[], Sequence[
 
 
 def describe_wait(program: Program, i: Instr) -> str:
-    """Return a phrase such as "waits for rank 1 to send", or "computes" if `i` waits for no other rank.
+    """Describe what a running instruction does: "waits for rank 1 to send", or "computes".
 
     Args:
         program: The program.

@@ -66,7 +66,7 @@ class Service:
         """Begin a step or an evaluation, after its inputs, weights and gradients are prepared."""
 
     def begin_optimizer_step(self) -> None:
-        """Prepare the parameters for the optimizer, after the gradients are checked and clipped."""
+        """Prepare the parameters for the optimizer, after gradients are checked and clipped."""
 
     def finish_step(self) -> None:
         """End a step or an evaluation after its last instruction, before `restore`."""
@@ -89,7 +89,7 @@ class Service:
         """Allow writes to the memory that several ranks of this process share."""
 
     def validate(self) -> None:
-        """Validate the last update, and correct the weights and the optimizer state if it was wrong.
+        """Validate the last update, and correct weights and optimizer state if it was wrong.
 
         All processes call this after the same step.
         """

@@ -94,7 +94,7 @@ class ShardedStages(ProgramService):
 
     @contextmanager
     def gather_full(self) -> Iterator[None]:
-        """Gather all parameters of the rank's stages within this context, and then shard them again.
+        """Gather all parameters of the rank's stages in this context, and then shard them again.
 
         The caller may write to parameters within this context. All processes must enter and leave
         it together, and must write the same values.
