@@ -1,4 +1,4 @@
-"""Two groups of options of executors: those of gradients, and those of the execution."""
+"""The options of executors: GradientOptions and ExecutionOptions."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _require_repeatable(
 
 
 def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None) -> None:
-    """Check that the executor only accumulates gradients, and does not reduce, clip or step them."""
+    """Check that the executor only accumulates gradients: it does not reduce, clip or step them."""
     uses = {
         "sums gradients over replicas": program.dp > 1,
         "sums gradients over stage replicas": program.shape.placement_rows > 1

@@ -134,9 +134,9 @@ def require_elementwise(program: Program, optimizer: object) -> None:
 
 
 def _require_separate_state(program: Program, inner: Any) -> None:
-    """Refuse an optimizer that is not torch's and whose state shares memory.
+    """Check that each state tensor has separate memory, because ZeRO shards it separately.
 
-    Each state tensor is sharded separately.
+    torch's own optimizers fulfil this.
     """
     kept = getattr(inner, "state", {})
     tensors = [t for t in tree_leaves([*kept.values()]) if isinstance(t, Tensor)]
@@ -151,7 +151,7 @@ def _require_separate_state(program: Program, inner: Any) -> None:
 
 
 def _require_elementwise_state(program: Program, inner: Any) -> None:
-    """Refuse an optimizer whose state cannot be sharded as weights are."""
+    """Check that the state of an optimizer can be sharded like weights."""
     name = type(inner).__name__
     state: Mapping[Any, Mapping[str, Any]] = getattr(inner, "state", {})
     for p, kept in state.items():
@@ -167,7 +167,7 @@ def _require_elementwise_state(program: Program, inner: Any) -> None:
     shapes = {p.shape for group in groups for p in group["params"] if p.numel() > 1}
     for key, value in getattr(inner, "__dict__", {}).items():
         for one in tree_leaves(value) if key not in ("state", "param_groups") else ():
-            # Parameters are left out, because a Parameter may be sharded as a weight.
+            # Leave out Parameters, because a Parameter may be a weight, which ZeRO shards.
             is_own = isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
             if is_own and one.shape in shapes:
                 raise ModelError(

@@ -24,7 +24,8 @@ from schedir.runtime.model_checks.tensor_fingerprint import get_versions
 from schedir.runtime.parameters.mixed_precision import is_torch_optimizer
 
 ON_DEVICE_HINT: Final = "compile(..., optimizer_placement='device')"
-# These attributes are not checked: the first two may change, and the third does not change.
+# `_list_attributes` leaves these out. The first two are checked separately, and the third does not
+# change.
 _STATE_ATTRIBUTES: Final = ("param_groups", "state", "defaults")
 _Entry = tuple[str, object]  # description for errors, value
 
@@ -217,7 +218,7 @@ def _list_parameter_ids(inner: Any) -> list[list[int]]:
 
 
 def _collect_entries(inner: Any) -> dict[object, _Entry]:
-    """Return key -> entry for each number and tensor of an optimizer outside of parameters' state."""
+    """Return key -> entry for the numbers and tensors that are not state of a parameter."""
     found: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():
@@ -232,7 +233,7 @@ def _collect_entries(inner: Any) -> dict[object, _Entry]:
 
 
 def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[object, _Entry]:
-    """Return key -> entry for each number and tensor in a value, and for the length of each list."""
+    """Return key -> entry for the numbers, tensors and lengths of lists in a value."""
     if isinstance(value, Tensor):
         one = value.numel() == 1 and not value.is_meta
         return {key: (label, value.item() if one else _TensorTrace(value))}

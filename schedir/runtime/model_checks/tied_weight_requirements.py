@@ -273,7 +273,7 @@ class ParameterTable:
                     )
 
     def _require_same_copies(self, one: ParameterLocation, other: ParameterLocation) -> None:
-        """Check that a copy of a weight is trained, with the same values and options as another copy."""
+        """Check that a copy of a weight is trained, and has another copy's values and options."""
         a, b = self.fingerprints[one], self.fingerprints[other]
         if not b.is_trained:
             raise ModelError(

@@ -89,7 +89,7 @@ class Service:
         """Allow writes to the memory that several ranks of this process share."""
 
     def validate(self) -> None:
-        """Validate the last update, and correct weights and optimizer state if it was wrong.
+        """Validate the last update. If it was wrong, correct weights and optimizer state.
 
         All processes call this after the same step.
         """
