@@ -20,12 +20,13 @@ class GradientOptions:
 
     Args:
         max_norm: The largest global norm of the gradients. None means 1.0 if the program clips
-            gradients. If it does not, no other value is allowed.
+            gradients. If it does not, only None is allowed.
         loss_scale: The loss scale of float16 training. Gradients are scaled until their reduction
             removes the scale. By default the loss is not scaled. Each virtual rank of an
             `InProcessExecutor` has a copy.
-        accumulate_grads: Add to the existing gradients, as autograd does. The step then leaves
-            optimizer, norm, sum over replicas and finiteness checks to the caller.
+        accumulate_grads: True to add gradients to the existing ones, as autograd does. Then the
+            executor steps no optimizer, computes no norm, sums over no replicas, and does not check
+            gradients for inf and NaN. The caller does this.
 
     Example:
         >>> from schedir.runtime import GradientOptions
@@ -56,7 +57,7 @@ class GradientOptions:
 
     @property
     def norm_limit(self) -> float:
-        """The largest norm: `max_norm`, or its default value."""
+        """The largest allowed norm: `max_norm`, or its default 1.0."""
         return 1.0 if self.max_norm is None else self.max_norm
 
 
@@ -68,17 +69,16 @@ class ExecutionOptions:
     None of these options changes a result.
 
     Args:
-        record_timestamps: Record in `timestamps` when each instruction begins and ends. The
-            attribute of the executor with this name may be set to False and back to True between
-            steps.
-        debug: Run also the checks for which the host waits for results of a GPU.
+        record_timestamps: True to record in `Executor.timestamps` when each instruction begins and
+            ends. Between steps, `Executor.record_timestamps` may be set to False and back to True.
+        debug: True to also run the checks in which the host must wait for the GPU.
         spill_dir: The folder of the file for values that the program moves to the disk. A program
-            that uses the disk requires it. The file has no name, so nothing remains of it when the
-            process ends. The first step extends it to its full length, so a full disk is an error
-            then. A folder in memory (tmpfs) gives a warning.
-        allow_identical_stages: Allow equal trained parameters in different stages, such as after
-            equal seeds. By default they are an error if they are neither constant nor tied, because
-            they may be an undeclared tie.
+            that uses the disk requires it. The file is unlinked, so it disappears when the process
+            ends. The first step extends it to its full length, and raises an error if the disk is
+            full. A folder in memory (tmpfs) causes a warning.
+        allow_identical_stages: True to allow equal trained parameters in different stages, for
+            example because of equal seeds. By default they are an error, because they may be a tied
+            weight that is not declared. Parameters with a constant value are always allowed.
 
     Example:
         >>> from schedir.runtime import ExecutionOptions

@@ -43,7 +43,7 @@ class Call(NamedTuple):
     run: Callable[[], None]
 
 
-Handler = Callable[["State", Instr], Call]  # Links an instruction.
+Handler = Callable[["State", Instr], Call]  # links an instruction
 
 
 Callback = Callable[[], None]
@@ -54,14 +54,14 @@ def chain_calls(first: Callback, /, *others: Callback | None) -> Callback: ...
 @overload
 def chain_calls(*calls: Callback | None) -> Callback | None: ...
 def chain_calls(*calls: Callback | None) -> Callback | None:
-    """Return a function that makes the given calls in order.
+    """Return a function that calls the given functions in order.
 
     Args:
         *calls: Functions without arguments. None entries are skipped.
 
     Returns:
-        None if there are no calls. A single call is returned as it is. A chain of two has no loop,
-        because it runs in every step.
+        A function, or None if there are no functions. A single function is returned unchanged. For
+        two functions the result has no loop, to save time in every step.
     """
     present = [call for call in calls if call is not None]
     if len(present) < 2:
@@ -84,10 +84,10 @@ _RankKind = TypeVar("_RankKind", bound=RankService)
 
 
 class WorkObserver:
-    """Observes the work that instructions start. This one observes nothing."""
+    """Observes the work that instructions start. This base class observes nothing."""
 
     def attribute_to(self, k: int) -> AbstractContextManager[object]:
-        """Return a context that attributes started work to another instruction.
+        """Return a context that attributes work that is started in it to another instruction.
 
         Args:
             k: The index of the other instruction in the stream.
@@ -110,7 +110,7 @@ class State:
         resources: The resources of the rank.
         transport: The transport, which may be a wrapper that records timestamps.
         boundaries: The tensors that pass between stages.
-        observer: Observes the work that instructions start. By default nothing is observed.
+        observer: Observes the work that instructions start. By default there is no observer.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class State:
     @overload
     def service(self, kind: type[_RankKind]) -> _RankKind: ...
     def service(self, kind: Any) -> Any:
-        """Return the service of a kind, which the first call creates.
+        """Return the service of a class. The first call creates it.
 
         Args:
             kind: A subclass of `ProgramService`, whose service only this program has, or of

@@ -68,7 +68,7 @@ def collect_facts(
     transport: Transport,
     fingerprints: Mapping[int, Sequence[ParameterFingerprint]],
 ) -> dict[str, str]:
-    """Return name -> fact about stages and optimizer, for facts that must be equal on all processes.
+    """Return name -> fact, for facts about stages and optimizer that all processes must share.
 
     Processes compare facts of the same name. Most names contain the stage and the tensor-parallel
     rank, so that only processes with the same slice of a stage compare the fact. Names of facts

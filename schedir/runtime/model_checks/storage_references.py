@@ -33,7 +33,7 @@ class StorageReferences:
         for _ in range(_MAX_WAITS):
             if not increased:
                 break
-            gc.collect()  # free unreachable reference cycles, which count as references
+            gc.collect()  # unreachable cycles must not count
             sleep(0.01)  # a thread may release a message late
             increased = self._compare()
         return increased

@@ -89,7 +89,7 @@ class Service:
         """Allow writes to the memory that several ranks of this process share."""
 
     def validate(self) -> None:
-        """Validate the last update. If it was wrong, correct weights and optimizer state.
+        """Validate the last update, and correct weights and optimizer state if needed.
 
         All processes call this after the same step.
         """
@@ -106,7 +106,9 @@ class Service:
         """
 
     def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
-        """Prepare for steps that will be undone, such as warm-up steps. `preserve` was called before.
+        """Prepare for steps that will be undone, such as warm-up steps.
+
+        The caller has called `preserve` before.
 
         Args:
             preserved: Restores state after these steps. A service adds the fields that it sets
