@@ -179,7 +179,7 @@ class ProgramRunner:
     def _run_until_valid(
         self, batch: StepInputs, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """Run a step in `order`, by default in stream order. Repeat it if its weights were wrong."""
+        """Run a step in `order` or in stream order. Repeat it if its weights were wrong."""
         number = self.state.random_streams.step
         try:
             total = self._run_once(batch, order)

@@ -28,7 +28,7 @@ class StorageReferences:
         self.counts = self._count()
 
     def find_increased(self) -> list[int]:
-        """Return the indices of tensors whose storage has more references than at the first count."""
+        """Return the indices of tensors with more references to their storage than at first."""
         increased = self._compare()
         for _ in range(_MAX_WAITS):
             if not increased:

@@ -90,7 +90,9 @@ class HostOptimizerState:
         self.addresses: list[int] = []  # their addresses at the last overlap check
         self.refresh_parameters()
         self._require_no_overlap()
-        self.host_memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # memory on the host
+        self.host_memory: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # tensor -> its host memory
         self.pending_loads: dict[int, StateCopy] = {}
         self.pending_stores: dict[int, StateCopy] = {}
         self.loaded_addresses: set[int] = set()  # addresses of the memory that `load` allocated
@@ -126,7 +128,7 @@ class HostOptimizerState:
         )
 
     def _require_no_overlap(self) -> None:
-        """Raise ModelError if stepped parameters share memory. Repeat the check if memory changed."""
+        """Raise ModelError if stepped parameters share memory. Check only if addresses changed."""
         addresses = [p.data_ptr() for p in self.stepped_parameters]
         if addresses != self.addresses:
             require_no_step_overlap(
