@@ -16,7 +16,7 @@ from schedir.runtime.parameters.mixed_precision import LossScale
 @explain_wrong_calls("GradientOptions(max_norm=1.0)")
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions:
-    """How an executor scales, clips and accumulates gradients.
+    """Options for the scale, the clipping and the accumulation of gradients.
 
     Args:
         max_norm: The largest global norm of the gradients. None means 1.0 if the program clips
@@ -64,7 +64,7 @@ class GradientOptions:
 @explain_wrong_calls("ExecutionOptions(spill_dir='/nvme')")
 @dataclass(frozen=True, kw_only=True)
 class ExecutionOptions:
-    """How an executor records and checks its steps, and where it puts files.
+    """Options for the recording and the checks of steps, and the folder of files.
 
     None of these options changes a result.
 

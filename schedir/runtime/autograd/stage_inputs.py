@@ -3,11 +3,11 @@
 The module may overwrite a received input. But it must not get this input as an autograd leaf,
 because autograd refuses a write to a leaf.
 
-The module must not overwrite an input from a stage of the same rank, which that stage may need for
-its backward, or an input of the model, which belongs to the caller. If a layer of the module has
-`inplace=True`, the module gets copies of these inputs in its first call. In later calls it gets
-copies only if the first call wrote to its inputs. Other modules get the tensor, or with `as_views`
-a view of it.
+The module must not overwrite an input from a stage of the same rank, because that stage may need it
+for its backward. It must not overwrite an input of the model, because this belongs to the caller.
+If a layer of the module has `inplace=True`, the module gets copies of these inputs in its first
+call. In later calls it gets copies only if the first call wrote to its inputs. Other modules get
+the tensor, or with `as_views` a view of it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from schedir.errors import ModelError
 
 CACHE_LINE_BYTES: Final = 64  # kernels may round differently at other alignments
-# The number of elements of an input that are searched in another input. That a tensor contains 8
-# elements of another tensor by chance is improbable.
+# The number of elements of an input that are searched in another input. A tensor is unlikely to
+# contain 8 elements of another tensor by chance.
 _MAX_COMPARED_NUMBERS: Final = 8
 
 

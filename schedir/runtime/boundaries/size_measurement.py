@@ -152,7 +152,7 @@ def measure_sizes(
     The sizes, in bytes, are:
 
     - `saved`: the input of a stage and the tensors that autograd saves. Each storage counts once.
-      Of an activation checkpoint, only the tensors that it keeps count.
+      An activation checkpoint counts with the tensors that it keeps.
     - `deferred_wgrad`: the tensors that a BackwardInput keeps for its BackwardWeight.
     - `saved_and_deferred`: the largest sum of the two during a BackwardInput. Autograd frees saved
       tensors while the BackwardInput runs.

@@ -86,8 +86,8 @@ def checksum_on_device(t: Tensor) -> Tensor:
         in_rows = len(words) - len(words) % _COLUMNS
         matrix, rest = words[:in_rows].view(-1, _COLUMNS), words[in_rows:]
         words = torch.cat((matrix.sum(0), matrix.sum(1), rest))
-    # The factors are cubes: with consecutive odd numbers, a move of a value from row r and column c
-    # to row r + 1 and column c - 1 would not change the checksum.
+    # The factors are cubes. With consecutive odd numbers, the checksum would not change if a value
+    # moved from row r and column c to row r + 1 and column c - 1.
     factors = (2 * torch.arange(len(words), device=words.device) + 1) ** 3
     return (words * factors).sum()
 
@@ -118,7 +118,7 @@ def _flatten_to_bytes(tensor: Tensor) -> list[Tensor]:
 
 
 def _list_dense_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors of which a tensor consists. A sparse tensor has several."""
+    """Return the dense tensors in a tensor: itself, or several if it is sparse."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

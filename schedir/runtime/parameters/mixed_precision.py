@@ -137,7 +137,7 @@ def is_torch_optimizer(optimizer: object) -> bool:
 
 
 def has_step_hooks(optimizer: object) -> bool:
-    """Return whether the step of an optimizer has hooks: of this optimizer or of all optimizers.
+    """Return whether the step of an optimizer has hooks, including hooks for all optimizers.
 
     Args:
         optimizer: The optimizer.
