@@ -268,7 +268,7 @@ class Executor:
 
     @property
     def timestamps(self) -> Timestamps | None:
-        """The times of the instructions of the last recorded step of the first program."""
+        """The recorded times of the last step of the first program, or None without recording."""
         return self.runner.timestamps
 
     @property
@@ -315,8 +315,8 @@ class Executor:
             0-dimensional. On other ranks, None.
 
         Raises:
-            ExecutionError: An instruction failed; there is not one input for each microbatch; or an
-                earlier step failed.
+            ExecutionError: An instruction failed, inputs or targets are missing, or an earlier step
+                failed.
             ModelError: The trained parameters have changed, or the executor was not created with
                 `program`.
             ProgramSequenceError: Ranks run different programs.

@@ -21,8 +21,8 @@ class GradientOptions:
     Args:
         max_norm: The largest global norm of the gradients. None means 1.0 if the program clips
             gradients. If it does not, only None is allowed.
-        loss_scale: The loss scale of float16 training. Gradients are scaled until their reduction
-            removes the scale. By default the loss is not scaled. Each virtual rank of an
+        loss_scale: The loss scale of float16 training. The gradients have this scale until their
+            reduction, which removes it. By default the loss is not scaled. Each virtual rank of an
             `InProcessExecutor` has a copy.
         accumulate_grads: True to add gradients to the existing ones, as autograd does. Then the
             executor steps no optimizer, computes no norm, sums over no replicas, and does not check
@@ -39,13 +39,14 @@ class GradientOptions:
     accumulate_grads: bool = False
 
     def resolve(self, program: Program) -> GradientOptions:
-        """Return the options with the default value of `max_norm`.
+        """Check the options, and replace `max_norm=None` by the default 1.0.
 
         Args:
-            program: The program that the options are for.
+            program: The program of the executor.
 
         Raises:
-            ModelError: `max_norm` is wrong, or the program does not clip gradients.
+            ModelError: `max_norm` is not a number above 0, or it is set for a program that does not
+                clip gradients.
             UsageError: An option has a wrong type.
         """
         return replace(
@@ -92,7 +93,7 @@ class ExecutionOptions:
     allow_identical_stages: bool = False
 
     def resolve(self, programs: Sequence[Program]) -> ExecutionOptions:
-        """Return the options with the folder as a `Path`.
+        """Check the options, and convert `spill_dir` to a `Path`.
 
         Args:
             programs: The programs that a rank runs.

@@ -69,7 +69,8 @@ class InProcessExecutor:
     Args:
         program: The program to run, with tp=1 and dp=1. Tensor-parallel ranks and replicas must run
             concurrently, so they need separate processes.
-        stages: All stages of the model: a sequence in order, or a mapping from stage number.
+        stages: All stages of the model: a sequence in order, or a mapping from stage number to
+            module.
         loss: See `Executor`.
         boundary: See `Executor`.
         progress_model: The progress model for which the program must be proven.

@@ -47,8 +47,8 @@ class ProgramRunner:
     Attributes:
         state: The state of the program.
         calls: The linked calls of the stream.
-        timestamps: The recorder of the times of the last recorded step, or None if none is
-            recorded.
+        timestamps: The recorder of the times of instructions, or None if `record_timestamps` was
+            False.
         is_warm: True if the next step needs no warm-up steps.
         progress: The index of the current instruction and its start time in nanoseconds. By default
             this is memory of the process. A caller may set it to a view of a black box.

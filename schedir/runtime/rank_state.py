@@ -251,7 +251,7 @@ class State:
     def find_slot(self, kind: Value, stage: int, mb: int, index: int | None = None) -> Slot:
         """Return the slot of a value.
 
-        If another stage of this rank computes the value, it is the output slot of that stage.
+        If another stage of this rank computes the value, this is the output slot of that stage.
 
         Args:
             kind: The kind of the value.
@@ -323,8 +323,8 @@ class State:
     def wrap_error(self, index: int, error: Exception) -> ExecutionError:
         """Convert an error to an `ExecutionError` that names an instruction.
 
-        If the error already names an instruction, it keeps this one: the work of an earlier
-        instruction has failed on its lane.
+        An error that already names an instruction keeps this instruction. It comes from earlier
+        work that failed on its lane.
 
         Args:
             index: The index of the current instruction in the stream.

@@ -274,7 +274,7 @@ def _find_tied_places(
 def _list_backwards(
     program: Program | None, stage: int, microbatches: int
 ) -> Iterator[list[Instr]]:
-    """Yield, for each rank with a stage, in rank order, its backward instructions of the stage."""
+    """Yield, for each rank with the stage in rank order, the stage's backward instructions."""
     if program is None:
         yield [Instr(FULL_BACKWARD_OPS[0], stage, mb) for mb in range(microbatches)]
         return

@@ -1,4 +1,4 @@
-"""Slots: the places for the values of a rank while a program runs."""
+"""Slots: the places in which a rank keeps values while a program runs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class OutputSlot(Slot):
         self.kind, self.stage, self.mb = kind, stage, mb
 
     def accept_write(self) -> None:
-        """Accept the value as it is now, after the executor itself has written to it."""
+        """Update the fingerprint of the value, after the executor has written to it."""
         slots, number = self.table, self.number
         if slots.compute_fingerprint is not None:
             slots.fingerprints[number] = slots.compute_fingerprint(self.values[number])
@@ -155,7 +155,7 @@ def collect_versions_and_sums(value: Any) -> list[int]:
 
 
 def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[int, int]:
-    """Return filling instruction -> freeing instruction for each slot that is used again.
+    """Find, for each instruction that fills a slot again, the instruction that freed the slot.
 
     Args:
         program: The program.

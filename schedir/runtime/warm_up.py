@@ -252,7 +252,7 @@ def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
 class ProbedCopies(MicrobatchView):
     """Microbatches that return a copy at each read.
 
-    A loss may write to its target, and a backward to the `grad` of the inputs.
+    The reason is that a loss may write to its target, and a backward to the `grad` of the inputs.
     """
 
     def __getitem__(self, mb: Any) -> Any:

@@ -174,7 +174,7 @@ class Checkpoints:
         """Run a forward again, with the buffers and generator states of the first run.
 
         Args:
-            run: The function that was given to `run_first_forward`.
+            run: A function that runs the module and the loss on the inputs of the checkpoint.
             checkpoint: The checkpoint that `run_first_forward` returned.
 
         Returns:
@@ -240,8 +240,9 @@ class Checkpoints:
     def _list_unchecked_parameters(self) -> list[Tensor]:
         """Return the trained parameters whose values this recomputation must compare.
 
-        These are all of them in the first recomputation of each training mode, and later none.
-        Values are compared, because a write may leave the version counter unchanged.
+        In the first recomputation of each training mode these are all trained parameters. Later
+        there are none. Values are compared, because a write may leave the version counter
+        unchanged.
         """
         mode = self.module.training
         if mode in self.checked_modes:

@@ -16,7 +16,7 @@ def evaluation_mode(state: State) -> Iterator[None]:
     """Switch the modules of a rank to evaluation mode within a context.
 
     At the end, the context restores the modes and buffers of the modules, and torch's generators.
-    An evaluation draws other random numbers than all steps.
+    Evaluations and steps draw different random numbers.
 
     Args:
         state: The state of the program that evaluates. Its modules include a loss that is a module.

@@ -18,7 +18,8 @@ gradients, unless the caller splits these layers.
 
 The gradients have the same bits as those of an unsplit backward if the deferred gradients of one
 weight run in the order of their backward passes. There is one exception: a weight that other
-operations use, too. Autograd adds their gradient in I, so the sum is rounded differently.
+operations also use. Autograd adds the gradients of these operations in I, so the sum is rounded
+differently.
 
 `make_backward_splittable` makes the layers of a module use these functions.
 
@@ -196,10 +197,10 @@ def linear(
 ) -> Tensor:
     """Return `x @ weight.T + bias`, with a backward that can be split.
 
-    The gradient of the bias is cheap and is not deferred. With an `input_rule`, tensor-parallel
-    ranks share the weight, and `x` may be a shard of the input of the product. Only the shard is
-    saved. It is gathered again in the backward, or in W if the weight gradient is deferred. If it
-    is not deferred, the reduction of the gradient of `x` overlaps with the computation of the
+    The gradient of the bias is cheap and is not deferred. With an `input_rule`, the weight is split
+    over tensor-parallel ranks, and `x` may be a shard of the input of the product. Only the shard
+    is saved. It is gathered again in the backward, or in W if the weight gradient is deferred. If
+    it is not deferred, the reduction of the gradient of `x` overlaps with the computation of the
     weight gradient.
 
     Args:

@@ -132,7 +132,7 @@ def can_add_rows(rule: WeightGradientRule, weight: Tensor) -> TypeGuard[LookupRu
     """Return whether a gradient can be added to `weight.grad` row by row.
 
     The rule must be a row lookup. `weight.grad` must be dense, contiguous and of the weight's
-    dtype. Gradients must be disabled.
+    dtype. Torch's gradient mode must be off.
 
     Args:
         rule: The rule of the gradient.

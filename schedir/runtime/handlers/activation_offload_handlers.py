@@ -205,7 +205,7 @@ def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
 
 
 def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
-    """Return the indices and opcodes that produce or move saved activations, in stream order."""
+    """Yield (index, opcode) of the instructions that produce or move the activations, in order."""
     ops = (Opcode(op) for op in _SAVED_PRODUCERS)
     at = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
     return iter(sorted(at))

@@ -143,7 +143,7 @@ def _list_form_changes(state: State, i: Instr, kind: Value) -> tuple[Opcode, ...
 
 def _view_in_form(state: State, memory: Tensor, form_opcodes: Sequence[Opcode]) -> Tensor:
     """Return the part of a value's memory that a message with these forms uses."""
-    for op in reversed(form_opcodes):  # the last form that the sender applied is last
+    for op in reversed(form_opcodes):  # the order in which the sender applied them
         form = INSTRUCTIONS[op].form
         if form in FORM_LAYOUTS:
             memory = FORM_LAYOUTS[form](memory)

@@ -1,4 +1,4 @@
-"""Refuse optimizers and options that cannot step a program correctly."""
+"""Check that the optimizer and the options of gradients fit a program."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PER_PARAMETER_OPTIMIZERS: Final = (
 def require_steppable(
     program: Program, stages: Mapping[int, nn.Module], optimizer: OptimizerLike | None
 ) -> None:
-    """Refuse an optimizer that cannot step the program correctly.
+    """Check that an optimizer can step the parameters of a program correctly.
 
     Args:
         program: The program.
@@ -43,9 +43,9 @@ def require_steppable(
         optimizer: The optimizer, or None.
 
     Raises:
-        ModelError: The program may repeat an update, but the optimizer cannot. Or it uses delayed
-            weights, but a weight has a view. Or the optimizer has a weight twice, or no weight of
-            the stages.
+        ModelError: The program may repeat an update, but the optimizer cannot. Or the program uses
+            delayed weights, but a weight has a view. Or the optimizer has a weight twice, or no
+            weight of the stages.
     """
     if program.norm_check == "after_step" and program.has_backward:
         _require_repeatable(program, stages, optimizer)
@@ -232,7 +232,8 @@ def require_placeable_state(
             computes.
 
     Raises:
-        ModelError: The optimizer cannot step one stage after the other, or there is none.
+        ModelError: The optimizer cannot step one stage after the other, or the rank has no
+            optimizer.
     """
     program = programs[0]
     if program.optimizer_placement != "device" and any(one.has_backward for one in programs):

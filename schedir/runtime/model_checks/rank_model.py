@@ -121,7 +121,7 @@ class RankModel:
 
 
 def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
-    """Check that the ranks of a model can run in one process with the same results.
+    """Check that ranks in one process give the same results as ranks in separate processes.
 
     Args:
         program: The program.

@@ -136,7 +136,7 @@ def require_elementwise(program: Program, optimizer: object) -> None:
 def _require_separate_state(program: Program, inner: Any) -> None:
     """Check that each state tensor has separate memory, because ZeRO shards it separately.
 
-    torch's own optimizers fulfil this.
+    torch's own optimizers always keep their state in separate memory.
     """
     kept = getattr(inner, "state", {})
     tensors = [t for t in tree_leaves([*kept.values()]) if isinstance(t, Tensor)]

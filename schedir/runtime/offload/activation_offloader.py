@@ -56,7 +56,7 @@ class StorageView(NamedTuple):
     """The layout of a tensor that is a part or a reordered view of a storage.
 
     Attributes:
-        dtype: The type of the elements.
+        dtype: The dtype.
         offset: The offset in the storage, in elements.
         shape: The shape of the tensor.
         stride: Its stride, in elements.

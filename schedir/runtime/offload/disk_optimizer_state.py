@@ -56,8 +56,8 @@ class _HostBuffer(NamedTuple):
 class DiskOptimizerState(HostOptimizerState):
     """The optimizer state of a rank in a file, divided into stages.
 
-    The attribute `buffer_count` is the number of host buffers. Handlers set it to the program's
-    number.
+    The attribute `buffer_count` is the number of host buffers. The handlers set it from the
+    program.
 
     Args:
         parameters: The parameters of each trained stage.
@@ -211,7 +211,7 @@ class DiskOptimizerState(HostOptimizerState):
             del self.spilling_buffers[stage]
 
     def fail(self) -> None:
-        """After an error: wait for all copies, and keep the state that did not reach the file.
+        """Wait for all copies after an error, and keep the state that did not reach the file.
 
         The `data` of such a state tensor is set to its memory on the device, or to a copy of its
         host buffer.

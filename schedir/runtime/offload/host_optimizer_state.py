@@ -90,9 +90,8 @@ class HostOptimizerState:
         self.addresses: list[int] = []  # their addresses at the last overlap check
         self.refresh_parameters()
         self._require_no_overlap()
-        self.host_memory: WeakTensorKeyDictionary = (
-            WeakTensorKeyDictionary()
-        )  # tensor -> its host memory
+        # State tensor -> its memory on the host.
+        self.host_memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.pending_loads: dict[int, StateCopy] = {}
         self.pending_stores: dict[int, StateCopy] = {}
         self.loaded_addresses: set[int] = set()  # addresses of the memory that `load` allocated
@@ -338,7 +337,7 @@ class HostOptimizerState:
         self.loaded_addresses.clear()  # other tensors may now get these addresses
 
     def fail(self) -> None:
-        """After an error: wait for all running copies, and discard them."""
+        """Wait for all running copies after an error, and discard them."""
         for moving in (*self.pending_loads.values(), *self.pending_stores.values()):
             with suppress(Exception):  # the first error is already being raised
                 moving.job.finish()

@@ -29,7 +29,7 @@ class SnapshotCopies(RankService):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.requested: dict[int, Sequence[CopyPair]] = {}  # by stage
+        self.requested: dict[int, Sequence[CopyPair]] = {}  # stage -> pairs to copy
         self.pending_copies: list[SnapshotCopy] = []
         self.started_copies: list[SnapshotCopy] = []  # since the last request
         self.requester: object = None  # the object that made the last request
@@ -52,8 +52,8 @@ class SnapshotCopies(RankService):
 
         Args:
             tensors: Stage -> the pairs to copy.
-            requester: The object that requests them. It can compare the attribute `requester`
-                later.
+            requester: The object that requests them. The attribute `requester` keeps it, so that
+                the object can recognize its request.
         """
         self.requested, self.started_copies, self.requester = dict(tensors), [], requester
 

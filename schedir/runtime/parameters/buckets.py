@@ -130,8 +130,8 @@ class Bucket:
     shard for each replica that has these parameters (`shard_spec`).
 
     Args:
-        parameters: The parameters. They have the same dtype, gradient dtype and device. shard_spec:
-            The index of this replica, the number of replicas and the ZeRO level.
+        parameters: The parameters. They have the same dtype, gradient dtype and device.
+        shard_spec: The index of this replica, the number of replicas and the ZeRO level.
         aligned: If True, each parameter begins on a cache line, as if it were allocated separately.
             The results of matrix products may depend on the alignment.
     """

@@ -94,7 +94,7 @@ def find_optimizers(optimizer: object) -> list[Any]:
 
 
 def has_gated_step(optimizer: object) -> bool:
-    """Return whether an optimizer can skip its step by a tensor on the device, `found_inf`.
+    """Return whether a tensor on the device, `found_inf`, can make an optimizer skip its step.
 
     torch.amp.GradScaler uses such steps, too. The result is False for a subclass of torch's
     optimizers and for a step with hooks: their code would run even if the step is skipped.
@@ -242,7 +242,7 @@ class MainOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the main parameters by the gradients of the parameters, and round them."""
+        """Step the main parameters with the parameters' gradients, and copy the rounded result back."""
         for p, main in zip(self.parameters, self.main_parameters, strict=True):
             main.grad = None if p.grad is None else p.grad.float()  # no copy where it is float32
         self.inner.step()

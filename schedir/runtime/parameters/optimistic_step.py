@@ -40,7 +40,7 @@ from schedir.transports.transport import Work
 
 
 class OptimisticStep(ProgramService):
-    """The updates of a rank. Only the last update may not be validated yet.
+    """The updates of a rank. All updates but the last one are validated.
 
     Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. `needs_rerun`
     returns the same result on all ranks.
@@ -102,8 +102,8 @@ class OptimisticStep(ProgramService):
     def step(self, local_sum_of_squares: Tensor) -> None:
         """Make an update before its norm arrives.
 
-        The method makes no update if this step must run again. It makes none either after a wrong
-        update: then `needs_rerun` makes it with its norm.
+        The method makes no update if this step must run again. After a wrong update it does not
+        make the next update either: `needs_rerun` makes it later, with its norm.
 
         Args:
             local_sum_of_squares: The sum of squares of the rank's gradients. If it is already too
@@ -154,8 +154,8 @@ class OptimisticStep(ProgramService):
     def fail(self, *, has_begun: bool) -> None:
         """Handle an error in a step.
 
-        If the step had begun, undo the update that is not validated, for good. Otherwise keep the
-        update, and guard it again.
+        If the step had begun, undo the update that is not validated, and do not make it again.
+        Otherwise keep the update, and guard it again.
 
         Args:
             has_begun: True if the step had begun before the error.

@@ -379,7 +379,7 @@ def _shard_like(shard_range: tuple[torch.Size, int, int], value: Tensor) -> Tens
 
 
 def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> None:
-    """Raise ModelError if a state tensor of an optimizer has not the shape of its weight's shard.
+    """Check that state tensors of an optimizer have the shapes of the shards of their weights.
 
     The state may still have the full shape of the weight. torch's fused optimizers would then use
     its first elements, which belong to another shard.

@@ -143,7 +143,7 @@ def _make_substitutes(
 
     Args:
         weights: The tied weights of the rank. Substitutes replace Parameters in `local_copies`.
-        copies: Parameter that virtual ranks of the process have, too -> the copy of this rank.
+        copies: Parameter that virtual ranks of the process share -> the copy of this rank.
 
     Returns:
         `RankTies.substitutes` and `RankTies.aliases`.

@@ -106,7 +106,7 @@ class UnvalidatedUpdateGuard:
         return entries
 
     def _collect_traces(self) -> list[list[object]]:
-        """Return addresses, versions and checksums as two lists: for weights and for other state."""
+        """Return two lists of addresses, versions and checksums, for weights and other state."""
         inner = unwrap_optimizer(self.optimizer)
         state: list[Any] = [] if inner is None else [[*inner.state.values()]]
         if inner is not None:

@@ -60,9 +60,8 @@ class WeightVersions:
         # During a step: observers on the autograd nodes of the module's original parameters.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
         self.traces: dict[int, list[tuple[int, ...]]] = {}  # version -> traces of its new copies
-        self.compares_values = (
-            True  # Only the first step compares checksums, which find writes to `data`.
-        )
+        # True in the first step, which compares checksums. They show writes to `data`.
+        self.compares_values = True
 
     def begin_step(self) -> None:
         """Begin a step, and keep the current weights as version 0.

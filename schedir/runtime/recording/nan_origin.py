@@ -218,7 +218,7 @@ def rerun_step(
     scale: float | Tensor,
     keywords: Keywords = (),
 ) -> list[NanOrigin]:
-    """Run the last step again without its updates, and check the results of each instruction.
+    """Run the last step again without its updates, and check all computed results.
 
     All ranks must call this. For the gradients of a stage, it returns only the first instruction
     that makes them non-finite, because later instructions add to the same sum.

@@ -202,7 +202,7 @@ class _ObservedWork:
 
     def wait(self) -> None:
         self.work.wait()
-        # Do not call `end_instruction`: the waiting instruction may be another one, which has not
+        # Do not call `end_instruction`: the instruction that waits may be another one, and has not
         # ended.
         self.timestamps.end_times[self.k] = perf_counter()
 
