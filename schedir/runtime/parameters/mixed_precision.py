@@ -242,7 +242,7 @@ class MainOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the main parameters with the parameters' gradients, and copy the rounded result back."""
+        """Step the main parameters with the gradients, and copy the rounded result back."""
         for p, main in zip(self.parameters, self.main_parameters, strict=True):
             main.grad = None if p.grad is None else p.grad.float()  # no copy where it is float32
         self.inner.step()
