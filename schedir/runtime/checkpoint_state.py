@@ -101,7 +101,7 @@ class RankCheckpointState:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """Functions that return the state of a process, and the processes that save together.
+    """The functions with which a checkpoint saver reads the state of a process.
 
     Args:
         collect_rank_states: A function that takes the optimizer to save or load, and returns the

@@ -436,8 +436,8 @@ class ModelBoundaries:
         """Return all input tensors of a stage, each with the number of the stage that computes it.
 
         Args:
-            stage: The stage. The input of the first stage is not a boundary. Inputs from skip
-                connections come last.
+            stage: The stage. The first stage has no such inputs. Inputs from skip connections come
+                last.
         """
         came = self.stage_boundaries[stage - 1].received.tensors if stage else ()
         found = [(stage - 1, one) for one in came]

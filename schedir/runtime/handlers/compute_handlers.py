@@ -157,7 +157,8 @@ class StageRun:
         for k in self.grad_input_indices:
             xs[k].requires_grad_()
         keywords = batch.get_keywords(mb)
-        # An offload frees the memory of leaves, and so does the first step after a backward.
+        # Give the module views of the leaves, because an offload frees the memory of leaves. So
+        # does the first step, after the backward.
         aliases = self.is_offloaded or (
             self.has_received_inputs and self.state.first_step_checks.is_active
         )

@@ -151,7 +151,7 @@ class SavedActivations:
         self.reloaded: list[ref[Tensor]] = []
         self.layouts: list[StorageLayout] = []  # of each storage in the block
         self.block_size = self.nbytes = 0
-        # Tensors on the device, one for each layout: the source of the offload, the target of the
+        # Tensors on the device, one for each layout: sources of an offload, and targets of a
         # reload.
         self.offload_sources: list[Tensor] = []
         self.reload_targets: list[Tensor] = []
@@ -368,9 +368,9 @@ class OffloadMoves(ProgramService):
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        # True if the number of slots on the device is fixed. Then an instruction that fills a slot
-        # releases the memory of the earlier value. Otherwise `release_copied` releases it after the
-        # copy.
+        # `has_fixed_slots` is True if the number of slots on the device is fixed. Then an
+        # instruction that fills a slot releases the memory of the earlier value. Otherwise
+        # `release_copied` releases it after the copy.
         slots = state.program.slots
         self.has_fixed_slots = bool(slots) and slots[state.rank].saved != UNSHARED_SLOTS
         # Index of an instruction that fills a slot -> index of the one that freed the slot.

@@ -83,8 +83,8 @@ def find_optimizers(optimizer: object) -> list[Any]:
         optimizer: An optimizer, or an object with optimizers in its attributes.
 
     Returns:
-        A list that begins with `optimizer`. If it is neither torch's nor a MainOptimizer, all torch
-        optimizers and MainOptimizers in its attributes follow.
+        A list with `optimizer` as first entry. If `optimizer` is an object of another library, the
+        torch optimizers and MainOptimizers in its attributes follow.
     """
     kinds = (torch.optim.Optimizer, MainOptimizer)
     if isinstance(optimizer, kinds):
