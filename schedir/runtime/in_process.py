@@ -266,7 +266,7 @@ class InProcessExecutor:
             total = self._run_once(runners, batch, order_seed)
             while self._needs_rerun(runners):
                 total = self._run_once(runners, batch, order_seed)
-        except BaseException:  # also KeyboardInterrupt must restore modules
+        except BaseException:  # restore modules also after KeyboardInterrupt
             has_begun = any(rank.resources.is_in_step for rank in runners)
             with ExitStack() as stack:
                 for rank, number in zip(runners, numbers, strict=True):

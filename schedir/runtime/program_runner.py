@@ -185,7 +185,7 @@ class ProgramRunner:
             total = self._run_once(batch, order)
             while self.needs_rerun():
                 total = self._run_once(batch, order)
-        except BaseException:  # also KeyboardInterrupt must restore modules
+        except BaseException:  # restore modules also after KeyboardInterrupt
             self.state.abort_step(number, has_begun=self.resources.is_in_step)
             raise
         return total

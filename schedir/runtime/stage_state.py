@@ -49,8 +49,10 @@ class StageState:
         # (Kind, microbatch) -> the pending transfer of a value that an instruction will read.
         self.arrivals: dict[tuple[Value, int], Work] = {}
         # The following attributes are for checks that run until they have passed once. A mode is
-        # the value of `module.training`. True after a split backward deferred weight gradients, or
-        # if no layer of the stage can defer them.
+        # the value of `module.training`.
+
+        # True after a split backward deferred weight gradients, or if no layer of the stage can
+        # defer them.
         self.has_checked_layers = False
         # True after the check that the outputs of a forward have a gradient.
         self.has_checked_gradient = False

@@ -214,7 +214,7 @@ class Checkpoints:
         traces = get_write_traces(real)
         states = self._get_generator_states()
         for table, name, was in checkpoint.buffers:
-            table[name] = was  # Autograd may have saved the present tensor.
+            table[name] = was  # Replace it: autograd may have saved the present tensor.
         self._set_generator_states(checkpoint.generator_states)
         try:
             yield

@@ -270,7 +270,7 @@ def _defer_or_compute_wgrad(
         accumulate_gradient(rule, weight, saved, dy)
     elif not compiled and can_add_rows(rule, weight) and _is_first_use_in_pass(weight):
         (tokens,) = saved
-        # Autograd adds it, because the weight may have other uses.
+        # Autograd adds this gradient, because the weight may have other uses.
         return rule.compute_sparse(weight, tokens, dy)
     else:
         return rule(weight, *saved, dy)
@@ -286,7 +286,7 @@ def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
     node = ctx.next_functions[input_index][0]
     if leaf_has_hooks(weight, node):
         return False
-    # A hook on this node expects all gradients. If torch.compile traced it, it has no count.
+    # A hook on this node expects all gradients. Nodes of torch.compile have no `registrations`.
     if getattr(ctx, "registrations", None) != count_registrations() and node_has_hooks(ctx):
         return False
     return _will_accumulate(node)
@@ -365,7 +365,7 @@ class _Linear(torch.autograd.Function):
         else:
             y = torch.addmm(bias, flatten_to_matrix(full_input), weight)
             y = y.view(*full_input.shape[:-1], weight.shape[-1])
-        ctx.save_for_backward(x.to(y.dtype))  # Autocast used this dtype.
+        ctx.save_for_backward(x.to(y.dtype))  # Autocast computes in the dtype of y.
         return _as_non_view(y)
 
     @staticmethod

@@ -91,7 +91,8 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         if _find_split_type(kind) is None:
             raise _unknown_type_error(kind)
     for layer in module.modules():
-        whole_type = _original_type(layer)  # an already splittable layer gets the newest rules
+        # A layer that is already splittable gets the rules that are registered now.
+        whole_type = _original_type(layer)
         kind = _without_fsdp(whole_type)
         asked = kind not in _OPT_IN_TYPES or kind in layer_types or whole_type is not type(layer)
         split = _find_split_type(whole_type) if asked and "forward" not in vars(layer) else None

@@ -57,7 +57,7 @@ def offload(state: State, i: Instr) -> Call:
 
     def run() -> None:
         kept = slot.peek()
-        if isinstance(kept, Checkpoint):  # a reload changes version counters
+        if isinstance(kept, Checkpoint):  # version counters change in a reload
             kept.require_unwritten(i.stage, i.mb)
             kept = kept._replace(input_versions=())
         moves.slot_values[i[1:]] = kept

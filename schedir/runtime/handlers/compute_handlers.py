@@ -328,8 +328,8 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
         dys = (first_gradients.compute(mb),) if last else take()
         is_first_step = state.first_step_checks.is_active
         if is_first_step:
-            # Detach, so that a hook that keeps a gradient adds a reference to its memory, which a
-            # check counts.
+            # If a hook keeps a detached gradient, this adds a reference to its memory.
+            # `FirstStepChecks` counts these references.
             dys = [*map(Tensor.detach, dys)]
             if not state.first_step_checks.has_gradients_of_forward(i.stage, mb, xs):
                 raise _other_microbatch_error()

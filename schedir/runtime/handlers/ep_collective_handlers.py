@@ -69,7 +69,7 @@ class TokenCounts(ProgramService):
 def exchange_tokens(state: State, i: Instr) -> Call:
     """Link an all-to-all of the first output tensor of a segment, or of its gradient."""
     boundary, letters = find_collective_boundary(state, i), state.program.segment_boundaries
-    key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb  # of the last dispatch
+    key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb  # segment before the dispatch, microbatch
     tensors = state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, boundary).tensors
     is_gradient = i.op in (Opcode.CombineGrad, Opcode.DispatchGrad)
     # A gradient gets the shape of the output before the all-to-all of the forward.

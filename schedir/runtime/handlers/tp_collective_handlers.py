@@ -66,7 +66,8 @@ def _gather_tokens(output: SegmentOutput) -> Work:
     work = output.transport.start_collective(
         "all_gather", "tp", parts.view(-1), local_tokens.view(-1)
     )
-    if local_tokens.shape[:-2].numel() == 1:  # the tokens are in order
+    # The gathered tokens of a single sequence are already in order.
+    if local_tokens.shape[:-2].numel() == 1:
         output.replace_first(join_sequence(parts), rest)
         return work
     return ChainedWork(work, lambda: output.replace_first(join_sequence(parts), rest))

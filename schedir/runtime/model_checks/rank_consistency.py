@@ -87,7 +87,9 @@ def collect_facts(
         slices = [f"slice {tp_rank}", *(describe_slice(p, tp_rank) for p in module.parameters())]
         facts |= _describe_parameters(module, f"stage {s}, {max(slices)}")
         shapes = [_describe_shape(p) for p in module.parameters() if is_expert(p)]
-        if shapes:  # ranks of a group exchange rows for them
+        # Ranks of an expert-parallel group exchange rows for these experts, so shapes must be
+        # equal.
+        if shapes:
             facts[f"the shapes of the experts in stage {s}, slice {tp_rank}"] = ", ".join(shapes)
         summed = [
             f"{name} {_describe_shape(p)}"

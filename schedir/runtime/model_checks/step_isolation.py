@@ -55,7 +55,8 @@ class StepIsolation:
     def __init__(self, inner: Any, *, replaces_parameters: bool) -> None:
         self.inner, self.replaces_parameters = inner, replaces_parameters
         self.name = type(inner).__name__
-        self.changing_stages: dict[object, int] = {}  # key of `_collect_entries` -> stage
+        # Key of `_collect_entries` -> the stage whose step has changed this entry.
+        self.changing_stages: dict[object, int] = {}
         # State tensor -> its stage.
         self.state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 

@@ -10,7 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_MAX_WAITS: Final = 5  # 10 ms each, for threads of a transport
+# The number of waits of 10 ms for threads of a transport that still have a reference.
+_MAX_WAITS: Final = 5
 
 
 class StorageReferences:
@@ -33,8 +34,8 @@ class StorageReferences:
         for _ in range(_MAX_WAITS):
             if not increased:
                 break
-            gc.collect()  # unreachable cycles must not count
-            sleep(0.01)  # a thread may release a message late
+            gc.collect()  # frees unreachable reference cycles
+            sleep(0.01)  # a thread of a transport may release a message late
             increased = self._compare()
         return increased
 

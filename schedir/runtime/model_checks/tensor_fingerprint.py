@@ -82,7 +82,7 @@ def checksum_on_device(t: Tensor) -> Tensor:
     if flat.stride() != (1,):  # a single element counts as contiguous with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     words = flat.view(_WORD_TYPES[flat.element_size()])
-    if len(words) > 16 * _COLUMNS:  # not worth it for fewer words
+    if len(words) > 16 * _COLUMNS:  # for fewer words this would take longer
         in_rows = len(words) - len(words) % _COLUMNS
         matrix, rest = words[:in_rows].view(-1, _COLUMNS), words[in_rows:]
         words = torch.cat((matrix.sum(0), matrix.sum(1), rest))

@@ -145,7 +145,7 @@ class SavedActivations:
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage, self.device = stage, device
         self.saved_tensors: list[ref[SavedTensor]] = []
-        # Tensors that autograd does not save, such as leaves, while they are offloaded, and after
+        # Tensors that autograd does not save, such as leaves: while they are offloaded, and after
         # the reload.
         self.offloaded: list[tuple[Tensor, TensorLocation]] = []
         self.reloaded: list[ref[Tensor]] = []
@@ -448,7 +448,7 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 def _is_only_reference(tensor: Tensor) -> bool:
     """Return whether no other tensor uses the memory of a tensor."""
-    storage = tensor.untyped_storage()  # `storage` is the second reference
+    storage = tensor.untyped_storage()  # 2 references: of `tensor` and of `storage`
     return int(torch._C._storage_Use_Count(storage._cdata)) <= 2
 
 

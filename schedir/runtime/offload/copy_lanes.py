@@ -149,7 +149,7 @@ class _ThreadJob(LaneJob):
                 observer.on_end()
         except BaseException as error:  # `wait` raises it.
             self.error = error
-        self.pending_call = None  # a kept job must not keep the copied tensors
+        self.pending_call = None  # a reference to the job must not keep tensors alive
         del run, after_jobs, observer
         self.done_event.set()
 

@@ -311,7 +311,7 @@ class CpuOptimizer(HostOptimizerState):
         part.was_stepped = not self.main_parameters or before != [
             one._version for one in part.host_copies.values()
         ]
-        for t in self.list_state_tensors(stage):  # a new state tensor stays where it is
+        for t in self.list_state_tensors(stage):  # keep the memory of a new state tensor
             self.host_memory.setdefault(t, t.detach())
 
     def reload_weights(

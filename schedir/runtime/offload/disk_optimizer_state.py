@@ -81,7 +81,8 @@ class DiskOptimizerState(HostOptimizerState):
     ) -> None:
         super().__init__(parameters, optimizer, lanes, device, names)
         self.tiers, self.spill_file = tiers, file
-        self.buffer_count, self.buffer_size = 1, BLOCK_ALIGNMENT  # number; bytes each
+        # The number of host buffers, and the size of each buffer in bytes.
+        self.buffer_count, self.buffer_size = 1, BLOCK_ALIGNMENT
         self.file_offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # in bytes
         self.host_buffers: dict[int, _HostBuffer] = {}  # stage -> filled buffer
         self.spilling_buffers: dict[int, _HostBuffer] = {}

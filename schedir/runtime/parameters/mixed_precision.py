@@ -58,7 +58,7 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     Args:
         tensors: The tensors. If they have no elements, the result is True on the CPU.
     """
-    finite: Tensor | None = None  # None, because a copy of a host tensor to a GPU would block
+    finite: Tensor | None = None  # a copy of a host tensor to a GPU would block
     for flat in tensors:
         if flat.numel():
             ends = torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
@@ -244,7 +244,7 @@ class MainOptimizer:
     def step(self) -> None:
         """Step the main parameters with the gradients, and copy the rounded result back."""
         for p, main in zip(self.parameters, self.main_parameters, strict=True):
-            main.grad = None if p.grad is None else p.grad.float()  # no copy where it is float32
+            main.grad = None if p.grad is None else p.grad.float()  # no copy if it is float32
         self.inner.step()
         torch._foreach_copy_([*self.parameters], [*self.main_parameters])
 

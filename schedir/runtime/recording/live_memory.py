@@ -65,13 +65,14 @@ class LiveMemory(TorchDispatchMode):
         return out
 
     def _run(self, run: Any) -> None:
-        self._update_peaks()  # includes inputs that `run` frees
+        self._update_peaks()  # also counts inputs that `run` frees
         run()
         self._update_peaks()
 
     def _update_peaks(self) -> None:
         device, before = self._count_live_bytes(), -1
-        while device != before:  # other threads may allocate or free memory
+        # Repeat until two counts agree, because other threads may allocate and free memory.
+        while device != before:
             device, before = self._count_live_bytes(), device
         services = self.executor.state.list_services()
         for tier in TIERS:

@@ -333,7 +333,8 @@ class EventTimestamps(Timestamps):
             if group != self.group_by_instruction[k]:
                 free[queue] = last
             began[k] = max(began[k], free[queue])
-            ended[k] = max(began[k], ended[k])  # early work may have ended
+            # Work that started early may have ended before its instruction began.
+            ended[k] = max(began[k], ended[k])
             before[queue] = self.group_by_instruction[k], max(last, float(ended[k]))
         return InstructionTimes(began, ended)
 
