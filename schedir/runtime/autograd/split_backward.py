@@ -499,7 +499,10 @@ def _compute_layer_gradient(
 
 
 def _require_shape(layer: nn.Module, name: str, shape: torch.Size, gradient: Tensor) -> Tensor:
-    """Return a gradient, or raise ModelError for a wrong shape, which a sum would broadcast."""
+    """Return a gradient, or raise ModelError if its shape is wrong.
+
+    A sum of gradients would broadcast a wrong shape.
+    """
     if gradient.shape != shape:
         raise ModelError(
             f"the split of {type(layer).__name__} returns a gradient of shape "

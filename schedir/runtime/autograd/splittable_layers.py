@@ -59,8 +59,8 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         module: A stage, or another module.
         *layer_types: Types that are split only on request. The only such type is `nn.LayerNorm`.
             Its weight gradients take a thousandth of the time of the matrix products of a
-            transformer layer. W would need its input and output gradient, which is a quarter more
-            memory for W.
+            transformer layer. W would need its input and output gradient, which increases the
+            memory of deferred gradients by a quarter.
 
     Returns:
         The module.
@@ -329,7 +329,7 @@ def _find_split_type(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _make_split_type(kind: type[nn.Module], forward: LayerForward) -> type[nn.Module]:
-    """Create a subclass of `kind` with this forward. Pickles of its layers name only `kind`."""
+    """Create a subclass of `kind` with this forward. Pickles of its layers refer to `kind`."""
     members = {
         "forward": forward,
         "__reduce_ex__": partialmethod(_reduce_split_layer, kind),

@@ -220,7 +220,7 @@ class BoundaryTensors:
 
     @cached_property
     def is_single_tensor(self) -> bool:
-        """True if the message is the only tensor itself. Otherwise it is padded bytes."""
+        """True if the message is a single tensor without padding. Otherwise it is bytes."""
         sizes = [torch.Size(one.shape).numel() for one in self.tensors]
         return len(sizes) == 1 and sizes[0] % self.num_parts == 0
 
@@ -421,8 +421,8 @@ class ModelBoundaries:
         """Return the tensors of a boundary value.
 
         Args:
-            kind: A kind of value that passes between stages. For gradients, the result has the
-                gradients of the tensors.
+            kind: A kind of value that passes between stages. For a gradient, the result has only
+                the tensors with `requires_grad`.
             stage: The stage that has the value.
         """
         if kind in EXTRA_BOUNDARY_TENSORS:

@@ -45,7 +45,7 @@ def _wait_for_host_grads(state: State) -> None:
 
 
 def _decide_update(state: State, update: int) -> None:
-    """Decide whether the update is made, and pass this and the clip factor to the CPU optimizer."""
+    """Decide whether to make an update, and pass this and the clip factor to the CPU optimizer."""
     checks = state.service(UpdateChecks)
     finite = checks.check_once(update)
     can_update = finite if state.service(OptimizerSteps).can_step else torch.zeros_like(finite)

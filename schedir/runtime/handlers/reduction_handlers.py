@@ -265,7 +265,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
             steps.run(finite)
         if state.options.gradients.loss_scale is not None:
             state.options.gradients.loss_scale.update(finite)
-        if not last:  # the caller may read the last gradients
+        if not last:  # the caller may read the gradients of the last update
             if not has_released_grads:
                 state.begin_update()
             state.service(StageWeightVersions).keep_next(i)

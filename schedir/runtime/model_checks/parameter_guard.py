@@ -78,7 +78,8 @@ def require_untrained(
 ) -> None:
     """Check that a stage whose outputs have no gradient has nothing to train.
 
-    If it does, the cause is `torch.no_grad()` or `detach()` in the stage or in the loss.
+    If it has trained parameters, the cause is usually `torch.no_grad()` or `detach()` in the stage
+    or in the loss.
 
     Args:
         module: The stage.

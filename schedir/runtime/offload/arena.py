@@ -41,9 +41,9 @@ class Arena(Generic[Place]):
     acquires blocks in the same order.
 
     With a limit on the number of blocks, the arena first allocates this number of blocks. Then a
-    value gets the large enough block that was released first. If no free block is large enough, the
-    arena replaces the block that was released first by a larger block, after its reads have ended.
-    If no block is free, the arena allocates one block more.
+    value gets, of the free blocks that are large enough, the block that was released first. If no
+    free block is large enough, the arena replaces the first released block by a larger block, after
+    its reads have ended. If no block is free, the arena allocates one block more.
 
     Args:
         allocate: A function that allocates a number of bytes, and returns their location.

@@ -165,7 +165,7 @@ class HostOptimizerState:
     # ------------------------------------------------------------ in a step
 
     def to_resting_state(self) -> None:
-        """Move all state to its tier between steps.
+        """Move all state to the tier in which it stays between steps.
 
         State tensors may be on the device after the load of a checkpoint, or after the creation of
         the optimizer.
@@ -181,7 +181,7 @@ class HostOptimizerState:
         self.finish()
 
     def move_to_resting_tier(self, stage: int) -> None:
-        """Start to move the state of a stage to its tier between steps.
+        """Start to move the state of a stage to the tier in which it stays between steps.
 
         Args:
             stage: The stage.

@@ -9,13 +9,13 @@ from schedir.runtime.rank_state import ProgramService, State
 
 
 class LossGradients(ProgramService):
-    """The gradients of the loss in a step, and the factor for the reduced gradients.
+    """The gradient with which each backward of a step begins, and the factor for summed gradients.
 
     Args:
         state: The state of the program.
 
     Attributes:
-        grad_scale: The factor by which gradients are multiplied before their reduction.
+        grad_scale: The factor by which the gradient sums are multiplied before their reduction.
         initial_gradient: The gradient with which a backward begins. None means 1.
     """
 

@@ -61,7 +61,7 @@ class OptimizerPlacement(RankService):
             raise
 
     def prepare_step(self, batch: StepInputs) -> StepInputs:
-        """Move all state to the tier in which the program places it between steps.
+        """Move all state to the tier in which it stays between steps.
 
         Args:
             batch: The inputs of the step, which stay the same.

@@ -69,7 +69,7 @@ class OptimizerSteps(RankService):
             makes_update: True if the optimizer may step.
         """
         preserved.add_fields(self, "can_step", "read_last_result")
-        self.can_step = self.can_step and makes_update  # these contexts may be nested
+        self.can_step = self.can_step and makes_update  # stays False in a nested context
 
 
 class UpdateChecks(ProgramService):
@@ -104,11 +104,11 @@ class UpdateChecks(ProgramService):
         self.read_result = lambda: (self.grad_norm, self.finite_updates)
 
     def begin_step(self) -> None:
-        """Discard the check of an update in which an error occurred."""
+        """Discard the result of a check that remains after an error in the last step."""
         self.is_finite = None
 
     def finish_step(self) -> None:
-        """Make the result of this step the last result of the rank."""
+        """Keep the result of this step as the last result of the rank."""
         if not self.state.is_evaluating:
             self.state.service(OptimizerSteps).read_last_result = self.read_result
 
