@@ -171,7 +171,7 @@ class ProgramOrder:
         self.current_number, self.run_count = program_number, 1
 
     def _order_error(self, reports: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
-        """Return the error for reports of ranks: (dp_rank, tp_rank, rank, runs, next program)."""
+        """Create the error. A report of a rank is (dp_rank, tp_rank, rank, runs, next program)."""
         least = min(times for *_, times, _ in reports)
         rows: dict[tuple[int, int], list[list[Program]]] = {}
         for dp_rank, tp_rank, _, times, which in reports:

@@ -29,8 +29,8 @@ class SegmentOutput(NamedTuple):
     """The output slot of a segment, and the transport of its collective.
 
     Attributes:
-        slot: The slot.
-        transport: The transport.
+        slot: The output slot.
+        transport: The transport that runs the collective.
     """
 
     slot: OutputSlot

@@ -87,7 +87,7 @@ class HostOptimizerState:
         self.optimizer_parameters: dict[int, list[Tensor]] = {}
         self.seen_parameters: list[Tensor] = []
         self.stepped_parameters: list[Tensor] = []  # trained parameters of the model
-        self.addresses: list[int] = []  # their addresses at the last overlap check
+        self.addresses: list[int] = []  # of `stepped_parameters`, at the last check
         self.refresh_parameters()
         self._require_no_overlap()
         # State tensor -> its memory on the host.
