@@ -255,7 +255,7 @@ class State:
 
         Args:
             kind: The kind of the value.
-            stage: The stage.
+            stage: The number of the stage.
             mb: The microbatch.
             index: The index in the stream of the instruction that reads or fills the slot. It
                 matters if the value is in several slots, one after the other. The default is the

@@ -117,11 +117,11 @@ class Boundary:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of one such tensor."""
+        """The bytes of a tensor of this shape and dtype."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def tensor_at(self, memory: Tensor, offset: int) -> Tensor:
-        """Return a tensor of this shape and dtype in given memory.
+        """Return a tensor of this shape and dtype at an offset in `memory`.
 
         The tensor is not a view. Views of one tensor share a version counter, so autograd would
         take a write to one of them for a write to all.
@@ -239,7 +239,7 @@ class BoundaryTensors:
         return self.offsets[-1]
 
     def place_tensors(self, memory: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the message and its tensors in given memory.
+        """Return the message and its tensors, at the start of `memory`.
 
         Args:
             memory: A flat uint8 tensor of at least `nbytes` bytes.
@@ -460,7 +460,7 @@ class ModelBoundaries:
         """Return the number of input tensors that a stage receives over a skip connection.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         skip = self._by_hop.get((PeerRule.SKIP_FROM, stage))
         return len(skip.tensors) if skip else 0

@@ -64,7 +64,7 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
 
     Args:
         state: The state of the rank.
-        stage: The stage.
+        stage: The number of the stage.
         update: The update whose losses are checked. With None no losses are checked.
 
     Returns:

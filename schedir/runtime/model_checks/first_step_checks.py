@@ -96,7 +96,7 @@ class FirstStepChecks:
         """Record the gradients of inputs after a forward, which may have run a backward.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             mb: The microbatch.
             inputs: The inputs of the stage.
         """
@@ -106,7 +106,7 @@ class FirstStepChecks:
         """Return whether inputs have the same gradients as after their forward.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             mb: The microbatch.
             inputs: The inputs of the stage.
 

@@ -107,9 +107,9 @@ def require_stage_parameters(
 ) -> None:
     """Check that the outputs of a stage depend only on Parameters that the stage has.
 
-    Examples of other Parameters are those of a loss, or those in a list. The executor does not
-    zero, scale or reduce their gradients. If the optimizer does not step them, that may be
-    intended, so this function only warns.
+    Examples of other Parameters are Parameters of a loss, or in a list. The executor does not zero,
+    scale or reduce their gradients. If the optimizer does not step them, that may be intended, so
+    this function only warns.
 
     Args:
         outputs: The outputs of the stage, or its loss.

@@ -61,7 +61,7 @@ def require_matching_transport(program: Program, transport: Transport) -> None:
 def require_matching_experts(
     program: Program, transport: Transport, stages: Mapping[int, nn.Module]
 ) -> None:
-    """Check that the experts in the stages are those of this replica.
+    """Check that the experts in the stages belong to this replica.
 
     Args:
         program: The program.

@@ -93,7 +93,7 @@ class StepIsolation:
         """Check the optimizer step of a stage, which runs within this context.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
 
         Raises:
             ModelError: The step changes the set of parameters. Or it changes a number or a tensor
@@ -130,7 +130,7 @@ class StepIsolation:
         Args:
             state: The state tensors of the stage.
             parameters: The parameters on the device. They and their gradients are not moved.
-            stage: The stage.
+            stage: The number of the stage.
 
         Raises:
             ModelError: A state tensor also belongs to another stage, or shares memory.

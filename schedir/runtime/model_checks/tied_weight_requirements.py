@@ -273,7 +273,7 @@ class ParameterTable:
                     )
 
     def _require_same_copies(self, one: ParameterLocation, other: ParameterLocation) -> None:
-        """Check that copy `other` of a weight is trained, and has the values and options of `one`."""
+        """Check that copy `other` is trained, and has the values and options of copy `one`."""
         a, b = self.fingerprints[one], self.fingerprints[other]
         if not b.is_trained:
             raise ModelError(

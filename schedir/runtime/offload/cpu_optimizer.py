@@ -216,7 +216,7 @@ class CpuOptimizer(HostOptimizerState):
         the last step. With main parameters it does not copy parameters.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             is_first_update: True if this is the first update of the step.
             observer: An object that is notified of the begin and the end of the copy.
 
@@ -261,7 +261,7 @@ class CpuOptimizer(HostOptimizerState):
         """Start the optimizer step of a stage on the host lane, after the copy of its gradient.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             make_error: A function that converts an error to one that names the instruction.
             observer: An object that is notified of the begin and the end.
         """
@@ -323,7 +323,7 @@ class CpuOptimizer(HostOptimizerState):
         reads.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             is_last_update: True if this is the last update of the step.
             observer: An object that is notified of the begin and the end of the copy.
         """

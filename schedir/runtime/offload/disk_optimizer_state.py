@@ -98,7 +98,7 @@ class DiskOptimizerState(HostOptimizerState):
         """Start to read the state of a stage from the file into a host buffer.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
             wrap_error: A function that adds the instruction to an error.
         """
@@ -120,7 +120,7 @@ class DiskOptimizerState(HostOptimizerState):
         """Start to copy the state of a stage from its host buffer to the device.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
         """
         buffer = self.host_buffers.pop(stage)
@@ -143,7 +143,7 @@ class DiskOptimizerState(HostOptimizerState):
         """Start to copy the state of a stage from the device to a host buffer.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
 
         Raises:
@@ -180,7 +180,7 @@ class DiskOptimizerState(HostOptimizerState):
         """Start to write the state of a stage from its host buffer to the file.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
             wrap_error: A function that adds the instruction to an error.
         """

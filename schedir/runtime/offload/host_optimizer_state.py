@@ -145,7 +145,7 @@ class HostOptimizerState:
         This excludes step counts, which torch keeps on the host even if parameters are on a GPU.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         own = self.optimizer_parameters.get(stage, ())
         mains = [p for p in own if self.main_parameters]
@@ -184,7 +184,7 @@ class HostOptimizerState:
         """Start to move the state of a stage to the tier in which it stays between steps.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         self.store(stage)
 
@@ -192,7 +192,7 @@ class HostOptimizerState:
         """Start to copy the state of a stage to the device.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
         """
         moving = []
@@ -214,7 +214,7 @@ class HostOptimizerState:
         """Wait for `load`, and set `data` of the state tensors to their device memory.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         job, moving = self.pending_loads.pop(stage)
         job.wait()
@@ -225,7 +225,7 @@ class HostOptimizerState:
         """Run the optimizer step for the parameters of one stage.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             finite: True if the gradients are finite, 0-dim bool. If it is False, nothing changes.
 
         Raises:
@@ -272,7 +272,7 @@ class HostOptimizerState:
         next `load` of the state, or the end of the step.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
 
         Raises:
@@ -298,7 +298,7 @@ class HostOptimizerState:
         """Check that each state tensor of a stage has separate memory, before the state is moved.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
 
         Raises:
             ModelError: A state tensor shares memory with another one or with a parameter.

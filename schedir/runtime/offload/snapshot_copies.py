@@ -74,7 +74,7 @@ class SnapshotCopies(RankService):
         """Start the requested copies of a stage, if there are any.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         if self.requested and (pairs := self.requested.pop(stage, ())):
             one = self.start_copy(pairs)

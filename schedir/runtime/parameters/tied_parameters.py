@@ -114,7 +114,7 @@ class RankTies:
         """Return the Parameters of a stage that are copies of tied weights.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         return [w.local_copies[stage] for w in self.weights if stage in w.local_copies]
 

@@ -54,7 +54,7 @@ class PendingReductions(ProgramService):
         If the full gradient already exists, this does nothing.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             index: The index in the stream of the instruction that adds to the gradient.
         """
         gradients = self.state.stages[stage].gradients

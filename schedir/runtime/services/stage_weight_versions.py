@@ -61,7 +61,7 @@ def find_weight_versions(state: State, stage: int) -> WeightVersions | None:
 
     Args:
         state: The state of the program.
-        stage: The stage.
+        stage: The number of the stage.
     """
     if not state.program.has_backward or state.shape.optimizer_steps == 1:
         return None
