@@ -39,8 +39,8 @@ class RowCounts(NamedTuple):
     """The numbers of rows that a rank exchanges in a dispatch.
 
     Attributes:
-        sent: For each member, the number of rows for its experts.
-        received: For each member, the number of rows from it.
+        sent: For each member of the expert-parallel group, the number of rows for its experts.
+        received: For each member, the number of rows from this member.
     """
 
     sent: tuple[int, ...]

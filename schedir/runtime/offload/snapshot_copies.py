@@ -85,7 +85,7 @@ class SnapshotCopies(RankService):
         """Start copies immediately, independent of the request.
 
         Args:
-            pairs: The copies.
+            pairs: Pairs of host memory and the tensor to copy to it.
         """
         return (_DeviceCopy if self.device.type == "cuda" else _ThreadCopy)(pairs)
 

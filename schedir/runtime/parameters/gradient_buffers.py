@@ -59,7 +59,8 @@ class GradientBuffers:
         self.flat = [
             torch.zeros(b.numel, dtype=b.grad_dtype, device=b.device) for b in self.buckets
         ]
-        tied_ids = {id(p) for p in tied}  # summed over stages element by element
+        # Gradients of tied weights stay contiguous, because stages add them element by element.
+        tied_ids = {id(p) for p in tied}
         self.views: list[GradientViews] = [
             [
                 (p, view if shared or id(p) in tied_ids else _match_memory_order(p, view))
