@@ -87,7 +87,7 @@ class WorkObserver:
     """Observes the work that instructions start. This base class observes nothing."""
 
     def attribute_to(self, k: int) -> AbstractContextManager[object]:
-        """Return a context that attributes work that is started in it to another instruction.
+        """Return a context that attributes the work started in it to another instruction.
 
         Args:
             k: The index of the other instruction in the stream.

@@ -58,7 +58,8 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     Args:
         tensors: The tensors. If they have no elements, the result is True on the CPU.
     """
-    finite: Tensor | None = None  # a copy of a host tensor to a GPU would block
+    # Begin with None and not with a host tensor, because its copy to a GPU would block.
+    finite: Tensor | None = None
     for flat in tensors:
         if flat.numel():
             ends = torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)

@@ -78,7 +78,8 @@ class OptimisticStep(ProgramService):
         one = torch.ones((), dtype=torch.float64, device=self.device)
         self.unit_factor = one
         self.verdict: NormVerdict = one > 0, one
-        self.saved_copies: dict[Tensor, Tensor] = {}  # tensor -> memory for its copy, reused
+        # Tensor -> the memory of its copy, which each update reuses.
+        self.saved_copies: dict[Tensor, Tensor] = {}
         self.pending_update: _UnvalidatedUpdate | None = None
         self.norm: _Norm | None = None  # the norm of the current or last step
         self.must_repeat = self.waits_for_norm = self.is_warm_up = False
