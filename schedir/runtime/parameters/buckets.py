@@ -41,7 +41,7 @@ class ShardSpec(NamedTuple):
         return range(self.replica, self.replica + 1) if self.zero else range(self.replicas)
 
     def for_tensor(self, tensor: Tensor) -> ShardSpec:
-        """Return the spec among the replicas that have a copy of the same tensor.
+        """Return the spec with index and number counted only over replicas with the same tensor.
 
         Usually these are all replicas. If the tensor belongs to an expert, only every `ep`-th
         replica has it.

@@ -68,7 +68,7 @@ class UnvalidatedUpdateGuard:
         self.entries, self.traces = self._list_entries(), self._collect_traces()
 
     def lift(self) -> None:
-        """Remove the hooks.
+        """Check that the guarded state has not changed, and remove the hooks.
 
         Raises:
             ModelError: The weights, the optimizer's state or parameters, or the loss scale have
