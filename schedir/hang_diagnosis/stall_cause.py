@@ -164,7 +164,8 @@ class StalledRun:
         self.snapshots = dict(sorted(snapshots.items()))
         self.layout = layout
         self.program = program
-        self.missing, self.unreachable = (*missing,), (*unreachable,)
+        self.missing = (*missing,)
+        self.unreachable = (*unreachable,)
         self.mesh = make_process_mesh(layout.ranks, layout.tp, layout.dp)
         self.graph = None if program is None else Graph.from_program(program, "per_edge")
         self.waits_of = {process: self._find_waits(process) for process in self.snapshots}

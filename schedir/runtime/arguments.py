@@ -29,7 +29,7 @@ def require_shape(value: object) -> tuple[int, ...]:
         value: Integers of at least 1. A single integer is the length of a vector.
 
     Raises:
-        ModelError: `value` is no such shape.
+        ModelError: `value` is not a shape with integers of at least 1.
     """
     try:
         if isinstance(value, str | bytes | torch.Tensor | Set):
@@ -81,7 +81,7 @@ def require_program(value: object) -> Program:
 def require_stages(
     value: object, program: Program, rank: int | None = None
 ) -> dict[int, nn.Module]:
-    """Return the stages of a rank, or all stages of the model, by stage number.
+    """Return stage number -> module for the stages of a rank, or for all stages of the model.
 
     Args:
         value: A mapping from stage number to module that has exactly these stages, or a sequence
@@ -118,11 +118,11 @@ def require_stages(
 
 
 def require_model_stages(value: object, *, allow_missing: bool = False) -> list[Any]:
-    """Return all stages of a model as a list, without a program to compare them with.
+    """Return all stages of a model as a list, if there is no program to compare them with.
 
     Args:
         value: The stages, in order.
-        allow_missing: Accept None in the place of a stage that another process has.
+        allow_missing: True to accept None for a stage that another process has.
 
     Raises:
         ModelError: `value` is empty, or not a sequence of modules.
@@ -150,7 +150,7 @@ def count_microbatches(values: object, name: str, program: Program | None = None
         program: The program that the error names. By default the error names none.
 
     Raises:
-        ExecutionError: `values` is a string, or has no length or no items.
+        ExecutionError: `values` is a string, or has no length or no `__getitem__`.
     """
     try:
         if not hasattr(values, "__getitem__") or isinstance(values, str | bytes):
@@ -164,7 +164,7 @@ def count_microbatches(values: object, name: str, program: Program | None = None
 
 
 def require_all_microbatches(values: object, name: str, program: Program, rank: int) -> None:
-    """Require one entry for each microbatch of a program.
+    """Check that there is one entry for each microbatch of a program.
 
     Args:
         values: The entries, one for each microbatch.
@@ -217,15 +217,15 @@ def require_loss(value: _T) -> _T:
 def require_factory(
     value: Callable[..., _T] | None, name: str, example: str
 ) -> Callable[..., _T] | None:
-    """Return a factory that creates an object for each rank, or None.
+    """Return `value` if it is callable or None.
 
     Args:
-        value: The factory, such as an optimizer class.
+        value: A factory that creates an object for each rank, such as an optimizer class, or None.
         name: The name of the created object in the error message.
         example: An example of a correct argument, which the error gives as its hint.
 
     Raises:
-        ModelError: `value` is not callable, such as an optimizer instead of its class.
+        ModelError: `value` is not callable, for example an optimizer instead of its class.
     """
     if value is None:
         return None
@@ -379,7 +379,7 @@ def require_scalar_loss(loss: object) -> torch.Tensor:
         loss: A floating-point tensor with one element.
 
     Raises:
-        ModelError: `loss` is no such tensor.
+        ModelError: `loss` is not a floating-point tensor with one element.
     """
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss if not loss.dim() else loss.reshape(())

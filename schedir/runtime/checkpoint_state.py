@@ -18,7 +18,7 @@ from schedir.runtime.rank_state import State
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.transport import TransportWrapper
 
-# The default of the argument `optimizer` of save and load: the optimizer of the executor.
+# The default of the argument `optimizer` of save and load. It means the optimizer of the executor.
 RUN_OPTIMIZER: Final = object()
 
 
@@ -27,8 +27,8 @@ class ShardRange(NamedTuple):
 
     Args:
         shape: The shape of the parameter on this tensor-parallel rank.
-        low: The index of the first owned element, in the flattened parameter.
-        high: The index after the last owned element.
+        low: The index of the first owned element in the flattened parameter.
+        high: The index after the last owned element in the flattened parameter.
     """
 
     shape: tuple[int, ...]
@@ -42,11 +42,11 @@ class StageCheckpointState:
 
     Args:
         module: The module of the stage.
-        parameter_names: The name of each trained parameter, by the Parameter that the stage
-            computes with.
-        shard_ranges: The elements of each parameter that the replica owns or writes. A parameter
-            that is missing here is split equally over the replicas.
-        shards: The 1-dimensional shard of each parameter that the replica stores only as a shard.
+        parameter_names: Trained Parameter with which the stage computes -> its name.
+        shard_ranges: Parameter -> the elements that the replica owns and writes to a checkpoint. A
+            parameter without an entry is split equally over the replicas.
+        shards: Parameter -> its 1-dimensional shard, for parameters that the replica stores only as
+            a shard.
     """
 
     module: nn.Module
@@ -63,23 +63,23 @@ class RankCheckpointState:
         program: The program that trains.
         rank: The pipeline rank.
         stages: The local stages by number.
-        shard_spec: The number of replicas, the number of this replica, and the ZeRO level.
+        shard_spec: The number of replicas, the index of this replica, and the ZeRO level.
         optimizer: The optimizer of the rank, or None.
         loss: The loss function or module.
         random_streams: The random streams of the rank.
-        world_shape: Numbers that identify the arrangement of the processes: ranks,
-            tensor-parallel ranks, replicas and stages first. Without a seed, a load restores the
-            states of the generators only if the saved numbers are equal.
-        set_loading: A function to call with True before a load writes to the state, and with False
+        world_shape: Numbers that identify the arrangement of the processes. The first four are
+            pipeline ranks, tensor-parallel ranks, replicas and stages. Without a seed, a load
+            restores the states of the generators only if the saved numbers are equal.
+        set_loading: A function. Call it with True before a load writes to the state, and with False
             after the load is complete. The executor runs no step in between.
         loss_scale: The loss scale, if the rank has one.
-        tied_weights: The tied weights that the rank has copies of. All ranks list them in the same
+        tied_weights: The tied weights with copies on the rank. All ranks list them in the same
             order.
-        aliases: For each parameter that uses the memory of another parameter, the other one.
+        aliases: Parameter -> the other Parameter whose memory it uses.
         tp: The tensor-parallel size.
         tp_rank: The tensor-parallel rank of this process.
-        has_external_reduction: Another library, such as DDP, reduces the gradients. Saving then
-            compares the replicas.
+        has_external_reduction: True if another library, such as DDP, reduces the gradients. Then a
+            save compares the replicas.
     """
 
     program: Program
@@ -101,16 +101,17 @@ class RankCheckpointState:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The state of a process, and how to read it.
+    """The functions with which a checkpoint saver reads the state of a process.
 
     Args:
         collect_rank_states: A function that takes the optimizer to save or load, and returns the
             states of the ranks of this process. It raises `CheckpointError` during a step, and
             after a step or a load that failed.
-        validate_last_update: A function that all processes must call before they read weights.
-        group: The process group of torch.distributed that saves and loads together. None is the
+        validate_last_update: A function that all processes must call before any of them reads
+            weights.
+        group: The process group of torch.distributed that saves and loads together. None means the
             default group.
-        is_single_process: The process saves and loads alone, without torch.distributed.
+        is_single_process: True if the process saves and loads alone, without torch.distributed.
     """
 
     collect_rank_states: Callable[[Any], Sequence[RankCheckpointState]]

@@ -51,25 +51,25 @@ class Executor:
     `ModelError` if `requires_grad_` or a new Parameter has changed the set.
 
     Finite updates: the executor makes an update only if its losses and gradients are finite.
-    Otherwise the weights and the optimizer state stay unchanged. Buffers that a forward wrote,
-    such as running statistics, keep their new values. `finite_updates` has the result for each
-    update of the last step. If the program clips gradients, all ranks decide by the global norm
-    and decide alike. If it does not, each rank decides by its own gradients, so some ranks may make
-    an update that others skip. Copies of one weight then differ, whether the weight is tied or
-    on several tensor-parallel ranks. With `compile(..., clip_grad_norm=True)` and
-    `GradientOptions(max_norm=math.inf)`, all ranks decide alike and nothing is clipped. A fused
-    optimizer of torch reads the decision on the device. For any other optimizer, or one with hooks
-    on its step, the host reads the decision, and on a GPU it waits for it.
+    Otherwise the weights and the optimizer state stay unchanged. Buffers that a forward wrote, such
+    as running statistics, keep their new values. `finite_updates` has the result for each update of
+    the last step. If the program clips gradients, all ranks decide by the global norm and decide
+    alike. Otherwise each rank decides by its local gradients, so some ranks may make an update that
+    others skip. The copies of a tied weight, or of a weight on several tensor-parallel ranks, then
+    differ. With `compile(..., clip_grad_norm=True)` and `GradientOptions(max_norm=math.inf)`, all
+    ranks decide alike and nothing is clipped. A fused optimizer of torch reads the decision on the
+    device. For any other optimizer, and for one with hooks on its step, the host reads the
+    decision. If the decision is on a GPU, the host waits for it.
 
     Post-validation: if the program has `norm_check="after_step"`, an update does not wait for the
     global norm. If the norm is then too large or not finite, the executor makes the update again,
     and runs the following step again. Call `validate_last_update` before you read weights. See
     `schedir.runtime.parameters.optimistic_step`.
 
-    Tied weights: each copy has its own gradient. A step adds these gradients once, in the order of
-    stages, and gives the sum to all copies. The norm and the optimizer count the weight once.
-    Several local stages may share a Parameter. Within a step, each of them but the first computes
-    with a substitute Parameter in the same memory.
+    Tied weights: each copy has its own gradient. A step adds these gradients in the order of
+    stages, and gives the sum to all copies. The global norm counts the weight once. Several local
+    stages may share a Parameter. Within a step, all of these stages but the first compute with a
+    substitute Parameter in the same memory.
 
     ZeRO: from level 1 on, each of the `dp` replicas keeps a shard of the state that they share.
     Between steps, a trained parameter and its gradient are the replica's 1-dimensional shard. The
@@ -82,8 +82,8 @@ class Executor:
     Recomputation: a recomputed forward must give the same output as the first one. On a CPU the
     executor compares checksums of the two outputs. On a GPU it does so only with `debug`.
 
-    Profiling: under torch.profiler each instruction is a profiler range. Its name is torch's own
-    name for the action where there is one, such as `PP:0F3`, `PP:1REDUCE_GRAD` or `PP:step`.
+    Profiling: under torch.profiler each instruction is a profiler range. If torch has a name for
+    the action, the range has this name, such as `PP:0F3`, `PP:1REDUCE_GRAD` or `PP:step`.
 
     Args:
         program: The program to run. It must be proven for the progress model of the transport.
@@ -91,38 +91,37 @@ class Executor:
         stages: The local stages by number, or all stages of the model in order, from which the
             executor takes the local ones. A stage is any module that is called as
             `module(*tensors, **keywords)`. The first stage takes the inputs of the model.
-        transport: The transport that sends tensors to other ranks and receives theirs.
+        transport: The transport that sends and receives tensors.
         loss: A function or module `loss(output, target)` of the last stage's output that returns a
             floating-point tensor with one element.
-        boundary: The tensors that pass between stages. One `Boundary` or shape, or a sequence with
-            a `Boundary` for each of several tensors, is for all stages. If stages differ, it is a
-            mapping from each stage but the last to the boundary after it. The key of a skip
-            connection is the pair of its stages. If microbatches differ, it is a
+        boundary: The tensors that pass between stages. If all stages pass the same, it is one
+            `Boundary` or shape, or a sequence with a `Boundary` for each of several tensors. If
+            stages differ, it is a mapping from each stage but the last to the boundary after it.
+            The key of a skip connection is the pair of its stages. If microbatches differ, it is a
             `PerMicrobatchBoundary`. `infer_boundaries` determines the boundary from one microbatch.
-            A tensor has a gradient if it depends on trained parameters or on an input with a
-            gradient. Any other tensor is detached before it is passed on. An input that a stage
+            A tensor without a gradient is detached before it is passed on. An input that a stage
             does not use gets a gradient of zeros.
         optimizer: The optimizer of the local parameters. Its `step` runs at OptimizerStep, after
-            clipping. By default nothing is stepped.
-        gradients: The options of gradients: their clipping, their scale, and their accumulation.
-            By default gradients are clipped to the norm 1.0, if the program clips them.
-        seed: With the step, microbatch and stage, it determines the random numbers that modules
-            draw from torch's default generators (see `schedir.runtime.autograd.random_streams`).
-            After a step the generators have the same state as before it. With None, modules draw
-            from the generators as they are.
-        tied_weights: The parameters that are copies of one weight, as
-            `schedir.find_tied_weights(stages)` returns them for all stages of the model, and the
-            same in every process. Not needed if local stages share a Parameter, or if each module
-            names its copy in an attribute `tied_weight`.
+            clipping. By default the weights do not change.
+        gradients: The options of gradients: their clipping, their scale, and their accumulation. By
+            default the largest norm is 1.0, if the program clips gradients.
+        seed: The seed of the random numbers that modules draw from torch's default generators.
+            These numbers depend on the seed, the step, the microbatch and the stage only (see
+            `schedir.runtime.autograd.random_streams`). A step restores the state of the generators.
+            With None, the executor does not set the generators.
+        tied_weights: The parameters that are copies of one weight: the result of
+            `schedir.find_tied_weights(stages)` for all stages of the model. It must be the same in
+            every process. It is not needed if local stages share a Parameter, or if each module has
+            its copy as an attribute `tied_weight`.
         extra_programs: Other programs for the same stages, such as one for evaluation or one with
             another number of microbatches. An entry is a program, or a pair of a program and its
             boundary if that differs. The transport must be created for these programs, too.
-        execution: The options of the execution: recording, checks, and the folder of files. They
-            change no result.
+        execution: The options of the execution: recording, checks, and the folder of spilled files.
+            They change no result.
 
     Raises:
-        ModelError: Processes do not agree, or stages, transport, options and program do not fit
-            together.
+        ModelError: Processes passed different arguments, or stages, transport, options and program
+            do not fit together.
         UsageError: An argument has a wrong type.
         SchedirError: The program is not proven for the transport, as `schedir.check` raises it.
 
@@ -138,9 +137,9 @@ class Executor:
         >>> sgd = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.01)
         >>> how = dict(loss=loss, boundary=(2, 8), optimizer=sgd)
         >>> rank = Executor(program, 0, stages, GlooTransport(program),
-        ...     **how)  # of several, each makes its own
-        >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)  # of each microbatch two samples
-        >>> bool(rank.step(x, y) > rank.step(x, y))  # it has learned
+        ...     **how)  # each process creates one
+        >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)  # 4 microbatches of 2 samples
+        >>> bool(rank.step(x, y) > rank.step(x, y))  # the loss decreases
         True
         >>> distributed.destroy_process_group()
 
@@ -150,7 +149,8 @@ class Executor:
         post-validation.
     """
 
-    # The Parameter with which this rank computes, by each Parameter that virtual ranks share.
+    # Parameter that virtual ranks of one process share -> the copy with which this rank computes.
+    # It is empty if each rank has a process.
     parameter_copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
 
     if not TYPE_CHECKING:  # A type checker would allow any attribute.
@@ -212,7 +212,7 @@ class Executor:
         self.runner: ProgramRunner = ProgramRunner(
             program, resources, boundaries, 0, record_timestamps=options.execution.record_timestamps
         )
-        # The runner of each program by the program's digest. `runner` is that of the first program.
+        # Digest of a program -> its runner. `runner` is the runner of the first program.
         self.runners: dict[str, ProgramRunner] = {program.digest: self.runner}
         for number, (other, extra_boundaries) in enumerate(extra_runs, 1):
             runner = self.runners[other.digest] = ProgramRunner(
@@ -253,7 +253,8 @@ class Executor:
     def grad_norm(self) -> Tensor:
         """The global norm of the gradients of the last update before clipping.
 
-        A 0-dimensional float64 tensor on the rank's device; 0 if the program does not clip.
+        It is a 0-dimensional float64 tensor on the rank's device. It is 0 if the program does not
+        clip.
         """
         return self.state.service(UpdateChecks).read_last_result()[0]
 
@@ -261,18 +262,18 @@ class Executor:
     def finite_updates(self) -> Tensor:
         """For each update of the last step, True if the executor made it.
 
-        A bool tensor of shape (updates,) on the rank's device.
+        It is a bool tensor of shape (updates,) on the rank's device.
         """
         return self.state.service(UpdateChecks).read_last_result()[1]
 
     @property
     def timestamps(self) -> Timestamps | None:
-        """The times of the instructions of the last recorded step of the first program."""
+        """The recorded times of the last step of the first program, or None without recording."""
         return self.runner.timestamps
 
     @property
     def record_timestamps(self) -> bool:
-        """Whether steps of the first program are recorded."""
+        """True if the executor records the times of instructions of the first program."""
         return self.runner.record_timestamps
 
     @record_timestamps.setter
@@ -290,33 +291,32 @@ class Executor:
     ) -> Tensor | None:
         """Run one training step: all instructions of the rank, with all updates of the program.
 
-        Some transports, such as NCCL, use CUDA streams. Before the first step over one of them, the
-        executor runs warm-up steps on the same data, and undoes them. They run one instruction at a
-        time. The reason is that loading a kernel, allocating memory or connecting to a peer may
-        wait for all work on the GPU. During a receive that waits for its peer, this would be a
-        deadlock. The executor undoes changes to Parameters and buffers. It does not undo changes to
-        other state of modules, losses and hooks, such as a counter.
+        Some transports, such as NCCL, use CUDA streams. Before the first step over such a
+        transport, the executor runs warm-up steps on the same data. Loading a kernel, allocating
+        memory or connecting to a peer may wait for all work on the GPU. While a receive waits for
+        its peer, this would be a deadlock. So warm-up steps run one instruction at a time. The
+        executor undoes their changes to Parameters and buffers, but not to other state of modules,
+        losses and hooks, such as a counter.
 
         Args:
             inputs: The input of the first stage for each microbatch: a tensor or a tuple of
                 tensors. A rank without the first stage may pass an empty sequence.
             targets: The target of the loss for each microbatch. A rank without the last stage may
                 pass an empty sequence.
-            grad_scale: The gradients are those of `grad_scale` times the sum of the losses of an
-                update. It may be a 0-dimensional tensor on the rank's device, which the host does
-                not read.
-            keywords: A mapping for each microbatch: the keyword arguments of all stages. By default
-                there are none.
-            program: The program to run, if it is not the only one of this executor that trains.
+            grad_scale: A factor: gradients are those of `grad_scale` times the sum of the losses of
+                an update. A 0-dimensional tensor on the rank's device is also allowed. The host
+                does not read it.
+            keywords: For each microbatch, the keyword arguments of all stages. By default there are
+                none.
+            program: The program to run. By default the first program of this executor.
 
         Returns:
-            The unscaled sum of the losses, 0-dimensional, on a rank with the last stage, and None
-            on other ranks. If two ranks have the last stage, each returns the sum of its own
-            losses.
+            On a rank with the last stage, the unscaled sum of the losses that it computed,
+            0-dimensional. On other ranks, None.
 
         Raises:
-            ExecutionError: An instruction failed, which the error names; the inputs are not one for
-                each microbatch; or an earlier step failed.
+            ExecutionError: An instruction failed, inputs or targets are missing, or an earlier step
+                failed.
             ModelError: The trained parameters have changed, or the executor was not created with
                 `program`.
             ProgramSequenceError: Ranks run different programs.
@@ -335,15 +335,15 @@ class Executor:
     ) -> Tensor | None:
         """Run the forwards of a program between two steps, with all modules in evaluation mode.
 
-        An evaluation does not change the state of training. Gradients stay unchanged, and buffers,
-        module modes and generators are restored. `random_streams.step` stays the same, so later
-        steps draw the same random numbers.
+        An evaluation does not change the state of training. Gradients stay unchanged, and the
+        executor restores buffers, module modes and generators. `random_streams.step` stays the
+        same, so later steps draw the same random numbers.
 
         Args:
             inputs: See `step`.
             targets: See `step`.
             keywords: See `step`.
-            program: The program to run, if it is not the only one of this executor without a
+            program: The program to run. By default the only program of this executor without a
                 backward.
 
         Returns:
@@ -364,7 +364,8 @@ class Executor:
         """Return the runner of one of the programs of this executor.
 
         Args:
-            program: The program. By default the only one with the given `has_backward`.
+            program: The program. If it is None, the executor must have exactly one program with
+                this `has_backward`.
             has_backward: True for a program that trains, False for one that only evaluates.
 
         Raises:
@@ -396,7 +397,7 @@ class Executor:
         )
 
     def _switch_program(self, runner: ProgramRunner) -> None:
-        """Make `runner` the current runner. All processes must do so together."""
+        """Make `runner` the current runner. All processes must call this together."""
         self.state.require_no_failed_step()
         self.program_order.start_run(runner.program_number)
         self.current_runner = runner
@@ -404,7 +405,7 @@ class Executor:
     def validate_last_update(self) -> None:
         """Validate the last update of a program with `norm_check="after_step"`.
 
-        Until then the weights and the optimizer state may be wrong. The result of `step`,
+        Before this call the weights and the optimizer state may be wrong. The result of `step`,
         `grad_norm` and `finite_updates` are always right. For other programs the method does
         nothing. All processes must call it after the same step.
 
@@ -420,14 +421,15 @@ class Executor:
         return build_checkpoint_state([self.state], self.validate_last_update)
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Return a context in which every parameter is unsharded (ZeRO), to be saved or loaded.
+        """Return a context in which every parameter is unsharded (ZeRO), to save or load weights.
 
         Use it between steps. All processes must enter and leave the context together, and must
         write the same values to parameters.
 
         Raises:
             ExecutionError: An earlier step failed.
-            ModelError: At the end of the context: replicas wrote different values.
+            ModelError: Replicas wrote different values. The error is raised at the end of the
+                context.
         """
         self.state.require_no_failed_step()
         return self.state.service(ShardedStages).gather_full()

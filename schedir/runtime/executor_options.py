@@ -1,4 +1,4 @@
-"""Two groups of options of executors: those of gradients, and those of the execution."""
+"""The options of executors: GradientOptions and ExecutionOptions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from schedir.runtime.parameters.mixed_precision import LossScale
 @explain_wrong_calls("GradientOptions(max_norm=1.0)")
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions:
-    """How an executor scales, clips and accumulates gradients.
+    """Options for the scale, the clipping and the accumulation of gradients.
 
     Args:
         max_norm: The largest global norm of the gradients. None means 1.0 if the program clips
-            gradients. If it does not, no other value is allowed.
-        loss_scale: The loss scale of float16 training. Gradients are scaled until their reduction
-            removes the scale. By default the loss is not scaled. Each virtual rank of an
+            gradients. If it does not, only None is allowed.
+        loss_scale: The loss scale of float16 training. The gradients have this scale until their
+            reduction, which removes it. By default the loss is not scaled. Each virtual rank of an
             `InProcessExecutor` has a copy.
-        accumulate_grads: Add to the existing gradients, as autograd does. The step then leaves
-            optimizer, norm, sum over replicas and finiteness checks to the caller.
+        accumulate_grads: True to add gradients to the existing ones, as autograd does. Then the
+            executor steps no optimizer, computes no norm, sums over no replicas, and does not check
+            gradients for inf and NaN. The caller does this.
 
     Example:
         >>> from schedir.runtime import GradientOptions
@@ -38,13 +39,14 @@ class GradientOptions:
     accumulate_grads: bool = False
 
     def resolve(self, program: Program) -> GradientOptions:
-        """Return the options with the default value of `max_norm`.
+        """Check the options, and replace `max_norm=None` by the default 1.0.
 
         Args:
-            program: The program that the options are for.
+            program: The program of the executor.
 
         Raises:
-            ModelError: `max_norm` is wrong, or the program does not clip gradients.
+            ModelError: `max_norm` is not a number above 0, or it is set for a program that does not
+                clip gradients.
             UsageError: An option has a wrong type.
         """
         return replace(
@@ -56,29 +58,28 @@ class GradientOptions:
 
     @property
     def norm_limit(self) -> float:
-        """The largest norm: `max_norm`, or its default value."""
+        """The largest allowed norm: `max_norm`, or its default 1.0."""
         return 1.0 if self.max_norm is None else self.max_norm
 
 
 @explain_wrong_calls("ExecutionOptions(spill_dir='/nvme')")
 @dataclass(frozen=True, kw_only=True)
 class ExecutionOptions:
-    """How an executor records and checks its steps, and where it puts files.
+    """Options for the recording and the checks of steps, and the folder of files.
 
     None of these options changes a result.
 
     Args:
-        record_timestamps: Record in `timestamps` when each instruction begins and ends. The
-            attribute of the executor with this name may be set to False and back to True between
-            steps.
-        debug: Run also the checks for which the host waits for results of a GPU.
+        record_timestamps: True to record in `Executor.timestamps` when each instruction begins and
+            ends. Between steps, `Executor.record_timestamps` may be set to False and back to True.
+        debug: True to also run the checks in which the host must wait for the GPU.
         spill_dir: The folder of the file for values that the program moves to the disk. A program
-            that uses the disk requires it. The file has no name, so nothing remains of it when the
-            process ends. The first step extends it to its full length, so a full disk is an error
-            then. A folder in memory (tmpfs) gives a warning.
-        allow_identical_stages: Allow equal trained parameters in different stages, such as after
-            equal seeds. By default they are an error if they are neither constant nor tied, because
-            they may be an undeclared tie.
+            that uses the disk requires it. The file is unlinked, so it disappears when the process
+            ends. The first step extends it to its full length, and raises an error if the disk is
+            full. A folder in memory (tmpfs) causes a warning.
+        allow_identical_stages: True to allow equal trained parameters in different stages, for
+            example because of equal seeds. By default they are an error, because they may be a tied
+            weight that is not declared. Parameters with a constant value are always allowed.
 
     Example:
         >>> from schedir.runtime import ExecutionOptions
@@ -92,7 +93,7 @@ class ExecutionOptions:
     allow_identical_stages: bool = False
 
     def resolve(self, programs: Sequence[Program]) -> ExecutionOptions:
-        """Return the options with the folder as a `Path`.
+        """Check the options, and convert `spill_dir` to a `Path`.
 
         Args:
             programs: The programs that a rank runs.

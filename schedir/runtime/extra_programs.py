@@ -1,4 +1,4 @@
-"""Extra programs of an executor, and the check that all ranks run programs in one order."""
+"""Extra programs of an executor, and the check that all ranks run programs in the same order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobat
 from schedir.transports.transport import Transport
 from schedir.verify.program_sequence import check_program_sequence
 
-# A program, or a pair of a program and its boundary if that differs from the first program's.
+# A program, or a pair (program, boundary) if the boundary differs from that of the first program.
 ExtraProgram = (
     Program | tuple[Program, BoundaryLike | BoundaryByEdge | PerMicrobatchBoundary | BoundaryTable]
 )
 
-# Attributes that are equal in all programs of an executor that train.
+# Attributes that must be equal in all programs of an executor with a backward.
 _TRAINING_ATTRIBUTES = (
     "tied_weights",
     "clip_grad_norm",
@@ -42,13 +42,13 @@ def resolve_extra_programs(
     Args:
         extra_programs: Programs, or pairs of a program and its boundary.
         program: The first program of the executor.
-        boundaries: The boundaries of the first program. An extra program without a boundary of its
-            own uses them.
+        boundaries: The boundaries of the first program. An extra program that is given without a
+            boundary uses them.
 
     Raises:
         UsageError: An entry is not a program.
         ModelError: `extra_programs` is not a sequence, a program cannot run on the same stages, or
-            it occurs twice. Or a boundary is missing or invalid.
+            a program occurs twice. Or a boundary is missing or invalid.
     """
     if not isinstance(extra_programs, Sequence):
         raise ModelError(
@@ -88,7 +88,7 @@ def _is_pair(one: object) -> TypeGuard[tuple[Any, Any]]:
 
 
 def _require_compatible(program: Program, other: Program) -> None:
-    """Raise ModelError if a program cannot run on stages that were prepared for the first one."""
+    """Raise ModelError if `other` cannot run on the stages of an executor for `program`."""
 
     def refuse(fact: str, hint: str = "") -> None:
         raise ModelError(fact, program=other.name, hint=hint)
@@ -132,9 +132,9 @@ def _require_compatible(program: Program, other: Program) -> None:
 class ProgramOrder:
     """The order in which a rank runs programs, with a check that all ranks use the same order.
 
-    A message does not contain the program that it belongs to. So before a rank switches to another
-    program, all processes exchange which program they are about to run. A process that does not
-    switch blocks the others at this exchange. No process receives a message of another program.
+    A message does not name its program. So before a rank switches to another program, all processes
+    exchange the program that they run next. If a process does not switch, the others wait for it in
+    this exchange, and do not receive messages of the wrong program.
 
     Args:
         programs: The programs of the executor, the first one first.
@@ -146,7 +146,7 @@ class ProgramOrder:
         self.programs = programs
         self.rank = rank
         self.transport = transport
-        # The number of the current program, and its runs since the last exchange between processes.
+        # The index of the current program, and the number of its runs since the last exchange.
         self.current_number: int = 0
         self.run_count: int = 0
 
@@ -159,8 +159,8 @@ class ProgramOrder:
             program_number: The index of the program in `programs`.
 
         Raises:
-            ProgramSequenceError: Another process is about to run another program, or has run the
-                current one more or less often. All processes raise it.
+            ProgramSequenceError: A process runs another program next, or has run the current
+                program more or less often. All processes raise this error.
         """
         if program_number == self.current_number:
             self.run_count += 1
@@ -172,10 +172,10 @@ class ProgramOrder:
         if {each[3:] for each in told} != {(self.run_count, program_number)}:
             raise self._order_error(sorted(told))
         self.current_number = program_number
-        self.run_count = 1
+        self.run_count: int = 1
 
     def _order_error(self, reports: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
-        """Return the error for the reports (dp_rank, tp_rank, rank, runs, number) of all ranks."""
+        """Create the error. A report of a rank is (dp_rank, tp_rank, rank, runs, next program)."""
         least = min(times for *_, times, _ in reports)
         rows: dict[tuple[int, int], list[list[Program]]] = {}
         for dp_rank, tp_rank, _, times, which in reports:

@@ -1,7 +1,7 @@
 """InProcessExecutor: run all ranks of a program in one process, in any legal order.
 
-It is for property tests, and for the study of a schedule on one machine. A seed selects one of the
-orders that the dependency graph allows.
+This is for property tests, and to study a schedule on one machine. A seed selects one of the orders
+that the dependency graph allows.
 """
 
 from __future__ import annotations
@@ -55,26 +55,28 @@ _COLLECTIVE_CONSUMERS = tuple(row.op for row in INSTRUCTIONS if _COLLECTIVE_RESU
 class InProcessExecutor:
     """An executor that runs all ranks of a program as virtual ranks of one process.
 
-    Each virtual rank has an `Executor`. On a GPU, each of them has its own CUDA streams. All legal
-    orders of the instructions give the same bits.
+    Each virtual rank has an `Executor`, and on a GPU also separate CUDA streams. All legal orders
+    of the instructions give the same bits.
 
     Stage replicas: if several ranks have a stage, the first of them computes with the given module,
     and the others with copies of it. At the start of each step, a copy gets the state of the given
-    module. Tensor hooks on its weights run in each copy. Post-accumulate hooks on them are refused.
+    module. Tensor hooks on the module's weights also run in the copies. Post-accumulate hooks on
+    its weights raise an error.
 
     Shared Parameters: if stages on several ranks share a Parameter, the first of these ranks
     computes with the Parameter itself, and the others with copies. Ranks in separate processes
     would do the same.
 
     Args:
-        program: The program to run, with tp=1 and dp=1. Tensor-parallel ranks and replicas run
-            concurrently, so they need processes.
-        stages: All stages of the model: a sequence in order, or a mapping from stage number.
+        program: The program to run, with tp=1 and dp=1. Tensor-parallel ranks and replicas must run
+            concurrently, so they need separate processes.
+        stages: All stages of the model: a sequence in order, or a mapping from stage number to
+            module.
         loss: See `Executor`.
         boundary: See `Executor`.
         progress_model: The progress model for which the program must be proven.
         optimizer: A function that creates the optimizer of a rank from its parameters. By default
-            nothing is stepped.
+            the weights do not change.
         gradients: See `Executor`.
         seed: See `Executor`.
         tied_weights: See `Executor`.
@@ -83,7 +85,7 @@ class InProcessExecutor:
 
     Raises:
         ModelError: As in `Executor`. Also if tp or dp is not 1, or if messages between two ranks
-            overtake each other, as they may under the progress model "torch_lazy".
+            overtake each other. They may do so under the progress model "torch_lazy".
 
     Example:
         >>> import schedir, torch
@@ -94,7 +96,7 @@ class InProcessExecutor:
         >>> ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(2, 8))
         >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)
         >>> bool(ranks.step(x, y) ==
-        ...     ranks.step(x, y, order_seed=7))  # each legal order: the same bits
+        ...     ranks.step(x, y, order_seed=7))  # another legal order gives the same bits
         True
         >>> ranks.timeline().unit
         's'
@@ -164,13 +166,13 @@ class InProcessExecutor:
             executor = _VirtualRankExecutor(
                 program,
                 rank,
-                # With the stages of other ranks, which may share buffers with the local ones.
+                # Include the stages of other ranks, which may share buffers with the local stages.
                 [local_stages.get(s, module) for s, module in enumerate(stages)],
                 self.mailboxes[rank],
                 loss=loss,
                 boundary=boundaries,
                 optimizer=_create_optimizer(make_optimizer, parameters),
-                # A loss scale has a state, so each rank has its own.
+                # A loss scale has state, so each rank needs a copy.
                 gradients=deepcopy(gradients),
                 seed=seed,
                 tied_weights=tied_weights,
@@ -204,9 +206,9 @@ class InProcessExecutor:
             targets: See `Executor.step`.
             grad_scale: See `Executor.step`.
             order_seed: The seed that selects a legal order. By default each rank runs its stream in
-                order, as a process would. The ranks alternate, one instruction at a time, and a
-                rank that must wait is skipped. If all ranks would wait in that order, it is the
-                order of seed 0.
+                order, like a process. The ranks take turns, with one instruction each, and a rank
+                that must wait is skipped. If all ranks had to wait, the order of seed 0 is used
+                instead.
             keywords: See `Executor.step`.
             program: See `Executor.step`.
 
@@ -215,8 +217,8 @@ class InProcessExecutor:
 
         Raises:
             ExecutionError: As in `Executor.step`.
-            ModelError: As in `Executor.step`. Also if a module that has stage replicas has changed
-                in a way that its copies do not follow.
+            ModelError: As in `Executor.step`. Also if a module with stage replicas has changed in a
+                way that cannot be copied to them.
         """
         ranks = [
             one.runner if program is None else one.find_runner(program, has_backward=True)
@@ -267,7 +269,7 @@ class InProcessExecutor:
             total = self._run_once(runners, batch, order_seed)
             while self._needs_rerun(runners):
                 total = self._run_once(runners, batch, order_seed)
-        except BaseException:  # KeyboardInterrupt, too, must not leave substitutes in modules.
+        except BaseException:  # restore modules also after KeyboardInterrupt
             has_begun = any(rank.resources.is_in_step for rank in runners)
             with ExitStack() as stack:
                 for rank, number in zip(runners, numbers, strict=True):
@@ -301,7 +303,7 @@ class InProcessExecutor:
         )
 
     def _lift_guards(self) -> None:
-        """Lift the guards of all ranks before any rank writes to memory that ranks share."""
+        """Lift the guards of all ranks, before any rank writes to memory that ranks share."""
         for rank in self.executors:
             for service in rank.state.list_services():
                 service.lift_guard()
@@ -336,7 +338,7 @@ class InProcessExecutor:
             replica.record_state()
         zero = torch.zeros((), device=rank_losses[0][0].device)
         each = (sum(losses, zero) for losses in zip(*rank_losses, strict=True))
-        # Sum by microbatch, in order. The loss of a microbatch is 0 on all ranks but one.
+        # Sum in the order of microbatches. The loss of a microbatch is 0 on all ranks but one.
         total = sum(each, zero)
         for mail in self.mailboxes:
             # A rank's stream may reuse the memory of its losses only after the sum has read them.
@@ -389,8 +391,8 @@ class ExecutionOrders:
                 program=program.name,
                 sites=cross.sites,
             )
-        # The (rank, index) of the instructions of each node. The position of a send is the number
-        # of its node, so the send comes first.
+        # For each node, the (rank, index) of its instructions. The number of a node is the position
+        # of its send, so the send comes first.
         self.node_instructions: list[list[tuple[int, int]]] = [
             [] for _ in range(self.graph.node_id_limit)
         ]
@@ -422,14 +424,14 @@ class ExecutionOrders:
 def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
     """Yield the rank and index of instructions in stream order, until all ranks would wait.
 
-    All sides of each message or collective that an instruction waits for come before the
+    If an instruction waits for a message or a collective, all its sides come before the
     instruction. The reason is that a host can make a CUDA stream wait only for issued work.
     """
     program, node, leave = graph.program, graph.node.tolist(), graph.entry_exit_nodes[1].tolist()
-    sides: dict[int, list[int]] = defaultdict(list)  # The positions of each node.
+    sides: dict[int, list[int]] = defaultdict(list)  # node -> positions
     for position, one in enumerate(node):
         sides[one].append(position)
-    # The positions that must be issued before an exit node is complete: all sides of a group.
+    # Exit node -> positions that must be issued before it is complete: all sides of a group.
     members: dict[int, list[int]] = defaultdict(list)
     for position, gate in enumerate(leave):
         members[gate] += sides[node[position]]
@@ -457,7 +459,7 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
 
 
 def _create_optimizer(make_optimizer: Callable[..., Any] | None, parameters: Sequence[Any]) -> Any:
-    """Return the optimizer of a rank, or None if it has none or no parameters."""
+    """Create the optimizer of a rank. Return None without a factory or without parameters."""
     if make_optimizer is None or not parameters:
         return None
     if (optimizer := make_optimizer(parameters)) is None:

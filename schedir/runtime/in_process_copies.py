@@ -1,7 +1,7 @@
 """Copies of stages and Parameters that several virtual ranks of one process have.
 
-The first of these ranks computes with the stage or Parameter itself. Each of the others computes
-with a copy, as it would in a separate process.
+The first of these ranks computes with the stage or Parameter itself. Each later rank computes with
+a copy, as it would in a separate process.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from schedir.runtime.parameters.parameter_copies import (
     share_hooks,
 )
 
-# `StageReplica.sync_state` copies attributes of these types, and these attributes of nn.Module.
+# `StageReplica.sync_state` copies attributes of `_SYNCED_TYPES`, and the attributes in
+# `_SYNCED_DICTS`.
 _SYNCED_TYPES: Final = (bool, int, float, str)
 _SYNCED_DICTS: Final = ("_parameters", "_buffers")
-# For each attribute name: the value, and the tensor's version, or 0 for other values.
+# Attribute name -> (value, version counter). The version counter is 0 if the value is no tensor.
 _AttributeState = dict[str, tuple[object, int]]
 _ABSENT: Final = object()
 
 
 @dataclass
 class StageReplica:
-    """The copy of a stage, on a rank other than the first one with the stage.
+    """The copy of a stage on a rank that is not the first rank with the stage.
 
     Args:
         stage: The number of the stage.
         copy: The copy.
         module: The module that was copied. The first rank computes with it.
-        recorded_state: The attributes of the module that `sync_state` does not copy, with their
-            values after the last step.
+        recorded_state: The attributes of the module that `sync_state` does not copy, after the last
+            step.
     """
 
     stage: int
@@ -50,7 +51,7 @@ class StageReplica:
     recorded_state: _AttributeState | None = None
 
     def record_state(self) -> None:
-        """Record the attributes that `sync_state` does not copy, so that it finds changes."""
+        """Record the attributes that `sync_state` does not copy, so that it can find changes."""
         self.recorded_state = _collect_unsynced_state(self.module)
 
     @torch.no_grad()
@@ -94,9 +95,8 @@ class StageReplica:
             program: The program that runs. Without a backward, the method does nothing.
 
         Raises:
-            ModelError: A Parameter has a post-accumulate hook. It would get only the sum over the
-                microbatches of one rank. Or hooks are registered on the autograd node of a
-                Parameter.
+            ModelError: A Parameter has a post-accumulate hook, which would get the sum over the
+                microbatches of one rank only. Or the autograd node of a Parameter has hooks.
         """
         if not program.has_backward:
             return
@@ -115,7 +115,7 @@ class StageReplica:
 
 
 def _collect_unsynced_state(module: nn.Module) -> _AttributeState:
-    """Return the attributes of a module, and of its submodules, that copies do not follow."""
+    """Return the attributes of a module and its submodules that `sync_state` does not copy."""
     found: _AttributeState = {}
     for path, owner in module.named_modules():
         for attribute, value in vars(owner).items():
@@ -149,7 +149,7 @@ def copy_stage(module: nn.Module) -> nn.Module:
         module: The module of the stage.
     """
     copy = deepcopy(module)
-    # deepcopy omits the attributes of Parameters and the dtypes of their gradients.
+    # deepcopy omits the attributes and the `grad_dtype` of Parameters.
     for p, own in zip(copy.parameters(), module.parameters(), strict=True):
         vars(p).update(vars(own))
         p.grad_dtype = own.grad_dtype
@@ -166,7 +166,7 @@ def find_shared_parameters(
         stages: All stages of the model, in order.
 
     Returns:
-        For each Parameter and rank, the first stage with the Parameter, and its name in the stage.
+        Parameter -> rank -> the rank's first stage with the Parameter, and its name in this stage.
     """
     places: dict[nn.Parameter, dict[int, ParameterLocation]] = {}
     for s, (rank, module) in enumerate(
@@ -181,15 +181,15 @@ def find_shared_parameters(
 def copy_shared_parameters(
     program: Program, stages: Sequence[nn.Module]
 ) -> list[dict[nn.Parameter, nn.Parameter]]:
-    """Return the copies of the trained Parameters that stages on several ranks share.
+    """Copy the trained Parameters that stages on several ranks share.
 
     Args:
         program: The program. Without a backward, there are no copies.
         stages: All stages of the model, in order.
 
     Returns:
-        For each rank, a mapping whose keys are the Parameters that it shares with other ranks. On
-        the first of these ranks the value is the Parameter itself. On the others it is a copy.
+        For each rank, shared Parameter -> the Parameter with which the rank computes. On the first
+        rank with the Parameter this is the Parameter itself. On other ranks it is a copy.
     """
     copies: list[dict[nn.Parameter, nn.Parameter]] = [{} for _ in range(program.shape.ranks)]
     shared = find_shared_parameters(program, stages) if program.has_backward else {}

@@ -1,7 +1,8 @@
 """ProgramRunner: one program of a rank, linked and ready to run steps.
 
-The stream is linked once to a list of calls, and a step is a loop over these calls. A transport
-moves the tensors. The caller chooses a legal order of the calls; a process uses stream order.
+The instructions of the stream are linked once to a list of calls, and a step is a loop over these
+calls. A process runs them in the order of the stream. `InProcessExecutor` may choose another legal
+order.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ class ProgramRunner:
         program: The program.
         resources: The stages, gradients, optimizer and memory of the rank.
         boundaries: The tensors that pass between stages.
-        program_number: The index of the program among those of the executor.
-        record_timestamps: Record in `timestamps` when each instruction begins and ends.
+        program_number: The index of the program among the programs of the executor.
+        record_timestamps: True to record in `timestamps` when each instruction begins and ends.
 
     Attributes:
         state: The state of the program.
         calls: The linked calls of the stream.
-        timestamps: The times of the last recorded step, or None if there are none.
-        is_warm: True if no warm-up steps are needed before the next step.
-        progress: The index of the current instruction and its start time in nanoseconds, in private
-            memory. A caller may set `progress` to a view of a black box.
+        timestamps: The recorder of the times of instructions, or None if `record_timestamps` was
+            False.
+        is_warm: True if the next step needs no warm-up steps.
+        progress: The index of the current instruction and its start time in nanoseconds. By default
+            this is memory of the process. A caller may set it to a view of a black box.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class ProgramRunner:
         return min(self.progress[POSITION_FIELD], len(self.calls) - 1)
 
     def run_step(self, batch: StepInputs) -> Tensor | None:
-        """Run one training step, after the warm-up steps if it is the first one.
+        """Run one training step. The first call also runs the warm-up steps.
 
         Args:
             batch: The inputs of the step.
@@ -133,8 +135,8 @@ class ProgramRunner:
     ) -> Tensor | None:
         """Run one training step without overlap, one instruction after the other.
 
-        All ranks use one common order, so nothing hangs, even if an instruction waits for the
-        device. All processes must call this.
+        All ranks use the same total order of instructions. So there is no deadlock, even if an
+        instruction waits for the device. All processes must call this.
 
         Args:
             inputs: See `Executor.step`.
@@ -168,7 +170,7 @@ class ProgramRunner:
         return [*map(int, find_total_order(graph)[self.state.rank])]
 
     def _warm_up(self, batch: StepInputs) -> None:
-        """Run the warm-up steps, which are undone, without recording timestamps."""
+        """Run and undo the warm-up steps, without timestamps."""
         self.state.require_inputs(batch)
         with PreservedState() as preserved:
             preserved.add_fields(self, "record_timestamps")
@@ -179,13 +181,13 @@ class ProgramRunner:
     def _run_until_valid(
         self, batch: StepInputs, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """Run a step in stream order or in `order`, and again if its weights were wrong."""
+        """Run a step in `order` or in stream order. Repeat it if its weights were wrong."""
         number = self.state.random_streams.step
         try:
             total = self._run_once(batch, order)
             while self.needs_rerun():
                 total = self._run_once(batch, order)
-        except BaseException:  # KeyboardInterrupt, too, must not leave substitutes in modules.
+        except BaseException:  # restore modules also after KeyboardInterrupt
             self.state.abort_step(number, has_begun=self.resources.is_in_step)
             raise
         return total
@@ -204,7 +206,7 @@ class ProgramRunner:
         return self.finish_step()
 
     def _run_instructions(self) -> None:
-        """Make all calls in stream order, without timestamps and profiler ranges."""
+        """Run all calls in stream order, without timestamps and profiler ranges."""
         self.resources.is_in_step, at, clock = True, self.progress, monotonic_ns
         try:
             for k, (wait, run) in enumerate(self.calls):
@@ -239,13 +241,13 @@ class ProgramRunner:
     def needs_rerun(self) -> bool:
         """Return whether all ranks must run the step again, because its weights were wrong.
 
-        If so, the weights are now right, and all other state is as before the step. Call this once
-        after each step.
+        If it returns True, the weights are now right, and all other state is restored from before
+        the step. Call this once after each step.
 
         Raises:
             ExecutionError: The validation of the update failed.
         """
-        self.resources.is_in_step = True  # An error in the validation counts as a failed step.
+        self.resources.is_in_step = True  # an error here counts as a failed step
         try:
             must_repeat = any([service.needs_rerun() for service in self.state.list_services()])
         except Exception as error:
@@ -290,7 +292,7 @@ class ProgramRunner:
             raise self.state.wrap_error(self.position, error) from error
 
     def finish_step(self) -> Tensor | None:
-        """End a step: wait for all pending sends.
+        """End a step after its last instruction.
 
         Returns:
             The sum of the losses on a rank with the last stage, and None on other ranks.

@@ -21,7 +21,7 @@ from schedir.runtime.services.service import Service, find_or_create
 from schedir.runtime.stage_state import StageState
 from schedir.transports.transport import Transport
 
-Loss = Callable[[Any, Any], Tensor]  # Its arguments: the output of the last stage, and a target.
+Loss = Callable[[Any, Any], Tensor]  # (output of the last stage, target) -> loss
 
 
 _Kind = TypeVar("_Kind", bound="RankService")
@@ -37,8 +37,8 @@ class RankOptions:
         execution: The options of the execution.
         seed: The seed of the random streams, or None.
         other_rank_stages: The stages of other ranks, if they are in this process.
-        parameter_copies: The Parameter with which the rank computes, by each Parameter that virtual
-            ranks of the process share.
+        parameter_copies: Parameter that virtual ranks of the process share -> the copy with which
+            this rank computes.
     """
 
     loss: Loss
@@ -50,15 +50,15 @@ class RankOptions:
 
     @property
     def loss_modules(self) -> list[nn.Module]:
-        """The loss, if it is a module."""
+        """The loss as a list of one module, or an empty list if it is a function."""
         return [self.loss] if isinstance(self.loss, nn.Module) else []
 
 
 class RankResources:
     """The stages of a rank with their gradients, its optimizer, random streams and transport.
 
-    All programs of the rank share these. The values of a step are in the `State` of the program
-    that runs. Services have the state of single features.
+    All programs of the rank share these. The values of a step are in the `State` of its program.
+    The state of a single feature is in a service.
 
     Args:
         program: The first program. Its attributes determine sharding, frozen stages and offload.
@@ -121,7 +121,7 @@ class RankResources:
         )
 
     def service(self, kind: type[_Kind]) -> _Kind:
-        """Return the rank's service of a kind, which the first call creates.
+        """Return the rank's service of a class. The first call creates it.
 
         Args:
             kind: The class of the service.

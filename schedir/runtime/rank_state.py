@@ -45,7 +45,7 @@ class Call(NamedTuple):
     run: Callable[[], None]
 
 
-Handler = Callable[["State", Instr], Call]  # Links an instruction.
+Handler = Callable[["State", Instr], Call]  # links an instruction
 
 
 Callback = Callable[[], None]
@@ -56,14 +56,14 @@ def chain_calls(first: Callback, /, *others: Callback | None) -> Callback: ...
 @overload
 def chain_calls(*calls: Callback | None) -> Callback | None: ...
 def chain_calls(*calls: Callback | None) -> Callback | None:
-    """Return a function that makes the given calls in order.
+    """Return a function that calls the given functions in order.
 
     Args:
         *calls: Functions without arguments. None entries are skipped.
 
     Returns:
-        None if there are no calls. A single call is returned as it is. A chain of two has no loop,
-        because it runs in every step.
+        A function, or None if there are no functions. A single function is returned unchanged. For
+        two functions the result has no loop, to save time in every step.
     """
     present = [call for call in calls if call is not None]
     if len(present) < 2:
@@ -86,10 +86,10 @@ _RankKind = TypeVar("_RankKind", bound=RankService)
 
 
 class WorkObserver:
-    """Observes the work that instructions start. This one observes nothing."""
+    """Observes the work that instructions start. This base class observes nothing."""
 
     def attribute_to(self, k: int) -> AbstractContextManager[object]:
-        """Return a context that attributes started work to another instruction.
+        """Return a context that attributes the work started in it to another instruction.
 
         Args:
             k: The index of the other instruction in the stream.
@@ -112,7 +112,7 @@ class State:
         resources: The resources of the rank.
         transport: The transport, which may be a wrapper that records timestamps.
         boundaries: The tensors that pass between stages.
-        observer: Observes the work that instructions start. By default nothing is observed.
+        observer: Observes the work that instructions start. By default there is no observer.
     """
 
     def __init__(
@@ -158,18 +158,18 @@ class State:
     @overload
     def service(self, kind: type[_RankKind]) -> _RankKind: ...
     def service(self, kind: Any) -> Any:
-        """Return the service of a kind, which the first call creates.
+        """Return the service of a class. The first call creates it.
 
         Args:
-            kind: A subclass of `ProgramService`, whose service only this program has, or of
-                `RankService`, whose service all programs of the rank share.
+            kind: The class: a subclass of `ProgramService` for a service of this program, or of
+                `RankService` for a service that all programs of the rank share.
         """
         if issubclass(kind, RankService):
             return self.resources.service(kind)
         return find_or_create(self.services, kind, self)
 
     def list_services(self) -> list[Service]:
-        """Return the services of the rank and those of the program, in order of creation."""
+        """Return the services of the rank, and then those of the program, in order of creation."""
         return [*self.resources.services.values(), *self.services.values()]
 
     def list_modules(self) -> list[nn.Module]:
@@ -220,12 +220,12 @@ class State:
 
         Raises:
             ModelError: A check of the first step failed, or a stage wrote to weights that it must
-                not write to.
+                not change.
         """
         total = None
         if self.shape.stages - 1 in self.stages:
-            # Sum by microbatch, so the order of execution does not change the bits. Sum before
-            # `on_step_end`, because a loss may be in receive memory.
+            # Sum in the order of microbatches, so that the order of execution does not change the
+            # bits. Sum before `on_step_end`, because a loss may be in receive memory.
             total = sum(self.losses, torch.zeros((), device=self.device))
         for service in self.list_services():
             service.finish_step()
@@ -250,7 +250,7 @@ class State:
             self.first_step_checks.loss_versions[mb] = get_versions((value,))
 
     def begin_update(self) -> None:
-        """Prepare an update: set gradients to zero, and prepare the sharded weights."""
+        """Prepare an update: call `begin_update` of services, and set gradients to zero."""
         self.resources.ties.begin_update()
         for service in self.list_services():
             service.begin_update()
@@ -260,14 +260,15 @@ class State:
     def find_slot(self, kind: Value, stage: int, mb: int, index: int | None = None) -> Slot:
         """Return the slot of a value.
 
-        A value that another stage of this rank hands over is in the output slot of that stage.
+        If another stage of this rank computes the value, this is the output slot of that stage.
 
         Args:
             kind: The kind of the value.
-            stage: The stage.
+            stage: The number of the stage.
             mb: The microbatch.
-            index: The index in the stream of the instruction that reads or fills the slot. A value
-                may be in several slots, one after the other. The default is the last one.
+            index: The index in the stream of the instruction that reads or fills the slot. It
+                matters if the value is in several slots, one after the other. The default is the
+                last slot.
         """
         if (kind, stage, mb) not in self.slot_assignment and kind in LOCAL_HANDOVER:
             stage = self.program.peer_stage(kind, stage)
@@ -279,13 +280,13 @@ class State:
         return Slot(self.slot_tables[kind], fills[last])
 
     def get_outgoing_tensors(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
-        """Return the tensors of a value that is in its slot, before it is sent or handed over.
+        """Return the tensors of a stage's output value, before another stage or a send uses it.
 
-        It must still have the form in which the stage computed it.
+        The value must still have the form in which the stage computed it.
 
         Args:
-            kind: The kind of the value, an output or the gradient of an input.
-            stage: The stage that computed it.
+            kind: The kind of the value: an output, or the gradient of an input.
+            stage: The stage that computed the value.
             mb: The microbatch.
         """
         value = self.find_slot(kind, stage, mb).peek()
@@ -296,7 +297,7 @@ class State:
 
     def restore_parameters(self) -> None:
         """Restore the parameters of all modules to their state between steps."""
-        with ExitStack() as stack:  # It makes the calls in reverse, also after one that raises.
+        with ExitStack() as stack:  # runs all callbacks in reverse, even if one raises
             for stage in self.stages.values():
                 stack.callback(stage.local_ties.restore)
             for service in reversed(self.list_services()):
@@ -305,11 +306,11 @@ class State:
     def abort_step(self, step_number: int, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
 
-        Modules get their own parameters back. An update that is not validated is undone if the step
-        had begun, and stays guarded if it had not. A step that had not begun is not counted.
+        Modules get their original parameters back. If the step had begun, an update that is not
+        validated is undone. Otherwise the update stays guarded, and the step does not count.
 
         Args:
-            step_number: The number of the step, which its random numbers depend on.
+            step_number: The number of the step. Its random numbers depend on it.
             has_begun: True if an instruction of the step had begun.
         """
         if not has_begun:
@@ -329,10 +330,10 @@ class State:
             )
 
     def wrap_error(self, index: int, error: Exception) -> ExecutionError:
-        """Return an error as the `ExecutionError` of an instruction.
+        """Convert an error to an `ExecutionError` that names an instruction.
 
-        An `ExecutionError` that already names an instruction keeps it. It comes from an earlier
-        instruction whose work failed later on its lane.
+        An error that already names an instruction keeps this instruction. It comes from earlier
+        work that failed on its lane.
 
         Args:
             index: The index of the current instruction in the stream.
@@ -352,7 +353,7 @@ class State:
     def find_local_stage(self, stage: int, mb: int) -> StageState | None:
         """Return a stage if this rank runs it for a microbatch, and None otherwise.
 
-        Values between two such stages are handed over without a message.
+        Values between two local stages need no message.
 
         Args:
             stage: The number of the stage.
@@ -364,7 +365,7 @@ class State:
 
 
 class ProgramService(Service):
-    """The state of a feature that each program of a rank has for itself.
+    """The state of a feature for one program of a rank.
 
     Args:
         state: The state of the program.

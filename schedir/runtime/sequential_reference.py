@@ -1,7 +1,7 @@
 """Run the stages of a model in one process without a pipeline, as a reference for schedules.
 
 Every schedule must reproduce the result. A schedule with microbatches in ascending order reproduces
-it bit for bit.
+it with the same bits.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ def run_sequential(
     tied_weights: TiedWeights | None = None,
     keywords: Keywords = (),
 ) -> Tensor:
-    """Compute the gradients of all microbatches in one process; return the sum of the losses.
+    """Compute the gradients of all microbatches in one process, and return the sum of the losses.
 
     Each stage, from first to last, runs the forwards of all microbatches in order. Then each stage,
-    from last to first, runs all backwards in order. The gradients are then in the `grad` of the
-    parameters. Tensors between stages are contiguous, and have a gradient if the output of the
-    stage has one.
+    from last to first, runs all backwards in order. After that, the parameters have the gradients
+    in `grad`. Tensors between stages are contiguous, and have a gradient if the output of the stage
+    has one.
 
     Gradients are reduced in this order:
 
     1. The gradients of a stage are multiplied by `grad_scale`.
-    2. If several ranks have a stage, each of them has its own sum. These are added in the order of
-       ranks, as virtual ranks do. Three or more processes may add in another order.
-    3. Each stage with a copy of a tied weight has its own sum. These are added once, in the order
+    2. If several ranks have a stage, each of them has a separate sum. These sums are added in the
+       order of ranks, as virtual ranks do. Three or more processes may add in another order.
+    3. Each stage with a copy of a tied weight has a separate sum. These sums are added in the order
        of stages, and all copies get the total. Ties are found as in `Executor`.
 
     Args:
@@ -97,15 +97,15 @@ def run_sequential(
         targets: The target of the loss for each microbatch.
         loss: See `Executor`.
         grad_scale: The gradients are those of `grad_scale` times the sum of the losses.
-        program: The program whose order of forwards and backwards each stage uses, with its split
-            backwards, frozen stages, skip connections and stage replicas. By default the
-            microbatches are in ascending order.
+        program: A program. Each stage runs its forwards and backwards in the order of this program,
+            with its split backwards, frozen stages, skip connections and stage replicas. By default
+            the microbatches are in ascending order.
         seed: The seed of the random streams, as in `Executor`. Afterwards torch's generators have
             the same state as before.
         step: The number of the step, from 0, which determines the random numbers.
         tied_weights: See `Executor`.
-        keywords: A mapping for each microbatch: the keyword arguments of all stages. By default
-            there are none.
+        keywords: For each microbatch, the keyword arguments of all stages. By default there are
+            none.
 
     Returns:
         The unscaled sum of the losses, 0-dimensional.
@@ -164,19 +164,20 @@ def _run_step(
     random_streams: RandomStreams,
     tied_places: Sequence[tuple[ParameterLocation, ...]],
 ) -> Tensor:
-    """Run the step of `run_sequential`, with random streams whose step has begun."""
+    """Run the step of `run_sequential`. The caller has begun the step of `random_streams`."""
     gradients = [GradientBuffers(stage) for stage in stages]
     frozen = program.frozen_stages if program else 0
     saved: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
     skips = program.skips if program is not None else ()
     ends, begins = dict(skips), {end: begin for begin, end in skips}
-    # The tensors of skip connections and their gradients, by source stage and microbatch.
+    # (Source stage, microbatch) -> the tensors of a skip connection, and their gradients.
     skipped: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     back: dict[tuple[int, int], list[Tensor]] = {}
     given = {mb: require_input_tensors(batch.inputs[mb], mb) for mb in range(len(batch.inputs))}
     losses = [torch.zeros(())] * len(given)
     for k, stage in enumerate(stages):
-        # An executor uses the same adapter. Inputs with another memory layout may round otherwise.
+        # Use the adapter of executors, because inputs with another memory layout may round
+        # differently.
         adapter = StageInputAdapter()
         for mb in _list_forwards(program, k, len(given)):
             random_streams.make_seeded(FORWARD, k, mb)()
@@ -221,7 +222,7 @@ def _run_step(
                     if split
                     else nullcontext()
                 ):
-                    if roots:  # The first stages may have nothing to train.
+                    if roots:  # no roots: nothing to train up to here
                         dy = dys[mb]
                         torch.autograd.backward(roots, dy and [*dy, *back.pop((k, mb), ())])
                 dxs = [
@@ -249,12 +250,12 @@ def _run_step(
 
 
 def _copy_as_message(value: Tensor) -> Tensor:
-    """Return a contiguous copy, as a receiver would get it."""
+    """Return a contiguous copy of a tensor, like one that a rank receives."""
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _list_forwards(program: Program | None, stage: int, microbatches: int) -> list[int]:
-    """Return the microbatches in the order of a stage's forwards, ascending for stage replicas."""
+    """Return the microbatches in the order of a stage's forwards, or ascending with replicas."""
     if program is None or program.shape.placement_rows > 1:
         return [*range(microbatches)]
     stream = program.streams[int(program.shape.first_rank_per_stage[stage])]
@@ -264,7 +265,7 @@ def _list_forwards(program: Program | None, stage: int, microbatches: int) -> li
 def _find_tied_places(
     stages: Sequence[nn.Module], tied_weights: TiedWeights | None
 ) -> list[tuple[ParameterLocation, ...]]:
-    """Return the stages and names of each tied weight's copies."""
+    """Return, for each tied weight, the stage and name of each copy."""
     fingerprints = fingerprint_parameters(dict(enumerate(stages)))
     named = tuple(s for s, own in fingerprints.items() if any(p.is_named_tied for p in own))
     return ParameterTable([fingerprints], tied_weights, (named,)).weights
@@ -273,7 +274,7 @@ def _find_tied_places(
 def _list_backwards(
     program: Program | None, stage: int, microbatches: int
 ) -> Iterator[list[Instr]]:
-    """Yield the backward instructions of a stage, for each rank that has it, in rank order."""
+    """Yield, for each rank with the stage in rank order, the stage's backward instructions."""
     if program is None:
         yield [Instr(FULL_BACKWARD_OPS[0], stage, mb) for mb in range(microbatches)]
         return

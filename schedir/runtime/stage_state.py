@@ -20,12 +20,12 @@ class StageState:
 
     Args:
         module: The module of the stage.
-        stand_ins: Substitutes for Parameters that other stages of the process share, by Parameter.
-        max_bucket_bytes: The largest size of a gradient bucket, in bytes. None keeps autograd's own
-            gradients.
-        shard_spec: The number of replicas, the number of this replica, and the ZeRO level.
+        stand_ins: Parameter that stages of the process share -> its substitute in this stage.
+        max_bucket_bytes: The largest size of a gradient bucket, in bytes. With None the stage has
+            no buckets, and autograd allocates gradients.
+        shard_spec: The number of replicas, the index of this replica, and the ZeRO level.
         tied_parameters: The Parameters of the stage that are copies of tied weights.
-        aliases: For each parameter that uses the memory of another parameter, the other one.
+        aliases: Parameter -> the other Parameter whose memory it uses.
     """
 
     def __init__(
@@ -48,36 +48,39 @@ class StageState:
         self.sharded_parameters: ShardedParameters | None = (
             ShardedParameters(self.gradients, shard_spec, aliases) if shard_spec.zero else None
         )
-        # The pending transfers of values that an instruction will read, by kind and microbatch.
+        # (Kind, microbatch) -> the pending transfer of a value that an instruction will read.
         self.arrivals: dict[tuple[Value, int], Work] = {}
-        # Checks that run only until they have passed once. A mode is the module's `training`.
-        # A split backward deferred weight gradients, or no layer of the stage could.
+        # The following attributes are for checks that run until they have passed once. A mode is
+        # the value of `module.training`.
+
+        # True after a split backward deferred weight gradients, or if no layer of the stage can
+        # defer them.
         self.has_checked_layers = False
-        # True after the outputs of a first forward were tested for a gradient.
+        # True after the check that the outputs of a forward have a gradient.
         self.has_checked_gradient = False
-        # The warning about layers that are not split was given.
+        # True after the warning about layers that are not split.
         self.has_warned_of_layers = False
-        # The outputs depend on no Parameters other than the stage's.
+        # True after the check that the outputs depend only on Parameters of the stage.
         self.has_checked_parameters: bool = max_bucket_bytes is None
-        # The warning about buffers that differ from those of a plain loop was given.
+        # True after the warning about buffers that differ from those of a plain training loop.
         self.has_warned_of_buffers = False
-        # Opcodes and modes in which buffers were compared by value.
+        # (Opcode, mode) in which the values of buffers were compared.
         self.checked_buffer_modes: set[tuple[Opcode, bool]] = set()
-        # Module paths and names of buffers that were written with their old values, as a cache is.
+        # (Module path, name) of buffers that a call wrote with equal values, such as caches.
         self.rewritten_buffers: set[tuple[str, str]] = set()
-        # Names of buffers and frozen Parameters that recomputed forwards write to, by mode.
+        # Mode -> names of buffers and frozen Parameters to which recomputed forwards write.
         self.written_buffers: dict[bool, set[str]] = {}
-        # Opcodes and modes that wrote to no weight with copies.
+        # (Opcode, mode) in which a call wrote to no weight that has copies.
         self.checked_weight_modes: set[tuple[Opcode, bool]] = set()
         # Modes in which a forward read no weights of other stages (ZeRO).
         self.checked_read_modes: set[bool] = set()
-        # Modes in which recomputation compared the trained weights by value.
+        # Modes in which a recomputation compared the values of trained weights.
         self.checked_recompute_modes: set[bool] = set()
         self.local_ties.restore()
 
     @property
     def parameter_shards(self) -> Mapping[nn.Parameter, Tensor]:
-        """The replica's shard of each parameter that is stored only as a shard (ZeRO)."""
+        """Parameter -> this replica's shard, if only the shard is stored between steps (ZeRO)."""
         return {} if self.sharded_parameters is None else self.sharded_parameters.parameter_shards
 
     def list_static_tensors(self) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from schedir.runtime.arguments import require_all_microbatches
 
 # A tensor or a tuple of tensors for each microbatch, or a tensor that stacks the microbatches.
 Microbatches = Sequence[Any] | Tensor
-# The keyword arguments of each microbatch; empty if there are none.
+# For each microbatch, its keyword arguments. Empty if no microbatch has any.
 Keywords = Sequence[Mapping[str, Any]]
 
 
@@ -24,7 +24,7 @@ class StepInputs(NamedTuple):
     Args:
         inputs: The input of the first stage, for each microbatch.
         targets: The target of the loss, for each microbatch.
-        grad_scale: The factor of the losses whose gradients are computed.
+        grad_scale: The factor of the losses: gradients are those of the scaled losses.
         keywords: The keyword arguments of all stages, for each microbatch.
     """
 
@@ -41,12 +41,13 @@ class StepInputs(NamedTuple):
         Args:
             program: The program that will run.
             rank: The pipeline rank.
-            has_first_stage: The rank has the first stage, so it needs all inputs.
-            has_last_stage: The rank has the last stage, so it needs all targets.
+            has_first_stage: True if the rank has the first stage, so that it needs all inputs.
+            has_last_stage: True if the rank has the last stage, so that it needs all targets.
 
         Raises:
             ExecutionError: Inputs or targets that the rank needs are missing. Or `grad_scale` is
-                not a number. Or `keywords` is not empty, and not a mapping for each microbatch.
+                not a number. Or `keywords` is neither empty nor a list with a mapping for each
+                microbatch.
         """
         for name, given, takes in (
             ("inputs", self.inputs, has_first_stage),
@@ -68,10 +69,11 @@ class StepInputs(NamedTuple):
             require_all_microbatches(self.keywords, "keywords", program, rank)
 
     def view(self, kind: Callable[[Microbatches], Sequence[Any]]) -> StepInputs:
-        """Return these inputs as views of another kind.
+        """Wrap the inputs, targets and keywords in views.
 
         Args:
-            kind: A subclass of `MicrobatchView`.
+            kind: A subclass of `MicrobatchView`, or a function that creates a view from one
+                argument.
         """
         inputs, targets, keywords = map(kind, (self.inputs, self.targets, self.keywords))
         return self._replace(inputs=inputs, targets=targets, keywords=keywords)
@@ -86,7 +88,7 @@ class StepInputs(NamedTuple):
 
 
 class MicrobatchView(Sequence[Any]):
-    """Microbatches that a subclass records, copies or keeps when they are read.
+    """Base class of views of microbatches that record, copy or keep a microbatch when it is read.
 
     Args:
         source: The inputs, targets or keywords of a step.

@@ -1,4 +1,4 @@
-"""Slots: the values of a rank while a program runs, by kind and slot number."""
+"""Slots: the places in which a rank keeps values while a program runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, g
 
 
 class SlotTable:
-    """The slots of one kind of values.
+    """The slots of a rank for one kind of value.
 
     Args:
         count: The number of slots.
@@ -43,10 +43,10 @@ class SlotTable:
 
 
 class Slot:
-    """A reference to the slot of one value, which is created when an instruction is linked.
+    """A reference to one slot. A handler creates it when it links an instruction.
 
     Args:
-        slots: The slots of the kind.
+        slots: All slots for this kind of value.
         number: The number of the slot.
     """
 
@@ -85,15 +85,15 @@ class Slot:
 
 
 class OutputSlot(Slot):
-    """The slot of a value that a stage returned. Its memory must not change until it is used.
+    """A slot with a value that a stage returned. The value must not change before its use.
 
     Only the first step checks this.
 
     Args:
-        slots: The slots of the kind.
+        slots: All slots for this kind of value.
         number: The number of the slot.
         kind: The kind of the value.
-        stage: The stage that returned it.
+        stage: The stage that returned the value.
         mb: The microbatch.
     """
 
@@ -106,7 +106,7 @@ class OutputSlot(Slot):
         self.mb: int = mb
 
     def accept_write(self) -> None:
-        """Accept the value as it is now, after the executor itself has written to it."""
+        """Update the fingerprint of the value, after the executor has written to it."""
         slots, number = self.table, self.number
         if slots.compute_fingerprint is not None:
             slots.fingerprints[number] = slots.compute_fingerprint(self.values[number])
@@ -138,7 +138,7 @@ class OutputSlot(Slot):
 
 
 def collect_versions(value: Any) -> list[int]:
-    """Return the version counters of a value. torch adds 1 to the counter at each write.
+    """Return the version counters of a value's tensors. torch adds 1 to a counter at each write.
 
     Args:
         value: A tensor or a tuple of tensors.
@@ -160,7 +160,7 @@ def collect_versions_and_sums(value: Any) -> list[int]:
 
 
 def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[int, int]:
-    """Return, for each instruction that reuses a slot, the instruction that freed the slot.
+    """Find, for each instruction that fills a slot again, the instruction that freed the slot.
 
     Args:
         program: The program.
@@ -168,7 +168,7 @@ def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[
         kind: The kind of values in the slots.
 
     Returns:
-        Both instructions as indices in the stream of the rank.
+        Index of the instruction that fills a slot again -> index of the instruction that freed it.
     """
     return {fill: free for of, fill, free in iterate_slot_reuses(program, rank) if of == kind}
 
@@ -176,8 +176,8 @@ def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[
 def iterate_slot_reuses(program: Program, rank: int) -> Iterator[tuple[Value, int, int]]:
     """Yield (kind, fill, free) for each reuse of a slot.
 
-    `fill` is the index in the stream of the instruction that fills the slot again, and `free` the
-    index of the one that freed it.
+    `fill` is the index in the stream of the instruction that fills the slot again. `free` is the
+    index of the instruction that freed it.
 
     Args:
         program: The program.

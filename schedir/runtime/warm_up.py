@@ -1,4 +1,4 @@
-"""Run warm-up steps and undo their effects, or prepare to undo a step that must run again."""
+"""Run warm-up steps and undo their effects. Save the state before a step that may run again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from schedir.runtime.parameters.unvalidated_update_guard import list_optimizer_t
 from schedir.runtime.rank_state import State
 from schedir.runtime.step_inputs import Microbatches, MicrobatchView, StepInputs
 
-# The number of warm-up steps. The first one creates the optimizer state, in memory that activations
-# have freed. The second one allocates activations next to that state. The third one allocates what
-# fragmented memory still lacks.
+# The number of warm-up steps. The first step creates the optimizer state, in memory that
+# activations have freed. The second step allocates activations next to this state. The third step
+# allocates the memory that is still missing because of fragmentation.
 WARM_UP_STEPS: Final = 3
 
 
@@ -46,20 +46,20 @@ def warm_up(state: State, step: Callable[..., object], batch: StepInputs) -> Non
 
 @contextmanager
 def undo_steps(state: State) -> Iterator[None]:
-    """Undo at the end of the context all changes that steps made within it.
+    """Undo, at the end of this context, all changes that steps made within it.
 
     All tensors keep their memory. The context restores:
 
-    - weights, because a forward may write to them; the host keeps a copy meanwhile,
+    - weights, because a forward may write to them; the copies are in host memory,
     - buffers, including those of a loss that is a module,
     - the loss scale and torch's generators,
     - gradients of Parameters that only the optimizer or only the loss has.
 
-    The optimizer is treated in one of three ways. A fused optimizer of torch is launched, but the
-    device skips its update. It keeps its state, and creates the state that its first step needs.
-    Any other optimizer of torch makes its update, and the context restores its state from a copy on
-    the host. An optimizer that is not torch's own, or that has hooks on its step, is not run,
-    because its effects are unknown.
+    There are three cases of optimizers. A fused optimizer of torch runs, but the device skips its
+    update. Its state is created if needed, and otherwise stays unchanged. Any other optimizer of
+    torch makes its update, and the context restores its state from a copy on the host. If the
+    optimizer is not torch's own, or has hooks on its step, it does not run, because its effects are
+    unknown.
 
     Args:
         state: The state of the program that runs the steps.
@@ -95,14 +95,14 @@ def preserve_step(
 ) -> tuple[PreservedState, StepInputs]:
     """Preserve the state before a step that may have to run again.
 
-    It excludes weights and optimizer state, which `OptimisticStep` restores. It includes:
+    This excludes weights and optimizer state, which `OptimisticStep` restores. It includes:
 
     - buffers, including those of a loss that is a module,
     - Parameters that no optimizer steps, because a forward may write to them,
     - gradients of Parameters that no stage has,
     - torch's generators if there is no seed,
     - the state of services,
-    - the inputs of the step that the step reads.
+    - the inputs that the step reads.
 
     Args:
         state: The state of the program.
@@ -110,8 +110,8 @@ def preserve_step(
         unstepped: The Parameters of the rank that no optimizer steps.
 
     Returns:
-        The state, whose `close` restores it, and the same inputs. The step must read them from
-        here, so that they are recorded.
+        An object whose `close` restores the state. And inputs with the same values, which the step
+        must use instead of `batch`, so that the tensors that it reads are preserved.
     """
     preserved = PreservedState()
     for service in state.list_services():
@@ -126,7 +126,7 @@ def preserve_step(
 
 
 def _add_gradients_and_values(preserved: PreservedState, tensors: Iterable[Tensor]) -> None:
-    """Preserve which gradients tensors have, and the values of these gradients."""
+    """Preserve the `grad` attribute of tensors, and its values."""
     for t in tensors:
         if t.grad is not None:
             preserved.add_values([t.grad])
@@ -136,9 +136,9 @@ def _add_gradients_and_values(preserved: PreservedState, tensors: Iterable[Tenso
 class UnsteppedParameters:
     """The Parameters of a rank that its optimizer does not step.
 
-    A forward may write to such a Parameter, as it does to a buffer. Most of them are never written
-    to, and they may need much memory. So the first `capture` copies all of them to the host. Later
-    ones copy only those that the first step wrote to.
+    A forward may write to such a Parameter, like to a buffer. Most of them are never written to,
+    and all of them together may need much memory. So the first `capture` copies all of them to the
+    host. Later captures copy only the Parameters to which the first step wrote.
 
     Args:
         state: The state of the program.
@@ -199,13 +199,13 @@ class UnsteppedParameters:
 
 
 class ProbedMicrobatches(MicrobatchView):
-    """Microbatches that record the tensors of each microbatch that is read.
+    """Microbatches that preserve the tensors of each microbatch that is read.
 
     Reading a microbatch raises `ModelError` if one of its tensors requires a gradient and is not a
-    leaf. The caller's graph computed such a tensor, and a second backward cannot use that graph.
+    leaf. The caller's graph computed this tensor, and a second backward cannot use the graph again.
 
     Args:
-        preserved: The state to which the tensors and their gradients are added.
+        preserved: The object to which the tensors and their gradients are added.
         source: The inputs, targets or keywords of a step.
     """
 
@@ -230,14 +230,14 @@ class ProbedMicrobatches(MicrobatchView):
             )
         if t.requires_grad:
             _add_gradients_and_values(self.preserved, [leaf])
-        if not t.is_inference():  # Nothing writes to a tensor of inference mode.
+        if not t.is_inference():  # inference tensors are not written to
             self.preserved.add_written_values(t)
 
 
 def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
     """Return the Parameters of the optimizer and of the loss that no stage has.
 
-    An executor does not zero the gradients of these.
+    An executor does not set the gradients of these Parameters to zero.
 
     Args:
         state: The state of the program.
@@ -252,7 +252,7 @@ def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
 class ProbedCopies(MicrobatchView):
     """Microbatches that return a copy at each read.
 
-    A loss may write to its target, and a backward to the `grad` of the inputs.
+    The reason is that a loss may write to its target, and a backward to the `grad` of the inputs.
     """
 
     def __getitem__(self, mb: Any) -> Any:

@@ -265,8 +265,9 @@ def estimate_memory(
         )
 
     # If ZeRO shards weights, two stages are unsharded at the same time
-    # (passes/communication/unshard_placement.py). If it shards gradients, the gradients of one stage are
-    # unsharded until they are reduced. With at most two stages per rank, all stages are unsharded.
+    # (passes/communication/unshard_placement.py). If it shards gradients, the gradients of one
+    # stage are unsharded until they are reduced. With at most two stages per rank, all stages are
+    # unsharded.
     inner = shares.layers / v * (common + network) * exists
     few, end = v <= 2, np.maximum(embedding, head)
     everything = common_params + expert_params

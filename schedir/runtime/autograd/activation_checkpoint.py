@@ -1,15 +1,15 @@
 """Recompute activations: save the inputs of a forward, and run it again for its backward.
 
-The second run must compute the same values as the first. Its weights are the weight version of the
-microbatch, its random numbers have the same seed, and its keyword arguments are those of the batch.
-A forward may change three further things:
+The second run must compute the same values as the first. So it uses the same weight version, the
+same seed of random numbers, and the same keyword arguments. A forward may change three other
+things:
 
 - buffers, such as running statistics,
 - parameters that are not trained, such as a moving average of other parameters,
 - the states of random generators, if the executor has no seed.
 
-This module saves the values that the first run used, and restores them for the second run.
-Afterwards it undoes the changes of the second run, because the first run already made them.
+This module saves the values that the first run used, and restores them for the second run. Then it
+undoes the changes of the second run, because the first run has already made them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class Checkpoint(NamedTuple):
     Attributes:
         inputs: The inputs of the stage for a microbatch.
         buffers: Buffers and untrained parameters that the forward changed. Each entry has the
-            dictionary of the module, the name in it, and the value before the forward.
+            `_buffers` or `_parameters` of a module, the name there, and the value before the
+            forward.
         generator_states: The states of torch's default generators before the forward. It is empty
             if the executor has a seed.
-        output_checksums: A checksum of each output. It is empty on a GPU without debug mode.
+        output_checksums: A checksum of each output. On a GPU it is empty, except in debug mode.
         input_versions: The version counters of the inputs. It is empty after the first step, and
             after the inputs were offloaded.
     """
@@ -109,11 +110,10 @@ class Checkpoints:
     def run_first_forward(
         self, run: Callable[[], _ForwardResult], inputs: Sequence[Tensor]
     ) -> tuple[_ForwardResult, Checkpoint]:
-        """Run a forward such that autograd saves no tensors, and save what a second run needs.
+        """Run a forward so that autograd saves no tensors, and save the values for a second run.
 
-        In the first forward of a stage in each training mode this compares the values of buffers
-        and untrained parameters. It records the names of those that changed. Later forwards copy
-        only these.
+        The first forward of a stage in each training mode finds the buffers and untrained
+        parameters whose values change, and records their names. Later forwards copy only these.
 
         Args:
             run: A function that runs the module and the loss on `inputs`.
@@ -123,8 +123,8 @@ class Checkpoints:
             The result of `run`, and the checkpoint for `recompute`.
 
         Raises:
-            ModelError: The loss changes its target in place, the forward runs a backward, or it
-                writes to a buffer that the stage's first forward did not change.
+            ModelError: The loss changes its target in place. Or the forward runs a backward, or
+                writes to a buffer that the first forward of the stage did not change.
         """
         entries: list[tuple[str, _TensorTable, str, Tensor]] = [
             (f, t, n, b)
@@ -176,17 +176,17 @@ class Checkpoints:
         """Run a forward again, with the buffers and generator states of the first run.
 
         Args:
-            run: The function that was given to `run_first_forward`.
+            run: A function that runs the module and the loss on the inputs of the checkpoint.
             checkpoint: The checkpoint that `run_first_forward` returned.
 
         Returns:
             The outputs and the leaves, with the graph for a backward.
 
         Raises:
-            ModelError: The inputs were written to, the outputs differ from the first run, or the
-                forward writes to a trained parameter or to a buffer under another name. Outputs are
-                compared on a CPU and in debug mode. Writes to trained parameters are checked in the
-                first recomputation of each training mode.
+            ModelError: The inputs were written to, or the outputs differ from the first run. Or the
+                forward writes to a trained parameter, or to a buffer through another reference.
+                Outputs are compared on a CPU and in debug mode. Writes to trained parameters are
+                checked in the first recomputation of each training mode.
         """
         checkpoint.require_unwritten(self.stage, self.mb)
         trained = self._list_unchecked_parameters()
@@ -216,7 +216,7 @@ class Checkpoints:
         traces = get_write_traces(real)
         states = self._get_generator_states()
         for table, name, was in checkpoint.buffers:
-            table[name] = was  # Not copied into: autograd may have saved the present tensor.
+            table[name] = was  # Replace it: autograd may have saved the present tensor.
         self._set_generator_states(checkpoint.generator_states)
         try:
             yield
@@ -232,7 +232,7 @@ class Checkpoints:
             )
 
     def _refuse_backward(self, _: object) -> Tensor:
-        """Raise ModelError, because the forward runs a backward, and so unpacks a saved tensor."""
+        """Raise ModelError: a forward unpacks a saved tensor only if it runs a backward."""
         raise ModelError(
             f"stage {self.stage} runs a backward in its forward, such as torch.autograd.grad, but "
             "the first forward of a recomputed stage keeps no tensors for a backward",
@@ -240,10 +240,11 @@ class Checkpoints:
         )
 
     def _list_unchecked_parameters(self) -> list[Tensor]:
-        """Return the trained parameters in the first recomputation of each training mode.
+        """Return the trained parameters whose values this recomputation must compare.
 
-        Their values are compared, because a write may leave the version counter unchanged. Later
-        recomputations get an empty list.
+        In the first recomputation of each training mode these are all trained parameters. Later
+        there are none. Values are compared, because a write may leave the version counter
+        unchanged.
         """
         mode = self.module.training
         if mode in self.checked_modes:
@@ -267,23 +268,23 @@ class Checkpoints:
         return get_versions([x for x in leaves if isinstance(x, Tensor)])
 
     def _checksum_outputs(self, outputs: Sequence[Tensor]) -> list[int]:
-        """Return a checksum of the bits of each output, on a CPU or in debug mode."""
+        """Return a checksum of each output. On a GPU the list is empty, except in debug mode."""
         if self.state.device.type != "cpu" and not self.state.options.execution.debug:
             return []
         return [compute_checksum(y.detach()) for y in outputs]
 
 
 def _may_be_written(tensor: Tensor) -> bool:
-    """Return whether a forward may write to a tensor: a buffer or an untrained parameter."""
+    """Return whether a tensor is a buffer or an untrained parameter, which a forward may change."""
     return not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
 
 
 def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]:
-    """Return a copy of each requested tensor, and the others as they are.
+    """Return, for each request, the tensor itself or a copy of it.
 
-    A request has three items: the tensor, whether to copy it, and whether a parameter is copied to
-    the host, because copies of all parameters may need much memory. Requests for one tensor share
-    its copy.
+    A request is a tensor and two bools: copy it, and if it is a parameter, copy it to the host. The
+    host is for copies of all parameters, which may need much memory. Requests for the same tensor
+    share a copy.
     """
     made: dict[Tensor, Tensor] = {}
     for one, wanted, on_host in requests:
@@ -294,10 +295,10 @@ def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]
 
 
 def _match_tensor_type(saved: Tensor, current: Tensor) -> Tensor:
-    """Return `saved` as a parameter on the device of `current` if that is a parameter."""
+    """Return `saved` as a Parameter on the device of `current` if `current` is a Parameter."""
     if isinstance(current, nn.Parameter):
         return nn.Parameter(saved.to(current.device), requires_grad=False)
-    # Detached, because offloading frees the memory of this tensor and the module may keep `saved`.
+    # Detach: offloading frees the memory of the result, and the module may still use `saved`.
     return saved.detach()
 
 
@@ -306,4 +307,4 @@ def _describe_kind(tensor: Tensor) -> str:
 
 
 def _discard_saved_tensor(_: object) -> None:
-    """Pack a saved tensor as None, because the first forward has no backward."""
+    """Discard a tensor that autograd saves, because the first forward has no backward."""

@@ -15,18 +15,19 @@ from schedir.runtime.rank_state import ProgramService, State
 def evaluation_mode(state: State) -> Iterator[None]:
     """Switch the modules of a rank to evaluation mode within a context.
 
-    At the end, the context restores the modes and buffers of the modules and torch's generators.
-    The random numbers of an evaluation are not those of any step.
+    At the end, the context restores the modes and buffers of the modules, and torch's generators.
+    Evaluations and steps draw different random numbers.
 
     Args:
-        state: The state of the program that evaluates. A loss that is a module is included.
+        state: The state of the program that evaluates. Its modules include a loss that is a module.
 
     Raises:
         ModelError: A forward wrote to a Parameter.
     """
     modules = state.list_modules()
     names = {p: name for module in modules for name, p in module.named_parameters()}
-    # Sharded parameters are gathered into other memory, and `ShardedParameters` checks them.
+    # Exclude sharded parameters: their values are gathered into other memory, and
+    # `ShardedParameters` checks them.
     parts = {p for stage in state.stages.values() for p in stage.parameter_shards}
     others = [p for p in names if p not in parts]
     by_value = (
@@ -54,6 +55,6 @@ def evaluation_mode(state: State) -> Iterator[None]:
 
 
 class _Evaluations(ProgramService):
-    """Whether a program has not evaluated yet."""
+    """Records in `is_first` whether the program has not evaluated yet."""
 
     is_first = True

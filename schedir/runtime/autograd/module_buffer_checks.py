@@ -1,8 +1,8 @@
 """Check buffers of modules that forwards change, such as running statistics.
 
-If one rank has a stage and runs its forwards in the order of the microbatches, buffers get the same
-values as in a plain training loop. Stage replicas and data-parallel replicas each compute buffers
-from their own microbatches only. A forward that a backward recomputes changes buffers twice.
+Buffers get the same values as in a plain training loop if one rank has the stage and runs its
+forwards in the order of the microbatches. Stage replicas and data-parallel replicas compute buffers
+from some of the microbatches only. A forward that a backward recomputes changes buffers twice.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from schedir.runtime.rank_state import State
 def add_buffer_checks(
     state: State, i: Instr, is_forward: bool, run: Callable[[], None]
 ) -> Callable[[], None]:
-    """Return `run` with a check for changes of buffers that would give wrong results.
+    """Wrap `run` with a check for changes of buffers that would give wrong results.
 
-    A buffer has changed if it was written to, or replaced by another of its shape, and its values
-    differ. Some kernels, such as torch's batch_norm, write without raising the version counter. So
-    the first forward and the first backward in each training mode compare values, on a CPU only.
-    Later calls use version counters. They also compare the values of buffers that an earlier call
-    rewrote with equal values, such as caches.
+    A buffer counts as changed if its values differ after a write, or after a replacement by a
+    buffer of the same shape. Some kernels, such as torch's batch_norm, write without an increment
+    of the version counter. So on a CPU, the first forward and the first backward in each training
+    mode compare values. Later calls compare version counters. They also compare the values of
+    buffers that an earlier call rewrote with equal values, such as caches.
 
     Args:
         state: The state of the rank.
@@ -40,8 +40,8 @@ def add_buffer_checks(
         run: A function that runs the module of a local stage, and the loss for the last stage.
 
     Returns:
-        A function that raises ModelError for a change that is refused. For a change that only
-        differs from a plain training loop, it warns once per stage.
+        A function that raises ModelError for a wrong change. If values only differ from those of a
+        plain training loop, it warns once per stage.
     """
     stage = state.stages[i.stage]
     owners = [*stage.module.named_modules()]
@@ -97,13 +97,14 @@ def add_buffer_checks(
 
 
 class _Case(NamedTuple):
-    """A reason why a change of a buffer is wrong, for some buffers or for all.
+    """A reason why a change of a buffer is wrong, for some buffers or for all buffers.
 
     Attributes:
         fact: The end of the message.
         hint: The hint of the error. If it is empty, the change causes a warning only.
-        modules: Modules whose buffers the case concerns.
-        buffers: Buffers that the case concerns. If both collections are empty, it concerns all.
+        modules: The case concerns all buffers of these modules.
+        buffers: Other buffers that the case concerns. If both collections are empty, it concerns
+            all buffers.
     """
 
     fact: str

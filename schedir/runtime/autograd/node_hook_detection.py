@@ -1,8 +1,8 @@
 """Find hooks on autograd nodes, because torch has no public function that lists them.
 
 `node.register_hook` and `node.register_prehook` return a handle that refers to the dictionary of
-all Python hooks of that kind on the node. So this module registers a hook, reads the dictionary,
-and removes the hook. It does not find hooks that C++ code registers, such as those of
+all Python hooks or pre-hooks of the node. So this module registers a hook, reads the dictionary,
+and removes the hook. It does not find hooks that C++ code registers, such as the hooks of
 DistributedDataParallel.
 """
 
@@ -18,15 +18,15 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 _observer_handle_count = 0
-# By the id of a leaf tensor: `count_registrations()` when its node last had no hooks.
+# `id` of a leaf tensor -> `count_registrations()` when its node last had no hooks.
 _leaves_without_hooks: dict[int, int] = {}
 
 
 def count_registrations() -> int:
-    """Return a number that grows whenever a hook of any kind is registered in this process.
+    """Return a number that grows whenever code registers a hook in this process.
 
-    It counts hooks of modules, tensors and autograd nodes, but not those of this module. Two equal
-    results mean that no hook was registered between the calls.
+    The number counts hooks of modules, tensors and autograd nodes, but not the hooks of this
+    module. If two calls return the same number, no hook was registered in between.
     """
     return RemovableHandle.next_id - _observer_handle_count
 
@@ -34,7 +34,7 @@ def count_registrations() -> int:
 def node_has_hooks(node: Node) -> bool:
     """Return whether a Python hook or pre-hook is registered on an autograd node.
 
-    It does not find hooks of tensors (`Tensor.register_hook`), and ignores those of
+    It does not find hooks of tensors (`Tensor.register_hook`), and ignores hooks of
     `register_observer`.
 
     Args:
@@ -60,7 +60,7 @@ def register_observer(node: Node, hook: Callable[..., None]) -> RemovableHandle:
 
 @dataclass(frozen=True)
 class _Observer:
-    """A hook of `register_observer`; the type distinguishes it from other hooks."""
+    """A hook of `register_observer`. The type distinguishes it from other hooks."""
 
     hook: Callable[..., None]
 
@@ -69,7 +69,7 @@ class _Observer:
 
 
 def _has_other_hooks(register: Any) -> bool:
-    """Return whether a node has hooks of one kind that this module did not register."""
+    """Return whether a node has hooks, or pre-hooks, that this module did not register."""
     global _observer_handle_count
     handle = register(_no_hook)
     _observer_handle_count += 1
@@ -102,9 +102,9 @@ def leaf_has_hooks(leaf: Tensor, node: Node) -> bool:
 
 
 def has_node_hooks(leaf: Tensor) -> bool:
-    """Return whether a leaf has hooks that a gradient of a copy of the leaf would not call.
+    """Return whether a leaf has hooks that would not run for a copy of the leaf.
 
-    These are hooks on its autograd node, and those of `register_multi_grad_hook`, which wait for
+    These are hooks on its autograd node, and hooks of `register_multi_grad_hook`, which wait for
     the gradients of several tensors.
 
     Args:
@@ -117,10 +117,10 @@ def has_node_hooks(leaf: Tensor) -> bool:
 
 
 def can_defer_gradient(weight: Tensor) -> bool:
-    """Return whether W may compute the gradient of a weight, later than autograd would in I.
+    """Return whether W may compute the gradient of a weight, so that autograd does not.
 
-    The weight must be a trained leaf without hooks. Only leaves accumulate gradients, and hooks get
-    only the gradients that autograd computes.
+    The weight must be a trained leaf, because only leaves accumulate gradients. It must have no
+    hooks, because hooks get only the gradients that autograd computes.
 
     Args:
         weight: A parameter, or a tensor that is used as a weight.

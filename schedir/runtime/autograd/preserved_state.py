@@ -1,7 +1,7 @@
-"""Preserve the state that a step, a probe, a warm-up step or an evaluation must not change.
+"""Preserve state that a repeated step, a probe, a warm-up step or an evaluation must not change.
 
-A stage may count its calls in an attribute, keep hidden values of an earlier microbatch, or use its
-own random generator. A forward may write to buffers and to parameters, and an optimizer to its
+A stage may count its calls in an attribute, keep hidden values of an earlier microbatch, or use a
+private random generator. A forward may write to buffers and to parameters, and an optimizer to its
 state.
 """
 
@@ -38,8 +38,8 @@ _SELF_INITIALIZING_TYPES: Final = (DistributedDataParallel, LazyModuleMixin)
 class PreservedState(ExitStack):
     """State that is restored at the end of this context, or by `close`.
 
-    Each `add` method records the present state of one kind. The state that was added last is
-    restored first. All tensors keep their memory.
+    Each `add` method records some present state. The state that was added last is restored first.
+    All tensors keep their memory.
     """
 
     def add_fields(self, owner: object, *names: str) -> None:
@@ -53,7 +53,7 @@ class PreservedState(ExitStack):
             self.callback(setattr, owner, name, getattr(owner, name))
 
     def add_tables(self, tables: Iterable[dict[Any, Any]]) -> None:
-        """Preserve which entries dictionaries have, such as those of an optimizer.
+        """Preserve the entries of dictionaries, such as an optimizer's, but not tensor values.
 
         Args:
             tables: The dictionaries.
@@ -73,7 +73,7 @@ class PreservedState(ExitStack):
             self.callback(_write, t, copy)
 
     def add_written_values(self, t: Tensor) -> None:
-        """Preserve the values of a tensor, which is written to only if its version has changed.
+        """Preserve the values of a tensor, and restore them only if its version counter changed.
 
         Args:
             t: The tensor.
@@ -82,11 +82,11 @@ class PreservedState(ExitStack):
         self.callback(lambda: _write(t, values) if t._version != version else None)
 
     def add_gradients(self, parameters: Iterable[Tensor], *, clear: bool = False) -> None:
-        """Preserve which gradients tensors have.
+        """Preserve the `grad` attribute of tensors, but not its values.
 
         Args:
             parameters: The tensors.
-            clear: True if they have no gradients within the context.
+            clear: True to set `grad` to None within the context.
         """
         for p in [*parameters]:
             self.add_fields(p, "grad")
@@ -94,7 +94,7 @@ class PreservedState(ExitStack):
                 p.grad = None
 
     def add_buffers(self, module: nn.Module) -> None:
-        """Preserve the buffers of a module, and their values.
+        """Preserve the buffers of a module and their values.
 
         Args:
             module: A module; its submodules are included.
@@ -105,9 +105,9 @@ class PreservedState(ExitStack):
         self.add_tables(tables)
 
     def add_frozen_parameters(self, module: nn.Module) -> None:
-        """Preserve parameters that are not trained, since a forward may write to them.
+        """Preserve parameters that are not trained, because a forward may write to them.
 
-        The host keeps copies of them.
+        The copies are in host memory.
 
         Args:
             module: A module; its submodules are included.
@@ -120,9 +120,9 @@ class PreservedState(ExitStack):
     def add_attributes(self, module: nn.Module) -> None:
         """Preserve the plain attributes of a module.
 
-        They are restored with the content of lists, dicts, sets and deques, the values of tensors,
-        and the states of generators of torch, numpy and Python. Other objects are not restored, and
-        new attributes stay.
+        This includes the content of lists, dicts, sets and deques, the values of tensors, and the
+        states of generators of torch, numpy and Python. Other objects are not restored. Attributes
+        that were added within the context stay.
 
         Args:
             module: A module; its submodules are included.
@@ -199,7 +199,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _narrow_expanded_dims(buffer: torch.Tensor) -> torch.Tensor:
-    """Return a view of a buffer without repeated elements: an expanded dimension has stride 0."""
+    """Return a view of a buffer with size 1 in expanded dimensions, which have stride 0."""
     strides = buffer.stride() if buffer.layout is torch.strided else ()
     for dim, stride in enumerate(strides):
         if not stride:
@@ -208,7 +208,7 @@ def _narrow_expanded_dims(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _make_content_undo(value: object) -> _Undo | None:
-    """Return a function that restores the content of a container or the state of a generator."""
+    """Return a function that restores a container's content or a generator's state, or None."""
     if isinstance(value, list):
         return partial(value.__setitem__, slice(None), [*value])
     if isinstance(value, dict | set | deque):

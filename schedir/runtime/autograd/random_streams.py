@@ -1,15 +1,15 @@
-"""Random streams: random numbers depend on the stage and microbatch, not on the timing.
+"""Random streams: random numbers depend on the stage and the microbatch, not on the schedule.
 
 A rank seeds torch's default generators before each call that may draw random numbers:
 
 - before a forward or a backward with a key of (seed, step, global microbatch, stage),
 - before an optimizer step with a key of (seed, step, update, first stage of the rank).
 
-Within a model, `fork_layer_rng` gives each layer its own key. Then the random numbers do not depend
-on the division of layers into stages either. Replica r computes the global microbatches r * m to
-(r + 1) * m - 1 of a step. So replicas draw the same numbers as one replica with all microbatches.
+Within a model, `fork_layer_rng` gives each layer its own key. Then random numbers also do not
+depend on the stage that a layer is in. Replica r computes the global microbatches r * m to (r + 1)
+* m - 1 of a step. So replicas draw the same numbers as one replica with all microbatches.
 
-The CPU's generator uses 32 bits of a key, and a GPU's generator all 64.
+The generator of the CPU uses 32 bits of a key, and the generator of a GPU all 64 bits.
 
 Without a seed this module changes no generator, and modules draw from torch's generators in the
 order of the calls.
@@ -31,7 +31,7 @@ from schedir.errors import ModelError, describe
 _MASK_64_BITS: Final = 2**64 - 1
 
 
-# Purposes of random numbers. Different purposes give different keys.
+# Purposes of random numbers, so that different purposes have different keys.
 FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE, _LAYER, _SLICE, _BETWEEN_STEPS = (
     purpose << 32 for purpose in range(1, 8)
 )
@@ -59,7 +59,7 @@ def mix_bits(number: int) -> int:
 
 
 def derive_key(*numbers: int) -> int:
-    """Return a 64-bit key of a list of numbers, which depends on their order.
+    """Return a 64-bit key for a list of numbers. It depends on their order.
 
     Args:
         *numbers: Integers; the lowest 64 bits of each are used.
@@ -75,7 +75,8 @@ def list_stream_numbers(microbatches: int, first_number: int = 0, updates: int =
 
     Args:
         microbatches: The number of microbatches of the rank.
-        first_number: The number of its first microbatch among those of all replicas.
+        first_number: The number of the rank's first microbatch among the microbatches of all
+            replicas.
         updates: The number of optimizer steps.
 
     Returns:
@@ -107,10 +108,10 @@ def get_default_generators(device: torch.device) -> list[Generator]:
     """Return torch's default generators that modules on a device use.
 
     Args:
-        device: A device. A CUDA device without an index is the current one.
+        device: A device. A CUDA device without an index means the current CUDA device.
 
     Returns:
-        The CPU's generator, and for a CUDA device also that of the device.
+        The generator of the CPU, and for a CUDA device also the generator of the device.
     """
     if device.type != "cuda":
         return [torch.default_generator]
@@ -127,17 +128,17 @@ class RandomStreams:
     Args:
         seed: The seed, or None to leave torch's generators unchanged.
         device: The device of the rank.
-        step: The number of steps that ended before, as after loading a checkpoint. The attribute
-            `step` is the number of the next step.
+        step: The number of the next step, which is not 0 after loading a checkpoint. The attribute
+            `step` is updated by each step.
     """
 
     def __init__(self, seed: int | None, device: torch.device, *, step: int = 0) -> None:
         self.seed = seed
         self.step: int = step
         self.generators: list[Generator] = get_default_generators(device)
-        self.step_keys: list[int] = []  # one for each microbatch, then one for each update
-        self.current_key = 0  # of the microbatch or update that runs
-        self.has_warned: bool = False  # whether `warn_of_draws` has warned
+        self.step_keys: list[int] = []  # of each microbatch, then of each update
+        self.current_key = 0  # of the current microbatch or update
+        self.has_warned: bool = False  # True if `warn_of_draws` has warned
 
     def begin_step(self, numbers: Sequence[int]) -> None:
         """Compute the keys of the next step, and count the step.
@@ -161,7 +162,7 @@ class RandomStreams:
     def _set_step_keys(self, numbers: Sequence[int], *key_parts: int) -> None:
         if self.seed is not None:
             step = derive_key(self.seed, *key_parts)
-            self.step_keys = [mix_bits(step ^ number) for number in numbers]
+            self.step_keys: list[int] = [mix_bits(step ^ number) for number in numbers]
 
     def make_seeded(
         self, purpose: int, stage: int, index: int, run: Callable[[], None] = lambda: None
@@ -220,19 +221,19 @@ class RandomStreams:
         try:
             yield
         finally:
-            _active_streams = outer  # This step may run within the forward of another step.
+            _active_streams = outer  # this step may run inside another step
             for generator, state in zip(self.generators, before, strict=True):
                 generator.set_state(state)
 
 
-# The streams of the step that runs. They are global, as torch's generators are. One instruction
-# runs at a time in a process. A thread-local would not work: on a GPU, autograd runs a backward in
-# threads of its own.
+# The streams of the current step. They are global, like torch's generators: a process runs one
+# instruction at a time. A thread-local would not work, because on a GPU autograd runs a backward in
+# other threads.
 _active_streams: RandomStreams | None = None
 
 
 def _require_uint32(number: int) -> int:
-    """Return the number of a layer or a slice; raise ModelError unless it is 0 to 2**32 - 1."""
+    """Return the number of a layer or slice, or raise ModelError if it is not in 0 to 2**32 - 1."""
     try:
         if 0 <= (small := index(number)) < 1 << 32:
             return small
@@ -251,17 +252,17 @@ def fork_layer_rng(number: int, shard: int | None = None) -> Iterator[None]:
             x = F.dropout(x, 0.1)
 
     The random numbers depend only on (seed, step, global microbatch, number). They do not depend on
-    the stage of the layer. Contexts with equal numbers draw equal numbers, so each layer needs its
-    own. At the end of the context the generators get their earlier states back.
+    the stage of the layer. Contexts with equal `number` draw equal random numbers, so each layer
+    needs a different one. At the end of the context the generators get their earlier states back.
 
-    It works in a forward of an executor or of `run_sequential`, and when a backward recomputes such
-    a forward. Elsewhere it does nothing.
+    The context works in a forward of an executor or of `run_sequential`, and when a backward
+    recomputes such a forward. Elsewhere it has no effect.
 
     Args:
         number: The number of the layer in the model, from 0 to 2**32 - 1.
-        shard: The number of the shard of a tensor-parallel rank. With it, each rank draws different
-            numbers, as for values that the ranks share. By default all tensor-parallel ranks draw
-            the same, as for values that each rank computes in full.
+        shard: The tensor-parallel rank, if each rank has a shard of the values. Then each rank
+            draws different random numbers. By default all ranks draw the same, for values that each
+            rank has in full.
 
     Raises:
         ModelError: `number` or `shard` is not an integer from 0 to 2**32 - 1.

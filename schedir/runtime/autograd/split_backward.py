@@ -18,7 +18,8 @@ gradients, unless the caller splits these layers.
 
 The gradients have the same bits as those of an unsplit backward if the deferred gradients of one
 weight run in the order of their backward passes. There is one exception: a weight that other
-operations use, too. Autograd adds their gradient in I, so the sum is rounded differently.
+operations also use. Autograd adds the gradients of these operations in I, so the sum is rounded
+differently.
 
 `make_backward_splittable` makes the layers of a module use these functions.
 
@@ -80,11 +81,12 @@ class _DeferredFunction(NamedTuple):
 class DeferredGradients:
     """The deferred weight gradients of a backward pass, in order.
 
-    `len(deferred)` is their number. After a recorded backward, 0 means that nothing was split: no
-    `linear` took part, or torch.compile ran the backward.
+    `len(deferred)` is their number. If it is 0 after a backward, the backward was not split: it
+    reached no splittable layer, or torch.compile ran it.
 
-    It keeps inputs and output gradients in memory. The last of these may be the tensor that
-    `torch.autograd.backward` was called with. `run` raises ModelError if it was overwritten before.
+    The object keeps the inputs and the output gradients of layers in memory. One output gradient
+    may be the tensor that the caller passed to `torch.autograd.backward`. `run` raises ModelError
+    if the caller has overwritten it.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,8 @@ class DeferredGradients:
             saved: The tensors that the forward saved, usually its input.
             dy: The gradient of the output.
         """
-        # Detached tensors, because others would keep the autograd graph of the input alive.
+        # Detach the tensors, because otherwise they would keep the autograd graph of the input
+        # alive.
         *without, dy = (tensor.detach() for tensor in (*saved, dy))
         versions = [tensor._version for tensor in (*without, dy)]
         self._deferred.append(_DeferredFunction(rule, weight, tuple(without), dy, versions))
@@ -116,7 +119,7 @@ class DeferredGradients:
 
     @property
     def has_custom_rule(self) -> bool:
-        """Return whether a gradient is computed by a rule of `register_splittable_layer`."""
+        """Return whether a rule of `register_splittable_layer` computes one of the gradients."""
         return any(not isinstance(job.rule, ProductRule | LookupRule) for job in self._deferred)
 
     def list_weights(self) -> Iterator[Tensor]:
@@ -126,9 +129,9 @@ class DeferredGradients:
     def run(self, on_accumulated: Callable[[Tensor], object] | None = None) -> None:
         """Compute every deferred weight gradient, add it to `weight.grad`, and remove it.
 
-        The addition to an existing `grad` is in place, so `grad` may be a view of a flat buffer.
-        For a weight with several uses, such as a tied embedding, this first sums its gradients in
-        the order of the backward pass. It adds the sum once, as autograd does.
+        The addition to an existing `grad` is in place, so `grad` may be a view of a flat buffer. If
+        a weight has several uses, such as a tied embedding, this first sums its gradients in the
+        order of the backward pass. Then it adds the sum in one addition, as autograd does.
 
         Args:
             on_accumulated: A function that is called with each weight once its gradient is
@@ -151,7 +154,7 @@ class DeferredGradients:
                     accumulate_gradient(rule, weight, saved, dy)
                 else:
                     dw = rule(weight, *saved, dy)
-                    if weight.grad is not None:  # A narrower type rounds the gradient of each use.
+                    if weight.grad is not None:  # A narrower dtype rounds the gradient of each use.
                         dw = dw.to(weight.grad.dtype)
                     if key in sums:
                         dw = sums.pop(key) + dw
@@ -166,8 +169,8 @@ class DeferredGradients:
                     on_accumulated(weight)
 
 
-# It is global and not thread-local, because on CUDA autograd runs a backward in threads of its own.
-# Hence one recorded backward at a time can run in a process.
+# This is global and not thread-local, because on CUDA autograd runs a backward in other threads. So
+# a process can run only one backward with deferred gradients at a time.
 _active_deferred_wgrad: DeferredGradients | None = None
 
 
@@ -194,10 +197,10 @@ def linear(
 ) -> Tensor:
     """Return `x @ weight.T + bias`, with a backward that can be split.
 
-    The gradient of the bias is cheap and is not deferred. With an `input_rule`, tensor-parallel
-    ranks share the weight, and `x` may be a shard of the input of the product. Only the shard is
-    saved. It is gathered again in the backward, or in W if the weight gradient is deferred. If it
-    is not deferred, the reduction of the gradient of `x` overlaps with the computation of the
+    The gradient of the bias is cheap and is not deferred. With an `input_rule`, the weight is split
+    over tensor-parallel ranks, and `x` may be a shard of the input of the product. Only the shard
+    is saved. It is gathered again in the backward, or in W if the weight gradient is deferred. If
+    it is not deferred, the reduction of the gradient of `x` overlaps with the computation of the
     weight gradient.
 
     Args:
@@ -231,8 +234,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Return rows of a weight, with a backward that can be split.
 
-    An embedding has no input gradient, so the split saves no time. It is needed for the same bits
-    if the weight is tied to the output layer: both gradients are then added in one addition.
+    An embedding has no input gradient, so the split saves no time. It gives the same bits if the
+    weight is tied to the output layer: both gradients are then added in one addition.
 
     Args:
         tokens: Row numbers, int64, of any shape (...).
@@ -256,7 +259,7 @@ def _defer_or_compute_wgrad(
 ) -> Tensor | None:
     """Return the gradient of a weight for autograd, or None if it was deferred or accumulated.
 
-    `input_index` is the number of the weight among the tensors that the Function was applied to.
+    `input_index` is the position of the weight among the tensors that the Function was applied to.
     """
     compiled = torch.compiler.is_compiling()
     if not _can_bypass_autograd(ctx, input_index, weight):
@@ -267,7 +270,7 @@ def _defer_or_compute_wgrad(
         accumulate_gradient(rule, weight, saved, dy)
     elif not compiled and can_add_rows(rule, weight) and _is_first_use_in_pass(weight):
         (tokens,) = saved
-        # Autograd adds it, because the weight may have other uses.
+        # Autograd adds this gradient, because the weight may have other uses.
         return rule.compute_sparse(weight, tokens, dy)
     else:
         return rule(weight, *saved, dy)
@@ -275,7 +278,7 @@ def _defer_or_compute_wgrad(
 
 
 def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
-    """Return whether the gradient of the weight, tensor `input_index`, need not go to autograd."""
+    """Return whether the Function may add to `weight.grad` without autograd."""
     if not can_defer_gradient(weight):
         return False
     if torch.compiler.is_compiling():
@@ -283,16 +286,16 @@ def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
     node = ctx.next_functions[input_index][0]
     if leaf_has_hooks(weight, node):
         return False
-    # A hook on this node expects all gradients. Nodes that torch.compile traced have no count.
+    # A hook on this node expects all gradients. Nodes of torch.compile have no `registrations`.
     if getattr(ctx, "registrations", None) != count_registrations() and node_has_hooks(ctx):
         return False
     return _will_accumulate(node)
 
 
 def _will_accumulate(leaf: Node) -> bool:
-    """Return whether the running backward adds to the gradient of the leaf of this node.
+    """Return whether the running backward adds to the `.grad` of the leaf of this node.
 
-    A `torch.autograd.grad`, as within a hook of the backward, does not: it returns gradients.
+    `torch.autograd.grad`, for example in a hook of the backward, does not: it returns gradients.
     """
     try:
         return torch._C._will_engine_execute_node(leaf)
@@ -303,33 +306,33 @@ def _will_accumulate(leaf: Node) -> bool:
 def _is_first_use_in_pass(weight: Tensor) -> bool:
     """Return whether the running backward pass calls this for a weight for the first time.
 
-    Autograd would concatenate two sparse gradients, so that rows occur twice. A GPU adds such rows
-    in no fixed order.
+    Autograd concatenates two sparse gradients, so a row may occur twice. A GPU adds such rows in no
+    fixed order.
     """
     running: int = torch._C._current_graph_task_id()
     before = _last_pass_by_weight.get(id(weight), -1)
     _last_pass_by_weight[id(weight)] = max(running, before)
-    # A backward has a smaller number than the backwards that run within it, as in recomputation.
+    # A nested backward, as in recomputation, has a larger number than the outer one.
     return running > before
 
 
-# The last backward pass that called `_is_first_use_in_pass`, by the id of the weight.
+# `id` of a weight -> number of the last backward pass that called `_is_first_use_in_pass`.
 _last_pass_by_weight: dict[int, int] = {}
 
 
 def _save_weights(ctx: Any, *weights: Tensor) -> None:
-    # The weights are saved as an attribute. Non-reentrant checkpointing replaces saved tensors by
-    # detached aliases, so a gradient added to their `.grad` would be lost. Autograd does not check
-    # the versions of attributes. So `_get_saved_weights` checks them.
+    # The weights are an attribute and not saved tensors. Non-reentrant checkpointing replaces saved
+    # tensors by detached aliases, and a gradient added to the `.grad` of an alias would be lost.
+    # Autograd does not check the versions of attributes, so `_get_saved_weights` does.
     ctx.weights = weights
     ctx.versions = [weight._version for weight in weights]
     if not torch.compiler.is_compiling():
-        # Hooks on this node can only be registered later, and change the count.
+        # The node has no hooks yet. A later hook changes this count.
         ctx.registrations = count_registrations()
 
 
 def _get_saved_weights(ctx: Any) -> tuple[Tensor, ...]:
-    """Return the weights; raise RuntimeError if one was changed in place since F."""
+    """Return the weights, or raise RuntimeError if one was changed in place since F."""
     if ctx.versions != [weight._version for weight in ctx.weights]:
         raise RuntimeError("a weight was changed in place between F and B")
     weights: tuple[Tensor, ...] = ctx.weights
@@ -365,7 +368,7 @@ class _Linear(torch.autograd.Function):
         else:
             y = torch.addmm(bias, flatten_to_matrix(full_input), weight)
             y = y.view(*full_input.shape[:-1], weight.shape[-1])
-        ctx.save_for_backward(x.to(y.dtype))  # Autocast multiplied the input in the type of y.
+        ctx.save_for_backward(x.to(y.dtype))  # Autocast computes in the dtype of y.
         return _as_non_view(y)
 
     @staticmethod
@@ -405,7 +408,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _as_non_view(y: Tensor) -> Tensor:
-    """Return y, or an alias that is no view: a view from a Function cannot be changed in place."""
+    """Return y, not as a view: a view that a Function returns cannot be changed in place."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
@@ -417,13 +420,13 @@ LayerRule = Callable[..., Tensor]  # (layer, *saved, dy) -> a gradient
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """The forward and the gradient rules of a layer type; `register_splittable_layer` makes it.
+    """The forward and the gradient rules of a layer type, from `register_splittable_layer`.
 
     Attributes:
         forward: A function of (layer, x) that returns y and the tensors to save.
-        input_grad: The rule of the gradient of x.
-        deferred_grads: The rules of the parameters whose gradients W computes, by name.
-        immediate_grads: The rules of the parameters whose gradients I computes, by name.
+        input_grad: The rule for the gradient of x.
+        deferred_grads: Parameter name -> rule, for the parameters whose gradients W computes.
+        immediate_grads: Parameter name -> rule, for the parameters whose gradients I computes.
     """
 
     forward: Callable[[Any, Tensor], tuple[Tensor, ...]]
@@ -433,7 +436,7 @@ class SplitLayer:
 
 
 def run_split_layer(split: SplitLayer, layer: nn.Module, x: Tensor) -> Tensor:
-    """Run a layer such that its backward can be split.
+    """Run a layer so that its backward can be split.
 
     Args:
         split: The forward and the gradient rules of the layer's type.
@@ -497,12 +500,15 @@ class _SplitLayerFunction(torch.autograd.Function):
 def _compute_layer_gradient(
     layer: nn.Module, name: str, rule: LayerRule, weight: Tensor, *saved_and_dy: Tensor
 ) -> Tensor:
-    """Return the gradient of a parameter by the rule of its layer, in the parameter's type."""
+    """Return the gradient of a parameter by the rule of its layer, in the parameter's dtype."""
     return _require_shape(layer, name, weight.shape, rule(layer, *saved_and_dy)).to(weight.dtype)
 
 
 def _require_shape(layer: nn.Module, name: str, shape: torch.Size, gradient: Tensor) -> Tensor:
-    """Return a gradient; raise ModelError for a wrong shape, which sums would broadcast."""
+    """Return a gradient, or raise ModelError if its shape is wrong.
+
+    A sum of gradients would broadcast a wrong shape.
+    """
     if gradient.shape != shape:
         raise ModelError(
             f"the split of {type(layer).__name__} returns a gradient of shape "

@@ -1,7 +1,8 @@
 """Register layers whose backward can be split into I and W.
 
-A splittable layer gets a subclass of its type as its class. The subclass has a forward whose
-backward can be split. Parameters, names, hooks and results stay the same, bit for bit.
+A layer becomes splittable when its `__class__` is replaced by a subclass of its type. The subclass
+has a forward whose backward can be split. Parameters, names and hooks stay the same, and results
+have the same bits.
 """
 
 from __future__ import annotations
@@ -35,26 +36,31 @@ from schedir.runtime.autograd.split_backward import (
 )
 
 LayerForward = Callable[[Any, Tensor], Tensor]
-_MAX_NAMED_LAYERS = 6  # A warning lists at most this number of layers, to stay short.
+_MAX_NAMED_LAYERS = 6  # the most layers that a warning lists
 
 
 def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -> nn.Module:
-    """Make layers of a module splittable, in place: linear layers and those of registered types.
+    """Make linear layers and layers of registered types in a module splittable, in place.
 
     The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and those of
     `register_splittable_layer`, also under `fully_shard`. Layers of a subclass do not change.
     Neither do layers whose `forward` was replaced, and embeddings with `max_norm`, `sparse` or
     `scale_grad_by_freq`.
 
-    I computes the gradient of a weight in three cases: the weight is used elsewhere, as by
-    `nn.MultiheadAttention`; it is computed from other parameters, as after pruning; or it has
-    hooks. `torch.compile` may prevent every split. The executor then raises an error.
+    In three cases I, and not W, computes the gradient of a weight:
+
+    - another module uses the weight directly, such as `nn.MultiheadAttention`,
+    - the weight is computed from other parameters, as after pruning,
+    - the weight has hooks.
+
+    `torch.compile` may prevent every split. The executor then raises an error.
 
     Args:
         module: A stage, or another module.
         *layer_types: Types that are split only on request. The only such type is `nn.LayerNorm`.
-            Its weight gradients take a thousandth of the time of the products of a transformer
-            layer. W would need its input and output gradient, which is a quarter more memory.
+            Its weight gradients take a thousandth of the time of the matrix products of a
+            transformer layer. W would need its input and output gradient, which increases the
+            memory of deferred gradients by a quarter.
 
     Returns:
         The module.
@@ -76,7 +82,7 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         >>> total = InProcessExecutor(program, stages, loss=loss, boundary=(2, 8)).step(x, x)
         >>> bool(total == run_sequential(plain, x, x, loss=loss))
         True
-        >>> torch.equal(stages[0][0].weight.grad, plain[0][0].weight.grad)  # which W has computed
+        >>> torch.equal(stages[0][0].weight.grad, plain[0][0].weight.grad)  # computed by W
         True
     """
     require_type(module, nn.Module, "make_backward_splittable(stages[0])")
@@ -85,7 +91,8 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         if _find_split_type(kind) is None:
             raise _unknown_type_error(kind)
     for layer in module.modules():
-        whole_type = _original_type(layer)  # A layer that is split already gets the newest rules.
+        # A layer that is already splittable gets the rules that are registered now.
+        whole_type = _original_type(layer)
         kind = _without_fsdp(whole_type)
         asked = kind not in _OPT_IN_TYPES or kind in layer_types or whole_type is not type(layer)
         split = _find_split_type(whole_type) if asked and "forward" not in vars(layer) else None
@@ -102,19 +109,19 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
 
 
 def _original_type(layer: nn.Module) -> type[nn.Module]:
-    """Return the type of a layer without a split."""
+    """Return the type that a layer had before it became splittable."""
     kind: type[nn.Module] = type(layer).__dict__.get("original_type", type(layer))
     return kind
 
 
 def _without_fsdp(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the type that a layer had before `fully_shard` gave it a subclass of its own."""
+    """Return the type that a layer had before `fully_shard` replaced it by a subclass."""
     _, *bases = kind.__mro__
     return bases[1] if bases[0].__name__ == "FSDPModule" else kind
 
 
 def _find_uncovered_parameters(layer: nn.Module, split: SplitLayer) -> list[str]:
-    """Return the names of the parameters that have no rule in a split."""
+    """Return the names of the parameters of a layer for which a split has no rule."""
     names = (name for name, _ in layer.named_parameters(remove_duplicate=False))
     return [
         name
@@ -124,7 +131,7 @@ def _find_uncovered_parameters(layer: nn.Module, split: SplitLayer) -> list[str]
 
 
 def _has_computed_weight(layer: nn.Module, split: SplitLayer) -> bool:
-    """Return whether a parameter with a rule is computed from others, as after pruning."""
+    """Return whether a weight with a rule is computed from other parameters, as after pruning."""
     parameters = dict(layer.named_parameters(remove_duplicate=False))
     return any(
         isinstance(getattr(layer, name, None), Tensor)
@@ -142,7 +149,7 @@ def register_splittable_layer(
     immediate_grads: Mapping[str, LayerRule] | None = None,
     forward: Callable[[Any, Tensor], tuple[Tensor, ...]] | None = None,
 ) -> None:
-    """Register the gradients of a layer type that takes one tensor and returns one.
+    """Register gradient rules for a layer type that takes one tensor and returns one tensor.
 
     The rules are called as `rule(layer, x, dy)`, with the input `x` of the layer and the gradient
     `dy` of its output. With a `forward` that returns (y, a, b, ...) they are called as `rule(layer,
@@ -154,10 +161,11 @@ def register_splittable_layer(
 
     Args:
         layer_type: A subclass of nn.Module. Layers of its subclasses are not split.
-        input_grad: The rule of the gradient of the input.
-        deferred_grads: The rules of parameters whose gradients W computes, by name. The saved
-            tensors and dy are kept until W.
-        immediate_grads: The rules of the other parameters, by name. I computes their gradients.
+        input_grad: The rule for the gradient of the input.
+        deferred_grads: Parameter name -> rule, for the parameters whose gradients W computes. The
+            saved tensors and dy are kept until W.
+        immediate_grads: Parameter name -> rule, for the other parameters. I computes their
+            gradients.
         forward: A function of (layer, x) that returns the output and the tensors that the rules
             need. By default it is the layer's forward, and x is saved.
 
@@ -222,7 +230,7 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
     Raises:
         UsageError: The type of the layer cannot be split.
         ModelError: The output or a gradient differs by more than 0.01 % of its norm, or by more
-            than 1 % in 16-bit types. The error names the tensor.
+            than 1 % if its dtype has 16 bits. The error names the tensor.
 
     Example:
         >>> import torch
@@ -262,7 +270,7 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
 
 
 def _relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the norm of the difference of two tensors over the norm of `want`."""
+    """Return the norm of the difference of two tensors, divided by the norm of `want`."""
     if got.shape != want.shape:
         return float("inf")
     return float((got - want).double().norm() / want.double().norm().clamp(min=1e-30))
@@ -303,7 +311,7 @@ _SPLIT_TYPES: dict[type[nn.Module], type[nn.Module]] = {
 }
 _REGISTERED_LAYERS: dict[type[nn.Module], SplitLayer] = {}
 _OPT_IN_TYPES: set[type[nn.Module]] = {nn.LayerNorm}
-_UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # registered layers whose last run was unsplit
+_UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # registered layers that last ran unsplit
 # These types are found by name, because their library may not be installed.
 _FORWARDS_BY_TYPE_NAME: dict[str, LayerForward] = {"transformers.pytorch_utils.Conv1D": _run_conv1d}
 
@@ -321,7 +329,7 @@ def _find_split_type(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _make_split_type(kind: type[nn.Module], forward: LayerForward) -> type[nn.Module]:
-    """Return a subclass with this forward; its pickles rebuild the class by `kind`."""
+    """Create a subclass of `kind` with this forward. Pickles of its layers refer to `kind`."""
     members = {
         "forward": forward,
         "__reduce_ex__": partialmethod(_reduce_split_layer, kind),
@@ -410,7 +418,7 @@ def watch_accumulation(module: nn.Module) -> Iterator[set[str]]:
         if gradients[0] is not None:
             accumulated.add(name)
 
-    # The nodes are kept alive. Otherwise each graph would create another node for the parameter.
+    # Keep the nodes alive. Otherwise each graph would create a new node for the parameter.
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     nodes = {name: get_gradient_edge(p).node for name, p in trained}
     handles = [register_observer(node, partial(on_gradient, name)) for name, node in nodes.items()]
@@ -424,8 +432,8 @@ def watch_accumulation(module: nn.Module) -> Iterator[set[str]]:
 def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split: bool) -> str:
     """Return the text of a warning about layers whose full backward ran in I.
 
-    If some layers were split, the text leaves out cheap parameters: all but matrices, and
-    parameters of a module that has a split matrix, such as position embeddings.
+    If some layers were split, the text leaves out parameters with cheap gradients. These are
+    vectors, and parameters of a module that also has a split matrix, such as position embeddings.
 
     Args:
         module: The module of a stage.
@@ -463,8 +471,8 @@ def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split:
 def find_deferrable_weights(module: nn.Module) -> set[str]:
     """Return the names of weights whose gradients the split layers of a module can defer.
 
-    Weights of registered layers whose last run was unsplit, as under autocast, are left out. So are
-    weights with hooks.
+    The result excludes weights with hooks. It also excludes weights of registered layers whose last
+    forward was unsplit, as under autocast.
 
     Args:
         module: The module of a stage.

@@ -1,4 +1,4 @@
-"""Wrap the run of a stage's module: set weights and random numbers, and check writes."""
+"""Wrap calls of a stage's module: set its weights and random numbers, and check for writes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from schedir.runtime.services.stage_weight_versions import find_weight_versions
 
 # ---------------------------------------------------------------- writes to weights
 
-# A stage must not write to a trained weight that has copies.
+# A stage must not write to a trained weight that has copies: the write would not reach the copies.
 #
 # `torch.nn.functional.embedding(..., max_norm=...)` and `weight.clamp_()` write in place, and
 # `weight.data = other` replaces the memory. Stage replicas, and stages with a tied weight, have
-# copies of the weight. The write would not reach these copies.
+# copies.
 
 
 def add_weight_checks(
     state: State, i: Instr, is_forward: bool, run: Callable[[], None]
 ) -> Callable[[], None]:
-    """Return `run` with a check that it writes to no trained weight that has copies.
+    """Wrap `run` with a check that it writes to no trained weight that has copies.
 
-    The check covers the first call of each kind of instruction in training mode, and the first in
+    The check covers the first call of each opcode on a stage in training mode, and the first in
     evaluation mode. On a CPU it also finds writes to `weight.data`.
 
     Args:
@@ -100,7 +100,7 @@ def add_weight_checks(
 def wrap_stage_run(
     state: State, i: Instr, purpose: int, run: Callable[[], None]
 ) -> Callable[[], None]:
-    """Return `run` with the random numbers and the weights of its microbatch, and with checks.
+    """Wrap `run` so that it gets the random numbers and weights of its microbatch, and is checked.
 
     Args:
         state: The state of the rank.
@@ -129,10 +129,10 @@ def wrap_stage_run(
 def _run_checking_gradients(
     gradients: GradientBuffers, stage: int, run: Callable[[], None]
 ) -> None:
-    """Run a forward; raise ModelError if it adds to gradients.
+    """Run a forward, and raise ModelError if it adds to gradients.
 
-    In a program of several updates, the gradient buffers may have gradients of an earlier update
-    when the forward runs.
+    In a program with several updates, the gradient buffers may still have gradients of an earlier
+    update.
     """
     before = get_versions(gradients.flat)
     run()
@@ -147,16 +147,16 @@ def _run_checking_gradients(
 def _run_checking_parameters(
     versions: WeightVersions, version: int, run: Callable[[], None]
 ) -> None:
-    """Run a forward; raise ModelError in the first step if it replaced a parameter."""
+    """Run a forward. In the first step, raise ModelError if it replaced a parameter."""
     run()
     if versions.compares_values:
         versions.require_in_place(version)
 
 
 def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
-    """Return `run` with the weight version that its microbatch uses.
+    """Wrap `run` so that the module first gets the weight version of the microbatch.
 
-    A stage that shares a parameter with another rank uses its own copy.
+    A stage that shares a Parameter with another stage of the process gets its substitute.
 
     Args:
         state: The state of the rank.
@@ -164,7 +164,7 @@ def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Call
         run: The function to call after the weights are set.
 
     Returns:
-        A function, or `run` if the stage has neither weight versions nor such a copy.
+        A function, or `run` if the stage has neither weight versions nor substitutes.
     """
     stage, versions = state.stages[i.stage], find_weight_versions(state, i.stage)
     if versions is not None:

@@ -1,11 +1,12 @@
 """Give a stage inputs that its module may change in place, as `nn.ReLU(inplace=True)` does.
 
-A received input belongs to the rank, and its memory may be overwritten. But the module must not get
-it as an autograd leaf.
+The module may overwrite a received input. But it must not get this input as an autograd leaf,
+because autograd refuses a write to a leaf.
 
-An input from a stage of the same rank may be saved there for the backward, and the inputs of the
-model belong to the caller. A module with a layer that has `inplace=True` gets copies of these in
-its first call. Later it gets copies only if the first call wrote to its inputs. Other modules get
+The module must not overwrite an input from a stage of the same rank, because that stage may need it
+for its backward. It must not overwrite an input of the model, because this belongs to the caller.
+If a layer of the module has `inplace=True`, the module gets copies of these inputs in its first
+call. In later calls it gets copies only if the first call wrote to its inputs. Other modules get
 the tensor, or with `as_views` a view of it.
 """
 
@@ -22,21 +23,23 @@ from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
 
-CACHE_LINE_BYTES: Final = 64  # Bytes; kernels may round differently at other alignments.
-# The number of elements of an input that are searched in another input. It is improbable that a
-# tensor has 8 elements of another one by chance.
+CACHE_LINE_BYTES: Final = 64  # kernels may round differently at other alignments
+# The number of elements of an input that are searched in another input. A tensor is unlikely to
+# contain 8 elements of another tensor by chance.
 _MAX_COMPARED_NUMBERS: Final = 8
 
 
 class StageInputAdapter:
     """Calls the module of a stage, with inputs that it may change in place.
 
-    The attribute `writes_inputs` records whether the module wrote to its inputs in its first call,
-    by training mode.
+    Attributes:
+        writes_inputs: Training mode -> True if the module wrote to its inputs in its first call in
+            this mode.
     """
 
     def __init__(self) -> None:
-        # The key is `module.training`: an in-place dropout writes to its input only in training.
+        # The key is `module.training`, because an in-place dropout writes to its input only in
+        # training.
         self.writes_inputs: dict[bool, bool] = {}
 
     def run(
@@ -56,9 +59,9 @@ class StageInputAdapter:
             inputs: The inputs. An input that requires a gradient must be a leaf.
             keywords: The keyword arguments. They are shared by all stages, and are never copied.
             is_exclusive: True if no other code reads the memory of the inputs.
-            as_views: True to give the module views of the inputs, so that it cannot keep the
-                leaves.
-            skip_input_count: The number of inputs at the end that are of skip connections. If there
+            as_views: True to give the module views of the inputs, so that it cannot keep references
+                to the leaves.
+            skip_input_count: The number of inputs from a skip connection, which come last. If there
                 are several, the module gets them as one tuple.
 
         Returns:
@@ -66,8 +69,8 @@ class StageInputAdapter:
             leaf of a copied input uses no memory.
 
         Raises:
-            ModelError: The module writes to an input that it was not expected to change, or to one
-                of two inputs with the same values. Or it writes to a keyword argument.
+            ModelError: The module writes to an input that it got without a copy, to one of two
+                inputs with the same values, or to a keyword argument.
         """
         lent = leaves = inputs
         writes = self.writes_inputs.get(module.training)
@@ -115,10 +118,10 @@ class StageInputAdapter:
 
 
 def _find_possible_views(inputs: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return the indices of each two inputs that may be views of the same memory.
+    """Return pairs of inputs, as indices, that may be views of one tensor in the previous stage.
 
     If a stage returns `y, y[:, 0]` or `y, y`, each tensor arrives in separate memory. So this
-    compares values: the larger input has all of the first elements of the smaller one.
+    compares values: the larger input must contain the first elements of the smaller one.
     """
     pairs = combinations(range(len(inputs)), 2)
     return [
@@ -137,12 +140,12 @@ def _has_numbers_of(small: Tensor, large: Tensor) -> bool:
 
 
 def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
-    """Return an input that the module may write to, and the leaf that collects its gradient."""
+    """Return a tensor for the module, which may write to it, and the leaf for its gradient."""
     if not x.requires_grad:
         lent = x if is_exclusive else _copy_aligned(x)
         return lent, lent
     if is_exclusive:
-        # Autograd treats the result as computed from x, so that it is no leaf.
+        # Autograd treats the result as computed from x, so it is not a leaf.
         return torch.ops.aten._unsafe_view(x, x.shape), x
     leaf = x.detach().new_empty(()).expand(x.shape).requires_grad_()
     return _InputCopy.apply(leaf, x.detach()), leaf  # type: ignore[no-untyped-call]
@@ -177,7 +180,7 @@ def _copy_aligned(x: Tensor) -> Tensor:
 
 
 def _has_inplace_layer(module: nn.Module) -> bool:
-    """Return whether a layer of a module has `inplace=True`, as `nn.ReLU(inplace=True)`."""
+    """Return whether a layer of a module has `inplace=True`, like `nn.ReLU(inplace=True)`."""
     return any(getattr(layer, "inplace", False) is True for layer in module.modules())
 
 

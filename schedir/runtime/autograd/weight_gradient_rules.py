@@ -1,4 +1,4 @@
-"""Rules that compute the gradient of a weight: of a matrix product or of a row lookup."""
+"""Rules that compute the gradient of a weight, for a matrix product or a row lookup."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ PendingTensor = Callable[[], Tensor]  # waits for a communication, and returns i
 
 
 class SharedInputRule(NamedTuple):
-    """The communication of the input of a product, for ranks that share a weight.
+    """The communication for the input of a matrix product whose weight is split over ranks.
 
     Attributes:
         start_reduce: A function that starts to sum the gradient of the input over the ranks,
-            perhaps in place. Its result waits, and returns the gradient of the rank's input.
+            perhaps in place. It returns a function that waits, and then returns the gradient of the
+            rank's input.
         start_gather: A function that starts to gather the input from the shards of the ranks. None
             if each rank has the full input.
     """
@@ -44,7 +45,7 @@ class ProductRule(NamedTuple):
     start_gather: Callable[[Tensor], PendingTensor] | None = None
 
     def get_factors(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return matrices a and b with equal numbers of rows, such that `a.T @ b` is the gradient.
+        """Return two matrices a and b for which `a.T @ b` is the gradient of the weight.
 
         Args:
             x: The saved input, of shape (..., n), or a shard of it.
@@ -55,16 +56,16 @@ class ProductRule(NamedTuple):
         return (back, given) if self.is_transposed else (given, back)
 
     def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-        # The product and the sum are separate: an addmm into the accumulator gives other bits.
-        """Return the gradient in the type of the weight."""
+        # Multiply first and add later: an addmm into the accumulator gives other bits.
+        """Return the gradient in the dtype of the weight."""
         a, b = self.get_factors(x, dy)
         return (a.t() @ b).to(weight.dtype)
 
     def add_to(self, total: Tensor, x: Tensor, dy: Tensor) -> None:
-        """Add the gradient to a sum of a wider type, within the product.
+        """Multiply, and add the gradient to a sum of a wider dtype in the same operation.
 
         Args:
-            total: The sum, in a wider type than the weight.
+            total: The sum. Its dtype is wider than the dtype of the weight.
             x: The saved input.
             dy: The gradient of the output.
         """
@@ -75,7 +76,7 @@ class LookupRule(NamedTuple):
     """The gradient of a weight whose rows are looked up, as in an embedding.
 
     Attributes:
-        padding_idx: The row that gets no gradient; -1 for none.
+        padding_idx: The row that gets no gradient. -1 means that all rows get one.
     """
 
     padding_idx: int
@@ -88,19 +89,20 @@ class LookupRule(NamedTuple):
         return dw
 
     def add_to(self, total: Tensor, tokens: Tensor, dy: Tensor) -> None:
-        """Add the gradient to a sum, only in the rows that occur.
+        """Add the gradient to the rows of a sum that occur in `tokens`.
 
-        In the weight's type, the bits are those of adding the dense gradient.
+        If `total` has the dtype of the weight, the result has the same bits as a sum with the dense
+        gradient.
 
         Args:
-            total: The sum, of the weight's shape, and of its type or a wider one.
+            total: The sum. It has the shape of the weight, and its dtype or a wider one.
             tokens: The row numbers.
             dy: The gradient of the output.
         """
         accumulate_rows_(total, tokens, dy, self.padding_idx)
 
     def compute_sparse(self, weight: Tensor, tokens: Tensor, dy: Tensor) -> Tensor:
-        """Return the gradient as a sparse COO tensor, which autograd adds to others.
+        """Return the gradient as a sparse COO tensor, which autograd adds to other gradients.
 
         Args:
             weight: The weight.
@@ -113,10 +115,10 @@ class LookupRule(NamedTuple):
 
 
 def has_wider_gradient(weight: Tensor) -> bool:
-    """Return whether the gradient of a weight is accumulated in a wider type.
+    """Return whether `weight.grad` has a wider dtype than the weight.
 
-    Each gradient is then added directly, because autograd would round it to the weight's type
-    first.
+    If so, gradients must be added without autograd, which would first round them to the weight's
+    dtype.
 
     Args:
         weight: A weight, with or without a `grad`.
@@ -129,8 +131,8 @@ def has_wider_gradient(weight: Tensor) -> bool:
 def can_add_rows(rule: WeightGradientRule, weight: Tensor) -> TypeGuard[LookupRule]:
     """Return whether a gradient can be added to `weight.grad` row by row.
 
-    The rule must be a row lookup, and `weight.grad` must be dense, contiguous and of the weight's
-    type.
+    The rule must be a row lookup. `weight.grad` must be dense, contiguous and of the weight's
+    dtype. Torch's gradient mode must be off.
 
     Args:
         rule: The rule of the gradient.
@@ -167,6 +169,6 @@ def flatten_to_matrix(x: Tensor) -> Tensor:
     """Return a tensor of shape (..., n) as a matrix of n columns.
 
     Args:
-        x: A tensor of at least one dimension.
+        x: A tensor with at least one dimension.
     """
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # -1 would fail for rows without elements.
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # -1 would fail if n is 0

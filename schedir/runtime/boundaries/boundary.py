@@ -20,8 +20,8 @@ from schedir.ir.isa.instructions import TRAINING_VALUES, VALUES, PeerRule, Value
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.runtime.arguments import require_shape
 
-# Bytes. The alignment of a tensor may change how matrix products round. A cache line has 64 bytes,
-# and cuBLAS considers alignments up to 256 (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES).
+# In bytes. The alignment of a tensor may change how matrix products round. A cache line has 64
+# bytes, and cuBLAS considers alignments up to 256 (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES).
 ALIGNMENT = 256
 
 
@@ -35,9 +35,10 @@ class Boundary:
         requires_grad: True if the gradient of the tensor goes back to the stage that computed it.
             By default it is True for floating-point and complex dtypes. A tensor without a
             gradient, such as a mask, is detached before it is passed on.
-        received_shape: The shape in the next stage, if it differs. It differs between segments of a
-            stage if tensor-parallel ranks share the sequence (sequence parallelism), and if an
-            all-to-all sends tokens to experts. It then has the most tokens that a rank can receive.
+        received_shape: The shape in the next stage, if it differs. It differs between the segments
+            of a stage if tensor-parallel ranks share the sequence (sequence parallelism). It also
+            differs after an all-to-all that sends tokens to experts: then it counts the most tokens
+            that a rank can receive.
 
     Raises:
         ModelError: The shape or the dtype is invalid, or `requires_grad` is True for a dtype
@@ -116,14 +117,14 @@ class Boundary:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of one such tensor."""
+        """The bytes of a tensor of this shape and dtype."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def tensor_at(self, memory: Tensor, offset: int) -> Tensor:
-        """Return a tensor of this boundary in given memory.
+        """Return a tensor of this shape and dtype at an offset in `memory`.
 
-        The tensor is not a view. Views of one tensor share a version counter, so a write to one of
-        them would count as a write to all.
+        The tensor is not a view. Views of one tensor share a version counter, so autograd would
+        take a write to one of them for a write to all.
 
         Args:
             memory: A flat uint8 tensor.
@@ -138,11 +139,12 @@ class Boundary:
     def to_message_layout(self, value: Tensor) -> Tensor:
         """Return a value in the layout of a received message: contiguous, with its own storage.
 
-        The memory layout may change how computations round. And a view would keep the memory of
-        its base tensor alive.
+        The memory layout may change how computations round. A view would keep the memory of its
+        base tensor alive.
 
         Args:
-            value: A tensor of this shape. It is returned as it is if it has this layout already.
+            value: A tensor of this shape. If it has this layout already, it is returned without a
+                copy.
         """
         is_only_user = value.untyped_storage().nbytes() == value.nbytes
         if value.stride() == self.strides and is_only_user:
@@ -150,7 +152,8 @@ class Boundary:
         return torch.empty(self.shape, dtype=value.dtype, device=value.device).copy_(value)
 
 
-# The number of a stage, for its boundary to the next stage; or the two stages of a skip connection.
+# The number s means the boundary from stage s to stage s + 1. A pair (s, t) means the skip
+# connection from stage s to stage t.
 Edge = int | tuple[int, int]
 BoundaryLike = Boundary | Sequence[int] | Sequence["Boundary | Sequence[int]"]
 BoundaryByEdge = Mapping[int, BoundaryLike] | Mapping[Edge, BoundaryLike]
@@ -171,7 +174,7 @@ class BoundaryTensors:
 
     @classmethod
     def from_boundary(cls, boundary: BoundaryLike, num_parts: int = 1) -> BoundaryTensors:
-        """Return the tensors of a boundary argument.
+        """Create the tensors from the boundary that a user passed.
 
         Args:
             boundary: A boundary, a shape, or a sequence with a boundary or shape for each tensor.
@@ -197,7 +200,7 @@ class BoundaryTensors:
 
     @cached_property
     def gradients(self) -> BoundaryTensors:
-        """The gradients that go back."""
+        """The gradients that the next stage sends back, of the tensors with `requires_grad`."""
         return BoundaryTensors(
             tuple(one for one in self.tensors if one.requires_grad), self.num_parts
         )
@@ -209,7 +212,7 @@ class BoundaryTensors:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of the message, plus those of received tensors whose shape differs."""
+        """The bytes of the message, plus those of the received tensors whose shape differs."""
         received_bytes = sum(one.received.nbytes for one in self.tensors if one.received_shape)
         return self.nbytes + received_bytes
 
@@ -217,13 +220,13 @@ class BoundaryTensors:
 
     @cached_property
     def is_single_tensor(self) -> bool:
-        """True if the message is one tensor as it is. Otherwise it is bytes with padding."""
+        """True if the message is a single tensor without padding. Otherwise it is bytes."""
         sizes = [torch.Size(one.shape).numel() for one in self.tensors]
         return len(sizes) == 1 and sizes[0] % self.num_parts == 0
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The byte offset of each tensor in the message, and the bytes of the message."""
+        """The byte offset of each tensor in the message, and as last entry its size in bytes."""
         if self.is_single_tensor:
             return 0, self.tensors[0].nbytes
         ends = accumulate((_align(one.nbytes) for one in self.tensors), initial=0)
@@ -236,7 +239,7 @@ class BoundaryTensors:
         return self.offsets[-1]
 
     def place_tensors(self, memory: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the message and its tensors in given memory.
+        """Return the message and its tensors, at the start of `memory`.
 
         Args:
             memory: A flat uint8 tensor of at least `nbytes` bytes.
@@ -253,10 +256,10 @@ class BoundaryTensors:
         return memory[: self.nbytes], tensors
 
     def slice_part(self, memory: Tensor) -> Tensor:
-        """Return the memory of one of the equal parts of the message, as a flat tensor.
+        """Return a flat tensor for one of the equal parts of the message, at the start of `memory`.
 
         Args:
-            memory: A flat uint8 tensor, whose first bytes are used.
+            memory: A flat uint8 tensor of at least `nbytes / num_parts` bytes.
         """
         part = memory[: self.nbytes // self.num_parts]
         return part.view(self.tensors[0].dtype) if self.is_single_tensor else part
@@ -287,7 +290,7 @@ class BoundaryTensors:
         )
 
     def _require_each(self, outputs: object, stage: int) -> Sequence[Tensor]:
-        """Do the checks of `require_outputs` for any kind of output."""
+        """Check outputs of any form for `require_outputs`, and report the first mismatch."""
         values: Sequence[Any] = outputs if isinstance(outputs, tuple | list) else (outputs,)
         if len(values) != len(self.tensors):
             several = f"{len(self.tensors)} tensors, " if len(self.tensors) > 1 else ""
@@ -335,8 +338,8 @@ def _align(size: int, alignment: int = ALIGNMENT) -> int:
     return -(-size // alignment) * alignment
 
 
-# The tensors of boundary values that other instructions than computes produce. The module with the
-# handlers of such an instruction adds an entry.
+# Value -> its boundary tensors, for values that a compute instruction does not produce. The module
+# whose handlers produce such a value adds its entry.
 EXTRA_BOUNDARY_TENSORS: dict[Value, BoundaryTensors] = {}
 
 
@@ -360,7 +363,7 @@ class ModelBoundaries:
         num_parts: int = 1,
         skips: Skips = (),
     ) -> ModelBoundaries:
-        """Return the boundaries of a model from a boundary argument.
+        """Create the boundaries of a model from the boundary that a user passed.
 
         Args:
             boundary: A boundary for all edges, or a mapping from each edge to its boundary. An edge
@@ -405,7 +408,7 @@ class ModelBoundaries:
 
     @cached_property
     def _by_hop(self) -> dict[tuple[PeerRule, int], BoundaryTensors]:
-        """The tensors between a stage and a peer stage, by direction and stage."""
+        """(Direction, stage) -> the tensors between the stage and its peer in that direction."""
         found = {(PeerRule.NEXT, s): one for s, one in enumerate(self.stage_boundaries)}
         found |= {
             (PeerRule.PREVIOUS, s + 1): one.received for s, one in enumerate(self.stage_boundaries)
@@ -418,8 +421,8 @@ class ModelBoundaries:
         """Return the tensors of a boundary value.
 
         Args:
-            kind: A kind of value that passes between stages. For gradients, the result has the
-                gradients of the tensors.
+            kind: A kind of value that passes between stages. For a gradient, the result has only
+                the tensors with `requires_grad`.
             stage: The stage that has the value.
         """
         if kind in EXTRA_BOUNDARY_TENSORS:
@@ -430,10 +433,11 @@ class ModelBoundaries:
         return crossing.gradients if kind in TRAINING_VALUES else crossing
 
     def list_inputs(self, stage: int) -> list[tuple[int, Boundary]]:
-        """Return all input tensors of a stage, each with the stage that computes it.
+        """Return all input tensors of a stage, each with the number of the stage that computes it.
 
         Args:
-            stage: The stage. Inputs from skip connections come last.
+            stage: The stage. The first stage has no such inputs. Inputs from skip connections come
+                last.
         """
         came = self.stage_boundaries[stage - 1].received.tensors if stage else ()
         found = [(stage - 1, one) for one in came]
@@ -442,7 +446,7 @@ class ModelBoundaries:
         return found
 
     def get_outputs(self, stage: int) -> BoundaryTensors:
-        """Return all output tensors of a stage.
+        """Return all output tensors of a stage that go to other stages.
 
         Args:
             stage: The stage. Outputs to a skip connection come last.
@@ -453,10 +457,10 @@ class ModelBoundaries:
         )
 
     def count_skip_inputs(self, stage: int) -> int:
-        """Return the number of input tensors from a skip connection.
+        """Return the number of input tensors that a stage receives over a skip connection.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         skip = self._by_hop.get((PeerRule.SKIP_FROM, stage))
         return len(skip.tensors) if skip else 0
@@ -529,8 +533,8 @@ def infer_requires_grad(values: Sequence[Tensor]) -> tuple[bool, ...]:
     """Return, for each output tensor of a stage, whether it has a gradient.
 
     A tensor has a gradient if it depends on trained parameters or on an input with a gradient. If
-    no tensor depends on these, each tensor of a floating-point or complex dtype counts as one with
-    a gradient. An example is a stage whose layers are all frozen, as are all earlier layers.
+    no tensor depends on these, all tensors of a floating-point or complex dtype count as having a
+    gradient. This happens if all layers up to this stage are frozen.
 
     Args:
         values: The output tensors.

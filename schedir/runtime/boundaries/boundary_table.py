@@ -17,8 +17,6 @@ from schedir.runtime.boundaries.boundary import (
 
 # ---------------------------------------------------------------- checks of boundaries
 
-# Check that the boundaries of a model fit the program.
-
 
 def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
     """Check that the boundaries of a model fit a program.
@@ -28,9 +26,9 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
         program: The program.
 
     Raises:
-        ModelError: The program sends a gradient back over a boundary whose tensors have none. Or
-            the `received_shape` of a tensor differs from the shape after the tensor-parallel
-            collective.
+        ModelError: The program sends a gradient back over a boundary whose tensors have no
+            gradient. Or the received shape of a tensor differs from its shape after the collective
+            of the program.
     """
     own = [(s, f"after stage {s}", one) for s, one in enumerate(boundaries.stage_boundaries)]
     own += [(s, f"from stage {s} to {t}", one) for (s, t), one in boundaries.skips]
@@ -59,7 +57,7 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
 
 
 def _compute_received_shape(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
-    """Return the shape of the first tensor of a boundary in the next stage.
+    """Return the shape that the first tensor of a boundary has in the next stage.
 
     With sequence parallelism, tensor-parallel ranks gather all tokens at the entry of a parallel
     region. At its exit, each rank keeps its own tokens. An all-to-all of experts changes the number
@@ -91,12 +89,12 @@ _PER_MICROBATCH_HINT = "PerMicrobatchBoundary([(length, 64) for length in length
 class PerMicrobatchBoundary:
     """The boundaries of each microbatch, if microbatches have different shapes.
 
-    Examples are packed data, a smaller last batch, and sequence segments. A slot has the size of
-    its largest value. A message has the size of its own value.
+    Examples are packed data, a smaller last batch, and sequence chunks. A slot is as large as its
+    largest value. A message is as large as the value that it transfers.
 
     Args:
-        boundaries: For each microbatch, a boundary as `Executor` takes it if all microbatches have
-            one shape.
+        boundaries: For each microbatch, a boundary in a form that `Executor` takes for all
+            microbatches.
 
     Raises:
         ModelError: `boundaries` is not a list or a tuple.
@@ -145,7 +143,7 @@ class BoundaryTable:
         | BoundaryTable,
         program: Program,
     ) -> BoundaryTable:
-        """Return the boundaries of a program from a boundary argument.
+        """Create the boundaries of a program from the boundary that a user passed.
 
         Args:
             boundary: A `PerMicrobatchBoundary`, another table, or a boundary for all microbatches

@@ -43,7 +43,7 @@ from schedir.runtime.step_inputs import require_input_tensors
 # These functions measure the bytes of a stage's trained parameters, of their gradients and of the
 # optimizer state.
 
-OptimizerFactory = Callable[[list[nn.Parameter]], Any]  # Creates an optimizer of parameters.
+OptimizerFactory = Callable[[list[nn.Parameter]], Any]  # parameters -> their optimizer
 
 
 def _count_gradient_bytes(p: nn.Parameter) -> float:
@@ -64,8 +64,8 @@ def measure_model_states(
         module: The module of the stage.
         optimizer_state: Bytes of optimizer state per trained element, or an optimizer factory.
         shard_spec: The number of replicas and the ZeRO level.
-        replicas: The replicas whose shards are measured. The largest optimizer state of them
-            counts.
+        replicas: The replicas whose shards are measured. The replica with the largest optimizer
+            state counts.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in trained)}
@@ -102,8 +102,8 @@ def _measure_optimizer_state(
 ) -> float:
     """Return the bytes of an optimizer's state and main parameters after its first step.
 
-    An optimizer that a factory creates gets parameters on the device "meta". These need no memory,
-    so its state needs none either.
+    A factory gets parameters on the device "meta", so neither they nor the optimizer state need
+    memory.
     """
     if not callable(optimizer_state):
         return optimizer_state * sum(p.numel() for p in trained)
@@ -150,19 +150,18 @@ def measure_sizes(
 
     The sizes, in bytes, are:
 
-    - `saved`: the input of a stage and the tensors that autograd saves, each storage once. A
-      checkpointed part of a stage counts with what it saves, not with what it recomputes.
-    - `deferred_wgrad`: what a BackwardInput leaves for its BackwardWeight.
+    - `saved`: the input of a stage and the tensors that autograd saves. Each storage counts once.
+      An activation checkpoint counts with the tensors that it keeps.
+    - `deferred_wgrad`: the tensors that a BackwardInput keeps for its BackwardWeight.
     - `saved_and_deferred`: the largest sum of the two during a BackwardInput. Autograd frees saved
       tensors while the BackwardInput runs.
-    - `checkpoint`: what a forward keeps so that it can run again: its inputs, and the buffers and
-      frozen Parameters that it writes to.
+    - `recompute_inputs`: the tensors that a recomputed forward keeps for its second run. These are
+      its inputs, and the buffers and frozen Parameters that it writes to.
     - `params`, `grads` and `optimizer`: unsharded sizes. Sharding at a ZeRO level leaves 1/dp of
-      them. With several replicas, `grads` is the size of padded buckets. From level 1 on, `params`
-      is, too, and `optimizer` is `dp` times the optimizer state of the replica with the largest
-      one.
+      them. With several replicas, `grads` includes the padding of buckets. From level 1 on,
+      `params` does, too, and `optimizer` is `dp` times the largest optimizer state of a replica.
 
-    Parameters, buffers, the input of the model and the target exist all the time, so `saved` and
+    Parameters, buffers, the input of the model and the target exist all the time. So `saved` and
     the other activation sizes exclude them. Memory that an instruction needs only while it runs is
     not measured.
 
@@ -177,11 +176,11 @@ def measure_sizes(
         loss: See `Executor`.
         boundary: See `Executor`. It must be for one microbatch, not a `PerMicrobatchBoundary`.
         optimizer_state: Bytes of optimizer state per trained element. The default of 8 is for the
-            two float32 moments of AdamW. A function that creates an optimizer from parameters is
-            also allowed. All tensors that this optimizer has after a step then count, such as
-            float32 main parameters and step counters.
-        frozen_stages: The number of frozen stages. They save nothing of a microbatch, and the next
-            stage saves nothing for the gradient of its input.
+            two float32 moments of AdamW. Or a function that creates an optimizer from parameters.
+            Then all tensors that this optimizer has after a step count, such as float32 main
+            parameters and step counters.
+        frozen_stages: The number of frozen stages. They save nothing for a backward, and the stage
+            after them computes no gradient of its input.
         keywords: Keyword arguments of all stages for this microbatch.
         dp: The number of replicas.
         zero: The ZeRO level.
@@ -201,9 +200,9 @@ def measure_sizes(
         >>> from schedir.runtime import measure_sizes
         >>> stages, x = [nn.Linear(64, 64), nn.Linear(64, 64)], torch.ones(8, 64)
         >>> sizes = measure_sizes(stages, x, x, loss=nn.functional.mse_loss, boundary=(8, 64))
-        >>> sizes.activation, sizes.saved, sizes.params  # bytes; of saved and params for each stage
+        >>> sizes.activation, sizes.saved, sizes.params  # bytes; `saved` and `params` per stage
         (2048.0, (0.0, 4096.0), (16640.0, 16640.0))
-        >>> sizes.for_stages("model_states", 2)  # with gradients and the optimizer's state
+        >>> sizes.for_stages("model_states", 2)  # bytes of weights, gradients and optimizer state
         array([66560., 66560.])
     """
     loss = require_loss(loss)
@@ -262,8 +261,8 @@ def infer_boundaries(
     """Determine the boundaries of a model by running the forwards of all stages but the last.
 
     A tensor has a gradient if it depends on trained parameters or on an input with a gradient. If
-    no output of a stage depends on these, each output with a floating-point or complex dtype counts
-    as one with a gradient. Outputs of frozen stages have no gradient.
+    no output of a stage depends on these, all outputs of a floating-point or complex dtype count as
+    having a gradient. Outputs of frozen stages have no gradient.
 
     The function restores gradients, buffers, plain attributes and random generators. Hooks of the
     modules run. All ranks of a tensor-parallel group must call this, because their stages
@@ -277,9 +276,9 @@ def infer_boundaries(
         skips: The skip connections, as pairs of stages.
 
     Returns:
-        The boundaries of the tensors that each stage but the last passes to the next, by stage. The
-        boundaries of a skip connection are under the pair of its two stages. `Executor` takes this
-        as `boundary`.
+        Stage -> the boundaries of the tensors that it passes to the next stage, for all stages but
+        the last. For a skip connection the key is the pair of its two stages. `Executor` takes this
+        dict as `boundary`.
 
     Raises:
         ModelError: The output of a stage is neither a tensor nor a tuple of tensors, or an argument
@@ -351,7 +350,7 @@ class _StageInputs(NamedTuple):
     optimizer_state: float | OptimizerFactory
     frozen_stages: int
     shard_spec: ShardSpec
-    replicas: range  # The largest optimizer state of these replicas counts.
+    replicas: range  # the replica with the largest optimizer state counts
 
 
 def _require_microbatch(value: object) -> tuple[Tensor, ...]:
@@ -365,7 +364,7 @@ def _require_microbatch(value: object) -> tuple[Tensor, ...]:
 
 
 def _collapse_equal_sizes(sizes: list[int]) -> float | tuple[float, ...]:
-    """Return one number if all sizes are equal, or else all sizes and 0 for the last stage."""
+    """Return one number if all sizes are equal, or else all sizes and a 0 for the last stage."""
     return float(sizes[0]) if len({*sizes}) == 1 else (*map(float, sizes), 0.0)
 
 
@@ -394,10 +393,10 @@ def _measure_stage(
             )
             for begin, one in boundaries.list_inputs(s)
         )
-    packed: WeakSet[_PackedTensor] = WeakSet()  # Without the tensors that the graph has freed.
+    packed: WeakSet[_PackedTensor] = WeakSet()  # loses tensors that the graph frees
 
     def pack(tensor: Tensor) -> _PackedTensor:
-        # Detach: a node that saves its own output would otherwise be in a reference cycle.
+        # Without detach, a node that saves its output would be in a reference cycle.
         packed.add(one := _PackedTensor(tensor.detach()))
         return one
 
@@ -451,14 +450,15 @@ def _measure_stage(
 
 
 class _PeakTape(DeferredGradients):
-    """Deferred weight gradients, with the largest sum of saved and deferred bytes.
+    """Deferred weight gradients, and in `max_bytes` the largest sum of saved and deferred bytes.
 
     The sum grows only when a gradient is deferred, so it is measured only then.
     """
 
     def __init__(self, measure_live_bytes: Callable[[DeferredGradients], int]) -> None:
         super().__init__()
-        self.measure_live_bytes, self.max_bytes = measure_live_bytes, measure_live_bytes(self)
+        self.measure_live_bytes = measure_live_bytes
+        self.max_bytes = measure_live_bytes(self)
 
     def defer(self, *job: Any) -> None:
         super().defer(*job)
@@ -466,14 +466,14 @@ class _PeakTape(DeferredGradients):
 
 
 class _PackedTensor:
-    """A tensor that autograd saves. Unlike the tensor itself, it is freed with the graph."""
+    """A wrapper of a tensor that autograd saves. It is freed with the graph, unlike the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def _measure_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage of these tensors, by its address."""
+    """Return address -> bytes for each storage that these tensors use."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 

@@ -1,8 +1,8 @@
 """Handlers of Offload, Reload, OffloadToDisk and ReloadFromDisk.
 
-Each copy runs on a lane (`runtime/offload/copy_lanes.py`). Only two kinds of instructions wait for
-a copy. An instruction that uses reloaded activations waits for the reload. An instruction that
-fills a slot waits for the offload of the slot's earlier value.
+Each copy runs on a lane (`runtime/offload/copy_lanes.py`). An instruction that uses reloaded
+activations waits for the reload. An instruction that fills a slot waits for the offload of the
+slot's earlier value. Other instructions do not wait for a copy.
 
 See `handler_registry` for the arguments and the result of a handler.
 """
@@ -57,7 +57,7 @@ def offload(state: State, i: Instr) -> Call:
 
     def run() -> None:
         kept = slot.peek()
-        if isinstance(kept, Checkpoint):  # Reloaded tensors have other version counters.
+        if isinstance(kept, Checkpoint):  # version counters change in a reload
             kept.require_unwritten(i.stage, i.mb)
             kept = kept._replace(input_versions=())
         moves.slot_values[i[1:]] = kept
@@ -98,7 +98,7 @@ def reload(state: State, i: Instr) -> Call:
             after = []
         copy: Callable[[], None] = partial(value.copy_from_block, block, tiers.poisons_sources)
         if on_streams or all(one.is_offloaded for one in occupants):
-            # On the lane, the allocation would delay the computation.
+            # Allocate now, because an allocation on the lane would delay the computation.
             _allocate_on_device(occupants, value)
         else:
             after += [one.offload_job for one in occupants if one.offload_job is not None]
@@ -111,7 +111,7 @@ def reload(state: State, i: Instr) -> Call:
 
 
 def _allocate_on_device(occupants: Sequence[SavedActivations], value: SavedActivations) -> None:
-    """Allocate device memory for a reload, after releasing that of the slot's earlier values."""
+    """Release the device memory of the slot's earlier values, and allocate it for a reload."""
     for one in (*occupants, value):
         one.release_device_memory()
     value.allocate_reload_targets()
@@ -177,7 +177,7 @@ def _start_copy(
     copy: Callable[[], None],
     after: Sequence[LaneJob],
 ) -> LaneJob:
-    """Start the copy of an instruction on its lane; its errors name the instruction."""
+    """Start the copy of instruction k on its lane. Errors of the copy name the instruction."""
 
     def run() -> None:
         try:
@@ -198,14 +198,14 @@ def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
 
 
 def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
-    """Return the value that was offloaded from the slot that instruction k fills, if any."""
+    """Return the value, if any, that was last offloaded from the slot that instruction k fills."""
     free = state.service(OffloadMoves).freed_by.get(k)
     moved = free is not None and state.stream[free].op == Opcode.Offload
     return [_get_saved_activations(state, state.stream[free])] if free is not None and moved else []
 
 
 def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
-    """Return the instructions that produce or move saved activations, in stream order."""
+    """Yield (index, opcode) of the instructions that produce or move the activations, in order."""
     ops = (Opcode(op) for op in _SAVED_PRODUCERS)
     at = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
     return iter(sorted(at))
@@ -225,9 +225,9 @@ def _find_next_change(state: State, k: int) -> Opcode | None:
 
 
 def _count_host_buffers(state: State) -> int | None:
-    """Return the number of host buffers, or None if the program does not limit it.
+    """Return the number of host buffers for activations, or None if the program sets no limit.
 
-    It is at most the number of values that the rank moves to the host.
+    The number is at most the number of values that the rank moves to the host.
     """
     slots = state.program.slots[state.rank].host if state.program.slots else UNSHARED_SLOTS
     moves_to_host = sum(op in _TO_HOST_OPS for op, _, _ in state.stream)
@@ -235,7 +235,7 @@ def _count_host_buffers(state: State) -> int | None:
 
 
 def _count_max_on_disk(state: State) -> int:
-    """Return the largest number of values that are on the rank's disk at once."""
+    """Return the largest number of values that are on the rank's disk at the same time."""
     now = most = 0
     for op, _, _ in state.stream:
         now += (op == Opcode.OffloadToDisk) - (op == Opcode.ReloadFromDisk)
@@ -273,9 +273,9 @@ def _record_saved_tensors(
     find_resident: Callable[[], set[int]],
     run: Callable[[], None],
 ) -> None:
-    """Run a forward whose activations are moved later, and record its saved tensors.
+    """Run a forward whose activations are offloaded later, and record its saved tensors.
 
-    `find_resident` returns the keys of the storages that the rank keeps anyway.
+    `find_resident` returns the keys of the storages that stay on the device in any case.
     """
     batch = state.batch
     if not isinstance(batch.inputs, UnpackedMicrobatches):
@@ -286,15 +286,15 @@ def _record_saved_tensors(
 
 
 def _get_slot_tensors(value: object) -> list[Tensor]:
-    """Return the tensors with memory in a slot: leaves, or the tensors of a checkpoint."""
+    """Return the tensors of a slot that have memory: leaves, or the tensors of a checkpoint."""
     if isinstance(value, Checkpoint):
         return [*value.inputs, *(buffer for *_, buffer in value.buffers)]
     assert isinstance(value, tuple)
-    return [x for x in value[0] if 0 not in x.stride()]  # The leaf of a copy has no memory.
+    return [x for x in value[0] if 0 not in x.stride()]  # the leaf of a copied input has no memory
 
 
 def _make_resident_finder(state: State, i: Instr) -> Callable[[], set[int]]:
-    """Return a function that finds the storages that the rank keeps while it runs a stage."""
+    """Return a function that finds the storages that stay on the device: weights and the batch."""
     modules = [*state.stages[i.stage].module.modules()]
     for loss in state.options.loss_modules if i.stage == state.shape.stages - 1 else ():
         modules += loss.modules()

@@ -54,7 +54,7 @@ from schedir.runtime.value_slots import Slot
 
 
 def forward(state: State, i: Instr) -> Call:
-    """Link Forward: run the module of a stage, and the loss for the last stage, on a microbatch."""
+    """Link Forward: run the module of a stage on a microbatch, and in the last stage the loss."""
     stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.shape.stages - 1
     taken = find_input_slots(state, i)
     give = _make_output_writer(state, i)
@@ -87,7 +87,7 @@ def forward(state: State, i: Instr) -> Call:
         else:
             values = [*map(Tensor.detach, ys)]
             if summed and any(has_same_storage(values[0], x) for x in xs):
-                values[0] = values[0].clone()  # The all-reduce sums it in place.
+                values[0] = values[0].clone()  # the all-reduce overwrites it
             give(
                 values
                 if stage.sharded_parameters is None
@@ -111,7 +111,7 @@ def forward(state: State, i: Instr) -> Call:
 class StageRun:
     """Runs the module of a local stage on the inputs of a microbatch.
 
-    It serves the first forward and the recomputation.
+    Forward and Recompute use it.
 
     Args:
         state: The state of the rank.
@@ -162,7 +162,8 @@ class StageRun:
         for k in self.grad_input_indices:
             xs[k].requires_grad_()
         keywords = batch.get_keywords(mb)
-        # The memory of leaves is freed by an offload, and after the backward in the first step.
+        # Give the module views of the leaves, because an offload frees the memory of leaves. So
+        # does the first step, after the backward.
         aliases = self.is_offloaded or (
             self.has_received_inputs and self.state.first_step_checks.is_active
         )
@@ -179,7 +180,7 @@ class StageRun:
         return (require_scalar_loss(self.state.options.loss(y, batch.targets[mb])),), xs
 
     def collect_saved(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> object:
-        """Return the value of the slot for saved activations: the leaves and the backward's roots.
+        """Return the value for the slot of saved activations: the leaves, and the backward's roots.
 
         Args:
             xs: The leaves of the inputs.
@@ -200,9 +201,9 @@ class _InputSlot(NamedTuple):
     """An input of an instruction.
 
     Attributes:
-        kind: The kind of the value.
-        slot: The slot of the value.
-        is_local: True if another stage of this rank gives the value.
+        kind: The kind of value.
+        slot: The slot that contains the value.
+        is_local: True if another stage of this rank computes the value.
     """
 
     kind: Value
@@ -211,9 +212,9 @@ class _InputSlot(NamedTuple):
 
 
 def are_inputs_exclusive(input_slots: Sequence[_InputSlot]) -> bool:
-    """Return whether an instruction has inputs and all of them were received in messages.
+    """Return whether an instruction has inputs and all of them arrive in messages.
 
-    No other code reads such inputs.
+    No other code reads these inputs.
 
     Args:
         input_slots: The inputs of the instruction.
@@ -227,7 +228,7 @@ def _is_offloaded(state: State, i: Instr) -> bool:
 
 
 def _select_boundary_kinds(state: State, i: Instr, kinds: Sequence[Value]) -> list[Value]:
-    """Return those of some kinds that cross the boundary of the instruction's stage."""
+    """Return the kinds of `kinds` that pass between the instruction's stage and another stage."""
     return [
         kind
         for kind in kinds
@@ -236,10 +237,9 @@ def _select_boundary_kinds(state: State, i: Instr, kinds: Sequence[Value]) -> li
 
 
 def find_input_slots(state: State, i: Instr) -> list[_InputSlot]:
-    """Return the inputs of an instruction.
+    """Return the boundary inputs of an instruction.
 
-    The slot of an input is the output slot of another stage of this rank, or the slot in which a
-    message is received.
+    Another stage of this rank fills the slot of an input, or a message does.
 
     Args:
         state: The state of the rank.
@@ -258,8 +258,8 @@ def _make_input_reader(
 ) -> Callable[[], Sequence[Tensor]]:
     """Return a function that returns the input tensors of an instruction.
 
-    If `copy_received` is given, it is applied to received tensors, because the next message
-    overwrites their memory.
+    `copy_received` is applied to received tensors, because the next message overwrites their
+    memory. With None they are returned without a copy.
     """
 
     def read_slot(one: _InputSlot) -> Sequence[Tensor]:
@@ -291,7 +291,7 @@ def _make_output_writer(state: State, i: Instr) -> Callable[[Sequence[Tensor]], 
 def _make_input_wait(
     state: State, i: Instr, input_slots: Sequence[_InputSlot]
 ) -> Callable[[], None] | None:
-    """Return a function that waits for messages, and for sends that still use the output slots."""
+    """Return a function that waits for input messages, and for sends from the output slots."""
     waits = [make_message_wait(state, i, one.kind) for one in input_slots]
     sends = state.service(PendingSends)
     waits += [partial(sends.complete, k) for k in sends.before_reuse.get(state.index_of[i], ())]
@@ -302,24 +302,25 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _get_backward_root(y: Tensor) -> BackwardRoot:
-    """Return the gradient edge of an output: the output itself would keep its memory."""
+    """Return the gradient edge of an output, because the output would keep its memory alive."""
     return y if not y.dim() else get_gradient_edge(y)
 
 
 def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
-    """Link Backward, or the part of BackwardInput that runs autograd.
+    """Link Backward, or the autograd part of BackwardInput.
 
     Args:
         state: The state of the rank.
         i: The instruction.
-        is_split: True for BackwardInput, whose deferred weight gradients keep the output gradients.
+        is_split: True for BackwardInput. Its deferred weight gradients keep the output gradients in
+            memory.
     """
     mb, last = i.mb, i.stage == state.shape.stages - 1
     taken, give = find_input_slots(state, i), _make_output_writer(state, i)
     first_gradients = state.service(LossGradients)
     gives_gradients = bool(_select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives))
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i])
-    # Deferred weight gradients may keep a received gradient after its slot gets another value.
+    # Deferred weight gradients may need a received gradient after its slot gets another value.
     take = _make_input_reader(
         taken, Tensor.clone if is_split and state.program.shares_slots else None
     )
@@ -332,13 +333,14 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
         dys = (first_gradients.compute(mb),) if last else take()
         is_first_step = state.first_step_checks.is_active
         if is_first_step:
-            # With detached tensors, a hook that keeps a gradient adds a reference to its memory.
+            # If a hook keeps a detached gradient, this adds a reference to its memory.
+            # `FirstStepChecks` counts these references.
             dys = [*map(Tensor.detach, dys)]
             if not state.first_step_checks.has_gradients_of_forward(i.stage, mb, xs):
                 raise _other_microbatch_error()
         reduction = find_reduction()
         with nullcontext() if reduction is None else reduction.overlap_backward(module, roots):
-            if roots:  # A first stage may have no trained parameters.
+            if roots:  # no roots: a first stage without trained parameters
                 torch.autograd.backward(roots, dys)
         if gives_gradients:
             give(_take_input_gradients(xs, dys, i.stage))
@@ -354,8 +356,9 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
 def _finish_inputs(xs: Sequence[Tensor], local: bool) -> None:
     """Refuse further gradients of a stage's inputs, and free the memory of received inputs.
 
-    A module may keep the graph, for example with an output, and the graph keeps these leaves.
-    Without their memory, the leaves do not count as references to receive buffers.
+    A module may keep a reference to the graph, for example with an output, and the graph has
+    references to the leaves. When a leaf has no memory, a check does not count it as a reference to
+    a receive buffer.
     """
     for x in xs:
         x.register_post_accumulate_grad_hook(_refuse_gradient)
@@ -378,9 +381,9 @@ def _other_microbatch_error() -> ModelError:
 def _take_input_gradients(
     xs: Sequence[Tensor], dys: Sequence[Tensor], stage: int
 ) -> Sequence[Tensor]:
-    """Return the gradients of a stage's inputs and clear them. Unused inputs get zeros.
+    """Return the gradients of a stage's inputs, and clear them. Unused inputs get zeros.
 
-    ModelError is raised if the output depends on none of the inputs.
+    The function raises ModelError if the output depends on none of the inputs.
     """
     dxs: list[Tensor] = []
     unused = 0
@@ -390,7 +393,7 @@ def _take_input_gradients(
             dx, unused = torch.zeros_like(x), unused + 1
         for dy in dys:
             if has_same_storage(dx, dy):
-                dx = dx.clone()  # Autograd may return the output gradient itself.
+                dx = dx.clone()  # autograd may return dy itself
         dxs.append(dx)
     if unused == len(xs):
         which = "its input" if unused == 1 else f"any of its {unused} inputs with a gradient"
@@ -399,7 +402,7 @@ def _take_input_gradients(
 
 
 def backward_input(state: State, i: Instr) -> Call:
-    """Link BackwardInput: compute the gradients of the inputs, and defer those of the weights."""
+    """Link BackwardInput: compute the gradients of the inputs, and defer the weight gradients."""
     stage = state.stages[i.stage]
     deferred_slot = state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
     wait, run_backward = backward(state, i, is_split=True)
@@ -421,11 +424,11 @@ def backward_input(state: State, i: Instr) -> Call:
                 hint="do not run the stage under torch.compile, and use the weights in their own "
                 "layers, not copies of them",
             )
-        # A later microbatch may use deferrable weights that this one did not use.
+        # A later microbatch may use deferrable weights that this microbatch did not use.
         stage.has_checked_layers = not deferrable
         if not stage.has_warned_of_layers and not deferrable:
             stage.has_warned_of_layers = True
-            # Some segments of a stage have no layers that can be split.
+            # A segment of a stage may have no splittable layers, which is no reason for a warning.
             split = len(deferred) > 0 or bool(state.program.segment_boundaries)
             if unsplit := describe_unsplit_layers(stage.module, accumulated, split):
                 warnings.warn(
@@ -457,7 +460,7 @@ def backward_weight(state: State, i: Instr) -> Call:
 
 
 def _make_reduction_finder(state: State, i: Instr) -> Callable[[], GradientReduction | None]:
-    """Return a function that returns the reduction which overlaps with an instruction, or None."""
+    """Return a function that returns the reduction that overlaps with `i`, or None."""
     reductions = state.service(PendingReductions)
     if (reduction := reductions.overlapped.get(i)) is None:
         return lambda: None

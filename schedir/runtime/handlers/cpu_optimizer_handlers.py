@@ -38,14 +38,14 @@ def offload_grads(state: State, i: Instr) -> Call:
 
 
 def _wait_for_host_grads(state: State) -> None:
-    """Wait until all gradients are reduced, and their copies are on the host."""
+    """Wait until all gradients are reduced and copied to the host."""
     state.service(PendingReductions).wait()
     if (optimizer := _get_cpu_optimizer(state)) is not None:
         optimizer.wait_for_gradients()
 
 
 def _decide_update(state: State, update: int) -> None:
-    """Check and clip the gradients of an update, and give the result to the CPU optimizer."""
+    """Decide whether to make an update, and pass this and the clip factor to the CPU optimizer."""
     checks = state.service(UpdateChecks)
     finite = checks.check_once(update)
     can_update = finite if state.service(OptimizerSteps).can_step else torch.zeros_like(finite)
@@ -55,11 +55,11 @@ def _decide_update(state: State, update: int) -> None:
 
 
 def check_grads_finite(state: State, i: Instr) -> Call:
-    """Link CheckGradsFinite: check and clip the gradients of an update, and release them."""
+    """Link CheckGradsFinite: check the gradients of an update, and release them."""
 
     def run() -> None:
         _decide_update(state, i.mb)
-        # The gradients of the last update stay for the caller.
+        # The caller may read the gradients of the last update.
         if i.mb < state.shape.optimizer_steps - 1:
             state.begin_update()
 

@@ -1,13 +1,14 @@
 """Handlers of the all-to-alls of experts, between the segments of a stage.
 
-The segment before a dispatch outputs rows of tokens, sorted by expert, and the number of rows of
-each expert. The segment with the experts gets the rows of its experts from each member of the
-expert-parallel group, in the order of the members, and the numbers of these rows. It gets them in
-a buffer with a fixed number of rows, the capacity. Rows at the end that are not used are zero.
-Combine returns the rows to their places. The backwards exchange as many rows of gradients.
+The segment before a dispatch outputs rows of tokens, sorted by expert, and the number of rows for
+each expert. The segment with the experts gets the rows for its experts from each member of the
+expert-parallel group, in the order of the members, and the numbers of these rows. Its buffer has a
+fixed number of rows, the capacity. Unused rows at the end are zero. Combine returns the rows to the
+ranks from which they came. The backward of dispatch and combine exchanges the same numbers of
+gradient rows.
 
-Each dispatch first gathers the numbers of rows of all members, and the host reads them. All members
-then know whether a buffer is too small for one of them.
+Each dispatch first gathers the numbers of rows of all members, and the host reads them. So all
+members raise an error if the buffer of any member is too small.
 
 See `handler_registry` for the arguments and the result of a handler.
 """
@@ -35,11 +36,11 @@ from schedir.transports.transport import Work
 
 
 class RowCounts(NamedTuple):
-    """The rows that a rank exchanges in a dispatch.
+    """The numbers of rows that a rank exchanges in a dispatch.
 
     Attributes:
-        sent: The number of rows for the experts of each member.
-        received: The number of rows from each member.
+        sent: For each member of the expert-parallel group, the number of rows for its experts.
+        received: For each member, the number of rows from this member.
     """
 
     sent: tuple[int, ...]
@@ -47,13 +48,13 @@ class RowCounts(NamedTuple):
 
 
 class TokenCounts(ProgramService):
-    """The rows of each dispatch of a step, which combine and the backwards need.
+    """The row counts of each dispatch of a step, which combine and the backward need.
 
     Args:
         state: The state of the program.
 
     Attributes:
-        by_dispatch: The rows, by the segment before the dispatch and the microbatch.
+        by_dispatch: (Segment before the dispatch, microbatch) -> row counts.
     """
 
     def __init__(self, state: State) -> None:
@@ -61,17 +62,17 @@ class TokenCounts(ProgramService):
         self.by_dispatch: dict[tuple[int, int], RowCounts] = {}
 
     def begin_step(self) -> None:
-        """Forget the rows of the last step."""
+        """Remove the row counts of the last step."""
         self.by_dispatch.clear()
 
 
 def exchange_tokens(state: State, i: Instr) -> Call:
-    """Link an all-to-all of the first tensor of a segment's output, or of its gradient."""
+    """Link an all-to-all of the first output tensor of a segment, or of its gradient."""
     boundary, letters = find_collective_boundary(state, i), state.program.segment_boundaries
-    key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb  # of the last dispatch
+    key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb  # segment before the dispatch, microbatch
     tensors = state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, boundary).tensors
     is_gradient = i.op in (Opcode.CombineGrad, Opcode.DispatchGrad)
-    # A gradient gets the shape that the output had before the all-to-all.
+    # A gradient gets the shape of the output before the all-to-all of the forward.
     shape = tensors[0].shape if is_gradient else tensors[0].received.shape
     row_size, ep = torch.Size(shape[1:]).numel(), state.program.ep
     row_counts = state.service(TokenCounts).by_dispatch
@@ -89,7 +90,7 @@ def exchange_tokens(state: State, i: Instr) -> Call:
                 tuple(table[own].sum(1).tolist()), tuple(table[:, own].sum(1).tolist())
             )
         sent, received = row_counts[key]
-        if i.op in (Opcode.Combine, Opcode.DispatchGrad):  # back to where the tokens came from
+        if i.op in (Opcode.Combine, Opcode.DispatchGrad):  # the reverse direction
             sent, received = received, sent
         rows = sum(received)
         out = first.new_empty(shape)
@@ -104,7 +105,7 @@ def exchange_tokens(state: State, i: Instr) -> Call:
 
 
 def _require_count_tensor(state: State, boundary: int, tensors: Sequence[Boundary]) -> None:
-    """Require a second tensor with the number of rows of each expert."""
+    """Check that the boundary has a second tensor, with the number of rows of each expert."""
     counts, ep = tensors[1] if len(tensors) > 1 else None, state.program.ep
     if (
         counts is None
@@ -122,7 +123,7 @@ def _require_count_tensor(state: State, boundary: int, tensors: Sequence[Boundar
 
 
 def _gather_counts(state: State, counts: Tensor) -> Tensor:
-    """Return the numbers of rows, (senders, receivers, experts of the receiver)."""
+    """Gather the numbers of rows as a tensor (senders, receivers, experts of the receiver)."""
     ep = state.program.ep
     table = counts.new_empty(ep * len(counts))
     state.transport.start_collective("all_gather", "ep_counts", table, counts.contiguous()).wait()
@@ -130,7 +131,7 @@ def _gather_counts(state: State, counts: Tensor) -> Tensor:
 
 
 def _require_fit(state: State, i: Instr, table: Tensor, rows: int, capacity: int) -> None:
-    """Raise the same error on all members if the rows of one of them do not fit its buffer."""
+    """Raise the same error on all members if the rows of any member do not fit its buffer."""
     ep = state.program.ep
     first_replica = state.transport.dp_rank // ep * ep
     for member, (sent, received) in enumerate(

@@ -1,12 +1,11 @@
 """Find the handler of each instruction.
 
-A handler takes the `State` of a rank and an instruction `i`, and returns a `Call`. It does all
-look-ups when it links the instruction, so that running the Call does only the work of the
-instruction.
+A handler links an instruction: it takes the `State` of a rank and the instruction `i`, does all
+look-ups, and returns a `Call`. So each run of the Call does only the work of the instruction.
 
 Handlers are in the modules of this folder whose names end with `_handlers`. Each module has a
-dictionary `HANDLERS` by opcode. A module may also have `WRAPPERS`: functions that extend the
-handlers of other modules, by opcode. A wrapper takes the handler before `State` and `i`, and
+dictionary `HANDLERS`: opcode -> handler. A module may also have `WRAPPERS`: opcode -> function that
+extends the handler of another module. A wrapper takes the arguments (handler, state, i), and
 returns the extended `Call`.
 """
 
@@ -31,7 +30,7 @@ def _import_handler_modules() -> Iterator[ModuleType]:
 
 
 def collect_handlers(modules: Sequence[Any]) -> dict[Opcode, Handler]:
-    """Return the handlers of modules by opcode, with all wrappers applied.
+    """Return opcode -> handler for all handlers of modules, with all wrappers applied.
 
     Args:
         modules: Modules with `HANDLERS`, and perhaps `WRAPPERS`.
@@ -58,9 +57,9 @@ HANDLERS: Final = collect_handlers([*_import_handler_modules()])
 
 
 def link_stream(state: State) -> list[Call]:
-    """Return the calls of a rank's stream, in its order.
+    """Return the calls of a rank's stream, in the order of the stream.
 
-    If the transport groups transfers, the calls also begin and end the groups.
+    If the transport groups transfers, some of the calls also begin and end the groups.
 
     Args:
         state: The state of the rank.

@@ -27,7 +27,7 @@ def reduce_norm_after_step(state: State, i: Instr) -> Call:
 
 
 def _step_before_norm(handler: Handler, state: State, i: Instr) -> Call:
-    """Make OptimizerStep not wait for the norm of its update, if the program validates it later."""
+    """Let OptimizerStep run before its norm is known, if the program validates updates later."""
     call = handler(state, i)
     if state.program.norm_check != "after_step":
         return call

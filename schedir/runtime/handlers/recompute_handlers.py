@@ -30,15 +30,15 @@ def recompute(state: State, i: Instr) -> Call:
 
     def run() -> None:
         checkpoint: Checkpoint = saved.peek()
-        # New leaves: hooks that the first run registered on its inputs must not run as well.
+        # Create new leaves, because hooks that the first run registered on its inputs must not run.
         leaves = [x.detach() for x in checkpoint.inputs]
         ys, xs = checkpoints.recompute(partial(stage_run, leaves, is_exclusive), checkpoint)
-        if last:  # The loss is equal, and the first loss can be freed.
+        if last:  # replaces the equal loss of the first run
             state.save_loss(i.mb, ys[0], xs)
         saved.free()
         saved.fill(stage_run.collect_saved(xs, ys))
 
-    # It does not need the checks of `wrap_stage_run`, because the first forward had them.
+    # The checks of `wrap_stage_run` are not needed here, because the first forward had them.
     seeded = state.random_streams.make_seeded(FORWARD, i.stage, i.mb, run)
     return Call(None, bind_weight_version(state, i, seeded))
 

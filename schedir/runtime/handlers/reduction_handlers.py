@@ -64,11 +64,11 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
 
     Args:
         state: The state of the rank.
-        stage: The stage.
-        update: The number of the update whose losses are checked; None to check none.
+        stage: The number of the stage.
+        update: The update whose losses are checked. With None no losses are checked.
 
     Returns:
-        A function of the number of a buffer that returns the flat buffer.
+        A function that takes the index of a buffer, scales the buffer, and returns it.
     """
     gradients, shape = state.stages[stage].gradients, state.shape
     gradients_of_loss = state.service(LossGradients)
@@ -82,7 +82,7 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
     def scale_flat(k: int) -> Tensor:
         flat = gradients.flat[k]
         scale_buffer(flat, gradients_of_loss.grad_scale)
-        # The gradient may be finite although the loss is not: a mean over no tokens.
+        # For a mean over no tokens, the loss is NaN but the gradient may be finite.
         if checked_microbatches and not k:
             losses = torch.stack([state.losses[mb] for mb in checked_microbatches])
             poison_if_nan(flat, (losses - losses).sum())
@@ -101,7 +101,7 @@ def reduce_replicated_stages(state: State, i: Instr) -> Call:
         for flat in gradients.reduced_flat:
             reductions.works.append(start("all_reduce", replica_ranks, flat, flat))
 
-    # The sum over data-parallel replicas comes first. Without replicas there is no need to wait.
+    # First wait for the sum over data-parallel replicas, if there are several replicas.
     return Call(reductions.wait if state.resources.shard_spec != ShardSpec() else None, run)
 
 
@@ -124,7 +124,7 @@ def reduce_tied(state: State, i: Instr) -> Call:
         for weight in (
             state.resources.ties.weights if state.options.gradients.accumulate_grads else ()
         ):
-            for copy in weight.local_copies.values():  # A step may not use a copy.
+            for copy in weight.local_copies.values():  # a step may leave a copy unused
                 copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
         for begin in sums:
             begin()
@@ -133,10 +133,10 @@ def reduce_tied(state: State, i: Instr) -> Call:
 
 
 def _get_tied_gradient(state: State, weight: TiedWeight, stage: int) -> Tensor:
-    """Return the gradient of a stage's copy of a tied weight; with ZeRO, the rank's shard of it."""
+    """Return the gradient of a stage's copy of a tied weight, or with ZeRO the replica's shard."""
     gradients, copy = state.stages[stage].gradients, weight.local_copies[stage]
     if state.program.zero:
-        # A tied weight has a separate bucket. From ZeRO 2 on the unsharded gradient has no memory.
+        # A tied weight has a separate bucket. From ZeRO level 2 on, `copy.grad` has no memory.
         return next(
             kept
             for bucket, kept in zip(gradients.buckets, gradients.reduced_flat, strict=True)
@@ -149,10 +149,11 @@ def _get_tied_gradient(state: State, weight: TiedWeight, stage: int) -> Tensor:
 def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
     """Link ReduceSequenceParallelGrads: sum gradients over the tensor-parallel ranks.
 
-    The weights of these gradients are on each of the ranks in full. One collective gathers each
-    bucket of them, and a stage mostly has one. Each rank then adds the gradients in the order of
-    the ranks. So the bits do not depend on the library, nor on the position of a gradient in a
-    buffer or in a replica's shard. The gathered gradients are small.
+    All these ranks have the full weight, but its gradient comes from a part of the sequence. One
+    collective gathers a bucket of such gradients, and a stage usually has one such bucket. Each
+    rank then adds the gradients in the order of the ranks. So the bits do not depend on the
+    library, or on the position of a gradient in a buffer or in a replica's shard. The gathered
+    gradients are small.
     """
     gradients, t = state.stages[i.stage].gradients, state.program.tp
     start, reductions = state.transport.start_collective, state.service(PendingReductions)
@@ -187,8 +188,8 @@ def reduce_norm(state: State, i: Instr) -> Call:
 def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
     """Return a function that computes the sum of squares of the rank's gradients.
 
-    It adds the squares of each parameter's shard, then the shards of a replica, and then the
-    replicas. The order is the same whether the replicas shard the gradients or not. With expert
+    It adds the squares of each parameter's shard, then the sums of a replica, and then the sums of
+    the replicas. So the order of additions does not depend on the ZeRO level. With expert
     parallelism it also adds the squares of the experts of other ranks.
 
     Args:
@@ -201,7 +202,7 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
         (stage.gradients, p)
         for s, stage in state.stages.items()
         for p in stage.gradients.parameters
-        # One rank counts a parameter that several ranks have in full.
+        # If several ranks have the full parameter, only one of them counts it.
         if state.shape.first_rank_per_stage[s] == state.rank
         and (is_tp_sharded(p) or state.transport.tp_rank == 0)
         and not any(
@@ -255,7 +256,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
         None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
     )
     last = i.mb == state.shape.optimizer_steps - 1
-    # An earlier CheckGradsFinite has then released the gradients to the next update.
+    # True if an earlier CheckGradsFinite has already released the gradients for the next update.
     has_released_grads = not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS)
 
     def run() -> None:
@@ -264,19 +265,19 @@ def optimizer_step(state: State, i: Instr) -> Call:
             steps.run(finite)
         if state.options.gradients.loss_scale is not None:
             state.options.gradients.loss_scale.update(finite)
-        if not last:  # The gradients of the last update stay for the caller.
+        if not last:  # the caller may read the gradients of the last update
             if not has_released_grads:
                 state.begin_update()
             state.service(StageWeightVersions).keep_next(i)
 
     def waits() -> None:
-        # CheckGradsFinite has waited already. Newer reductions are of the next update.
+        # If CheckGradsFinite has already waited, the pending reductions are of the next update.
         if not has_released_grads:
             reductions.wait()
         if placement is not None and placement.optimizer_state is not None:
             placement.optimizer_state.finish(is_last_update=last)
 
-    # Stage replicas draw the same random numbers as this rank.
+    # The key has the first stage, so that stage replicas draw the same random numbers.
     first, update = min(state.stages), state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, first, update, run)
     return Call(waits if placement is not None else reductions.wait, seeded)

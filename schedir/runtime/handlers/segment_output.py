@@ -1,4 +1,4 @@
-"""The output of a segment, on which a collective between segments works.
+"""The output of a segment, which a collective between segments changes.
 
 A collective changes the first tensor that a segment outputs. Other tensors, such as a residual
 stream, do not change. The collective overlaps with compute until the next segment takes the tensor.
@@ -29,8 +29,8 @@ class SegmentOutput(NamedTuple):
     """The output slot of a segment, and the transport of its collective.
 
     Attributes:
-        slot: The slot.
-        transport: The transport.
+        slot: The output slot.
+        transport: The transport that runs the collective.
     """
 
     slot: OutputSlot
@@ -48,7 +48,7 @@ class SegmentOutput(NamedTuple):
 
 
 def find_collective_boundary(state: State, i: Instr) -> int:
-    """Return the segment before the boundary of a collective between segments.
+    """Return the segment before the boundary at which a collective runs.
 
     Args:
         state: The state of the rank.
@@ -58,12 +58,12 @@ def find_collective_boundary(state: State, i: Instr) -> int:
 
 
 def make_collective_call(state: State, i: Instr, start: Callable[[SegmentOutput], Work]) -> Call:
-    """Return the call that starts a collective of the first tensor of a segment's output.
+    """Return the call that starts a collective on the first output tensor of a segment.
 
     Args:
         state: The state of the rank.
         i: The collective.
-        start: Starts the collective.
+        start: Starts the collective, and returns its Work.
 
     Raises:
         ModelError: The tensor has no gradient.

@@ -19,7 +19,10 @@ def snapshot(state: State, i: Instr) -> Call:
 
 
 def _wait_for_snapshot(handler: Handler, state: State, i: Instr) -> Call:
-    """Make a handler that changes state wait for snapshots, or cancel them if there are none."""
+    """Let a handler that changes state wait for requested copies of the state.
+
+    If the program has no Snapshot instructions, the handler cancels the request.
+    """
     call = handler(state, i)
     if not state.program.checkpoint_snapshots:
         return call._replace(

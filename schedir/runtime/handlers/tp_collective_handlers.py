@@ -1,8 +1,8 @@
 """Handlers of tensor-parallel collectives between the segments of a stage.
 
-A collective sums the first tensor that a segment outputs, in place. With sequence parallelism each
-rank gets only its tokens of the sum. In the other direction, the collective gathers the tokens of
-all ranks.
+A summing collective adds the first output tensor of a segment over the ranks, in place. With
+sequence parallelism each rank gets only its tokens of the sum. A gathering collective does the
+opposite: each rank gets the tokens of all ranks.
 
 See `handler_registry` for the arguments and the result of a handler.
 """
@@ -66,7 +66,8 @@ def _gather_tokens(output: SegmentOutput) -> Work:
     work = output.transport.start_collective(
         "all_gather", "tp", parts.view(-1), local_tokens.view(-1)
     )
-    if local_tokens.shape[:-2].numel() == 1:  # The tokens of a single sequence are in order.
+    # The gathered tokens of a single sequence are already in order.
+    if local_tokens.shape[:-2].numel() == 1:
         output.replace_first(join_sequence(parts), rest)
         return work
     return ChainedWork(work, lambda: output.replace_first(join_sequence(parts), rest))

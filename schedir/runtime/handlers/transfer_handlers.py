@@ -34,9 +34,9 @@ from schedir.runtime.value_slots import OutputSlot
 from schedir.transports.transport import ChainedWork, CompletedWork, allocate_bytes, view_tp_shard
 
 _RECEIVE_OF_KIND = {INSTRUCTIONS[op].gives[0]: op for op in RECV_OPS}
-# By form, a function that takes the memory of a value. It returns the part that a message in this
-# form uses, as a flat tensor. No form uses more than this memory. A form without a function uses
-# all of it. The module with the handlers of a form adds the function.
+# Form -> a function that takes the memory of a value, and returns the part that a message in this
+# form uses, as a flat tensor. A form without a function uses all of the memory. The module with the
+# handlers of a form adds the function.
 FORM_LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
@@ -54,7 +54,7 @@ def send(state: State, i: Instr) -> Call:
         work = start(tensor, peer, lane)
         if state.first_step_checks.is_active:
             work = ChainedWork(work, partial(expect_unwritten, tensor, get_versions((tensor,))))
-        # The reference stays until the send has ended, because freed memory may be reused.
+        # Keep a reference until the send has ended, because freed memory may be reused.
         sending[k] = (work, tensor)
         out.free()
 
@@ -69,17 +69,17 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
     """Return a function that fills the output slot of a value, in the layout of its receiver.
 
     If the receiver is on this rank, the tensors get the layout of a received message. Otherwise
-    they are copied to the static send buffer if there is one. Without it, several tensors are
-    packed as bytes. If instructions change the form of the value, the last of them fills the static
-    buffer.
+    they are copied to the static send buffer, if there is one. Without a static send buffer,
+    several tensors are packed into bytes. If later instructions change the form of the value, only
+    the last of these fills the static send buffer.
 
     Args:
         state: The state of the rank.
-        i: The instruction that gives the value.
+        i: The instruction that computes the value.
         kind: The kind of the value.
 
     Returns:
-        A function of the tensors of the value.
+        A function that takes the tensors of the value.
     """
     out = state.find_slot(kind, i.stage, i.mb)
     layout = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
@@ -143,7 +143,7 @@ def _list_form_changes(state: State, i: Instr, kind: Value) -> tuple[Opcode, ...
 
 def _view_in_form(state: State, memory: Tensor, form_opcodes: Sequence[Opcode]) -> Tensor:
     """Return the part of a value's memory that a message with these forms uses."""
-    for op in reversed(form_opcodes):  # The sender applied the forms in this order.
+    for op in reversed(form_opcodes):  # the order in which the sender applied them
         form = INSTRUCTIONS[op].form
         if form in FORM_LAYOUTS:
             memory = FORM_LAYOUTS[form](memory)
@@ -152,10 +152,10 @@ def _view_in_form(state: State, memory: Tensor, form_opcodes: Sequence[Opcode]) 
 
 
 class ReceivedValue(NamedTuple):
-    """A received value, for the instruction that removes a form from it.
+    """The memory of a received value before and after an instruction removes a form.
 
     Attributes:
-        encoded: The memory of the value in its form, flat. It begins at the address of `decoded`.
+        encoded: The memory of the value with the form, flat. It begins at the address of `decoded`.
         decoded: The memory of the value without the form, flat.
         wait: A function that waits for the message in `encoded`.
     """
@@ -166,7 +166,7 @@ class ReceivedValue(NamedTuple):
 
 
 def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
-    """Return a function that waits for a message before the stage does.
+    """Return a function that waits for a message earlier than the compute instruction.
 
     Args:
         state: The state of the rank.
@@ -177,7 +177,7 @@ def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
 
     def wait() -> None:
         arrivals[key].wait()
-        # The stage waits again, and a message can be waited for only once.
+        # A Work allows one wait, and the compute instruction waits again.
         arrivals[key] = CompletedWork()
 
     return wait
@@ -200,17 +200,18 @@ def get_received_value(state: State, i: Instr) -> ReceivedValue:
 
 
 def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None] | None:
-    """Return a function that waits for an input that a message or a collective brings.
+    """Return a function that waits for an input from a message or a collective.
 
-    The function also completes the sends that must have arrived when the message has arrived.
+    The arrival of a message may prove that earlier sends have arrived. The function also completes
+    these sends.
 
     Args:
         state: The state of the rank.
-        i: The instruction that takes the input.
+        i: The instruction that needs the input.
         kind: The kind of the value.
 
     Returns:
-        The function, or None if neither a message nor a collective brings the input.
+        The function, or None if the input comes from neither a message nor a collective.
     """
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
     receive = state.index_of.get((_RECEIVE_OF_KIND[kind], i.stage, i.mb))
@@ -236,7 +237,7 @@ def tp_scatter(state: State, i: Instr) -> Call:
     out = state.find_slot(kind, i.stage, i.mb)
     form_changes = _list_form_changes(state, i, kind)
     buffer = None
-    if form_changes[-1] is i.op:  # Only the last change fills the static send buffer.
+    if form_changes[-1] is i.op:  # only the last change fills the send buffer
         buffers = state.service(MessageBuffers)
         buffer = buffers.get_send_buffer(kind, out.number, form_changes)
     if buffer is not None:
@@ -252,7 +253,7 @@ def tp_scatter(state: State, i: Instr) -> Call:
 
 
 def _copy_local_shard(state: State, tensor: Tensor, out: Tensor | None) -> Tensor:
-    """Return a copy of this rank's shard: a view would keep the full tensor alive."""
+    """Return a copy of this rank's shard, because a view would keep the full tensor alive."""
     shard = view_tp_shard(state.transport, tensor.contiguous())
     return shard.clone() if out is None else out.copy_(shard)
 

@@ -96,7 +96,7 @@ def _wrap_weight_reader(handler: Handler, state: State, i: Instr) -> Call:
     waits = [call.wait]
     weights = stage.sharded_parameters
     if weights is not None and i.op in _WEIGHT_READERS:
-        state.service(ShardedStages)  # It shards the weights between steps.
+        state.service(ShardedStages)  # create the service, which shards weights between steps
         waits.append(weights.finish_unshard)
     if stage.gradients.is_grad_sharded and i.op in GRAD_ADDING_OPS:
         reductions = state.service(PendingReductions)
@@ -113,7 +113,7 @@ def _wrap_weight_reader(handler: Handler, state: State, i: Instr) -> Call:
 def _run_guarded_wgrad(
     weights: ShardedParameters, deferred_slot: Slot, run: Callable[[], None]
 ) -> None:
-    """Run a W with sharded weights; custom gradient rules must not read the weights."""
+    """Run a BackwardWeight. If weights are sharded, custom gradient rules must not read them."""
     watch = not weights.is_unsharded and deferred_slot.peek().has_custom_rule
     with _ReadGuard(*_DEFERRED_READ_ERROR) if watch else nullcontext():
         run()
@@ -122,7 +122,7 @@ def _run_guarded_wgrad(
 def _run_guarded_forward(
     stage: StageState, weights: ShardedParameters, run: Callable[[], None]
 ) -> None:
-    """Run an F; in the first run of each mode it must not read weights of another stage."""
+    """Run a Forward. Its first run in each mode must not read weights of another stage."""
     training = stage.module.training
     if training in stage.checked_read_modes:
         run()
@@ -143,7 +143,7 @@ _OTHER_STAGE_ERROR: Final = (
 
 
 class _ReadGuard(TorchDispatchMode):
-    """Refuse reads of tensors without memory, and of `refused_storages` (by `_cdata`)."""
+    """Refuse reads of tensors without memory, or with a storage `_cdata` in `refused_storages`."""
 
     def __init__(self, message: str, hint: str, refused_storages: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""Checks of models, parameters and ranks that refuse steps with wrong results."""
+"""Checks of models, parameters and ranks that would give wrong results."""

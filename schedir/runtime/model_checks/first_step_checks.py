@@ -1,6 +1,6 @@
-"""Find stages that misuse memory, in the first step of a program only.
+"""Find stages that misuse memory, in the first step of a program.
 
-A stage usually does the same in each step, so later steps run without these checks and their cost.
+A stage usually does the same in each step, so later steps omit these checks to save time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from schedir.runtime.parameters.sharded_parameters import ShardedParameters
 from schedir.runtime.value_slots import SlotTable, collect_versions, collect_versions_and_sums
 from schedir.transports.transport import SlotKey
 
-# The kinds of values that the computation of a stage returns: outputs, and gradients of inputs.
+# The kinds of values that a stage computes: its outputs, and the gradients of its inputs.
 OUTPUT_KINDS: Final = frozenset(made for made, _ in LOCAL_HANDOVER.values())
 
 
@@ -27,10 +27,10 @@ class FirstStepChecks:
     """Refuses stages that overwrite their outputs, or keep references to memory that is reused.
 
     Args:
-        slots: The slots of each kind.
-        slot_numbers: The slot numbers of each value, by kind, stage and microbatch.
-        device: The rank's device. On a CPU, checksums of outputs are compared and references to
-            memory are counted. On a GPU, only version counters of outputs are compared.
+        slots: Kind of value -> its slots.
+        slot_numbers: (Kind, stage, microbatch) -> the slot numbers of the value.
+        device: The rank's device. On a CPU, the checks compare checksums of outputs, and count
+            references to memory. On a GPU, they only compare version counters of outputs.
 
     Attributes:
         buffers: The memory in which messages are received. No step may keep references to it.
@@ -44,7 +44,7 @@ class FirstStepChecks:
         device: torch.device,
     ) -> None:
         self.is_active: bool = True
-        # On a GPU, the works of messages may refer to memory for longer than a step.
+        # On a GPU, the Work of a message may refer to its memory for longer than a step.
         self.counts_references: bool = device.type == "cpu"
         self.slot_numbers = slot_numbers
         self.buffers: Mapping[SlotKey, Tensor] = {}
@@ -54,9 +54,9 @@ class FirstStepChecks:
             collect_versions_and_sums if device.type == "cpu" else collect_versions
         )
         self.references: StorageReferences = StorageReferences(())
-        # By microbatch, the version counter of the loss when it was computed.
+        # Microbatch -> the version counter of the loss when it was computed.
         self.loss_versions: dict[int, list[int]] = {}
-        # By stage and microbatch, the versions of the gradients of inputs after the forward.
+        # (Stage, microbatch) -> the version counters of the gradients of inputs after the forward.
         self.gradient_versions: dict[tuple[int, int], list[int]] = {}
 
     def begin_step(self) -> None:
@@ -69,7 +69,7 @@ class FirstStepChecks:
                 weights.count_references()
 
     def end_step(self, losses: Sequence[Tensor]) -> None:
-        """End a step, and check losses and references after the first one.
+        """End a step. After the first step, check losses and references.
 
         Args:
             losses: The loss of each microbatch.
@@ -93,10 +93,10 @@ class FirstStepChecks:
         self.is_active = False
 
     def note_gradients(self, stage: int, mb: int, inputs: Sequence[Tensor]) -> None:
-        """Record the gradients of inputs after a forward, which may run a backward itself.
+        """Record the gradients of inputs after a forward, which may have run a backward.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             mb: The microbatch.
             inputs: The inputs of the stage.
         """
@@ -106,25 +106,25 @@ class FirstStepChecks:
         """Return whether inputs have the same gradients as after their forward.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             mb: The microbatch.
             inputs: The inputs of the stage.
 
         Returns:
-            True also if the gradients were not recorded in this step.
+            True if they have, or if the gradients were not recorded in this step.
         """
         noted = self.gradient_versions.get((stage, mb))
         return noted is None or noted == _get_gradient_versions(inputs)
 
     def require_released(self) -> None:
-        """Refuse stages that keep a tensor in memory in which messages are received.
+        """Check that no stage keeps a tensor in memory in which messages are received.
 
         Raises:
             ModelError: The memory has more references than before the step.
         """
         places = [*self.buffers]
         for kind, number in (places[k] for k in self.references.find_increased()):
-            stages = {  # several stages may use the slot, and any of them may keep the tensor
+            stages = {  # several stages may use the slot
                 stage
                 for (of, stage, _), numbers in self.slot_numbers.items()
                 if of == kind and number in numbers.values()
@@ -138,5 +138,5 @@ class FirstStepChecks:
 
 
 def _get_gradient_versions(inputs: Sequence[Tensor]) -> list[int]:
-    """Return the version counter of each gradient, and -1 for an input without one."""
+    """Return the version counter of each gradient, or -1 for an input without a gradient."""
     return [-1 if x.grad is None else x.grad._version for x in inputs]

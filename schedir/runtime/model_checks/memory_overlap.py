@@ -1,4 +1,4 @@
-"""Find tensors that share memory, and refuse those that must not."""
+"""Find tensors that share memory, and refuse tensors that must have separate memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ModuleTensor(NamedTuple):
     """A tensor of a module.
 
     Attributes:
-        stages: The stages that have it.
+        stages: The stages that have the tensor.
         name: Its name in the first of these stages.
         tensor: The tensor.
         is_trained: True if it is a Parameter that requires a gradient.
@@ -34,9 +34,9 @@ class ModuleTensor(NamedTuple):
 def list_module_tensors(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
     """Return the parameters, buffers and tensor attributes of stages, each tensor once.
 
-    Attributes include the tensors in lists, tuples and dicts. The attributes of a module with
-    forward pre-hooks are left out, because such a hook creates them before each forward, as
-    torch.nn.utils.spectral_norm does.
+    Attributes include the tensors in lists, tuples and dicts. This leaves out the attributes of a
+    module with forward pre-hooks, because a hook may create them before each forward, as in
+    torch.nn.utils.spectral_norm.
 
     Args:
         stages: The stages, by number.
@@ -58,7 +58,7 @@ def list_module_tensors(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
 
 
 def _list_tensor_attributes(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a module's own attributes, each with a name such as `views[0]`."""
+    """Yield a name such as `views[0]`, and the tensor, for each tensor in a module's attributes."""
     for name, value in vars(owner).items():
         if name in MODULE_ATTRIBUTES or owner._forward_pre_hooks:
             continue
@@ -75,16 +75,16 @@ MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))
 
 
 def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield the indices of each two tensors that have a number in the same memory.
+    """Yield the pairs of tensors that have an element in the same memory.
 
-    A tensor without memory or that is not strided has no overlaps. The same tensor object twice is
-    no overlap.
+    A tensor that has no memory, or is not strided, overlaps with no tensor. The same tensor object
+    twice is not a pair.
 
     Args:
         tensors: The tensors. A DTensor counts by its local shard.
 
     Yields:
-        Two indices, the smaller one first.
+        Two indices in `tensors`, the smaller index first.
     """
     spans = []
     for k, t in enumerate(tensors):
@@ -92,7 +92,7 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
         if local.layout is not torch.strided or not local.numel() or local.is_meta:
             continue
         start = local.data_ptr()
-        if start:  # The address of freed memory is 0.
+        if start:  # freed memory has the address 0
             spans.append((str(local.device), start, start + _measure_span(local), k, local))
     spans.sort(key=lambda span: span[:4])
     before: list[tuple[str, int, int, int, Tensor]] = []  # earlier spans that may reach the next
@@ -116,16 +116,16 @@ def has_same_storage(one: Tensor, other: Tensor) -> bool:
 
 
 def require_no_overlap(stages: Mapping[int, nn.Module], program: str) -> None:
-    """Refuse a trained parameter that overlaps with another tensor of the stages.
+    """Check that no trained parameter overlaps with another tensor of the stages (ZeRO).
 
-    Replicas split parameters into shards, and each shard has memory of its own.
+    Replicas split parameters into shards, and each shard has separate memory.
 
     Args:
         stages: The stages, by number.
         program: The name of the program.
 
     Raises:
-        ModelError: A trained parameter and another tensor have a number in the same memory.
+        ModelError: A trained parameter and another tensor have an element in the same memory.
     """
     for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
         if one.is_trained or other.is_trained:
@@ -137,10 +137,11 @@ def require_no_overlap(stages: Mapping[int, nn.Module], program: str) -> None:
 
 
 def require_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
-    """Refuse a tensor that is not trained in the memory of a trained parameter.
+    """Check that no untrained tensor uses the memory of a trained parameter.
 
-    A program with a delay computes with older versions of weights, which are copies of trained
-    parameters. A buffer, an attribute or a frozen parameter would have the newest weights.
+    A program with a weight delay computes with older versions of weights, which are copies of
+    trained parameters. A buffer, an attribute or a frozen parameter in the same memory would have
+    the newest weights.
 
     Args:
         stages: The stages, by number.
@@ -162,11 +163,11 @@ def require_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
 def require_rank_local_memory(
     stages: Mapping[int, nn.Module], ranks: Sequence[int], program: str
 ) -> None:
-    """Refuse a trained parameter that overlaps with a tensor of another rank.
+    """Check that no trained parameter overlaps with a tensor of another virtual rank.
 
-    One Parameter object in stages of several ranks is allowed. It is a tied weight, and all ranks
-    but the first compute with a copy. A second tensor in its memory is not copied. Its rank would
-    get the updates of another rank at any time.
+    The same Parameter object in stages of several ranks is allowed: it is a tied weight, and all
+    ranks but the first compute with a copy. But a second tensor in its memory is not copied. Its
+    rank would get the updates of another rank at any time.
 
     Args:
         stages: The stages of all ranks, by number.
@@ -174,7 +175,7 @@ def require_rank_local_memory(
         program: The name of the program.
 
     Raises:
-        ModelError: A trained parameter and a tensor of another rank have a number in the same
+        ModelError: A trained parameter and a tensor of another rank have an element in the same
             memory.
     """
     for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
@@ -193,10 +194,10 @@ def require_rank_local_memory(
 
 
 def require_copyable(module: nn.Module, stage: int, program: str) -> None:
-    """Refuse overlapping tensors that would no longer overlap in a copy of the stage.
+    """Check that no tensors of a stage overlap, because they would not overlap in a copy of it.
 
-    Stage replicas have copies, in which each tensor has memory of its own. Buffers may overlap:
-    they are copied from the first replica before each step.
+    Stage replicas are copies of a stage, in which each tensor has separate memory. Buffers may
+    overlap, because they are copied from the first replica before each step.
 
     Args:
         module: A stage with several stage replicas.
@@ -219,7 +220,7 @@ def require_copyable(module: nn.Module, stage: int, program: str) -> None:
 
 
 def find_shared_buffers(module: nn.Module, others: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the buffers of a module that other modules have, too, or that overlap with theirs.
+    """Return the buffers of a module that other modules also have, or that overlap with theirs.
 
     Args:
         module: The module.
@@ -233,23 +234,23 @@ def find_shared_buffers(module: nn.Module, others: Iterable[nn.Module]) -> list[
 
 
 def _find_overlapping_pairs(module_tensors: Sequence[ModuleTensor]) -> Iterator[list[ModuleTensor]]:
-    """Yield each two tensors that overlap, sorted by their names."""
+    """Yield the pairs of tensors that overlap. Each pair is sorted by name."""
     for pair in sorted(find_overlaps([one.tensor for one in module_tensors])):
         yield sorted((module_tensors[k] for k in pair), key=str)
 
 
 def _measure_span(t: Tensor) -> int:
-    """Return the bytes from the first number of a tensor to the end of its last one."""
+    """Return the bytes from the first element of a tensor to the end of its last element."""
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return (last + 1) * t.itemsize
 
 
 def _has_overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors with overlapping spans have a number in the same memory."""
+    """Return whether two tensors with overlapping spans have an element in the same memory."""
     if all(_measure_span(t) == t.nbytes for t in (one, other)):
         return True
     if one.itemsize != other.itemsize:
-        return True  # numbers of two sizes cannot be compared one by one
+        return True  # elements of two sizes cannot be compared one by one
     storages = [t.untyped_storage() for t in (one, other)]
     if storages[0].data_ptr() != storages[1].data_ptr():
         return True

@@ -1,4 +1,4 @@
-"""Refuse optimizers and options that cannot step a program correctly."""
+"""Check that the optimizer and the options of gradients fit a program."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PER_PARAMETER_OPTIMIZERS: Final = (
 def require_steppable(
     program: Program, stages: Mapping[int, nn.Module], optimizer: OptimizerLike | None
 ) -> None:
-    """Refuse an optimizer that cannot step the program correctly.
+    """Check that an optimizer can step the parameters of a program correctly.
 
     Args:
         program: The program.
@@ -43,8 +43,9 @@ def require_steppable(
         optimizer: The optimizer, or None.
 
     Raises:
-        ModelError: An update could not be made again. Or weights have views that would lack a
-            delay. Or the optimizer has a weight twice, or no weight of the stages.
+        ModelError: The program may repeat an update, but the optimizer cannot. Or the program uses
+            delayed weights, but a weight has a view. Or the optimizer has a weight twice, or no
+            weight of the stages.
     """
     if program.norm_check == "after_step" and program.has_backward:
         _require_repeatable(program, stages, optimizer)
@@ -60,7 +61,7 @@ def require_gradient_options(
     optimizer: OptimizerLike | None,
     extra_programs: Sequence[Program],
 ) -> None:
-    """Refuse options of gradients that do not fit the programs.
+    """Check that the options of gradients fit the programs.
 
     Args:
         program: The first program.
@@ -69,8 +70,8 @@ def require_gradient_options(
         extra_programs: The other programs.
 
     Raises:
-        ModelError: The loss scale could not be updated, or the executor would change accumulated
-            gradients.
+        ModelError: There is a loss scale, but the program has no gradient norm or several updates.
+            Or gradients are to be accumulated, but the executor would change them.
     """
     if gradients.loss_scale is not None:
         _require_scalable(program)
@@ -90,7 +91,7 @@ def require_gradient_options(
 
 
 def _require_scalable(program: Program) -> None:
-    """Refuse a loss scale for a program without gradient norm, or with several updates."""
+    """Check that a program can use a loss scale: it has a gradient norm and one update."""
     if not program.clip_grad_norm:
         raise ModelError(
             "a loss scale needs the norm of the gradients, but the program does not compute it",
@@ -108,7 +109,7 @@ def _require_scalable(program: Program) -> None:
 def _require_repeatable(
     program: Program, stages: Mapping[int, nn.Module], optimizer: OptimizerLike | None
 ) -> None:
-    """Refuse an optimizer if its update could not be made again."""
+    """Check that the rank has an optimizer whose update can be undone and repeated."""
     require_known_optimizer(optimizer, program.name)
     trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
     if optimizer is None and trains:
@@ -121,7 +122,7 @@ def _require_repeatable(
 
 
 def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None) -> None:
-    """Refuse accumulated gradients if the executor reduces, clips or steps them."""
+    """Check that the executor only accumulates gradients: it does not reduce, clip or step them."""
     uses = {
         "sums gradients over replicas": program.dp > 1,
         "sums gradients over stage replicas": program.shape.placement_rows > 1
@@ -140,10 +141,10 @@ def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None
 
 
 def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) -> None:
-    """Refuse an optimizer that would step one weight twice."""
+    """Check that the optimizer has no weight twice."""
     keys: set[object] = set()
-    # The 16-bit parameters of a MainOptimizer are checked, too: main parameters are separate
-    # copies.
+    # Also check the 16-bit parameters of a MainOptimizer. Its main parameters are separate copies,
+    # even if a 16-bit parameter occurs twice.
     rounded = [{"params": optimizer.parameters}] if isinstance(optimizer, MainOptimizer) else []
     for group in (*rounded, *getattr(optimizer, "param_groups", ())):
         for p in group["params"]:
@@ -158,10 +159,10 @@ def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) ->
 
 
 def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") -> None:
-    """Refuse an optimizer if its step may change state that cannot be restored.
+    """Check that the step of an optimizer changes only state that schedir can restore.
 
     Args:
-        optimizer: The optimizer, or None, which is accepted.
+        optimizer: The optimizer. None is accepted.
         program: The name of the program, for the error.
 
     Raises:
@@ -185,7 +186,7 @@ def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") 
 def require_stepped_stages(
     program: Program, stages: Mapping[int, nn.Module], optimizer: object
 ) -> None:
-    """Refuse an optimizer that has no parameter of the stages, but other parameters.
+    """Check that an optimizer with parameters has at least one parameter of the stages.
 
     Args:
         program: The program.
@@ -193,10 +194,10 @@ def require_stepped_stages(
         optimizer: The optimizer, or None.
 
     Raises:
-        ModelError: The optimizer would train another model than the stages.
+        ModelError: All parameters of the optimizer are outside of the stages.
     """
     stepped = describe_options(optimizer)
-    # A rank may compute with a copy of a tied weight, and then its optimizer has the copy.
+    # Leave out stages with a tied weight: the optimizer may have the rank's copy of the weight.
     tied = {stage for stages_of_weight in program.tied_weights for stage in stages_of_weight}
     trained = [
         p
@@ -221,16 +222,18 @@ def require_placeable_state(
     optimizer: OptimizerLike | None,
     parameter_copies: Mapping[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Refuse an optimizer if its state cannot be where the first program places it.
+    """Check that the optimizer state can be where the first program places it.
 
     Args:
-        programs: The programs of the executor. It steps the optimizer if one of them trains.
+        programs: The programs of the executor. The check is needed only if one of them trains.
         stages: The stages of the rank, by number.
         optimizer: The optimizer, or None.
-        parameter_copies: The Parameter with which the rank computes, by shared Parameter.
+        parameter_copies: Parameter that virtual ranks share -> the copy with which this rank
+            computes.
 
     Raises:
-        ModelError: The optimizer cannot step one stage after the other, or there is none.
+        ModelError: The optimizer cannot step one stage after the other, or the rank has no
+            optimizer.
     """
     program = programs[0]
     if program.optimizer_placement != "device" and any(one.has_backward for one in programs):
@@ -247,7 +250,7 @@ def require_stagewise_steps(
 ) -> None:
     """Check that an optimizer can step one stage after the other with the same bits.
 
-    It must be a torch.optim.Optimizer, so that its state can be found, and step each element
+    It must be a torch.optim.Optimizer, so that its state can be found. It must step each parameter
     separately. For an optimizer that is not torch's, the attribute `elementwise` confirms this.
 
     Args:
@@ -256,7 +259,7 @@ def require_stagewise_steps(
         optimizer: The optimizer, or None if the rank has none.
 
     Raises:
-        ModelError: The optimizer cannot, or the rank has none although it trains.
+        ModelError: The optimizer cannot do so, or a rank with trained parameters has no optimizer.
     """
     refuse = partial(make_offload_error, program=program.name)
     trained = {p for own in parameters.values() for p in own if p.requires_grad}
@@ -304,11 +307,11 @@ def require_own_parameters(
     parameters: Mapping[int, Sequence[Tensor]],
     program: str = "",
 ) -> None:
-    """Refuse an optimizer that steps a parameter of no trained stage of the rank.
+    """Check that an optimizer steps only parameters of the rank's trained stages.
 
     Args:
         inner: The optimizer.
-        main: The main parameter of each parameter that has one.
+        main: Parameter -> its main parameter, for parameters with a main parameter.
         parameters: The parameters of each trained stage.
         program: The name of the program, for the error.
 

@@ -17,9 +17,9 @@ _requires_grad = attrgetter("requires_grad")
 class ParameterGuard:
     """The trained parameters of a rank when its gradient buffers were created.
 
-    A parameter that is trained later has no gradient buffer. Its gradient would not be zeroed,
-    scaled or reduced. A parameter that is frozen later keeps its buffer, and the optimizer would
-    step it.
+    A parameter that is unfrozen later has no gradient buffer, so its gradient would not be zeroed,
+    scaled or reduced. A parameter that is frozen later keeps its buffer, so the optimizer would
+    still step it.
 
     Args:
         stages: The stages of the rank, by number.
@@ -30,13 +30,13 @@ class ParameterGuard:
         self._record_parameters()
 
     def _record_parameters(self) -> None:
-        """Record the current modules and parameters, and which parameters are trained."""
+        """Record the current modules, parameters and `requires_grad` flags."""
         owners = [owner for module in self.stages.values() for owner in module.modules()]
         # Views of the modules' dictionaries, which show later changes.
         self.tables: list[ValuesView[object]] = []
         for owner in owners:
             self.tables += (owner._parameters.values(), owner._modules.values())
-        # References are kept, so that no new object gets the address of one.
+        # Keep references, so that no new object gets the same address.
         self.objects: list[object] = [*chain.from_iterable(self.tables)]
         self.ids: list[int] = [*map(id, self.objects)]
         self.names: dict[int, dict[str, nn.Parameter]] = {
@@ -49,9 +49,9 @@ class ParameterGuard:
         self.trained_flags: list[bool] = [*map(_requires_grad, self.parameters)]
 
     def require_unchanged(self, program: str = "") -> None:
-        """Refuse a change of the trained parameters.
+        """Check that the set of trained parameters has not changed.
 
-        Without a change this takes microseconds.
+        If nothing has changed, the check takes microseconds.
 
         Args:
             program: The name of the program, for the error.
@@ -72,15 +72,16 @@ class ParameterGuard:
                         program=program,
                         hint="create the executor after the last such change",
                     )
-        self._record_parameters()  # The change does not affect trained parameters.
+        self._record_parameters()  # only untrained parameters have changed
 
 
 def require_untrained(
     module: nn.Module, stage: int, inputs: Sequence[Tensor], *, is_last: bool
 ) -> None:
-    """Refuse a stage whose outputs have no gradient, unless there is nothing to train.
+    """Check that a stage whose outputs have no gradient has nothing to train.
 
-    The causes are `torch.no_grad()` and `detach()` in the stage or in the loss.
+    If it has trained parameters, the cause is usually `torch.no_grad()` or `detach()` in the stage
+    or in the loss.
 
     Args:
         module: The stage.
@@ -106,11 +107,11 @@ def require_stage_parameters(
     stage: int,
     optimizer: object,
 ) -> None:
-    """Find Parameters on which the outputs of a stage depend, but which the stage does not have.
+    """Check that the outputs of a stage depend only on Parameters that the stage has.
 
-    A loss with Parameters is an example, or Parameters in a list. The stage does not zero, scale or
-    reduce their gradients. If the optimizer does not step them, that may be intended, so this
-    warns.
+    Examples of other Parameters are Parameters of a loss, or in a list. The executor does not zero,
+    scale or reduce their gradients. If the optimizer does not step them, that may be intended, so
+    this function only warns.
 
     Args:
         outputs: The outputs of the stage, or its loss.
@@ -120,7 +121,7 @@ def require_stage_parameters(
         optimizer: The optimizer, or None.
 
     Raises:
-        ModelError: The optimizer steps such a Parameter.
+        ModelError: The optimizer steps a Parameter that the stage does not have.
     """
     allowed = {*module.parameters(), *allowed_parameters}
     visited = set()

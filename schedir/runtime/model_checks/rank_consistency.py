@@ -39,7 +39,7 @@ def compare_processes(
         options: The options of the rank.
 
     Returns:
-        The fingerprints of the parameters of each process with the same slice of the stages.
+        For each process with the same tensor-parallel rank, the fingerprints of its parameters.
 
     Raises:
         ModelError: The processes differ.
@@ -68,11 +68,11 @@ def collect_facts(
     transport: Transport,
     fingerprints: Mapping[int, Sequence[ParameterFingerprint]],
 ) -> dict[str, str]:
-    """Return the facts about stages and optimizer that must be equal on all processes, by name.
+    """Return name -> fact, for facts about stages and optimizer that all processes must share.
 
-    Most names contain the stage and the tensor-parallel rank. Such facts are compared only between
-    processes with the same slice of a stage. Those about experts are compared between replicas with
-    the same experts.
+    Processes compare facts of the same name. Most names contain the stage and the tensor-parallel
+    rank, so that only processes with the same slice of a stage compare the fact. Names of facts
+    about experts also contain the slice of experts.
 
     Args:
         program: The program.
@@ -83,11 +83,13 @@ def collect_facts(
     facts: dict[str, str] = {}
     tp_rank = transport.tp_rank
     for s, module in stages.items():
-        # The last name is that of experts, if the stage has experts and other parameters.
+        # `max` selects the name with experts, if the stage has experts.
         slices = [f"slice {tp_rank}", *(describe_slice(p, tp_rank) for p in module.parameters())]
         facts |= _describe_parameters(module, f"stage {s}, {max(slices)}")
         shapes = [_describe_shape(p) for p in module.parameters() if is_expert(p)]
-        if shapes:  # The ranks of a group send each other rows for these experts.
+        # Ranks of an expert-parallel group exchange rows for these experts, so shapes must be
+        # equal.
+        if shapes:
             facts[f"the shapes of the experts in stage {s}, slice {tp_rank}"] = ", ".join(shapes)
         summed = [
             f"{name} {_describe_shape(p)}"
@@ -111,7 +113,7 @@ def collect_facts(
 
 
 def _describe_parameters(module: nn.Module, location: str) -> dict[str, str]:
-    """Return the number of trained parameters, and the name and shape of each one, as facts."""
+    """Return as facts the number of trained elements, and the name and shape of each parameter."""
     counts: Counter[str] = Counter()
     facts = {}
     trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)

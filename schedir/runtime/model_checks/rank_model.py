@@ -1,4 +1,4 @@
-"""RankModel: the model of a rank, and all checks of it before the first step."""
+"""RankModel: the model of a rank, and all its checks before the first step."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from schedir.verify.check import check
 
 @dataclass(frozen=True)
 class RankModel:
-    """The stages of a rank, and what an executor runs them with.
+    """The stages of a rank, with the programs, the transport and the options of the executor.
 
     Args:
-        programs: The programs of the executor, with their boundaries. If one trains, it is the
-            first.
+        programs: The programs of the executor, with their boundaries. If any program trains, the
+            first one does.
         rank: The pipeline rank.
         stages: The stages of the rank, by number.
         transport: The transport of the rank.
         optimizer: The optimizer, or None.
         options: The options of the rank.
-        tied_weights: The tied weights that the user gives, or None.
+        tied_weights: The tied weights that the user passed, or None.
     """
 
     programs: Sequence[tuple[Program, BoundaryTable]]
@@ -67,11 +67,11 @@ class RankModel:
     tied_weights: TiedWeights | None
 
     def check(self) -> list[TiedWeight]:
-        """Compare all processes, and refuse a model that the programs would not train correctly.
+        """Compare all processes, and check that the programs train the model correctly.
 
         All processes must call this. The first check that fails raises the error. A ModelError has
-        the name of the program. Those after the comparison of the processes have in `fields` the
-        argument of `Executor` that the check is about.
+        the name of the program. In `fields` it has the argument of `Executor` that is wrong, except
+        in errors from the comparison of processes.
 
         Returns:
             The tied weights with copies on this rank. Without a backward there are none.
@@ -121,16 +121,16 @@ class RankModel:
 
 
 def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
-    """Refuse a model if its ranks cannot run in one process as separate processes would.
+    """Check that ranks in one process give the same results as ranks in separate processes.
 
     Args:
         program: The program.
         stages: All stages of the model, in order.
 
     Raises:
-        ModelError: Tensors of several ranks share memory, or a stage with stage replicas has
-            tensors that would no longer share memory in a copy. Or ranks share a Parameter that
-            ZeRO would shard, or that has hooks on its autograd node.
+        ModelError: Tensors of several ranks share memory, or tensors of a stage with stage replicas
+            share memory. Or ranks share a Parameter that ZeRO would shard, or that has hooks on its
+            autograd node.
     """
     numbered, ranks = dict(enumerate(stages)), program.shape.first_rank_per_stage.tolist()
     with _add_error_context(program, "stages"):
@@ -153,7 +153,7 @@ def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def _add_error_context(program: Program, field: str) -> Iterator[None]:
-    """Add a program and an argument of `Executor` to errors that name none."""
+    """Add the program and the argument of `Executor` to errors that do not have them."""
     try:
         yield
     except ModelError as error:

@@ -19,7 +19,7 @@ from schedir.runtime.parameters.mixed_precision import (
 )
 from schedir.runtime.parameters.sharded_parameters import find_owner, list_state_tensors
 
-# torch's optimizers that step each number of a weight independently of the others.
+# torch's optimizers that step each element of a weight independently of the other elements.
 _ELEMENTWISE_OPTIMIZERS: Final = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",
@@ -27,10 +27,10 @@ _ELEMENTWISE_OPTIMIZERS: Final = (
 
 
 def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimizer: object) -> None:
-    """Refuse stages for which a step of shards is not a step of full weights.
+    """Check that ZeRO can shard the parameters of stages.
 
-    Without ZeRO it checks two things: that no other executor has sharded the stages, and that the
-    memory layouts fit fused optimizers.
+    Without ZeRO this checks only that no other executor has sharded the stages, and that memory
+    layouts fit fused optimizers.
 
     Args:
         program: The program.
@@ -100,9 +100,9 @@ def _list_parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str
 
 
 def require_elementwise(program: Program, optimizer: object) -> None:
-    """Refuse an optimizer that does not step each number of a weight independently.
+    """Check that an optimizer is elementwise: it steps each element of a weight independently.
 
-    A step of shards is equal to a step of full weights only for an elementwise optimizer.
+    Only then is a step of shards equal to a step of full weights.
 
     Args:
         program: The program. Without ZeRO or a backward, every optimizer is accepted.
@@ -134,9 +134,9 @@ def require_elementwise(program: Program, optimizer: object) -> None:
 
 
 def _require_separate_state(program: Program, inner: Any) -> None:
-    """Refuse an optimizer that is not torch's and whose state shares memory.
+    """Check that each state tensor has separate memory, because ZeRO shards it separately.
 
-    Each state tensor is sharded separately.
+    torch's own optimizers always keep their state in separate memory.
     """
     kept = getattr(inner, "state", {})
     tensors = [t for t in tree_leaves([*kept.values()]) if isinstance(t, Tensor)]
@@ -151,7 +151,7 @@ def _require_separate_state(program: Program, inner: Any) -> None:
 
 
 def _require_elementwise_state(program: Program, inner: Any) -> None:
-    """Refuse an optimizer whose state cannot be sharded as weights are."""
+    """Check that the state of an optimizer can be sharded like weights."""
     name = type(inner).__name__
     state: Mapping[Any, Mapping[str, Any]] = getattr(inner, "state", {})
     for p, kept in state.items():
@@ -167,7 +167,7 @@ def _require_elementwise_state(program: Program, inner: Any) -> None:
     shapes = {p.shape for group in groups for p in group["params"] if p.numel() > 1}
     for key, value in getattr(inner, "__dict__", {}).items():
         for one in tree_leaves(value) if key not in ("state", "param_groups") else ():
-            # Parameters are left out, because a Parameter may be sharded as a weight.
+            # Leave out Parameters, because a Parameter may be a weight, which ZeRO shards.
             is_own = isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
             if is_own and one.shape in shapes:
                 raise ModelError(

@@ -1,4 +1,4 @@
-"""Refuse stages and a transport that do not fit a program."""
+"""Check that stages and a transport fit a program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schedir.transports.transport import Transport
 
 
 def require_matching_stages(program: Program, rank: int, stages: Mapping[int, nn.Module]) -> None:
-    """Refuse stages that do not fit the program.
+    """Check that the stages of a rank fit the program.
 
     Args:
         program: The program.
@@ -42,7 +42,7 @@ def require_matching_stages(program: Program, rank: int, stages: Mapping[int, nn
 
 
 def require_matching_transport(program: Program, transport: Transport) -> None:
-    """Refuse a transport with other numbers of ranks than the program.
+    """Check that a transport has the same numbers of ranks as the program.
 
     Args:
         program: The program.
@@ -61,7 +61,7 @@ def require_matching_transport(program: Program, transport: Transport) -> None:
 def require_matching_experts(
     program: Program, transport: Transport, stages: Mapping[int, nn.Module]
 ) -> None:
-    """Refuse experts that are not those of this replica.
+    """Check that the experts in the stages belong to this replica.
 
     Args:
         program: The program.
@@ -86,9 +86,10 @@ def require_matching_experts(
 
 
 def _require_summed_over_tp(program: Program, stage: int, module: nn.Module) -> None:
-    """Check that `summed_over_tp` of parameters fits the program.
+    """Check that the attribute `summed_over_tp` of parameters fits the program.
 
-    Full parameters must have the attribute if the program has sequence parallelism.
+    If the program has sequence parallelism, parameters that each tensor-parallel rank has in full
+    must have the attribute.
     """
     for name, p in module.named_parameters() if program.tp > 1 else ():
         if not p.requires_grad or (is_tp_sharded(p) and not is_summed_over_tp(p)):

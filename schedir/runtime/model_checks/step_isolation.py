@@ -1,8 +1,9 @@
 """Refuse optimizers for which one step per stage differs from one step of all stages.
 
-With states on the host an optimizer steps the stages of a rank one after the other. These steps are
-equal to one step of all stages if a step changes only the parameters and the state of its stage.
-torch's own optimizers do so. For other optimizers, the changes are verified after each step.
+If the optimizer state is on the host, the optimizer steps the stages of a rank one after the other.
+These steps are equal to one step of all stages if each changes only the parameters and the state of
+its stage. torch's own optimizers do so. For other optimizers, this module checks the changes after
+each step.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from schedir.runtime.model_checks.tensor_fingerprint import get_versions
 from schedir.runtime.parameters.mixed_precision import is_torch_optimizer
 
 ON_DEVICE_HINT: Final = "compile(..., optimizer_placement='device')"
-# The first two attributes are moved to the host, and the third one does not change.
+# `_list_attributes` leaves these out. The first two are checked separately, and the third does not
+# change.
 _STATE_ATTRIBUTES: Final = ("param_groups", "state", "defaults")
-_Entry = tuple[str, object]  # a description for errors, and the value
+_Entry = tuple[str, object]  # description for errors, value
 
 
 def make_offload_error(fact: str, hint: str = ON_DEVICE_HINT, program: str = "") -> ModelError:
-    """Return the error for an optimizer whose states cannot leave the device.
+    """Return the error for an optimizer whose state must stay on the device.
 
     Args:
         fact: The reason.
@@ -45,21 +47,22 @@ class StepIsolation:
     """Verifies that the steps of an optimizer for different stages do not depend on each other.
 
     Args:
-        inner: The optimizer. If it is one of torch's own, it is not verified.
-        replaces_parameters: True if the optimizer steps other parameters in place of those on the
-            device, as a CPU optimizer does.
+        inner: The optimizer. torch's own optimizers are not checked.
+        replaces_parameters: True if the optimizer steps parameters on the host instead of those on
+            the device, as a CPU optimizer does.
     """
 
     def __init__(self, inner: Any, *, replaces_parameters: bool) -> None:
         self.inner = inner
         self.replaces_parameters = replaces_parameters
         self.name = type(inner).__name__
-        self.changing_stages: dict[object, int] = {}  # by entry, the stage whose step changed it
-        # By state tensor, its stage.
+        # Key of `_collect_entries` -> the stage whose step has changed this entry.
+        self.changing_stages: dict[object, int] = {}
+        # State tensor -> its stage.
         self.state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def require_no_references(self, *, stages: int) -> None:
-        """Refuse an optimizer that may step parameters outside of its groups.
+        """Check that the optimizer steps only the parameters in its groups.
 
         Args:
             stages: The number of the rank's stages.
@@ -88,15 +91,15 @@ class StepIsolation:
 
     @contextmanager
     def watch_step(self, stage: int) -> Iterator[None]:
-        """Verify the step of a stage, which runs within this context.
+        """Check the optimizer step of a stage, which runs within this context.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
 
         Raises:
             ModelError: The step changes the set of parameters. Or it changes a number or a tensor
-                outside of the state of parameters, and the step of another stage has changed it,
-                too.
+                that is in no parameter's state, and that the step of another stage has also
+                changed.
         """
         if is_torch_optimizer(self.inner):
             yield
@@ -120,18 +123,18 @@ class StepIsolation:
     def require_separate_memory(
         self, state: Sequence[Tensor], parameters: Iterable[Tensor], stage: int
     ) -> None:
-        """Refuse a stage's state that shares memory and is about to be moved.
+        """Check that each state tensor of a stage has separate memory, before the state is moved.
 
-        A write to one of two tensors in the same memory would then be missing in the other.
+        After the move, a write to one of two tensors in the same memory would be missing in the
+        other.
 
         Args:
             state: The state tensors of the stage.
-            parameters: The parameters on the device. Their memory, and that of their gradients, is
-                not moved.
-            stage: The stage.
+            parameters: The parameters on the device. They and their gradients are not moved.
+            stage: The number of the stage.
 
         Raises:
-            ModelError: A state tensor belongs to another stage, too, or shares memory.
+            ModelError: A state tensor also belongs to another stage, or shares memory.
         """
         if is_torch_optimizer(self.inner):
             return
@@ -149,16 +152,15 @@ class StepIsolation:
 
 
 def require_no_step_overlap(parameters: Mapping[Tensor, str]) -> None:
-    """Refuse two parameters of an optimizer in the same memory.
+    """Check that no two parameters of an optimizer share memory.
 
-    The optimizer steps each stage separately. If the step runs on the host, each parameter has
-    memory of its own there.
+    The optimizer steps each stage separately, and on the host each parameter has separate memory.
 
     Args:
         parameters: The parameters that the optimizer steps, with their names.
 
     Raises:
-        ModelError: Two parameters have a number in the same memory.
+        ModelError: Two parameters have an element in the same memory.
     """
     each, names = [*parameters], [*parameters.values()]
     for one, other in sorted(find_overlaps(each)):
@@ -185,14 +187,14 @@ def state_shares_memory(inner: Any, state: Sequence[Tensor], parameters: Iterabl
 
 
 class _TensorTrace:
-    """A tensor of several numbers, with its version counter."""
+    """A tensor with several elements, and its version counter."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, (self.version,) = tensor, get_versions([tensor])
 
 
 def _list_attributes(inner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an optimizer, except for its groups, state and defaults."""
+    """Yield the name and value of each attribute of an optimizer but groups, state and defaults."""
     for name, value in vars(inner).items():
         if name not in _STATE_ATTRIBUTES:
             yield name, value
@@ -213,12 +215,12 @@ def _list_nested_keys(value: object) -> Iterator[object]:
 
 
 def _list_parameter_ids(inner: Any) -> list[list[int]]:
-    """Return the ids of an optimizer's parameters, by group."""
+    """Return the ids of an optimizer's parameters, as one list per group."""
     return [[id(p) for p in group["params"]] for group in inner.param_groups]
 
 
 def _collect_entries(inner: Any) -> dict[object, _Entry]:
-    """Return the numbers and tensors of an optimizer, except for the state of parameters."""
+    """Return key -> entry for the numbers and tensors that are not state of a parameter."""
     found: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():
@@ -233,11 +235,11 @@ def _collect_entries(inner: Any) -> dict[object, _Entry]:
 
 
 def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[object, _Entry]:
-    """Return the numbers and tensors in a value, and the lengths of its lists."""
+    """Return key -> entry for the numbers, tensors and lengths of lists in a value."""
     if isinstance(value, Tensor):
         one = value.numel() == 1 and not value.is_meta
         return {key: (label, value.item() if one else _TensorTrace(value))}
-    # Flags are left out, because they do not count steps.
+    # Leave out bools, because they do not count steps.
     if isinstance(value, Number) and not isinstance(value, bool):
         return {key: (label, value)}
     found: dict[object, _Entry] = {}
@@ -252,7 +254,7 @@ def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[
 
 
 def _is_unchanged(before: object, after: object) -> bool:
-    """Return whether an entry has not changed. Two NaNs are equal."""
+    """Return whether an entry is unchanged. Two NaNs count as equal."""
     if isinstance(before, _TensorTrace) and isinstance(after, _TensorTrace):
         return before.tensor is after.tensor and before.version == after.version
     return before is after or bool(before == after) or bool(before != before and after != after)

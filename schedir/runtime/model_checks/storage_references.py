@@ -10,11 +10,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_MAX_WAITS: Final = 5  # for a thread of a transport, of 10 ms each
+# The number of waits of 10 ms for threads of a transport that still have a reference.
+_MAX_WAITS: Final = 5
 
 
 class StorageReferences:
-    """The numbers of references to the storages of tensors.
+    """The number of references to the storage of each tensor.
 
     Each tensor that uses a storage is a reference, and so is each view of it. A module, a hook or
     an autograd graph may keep such a tensor.
@@ -28,13 +29,13 @@ class StorageReferences:
         self.counts: list[int] = self._count()
 
     def find_increased(self) -> list[int]:
-        """Return the indices of the tensors that have more references than at first."""
+        """Return the indices of tensors with more references to their storage than at first."""
         increased = self._compare()
         for _ in range(_MAX_WAITS):
             if not increased:
                 break
-            gc.collect()  # Garbage in a reference cycle is no reference: nothing can read it.
-            sleep(0.01)  # A thread of a transport may release a message after its end is seen.
+            gc.collect()  # frees unreachable reference cycles
+            sleep(0.01)  # a thread of a transport may release a message late
             increased = self._compare()
         return increased
 

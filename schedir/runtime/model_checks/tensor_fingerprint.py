@@ -1,4 +1,4 @@
-"""Compare tensors bit by bit, by version counters and by checksums."""
+"""Compare tensors by their bits, by version counters and by checksums."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 _WORD_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_COLUMNS: Final = 256  # the words in a row of the matrix that shortens a checksum
+_COLUMNS: Final = 256  # words per row of the matrix in `checksum_on_device`
 
 
 def get_versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return the version counters of tensors, which count writes.
 
-    Tensors of inference mode have no version counter. For them the result is 0.
+    An inference tensor has no version counter, so its entry is 0.
 
     Args:
         tensors: The tensors.
@@ -27,9 +27,9 @@ def get_versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def get_write_traces(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return the version counter and the address of tensors.
+    """Return the version counter and the address of each tensor.
 
-    The address changes if the `data` of a tensor is replaced. It is 0 for tensors that are not
+    The address changes if the `data` of a tensor is replaced. It is 0 for a tensor that is not
     strided.
 
     Args:
@@ -42,7 +42,8 @@ def get_write_traces(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 def has_same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of the same shape have the same bits.
 
-    NaNs with different bits are different. So are tensors with different types, devices or layouts.
+    NaNs with different bits are different. Tensors with different dtypes, devices or layouts are
+    different, too.
 
     Args:
         one: A tensor.
@@ -54,11 +55,12 @@ def has_same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def compute_checksum(t: Tensor) -> int:
-    """Return a 64-bit checksum of the numbers of a tensor and of their order.
+    """Return a 64-bit checksum of the elements of a tensor, which depends on their order.
 
-    Each word is multiplied by an odd number that depends on its place, and the products are added.
-    The words of a large tensor are first arranged as a matrix, and replaced by the sums of its rows
-    and columns. Different tensors are unlikely to have the same checksum, but they may.
+    Each word is multiplied by an odd number that depends on its position, and the products are
+    added. The words of a large tensor are first arranged as a matrix, and replaced by the sums of
+    its rows and columns. Different tensors are unlikely to have the same checksum, but it is
+    possible.
 
     Args:
         t: The tensor.
@@ -77,21 +79,21 @@ def checksum_on_device(t: Tensor) -> Tensor:
     """
     t = t.resolve_conj().resolve_neg()
     flat = (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous()
-    if flat.stride() != (1,):  # any stride of a single number counts as contiguous
+    if flat.stride() != (1,):  # a single element counts as contiguous with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     words = flat.view(_WORD_TYPES[flat.element_size()])
-    if len(words) > 16 * _COLUMNS:  # for fewer words the sums take longer than they save
+    if len(words) > 16 * _COLUMNS:  # for fewer words this would take longer
         in_rows = len(words) - len(words) % _COLUMNS
         matrix, rest = words[:in_rows].view(-1, _COLUMNS), words[in_rows:]
         words = torch.cat((matrix.sum(0), matrix.sum(1), rest))
-    # Cubes: with consecutive odd numbers, a swap from row r and column c to row r + 1 and column
-    # c - 1 would cancel out.
+    # The factors are cubes. With consecutive odd numbers, the checksum would not change if a value
+    # moved from row r and column c to row r + 1 and column c - 1.
     factors = (2 * torch.arange(len(words), device=words.device) + 1) ** 3
     return (words * factors).sum()
 
 
 def compute_checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the checksum of each tensor, and 0 for sparse ones.
+    """Return the checksum of each tensor, or 0 for a tensor that is not strided.
 
     Args:
         tensors: The tensors.
@@ -101,7 +103,7 @@ def compute_checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def get_local_shard(t: Tensor) -> Tensor:
-    """Return this process's shard of a DTensor, and any other tensor as it is.
+    """Return this process's shard of a DTensor, and any other tensor unchanged.
 
     Args:
         t: The tensor.
@@ -116,7 +118,7 @@ def _flatten_to_bytes(tensor: Tensor) -> list[Tensor]:
 
 
 def _list_dense_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that a tensor consists of, several if it is sparse."""
+    """Return the dense tensors in a tensor: itself, or several if it is sparse."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,4 +1,4 @@
-"""Find the tied weights of a model, and refuse ties that do not match the program."""
+"""Find the tied weights of a model, and check that they match the ties of the program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from schedir.ir.program import Program
 from schedir.runtime.parameters.mixed_precision import describe_options
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
-SAMPLE_SIZE = 4096  # the numbers of a parameter in its digest, so that large ones take little time
+SAMPLE_SIZE = 4096  # elements in the digest of a large parameter, to limit its time
 TIES_HINT = (
     "call ties = schedir.find_tied_weights(stages), and pass tied_weights=ties to compile and to "
     "the executor"
@@ -30,17 +30,18 @@ TIES_HINT = (
 
 
 class ParameterFingerprint(NamedTuple):
-    """The facts about a parameter of a stage that processes exchange.
+    """The properties of a stage's parameter that processes exchange and compare.
 
     Attributes:
         names: All names of the parameter in its stage.
         object_id: An id that is equal if two stages of a process have the same Parameter.
-        kind: The shape and the type, as text.
+        kind: The shape and the dtype, as text.
         is_trained: True if the parameter requires a gradient.
-        is_constant: True if all its numbers are equal.
-        values_digest: A digest of kind and numbers, see `fingerprint_parameters`.
+        is_constant: True if all its elements are equal.
+        values_digest: A digest of `kind` and elements, see `fingerprint_parameters`.
         is_named_tied: True if the parameter is the module's attribute `tied_weight`.
-        optimizer_options: The optimizer's type and options for it, or "" if they are unknown.
+        optimizer_options: The type of the optimizer and its options for the parameter, or "" if
+            they are unknown.
     """
 
     names: tuple[str, ...]
@@ -53,7 +54,7 @@ class ParameterFingerprint(NamedTuple):
     optimizer_options: str
 
 
-StageFingerprints = Mapping[int, Sequence[ParameterFingerprint]]  # by stage
+StageFingerprints = Mapping[int, Sequence[ParameterFingerprint]]  # stage -> its parameters
 
 
 def fingerprint_parameters(
@@ -61,16 +62,16 @@ def fingerprint_parameters(
 ) -> dict[int, list[ParameterFingerprint]]:
     """Return the fingerprints of the parameters of stages.
 
-    The digest of a parameter is over a sample of about 4096 numbers at equal distances. If these
-    are all equal but others differ, it is over all numbers. Equal parameters have equal digests,
-    and different parameters very rarely do.
+    The digest of a parameter covers a sample of about 4096 elements at equal distances. If these
+    are all equal but other elements differ, it covers all elements. Equal parameters have equal
+    digests. Different parameters have equal digests only very rarely.
 
     Args:
         stages: The stages, by number.
         optimizer: The optimizer that steps them, or None.
 
     Returns:
-        The fingerprints of each stage, by its number.
+        Stage -> the fingerprints of its parameters.
     """
     fingerprints: dict[int, list[ParameterFingerprint]] = {}
     options = describe_options(optimizer)
@@ -103,8 +104,9 @@ def _fingerprint(
         sample = flat[:: max(1, flat.numel() // SAMPLE_SIZE)]
         constant = bool((sample == sample[:1]).all())
         if constant and not bool((flat == flat[:1]).all()):
-            sample, constant = flat, False  # the numbers that differ are not in the sample
-        # A copy, because `numpy` fixes the size of a storage, and FSDP frees that of the weight.
+            sample, constant = flat, False  # the sample lacks the different elements
+        # Copy, because `numpy` fixes the size of a storage, but FSDP must free the weight's
+        # storage.
         copy = sample.clone(memory_format=torch.contiguous_format)
         numbers = copy.view(torch.uint8).cpu().numpy().tobytes()
         values = sha256(kind.encode() + numbers).hexdigest()[:16]
@@ -123,18 +125,18 @@ def _fingerprint(
 class ParameterTable:
     """The parameters of all stages, and the tied weights among them.
 
-    Weights are tied in three ways: by `tied`, as the same Parameter in several stages of a process,
-    or as the attribute `tied_weight` of modules.
+    Weights are tied in one of three ways: `tied` lists them, several stages of a process have the
+    same Parameter, or modules have them as attribute `tied_weight`.
 
     Args:
         rank_fingerprints: The fingerprints of all ranks.
-        tied: The tied weights that the user gives, or None.
-        tied_stages: The stages that may have a common `tied_weight`, for each weight.
+        tied: The tied weights that the user passed, or None.
+        tied_stages: For each tied weight of the program, the stages that share it.
 
     Attributes:
-        fingerprints: The fingerprint of each parameter, by stage and first name.
-        weights: For each tied weight the stage and name of its copies.
-        weight_index: The index in `weights` of each copy.
+        fingerprints: (Stage, first name) -> fingerprint of the parameter.
+        weights: For each tied weight, the stage and name of each copy.
+        weight_index: (Stage, name) of a copy -> index of its weight in `weights`.
 
     Raises:
         ModelError: The ties contradict each other or the stages.
@@ -217,7 +219,7 @@ class ParameterTable:
         self.weights.append(added)
 
     def require_program_match(self, program: Program, *, allow_identical_stages: bool) -> None:
-        """Refuse ties that the program does not have, and equal weights that are not tied.
+        """Check that the ties are those of the program, and that equal weights are tied.
 
         Args:
             program: The program.
@@ -271,7 +273,7 @@ class ParameterTable:
                     )
 
     def _require_same_copies(self, one: ParameterLocation, other: ParameterLocation) -> None:
-        """Refuse copies of a weight that are frozen, or differ in numbers or options."""
+        """Check that copy `other` is trained, and has the values and options of copy `one`."""
         a, b = self.fingerprints[one], self.fingerprints[other]
         if not b.is_trained:
             raise ModelError(
@@ -312,7 +314,7 @@ def describe_places(places: Iterable[ParameterLocation]) -> str:
     """Return the names and stages of parameters as text.
 
     Args:
-        places: The stages and names.
+        places: Pairs of a stage and a name.
     """
     return " and ".join(f"{name} of stage {s}" for s, name in places)
 
@@ -331,11 +333,11 @@ def list_local_tied_weights(
         program: The program.
         stages: The stages of this rank.
         rank_fingerprints: The fingerprints of all ranks.
-        tied: The tied weights that the user gives, or None.
+        tied: The tied weights that the user passed, or None.
         allow_identical_stages: If True, weights of different stages may be equal without a tie.
 
     Raises:
-        ModelError: The ties do not match the program, see `ParameterTable`, or a tied weight has a
+        ModelError: The ties do not match the program (see `ParameterTable`), or a tied weight has a
             hook on its gradient.
     """
     try:
@@ -366,9 +368,9 @@ def require_no_max_norm(
 ) -> None:
     """Refuse embeddings with `max_norm` if their weights have copies.
 
-    Such an embedding scales rows of its weight in its forward.
-
-    With data parallelism alone it warns, because each replica scales only the rows that it uses.
+    The forward of such an embedding scales rows of its weight, but not of the copies. If the only
+    copies are in data-parallel replicas, this function warns: each replica scales the rows that it
+    uses.
 
     Args:
         program: The program.
@@ -376,8 +378,8 @@ def require_no_max_norm(
         weights: The tied weights of the rank.
 
     Raises:
-        ModelError: Stage replicas, tied weights or ZeRO shards would not be scaled, or the program
-            may run a step again.
+        ModelError: The weight has stage replicas, ties or ZeRO shards, or the program may run a
+            step again.
     """
     for s, module in stages.items():
         tied = {id(weight.local_copies[s]) for weight in weights if s in weight.local_copies}

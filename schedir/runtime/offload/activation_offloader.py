@@ -2,10 +2,10 @@
 
 Hooks record the tensors that autograd packs in a forward. The offload copies each of their storages
 once, and drops the references to the device memory. The reload allocates new storages. Each tensor
-becomes a view of its storage with the earlier stride and offset.
+becomes a view of its new storage, with the same stride and offset as before.
 
-Tensors that the rank keeps anyway are not offloaded: parameters, buffers, gathered weights, and the
-inputs of the step.
+Tensors that stay on the device in any case are not offloaded: parameters, buffers, gathered
+weights, and the inputs of the step.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from schedir.runtime.rank_state import ProgramService, State
 from schedir.runtime.step_inputs import Microbatches, MicrobatchView
 from schedir.runtime.value_slots import find_freeing_instructions
 
-BLOCK_ALIGNMENT = 64  # Bytes; storages begin at multiples of it in a block.
+BLOCK_ALIGNMENT = 64  # bytes; storages in a block begin at multiples
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _STRIDED = torch.strided
-POISON_BYTE = 0xFF  # A number of these bytes is NaN in every floating-point type.
+POISON_BYTE = 0xFF  # a number with only such bytes is NaN
 
 
 class StorageLayout(NamedTuple):
-    """The type, shape and stride of a tensor that covers a full storage.
+    """The dtype, shape and stride of a tensor that covers a full storage.
 
     Attributes:
-        dtype: The type of the elements.
+        dtype: The dtype.
         shape: The shape of the tensor.
         stride: Its stride, in elements.
     """
@@ -47,7 +47,7 @@ class StorageLayout(NamedTuple):
     stride: tuple[int, ...]
 
     def matches(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has this type, shape and stride."""
+        """Return whether a tensor has this dtype, shape and stride."""
         same = self.shape == tensor.shape and self.dtype is tensor.dtype
         return same and self.stride == tensor.stride()
 
@@ -56,7 +56,7 @@ class StorageView(NamedTuple):
     """The layout of a tensor that is a part or a reordered view of a storage.
 
     Attributes:
-        dtype: The type of the elements.
+        dtype: The dtype.
         offset: The offset in the storage, in elements.
         shape: The shape of the tensor.
         stride: Its stride, in elements.
@@ -83,7 +83,7 @@ class TensorLocation(NamedTuple):
     """The location of an offloaded tensor in the storages of its microbatch.
 
     Attributes:
-        storage_index: The number of the storage.
+        storage_index: The index of the storage, in the order of the offload.
         view: The layout in the storage. None if the tensor covers the storage in order.
     """
 
@@ -121,8 +121,8 @@ class SavedTensor:
         """Return the tensor for the backward.
 
         Raises:
-            RuntimeError: The tensor was written to since it was saved. Torch does not check this
-                for tensors with hooks.
+            RuntimeError: The tensor was written to since it was saved. Torch does not check this if
+                saved-tensor hooks are used.
         """
         tensor = self.tensor
         assert tensor is not None, "the checker proves that it is back"
@@ -147,12 +147,14 @@ class SavedActivations:
         self.stage = stage
         self.device = device
         self.saved_tensors: list[ref[SavedTensor]] = []
-        # Tensors that autograd does not save, such as leaves: offloaded ones and reloaded ones.
+        # Tensors that autograd does not save, such as leaves: while they are offloaded, and after
+        # the reload.
         self.offloaded: list[tuple[Tensor, TensorLocation]] = []
         self.reloaded: list[ref[Tensor]] = []
-        self.layouts: list[StorageLayout] = []  # of the storages, in the order of the block
+        self.layouts: list[StorageLayout] = []  # of each storage in the block
         self.block_size = self.nbytes = 0
-        # Tensors of `layouts` on the device: the storages to copy, and those of a reload.
+        # Tensors on the device, one for each layout: sources of an offload, and targets of a
+        # reload.
         self.offload_sources: list[Tensor] = []
         self.reload_targets: list[Tensor] = []
         self.offload_job: LaneJob | None = None
@@ -163,10 +165,9 @@ class SavedActivations:
     # ------------------------------------------------------------ recording
 
     def record_saved(self) -> saved_tensors_hooks:
-        """Return a context in which the tensors that autograd saves are recorded.
+        """Return a context that records the tensors that autograd saves.
 
-        The module must raise no error for its saved tensors: the context raises ModelError if
-        autograd saves a tensor that is sparse or of a tensor subclass.
+        The context raises ModelError if autograd saves a sparse tensor or a tensor subclass.
         """
         self.saved_tensors = []
         return saved_tensors_hooks(self._pack, SavedTensor.unpack)
@@ -180,9 +181,9 @@ class SavedActivations:
                 "for its backward, but only plain strided tensors can be offloaded",
                 hint="do not offload the activations of this stage",
             )
-        # The tensor is detached, because a node that saves its output would keep itself alive. A
-        # parameter stays the same object. Inference tensors have no version, but autograd refuses
-        # to save them.
+        # Detach, because a node that saves its output would keep itself alive. A parameter stays
+        # the same object. An inference tensor has no version counter, but autograd refuses to save
+        # it.
         one = SavedTensor(tensor if own else tensor.detach(), tensor._version, own)
         self.saved_tensors.append(ref(one))
         return one
@@ -191,8 +192,8 @@ class SavedActivations:
         """Mark the recorded tensors that stay on the device.
 
         Args:
-            resident_storages: The keys of the storages that the rank keeps anyway, as of
-                `get_storage_keys`.
+            resident_storages: The keys, from `get_storage_keys`, of storages that stay on the
+                device.
         """
         for one in self._list_saved_tensors():
             if not one.is_resident and (tensor := one.tensor) is not None:
@@ -218,8 +219,8 @@ class SavedActivations:
         """Assign the tensors to storages, and drop all other references to their device memory.
 
         Args:
-            extra_tensors: Tensors to offload that autograd does not save, such as leaves and saved
-                inputs. Their data becomes a placeholder.
+            extra_tensors: Other tensors to offload, such as leaves and the inputs of a checkpoint.
+                Their data becomes a placeholder.
             resident_storages: The keys of the storages that stay on the device.
         """
         found: dict[int, TensorLocation] = {}
@@ -239,7 +240,8 @@ class SavedActivations:
             whole = tensor.nbytes == size and tensor.is_contiguous() and not _is_lazy_view(tensor)
             moves = tensor if whole else _as_bytes(storage)
             self.offload_sources.append(moves)
-            # Keeping an equal layout of the step before saves work of the garbage collector.
+            # Reuse an equal layout of the last step, to create fewer objects for the garbage
+            # collector.
             as_before = number < len(was) and was[number].matches(moves)
             laid.append(
                 was[number]
@@ -272,8 +274,8 @@ class SavedActivations:
         Args:
             block: The block.
             poison: True to overwrite the sources with NaN, except those with other references.
-            is_synchronous: True if the copies end before this returns. Then the device memory is
-                released at once.
+            is_synchronous: True if the copies end before this method returns. Then it also releases
+                the device memory.
         """
         if self.offload_sources:
             torch._foreach_copy_(
@@ -285,10 +287,10 @@ class SavedActivations:
             self.offload_sources = []
 
     def release_device_memory(self) -> None:
-        """Release the device memory of an offload that was started.
+        """Release the device memory of an offload that has been started.
 
-        The next use of the memory on the device comes after the copy. An error of the copy is
-        raised here.
+        Later uses of the memory on the device come after the copy. If the copy failed, this raises
+        its error.
         """
         if self.offload_job is not None:
             leaving, self.offload_job = self.offload_job, None
@@ -324,7 +326,7 @@ class SavedActivations:
     def finish_reload(self) -> None:
         """Wait for the reload, and give the saved tensors their new memory.
 
-        An error of the copy is raised here. Without a started reload, it does nothing.
+        If the copy failed, this raises its error. If no reload has been started, it does nothing.
         """
         if self.reload_job is None:
             return
@@ -346,7 +348,7 @@ class SavedActivations:
     def _get_block_views(self, block: ArenaBlock[Tensor]) -> list[Tensor]:
         """Return the part of a block for each storage, in the storage's layout.
 
-        The views are kept in the block, for the next value with equal layouts.
+        The block keeps the views for the next value with equal layouts.
         """
         if block.layouts != self.layouts:
             parts, begin = [], 0
@@ -369,7 +371,7 @@ class SavedActivations:
 
 
 class OffloadMoves(ProgramService):
-    """The saved activations that a program moves on a rank, by stage and microbatch.
+    """The saved activations that a program moves between the memory tiers of a rank.
 
     Args:
         state: The state of the program.
@@ -377,19 +379,20 @@ class OffloadMoves(ProgramService):
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        # If the number of slots on the device is fixed, an instruction that fills a slot releases
-        # the memory of the earlier value. Otherwise `release_copied` releases it after the copy.
+        # `has_fixed_slots` is True if the number of slots on the device is fixed. Then an
+        # instruction that fills a slot releases the memory of the earlier value. Otherwise
+        # `release_copied` releases it after the copy.
         slots = state.program.slots
         self.has_fixed_slots = bool(slots) and slots[state.rank].saved != UNSHARED_SLOTS
-        # For each instruction that fills a slot, the instruction that freed the slot.
+        # Index of an instruction that fills a slot -> index of the one that freed the slot.
         self.freed_by = find_freeing_instructions(state.program, state.rank, Value.SAVED)
         self.values: dict[tuple[int, int], SavedActivations] = {}
-        # The content of the slot before the offload, which the reload restores.
+        # (Stage, microbatch) -> content of the slot before the offload, which the reload restores.
         self.slot_values: dict[tuple[int, int], Any] = {}
         self.offloading: list[SavedActivations] = []
 
     def release_copied(self) -> None:
-        """Release the device memory of all offloads whose copies have ended, without waiting."""
+        """Release the device memory of offloads whose copies have ended. Do not wait for others."""
         for value in self.offloading:
             if value.offload_job is not None and value.offload_job.is_done:
                 value.release_device_memory()
@@ -402,10 +405,11 @@ class OffloadMoves(ProgramService):
 
 
 class UnpackedMicrobatches(MicrobatchView):
-    """Microbatches that are taken from their source only once each, and then kept.
+    """Microbatches that are read from their source only once each, and then kept.
 
     Args:
-        source: The microbatches. The attribute `unpacked` has those that were taken, by number.
+        source: The microbatches. The attribute `unpacked` is a dict: number -> microbatch that was
+            read.
     """
 
     def __init__(self, source: Microbatches) -> None:
@@ -419,10 +423,10 @@ class UnpackedMicrobatches(MicrobatchView):
 
 
 def get_storage_keys(values: Iterable[object]) -> set[int]:
-    """Return the keys of the storages of all plain dense tensors among some values.
+    """Return the keys of the storages of all plain dense tensors in `values`.
 
     Args:
-        values: Tensors and other objects, which are ignored.
+        values: Tensors and other objects. Other objects are ignored.
     """
     return {
         x.untyped_storage()._cdata for x in values
@@ -431,7 +435,7 @@ def get_storage_keys(values: Iterable[object]) -> set[int]:
 
 
 def _make_placeholder(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape that uses memory for a single element: NaN, or 0."""
+    """Return a tensor of the same shape with memory for a single element, which is NaN or 0."""
     nan = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return tensor.detach().new_full((), nan).expand(tensor.shape)
 
@@ -455,12 +459,12 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 def _is_only_reference(tensor: Tensor) -> bool:
     """Return whether no other tensor uses the memory of a tensor."""
-    storage = tensor.untyped_storage()  # This object is the second reference, after the tensor.
+    storage = tensor.untyped_storage()  # 2 references: of `tensor` and of `storage`
     return int(torch._C._storage_Use_Count(storage._cdata)) <= 2
 
 
 def _poison(tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors that cover their storages with NaN, or with 0xFF bytes for other types."""
+    """Overwrite full storages with NaN, or with bytes 0xFF if the dtype has no NaN."""
     kinds: dict[bool, list[Tensor]] = {True: [], False: []}
     for one in tensors:
         floating = (one.is_floating_point() or one.is_complex()) and one.itemsize > 1
@@ -469,4 +473,4 @@ def _poison(tensors: Sequence[Tensor]) -> None:
     if kinds[True]:
         torch._foreach_mul_(kinds[True], float("nan"))
     if kinds[False]:
-        torch._foreach_clamp_min_(kinds[False], POISON_BYTE)  # It is the largest byte.
+        torch._foreach_clamp_min_(kinds[False], POISON_BYTE)  # the largest byte

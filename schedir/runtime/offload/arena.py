@@ -15,14 +15,15 @@ Place = TypeVar("Place")  # location of a block: memory, or an offset in a file
 class ArenaBlock(Generic[Place]):
     """A block of memory.
 
-    A value that takes a block may write to it only after the `pending_jobs` have ended.
+    A user of the block may write to it only after the `pending_jobs` have ended.
 
     Attributes:
         location: The memory, or the offset in a file.
-        size: Its bytes.
+        size: The size of the block in bytes.
         pending_jobs: The copies that still read the block.
         layouts: The layouts of the tensors in `views`.
-        views: Tensors in the block, which the last value made and an equal value may use again.
+        views: Tensors in the block, from the last use. A value with the same layouts uses them
+            again.
     """
 
     location: Place
@@ -35,14 +36,14 @@ class ArenaBlock(Generic[Place]):
 class Arena(Generic[Place]):
     """The blocks of a tier.
 
-    By default, a value takes the smallest free block that is large enough. If there is none, a new
-    one is allocated. This happens only in the first step, because each step takes blocks in the
-    same order.
+    By default, a value gets the smallest free block that is large enough. If no free block is large
+    enough, the arena allocates a new block. This happens only in the first step, because each step
+    acquires blocks in the same order.
 
-    With a limit on the number of blocks, the arena first allocates that number. Then a value takes
-    the block that was released first, of those that are large enough. If none is large enough, the
-    block that was released first is replaced by a larger one, after its reads have ended. If no
-    block is free, one more is allocated.
+    With a limit on the number of blocks, the arena first allocates this number of blocks. Then a
+    value gets, of the free blocks that are large enough, the block that was released first. If no
+    free block is large enough, the arena replaces the first released block by a larger block, after
+    its reads have ended. If no block is free, the arena allocates one block more.
 
     Args:
         allocate: A function that allocates a number of bytes, and returns their location.
@@ -67,10 +68,10 @@ class Arena(Generic[Place]):
         Args:
             size: The smallest size of the block, in bytes.
             used_bytes: The bytes of the value, without padding, for the statistics.
-            max_blocks: The largest number of blocks; None for no limit.
+            max_blocks: The largest number of blocks. None means no limit.
 
         Returns:
-            The block. An error of a copy that reads a replaced block is raised here.
+            The block. If a copy that reads a replaced block failed, this raises its error.
         """
         self.used_bytes += used_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -94,7 +95,7 @@ class Arena(Generic[Place]):
         return block
 
     def _resize_block(self, block: ArenaBlock[Place], size: int) -> None:
-        """Replace the memory of a free block; its old memory is freed before the allocation."""
+        """Replace the memory of a free block. Free its old memory before the allocation."""
         for job in block.pending_jobs:
             job.finish()
         block.layouts = []
@@ -109,7 +110,7 @@ class Arena(Generic[Place]):
         """Allocate a free block.
 
         Args:
-            size: Its bytes.
+            size: The size of the block in bytes.
         """
         self.free_blocks.append(self._allocate_block(size))
 
@@ -120,7 +121,7 @@ class Arena(Generic[Place]):
 
         Args:
             block: The block.
-            used_bytes: The number that `acquire` was called with.
+            used_bytes: The `used_bytes` with which `acquire` was called.
             reader: A job that still reads the block. The next write waits for it.
         """
         self.used_bytes -= used_bytes

@@ -1,9 +1,9 @@
 """Lanes of a rank besides compute: copies to and from the host and disk, and host compute.
 
 A job on a lane runs after all earlier jobs of the lane, and after the jobs in `after_jobs`. On a
-CPU a lane is a thread. On a GPU it is a stream, and the host does not wait for it. The disk lane
-and the host lane are always threads. A copy on a stream that depends on such a job waits for it on
-the host.
+CPU a lane is a thread. On a GPU it is a CUDA stream, and the host does not wait for it. The disk
+lane and the host lane are always threads. Before a copy on a stream that depends on a job of a
+thread, the host waits for this job.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ class LaneJob:
     """A job that was started on a lane."""
 
     def wait(self) -> None:
-        """Order the following computation after the job.
+        """Let the following computation wait for the job.
 
-        On a CPU the host waits. On a GPU the current stream waits. It may be called several times.
-        An error of the job is raised here.
+        On a CPU the host waits. On a GPU the current stream waits. If the job failed, this raises
+        its error. The method may be called several times.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait on the host until the job has ended. An error of the job is raised here."""
+        """Wait on the host until the job has ended. If the job failed, raise its error."""
         raise NotImplementedError
 
     @property
     def is_done(self) -> bool:
-        """Return whether the job has ended, without waiting."""
+        """Return whether the job has ended. Do not wait for it."""
         raise NotImplementedError
 
 
 class CopyLanes(RankService):
     """The lanes of a rank. Each is created at its first use.
 
-    The attribute `bandwidth` is for tests on CPUs: a job on a lane with an entry takes at least the
-    time of its bytes at that bandwidth, in bytes per second.
+    The attribute `bandwidth` is for tests on CPUs: lane -> bytes per second. A job on such a lane
+    takes at least the time that its bytes need at this bandwidth.
 
     Args:
         device: The device of the rank.
@@ -94,11 +94,11 @@ class CopyLanes(RankService):
 
         Args:
             lane: The lane.
-            run: The function to run, without gradients. On a GPU it runs at once, with the lane's
-                stream as the current stream. Its copies must be `non_blocking`. The stream first
-                waits for the current computation.
+            run: The function to run, without gradients. On a GPU this method calls it immediately,
+                with the lane's stream as the current stream. Its copies must be `non_blocking`. The
+                stream first waits for the current computation.
             nbytes: The bytes that the job copies.
-            after_jobs: Jobs that must end before this one begins.
+            after_jobs: Jobs that must end before this job begins.
             observer: An object that is notified of the begin and the end.
 
         Returns:
@@ -119,7 +119,7 @@ class CopyLanes(RankService):
 
 
 class _ThreadJob(LaneJob):
-    """A job of a thread. Torch releases the interpreter lock while it copies."""
+    """A job that a thread runs. Torch releases the interpreter lock while it copies."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _ThreadJob(LaneJob):
                 observer.on_end()
         except BaseException as error:  # `wait` raises it.
             self.error = error
-        self.pending_call = None  # A reference to the job must not keep the copied tensors.
+        self.pending_call = None  # a reference to the job must not keep tensors alive
         del run, after_jobs, observer
         self.done_event.set()
 
@@ -175,7 +175,7 @@ def _run_jobs(queue: SimpleQueue[_ThreadJob | None]) -> None:
 
 
 class _StreamJob(LaneJob):
-    """A job of a stream."""
+    """A job on a CUDA stream."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _StreamJob(LaneJob):
         after_jobs: Iterable[LaneJob],
         observer: LaneObserver | None,
     ) -> None:
-        # The event is recorded on the compute stream, before the lane's stream becomes current.
+        # Record this event on the compute stream, before the lane's stream becomes current.
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream())
         self.event = torch.cuda.Event()

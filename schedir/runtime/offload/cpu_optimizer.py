@@ -1,9 +1,9 @@
 """Run the optimizer step of each stage on the host, on a separate lane.
 
-An optimizer steps the parameters that it was created with. While the host steps a stage, the
-optimizer has parameters in host memory instead. With a MainOptimizer they receive the rounded main
-parameters. With other optimizers they are copies of the parameters, which are copied together with
-the gradients. The optimizer state of each parameter always stays on the host, in the same objects.
+While the host steps a stage, host parameters replace the stage's parameters in the optimizer. With
+a MainOptimizer the host parameters receive the rounded main parameters. With other optimizers they
+are copies of the parameters, made when the gradients are copied. The optimizer state of each
+parameter always stays on the host, in the same objects.
 
 The steps run on the host lane, while the device computes.
 """
@@ -35,11 +35,11 @@ from schedir.runtime.stage_state import StageState
 
 
 class _GradCheck(NamedTuple):
-    """The result of the check of an update's gradients, on the host after `job` has ended.
+    """The result of the gradient check of an update. The host may read it when `job` has ended.
 
     Attributes:
         finite: True if all gradients are finite, 0-dim bool.
-        grad_factor: The factor of gradient clipping, 0-dim; None without clipping.
+        grad_factor: The factor of gradient clipping, 0-dim. None without clipping.
         job: The copy to the host, or None on a CPU.
     """
 
@@ -49,11 +49,14 @@ class _GradCheck(NamedTuple):
 
 
 class _HostParameters:
-    """The memory of a stage on the host: parameters and gradient buffers.
+    """The parameters and gradient buffers of a stage in host memory.
 
-    `host_copies` has the parameter on the host for each parameter of the device. `flat_pairs` has
-    each gradient buffer on the host with that of the device. `device_weights` are the weights on
-    the device. A parameter without a gradient is not stepped and has no copy.
+    A parameter without a gradient is not stepped, and has no copy on the host.
+
+    Attributes:
+        host_copies: Parameter on the device -> parameter on the host.
+        flat_pairs: Pairs of a gradient buffer on the host and the same buffer on the device.
+        device_weights: Parameter on the device -> its weights, or with ZeRO its shard.
     """
 
     def __init__(
@@ -76,8 +79,8 @@ class _HostParameters:
         self.parameters = [p for p in parameters if p in views]
         self.refresh_weights()
         self.host_copies: dict[nn.Parameter, nn.Parameter] = {}
-        self.host_memory: dict[nn.Parameter, Tensor] = {}  # memory of `host_copies`, by its keys
-        self.host_gradients: dict[nn.Parameter, Tensor] = {}  # by parameter of the host
+        self.host_memory: dict[nn.Parameter, Tensor] = {}  # keys as in `host_copies`
+        self.host_gradients: dict[nn.Parameter, Tensor] = {}  # key: parameter on the host
         for p, weights in self.device_weights.items():
             if p not in all_host_copies or not has_same_shape_and_dtype(
                 all_host_copies[p], weights
@@ -97,12 +100,12 @@ class _HostParameters:
                 (buffer,) = (buffer for host, buffer in self.flat_pairs if host is flat)
                 at = view.storage_offset() - buffer.storage_offset()
                 self.host_gradients[one] = flat.as_strided(view.shape, view.stride(), at)
-            elif stage.sharded_parameters is None:  # An empty shard has no gradient.
+            elif stage.sharded_parameters is None:  # an empty shard has no gradient
                 self.host_gradients[one] = _allocate_on_host(view, pinned=False)
-        self.was_stepped = True  # If it is False, the weights need not be copied back.
+        self.was_stepped = True  # if False, weights are not copied back
 
     def refresh_weights(self) -> None:
-        """Find the weights on the device again: the `data` of a parameter may have been set."""
+        """Find the weights on the device again: users may have set `data` of a parameter."""
         weights = self.stage.sharded_parameters
         self.device_weights = {
             p: p.detach() if weights is None else weights.parameter_shards[p]
@@ -143,7 +146,7 @@ class _HostParameters:
 
 
 class CpuOptimizer(HostOptimizerState):
-    """An optimizer state on the host, and the optimizer steps of a rank's stages on the host.
+    """The optimizer state of a rank on the host, and its optimizer steps on the host.
 
     Args:
         parameters: The parameters of each trained stage.
@@ -167,11 +170,11 @@ class CpuOptimizer(HostOptimizerState):
     ) -> None:
         self.stages = stages
         self.host_parameters: dict[int, _HostParameters] = {}
-        # The parameters on the host. They stay the same objects, because an optimizer may use them
-        # as keys of its state.
+        # Parameter on the device -> parameter on the host. The host parameters stay the same
+        # objects, because an optimizer may use them as keys of its state.
         self.host_copies: dict[nn.Parameter, nn.Parameter] = {}
         self.grad_check: _GradCheck | None = None
-        self.jobs: dict[tuple[Lane, int], LaneJob] = {}  # copies and steps, by lane and stage
+        self.jobs: dict[tuple[Lane, int], LaneJob] = {}  # (lane, stage) -> copy or step
         super().__init__(parameters, optimizer, lanes, device, names)
 
     def refresh_parameters(self) -> None:
@@ -189,8 +192,8 @@ class CpuOptimizer(HostOptimizerState):
     def to_resting_state(self) -> None:
         """See `HostOptimizerState.to_resting_state`.
 
-        It also allocates the host memory of each stage once, and finds the weights on the device
-        again.
+        In the first call it also allocates the host memory of each stage. In later calls it finds
+        the weights on the device again.
         """
         super().to_resting_state()
         parameter_of_main = {main: p for p, main in self.main_parameters.items()}
@@ -208,13 +211,13 @@ class CpuOptimizer(HostOptimizerState):
     def offload_gradient(
         self, stage: int, *, is_first_update: bool, observer: LaneObserver | None = None
     ) -> None:
-        """Start to copy the gradient of a stage to the host.
+        """Start to copy the gradients of a stage to the host.
 
-        In the first update of a step it also copies the parameters, unless there are main
-        parameters. They may have been changed since the last step.
+        In the first update of a step it also copies the parameters, which may have changed since
+        the last step. With main parameters it does not copy parameters.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             is_first_update: True if this is the first update of the step.
             observer: An object that is notified of the begin and the end of the copy.
 
@@ -250,7 +253,7 @@ class CpuOptimizer(HostOptimizerState):
         self.grad_check = _GradCheck(host[0], host[1] if grad_factor is not None else None, job)
 
     def wait_for_gradients(self) -> None:
-        """Order the computation after all copies of gradients, so that it may change them."""
+        """Let the computation wait for all copies of gradients, which it may then change."""
         for (lane, _), job in self.jobs.items():
             if lane is Lane.D2H:
                 job.wait()
@@ -259,7 +262,7 @@ class CpuOptimizer(HostOptimizerState):
         """Start the optimizer step of a stage on the host lane, after the copy of its gradient.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             make_error: A function that converts an error to one that names the instruction.
             observer: An object that is notified of the begin and the end.
         """
@@ -269,7 +272,7 @@ class CpuOptimizer(HostOptimizerState):
         threads = torch.get_num_threads()
 
         def run() -> None:
-            if torch.get_num_threads() != threads:  # The setting is per thread.
+            if torch.get_num_threads() != threads:  # the setting is per thread
                 torch.set_num_threads(threads)
             shrink = judged.grad_factor
             try:
@@ -291,7 +294,7 @@ class CpuOptimizer(HostOptimizerState):
 
         Raises:
             ModelError: As in the base class, or the optimizer replaces the memory of a parameter.
-                Weights are copied to the device from the memory that the optimizer was given.
+                The copy to the device reads the old memory.
         """
         part = self.host_parameters[stage]
         part.bind_gradients()
@@ -309,7 +312,7 @@ class CpuOptimizer(HostOptimizerState):
         part.was_stepped = not self.main_parameters or before != [
             one._version for one in part.host_copies.values()
         ]
-        for t in self.list_state_tensors(stage):  # A new state tensor stays in its memory.
+        for t in self.list_state_tensors(stage):  # keep the memory of a new state tensor
             self.host_memory.setdefault(t, t.detach())
 
     def reload_weights(
@@ -321,7 +324,7 @@ class CpuOptimizer(HostOptimizerState):
         reads.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             is_last_update: True if this is the last update of the step.
             observer: An object that is notified of the begin and the end of the copy.
         """
@@ -343,7 +346,7 @@ class CpuOptimizer(HostOptimizerState):
     def finish(self, *, is_last_update: bool = True) -> None:
         """Wait until all weights are on the device.
 
-        After the last update the host waits. After others only the computation waits.
+        After the last update the host waits. After earlier updates only the computation waits.
 
         Args:
             is_last_update: True if this is the last update of the step.
@@ -358,14 +361,14 @@ class CpuOptimizer(HostOptimizerState):
     def fail(self) -> None:
         """See `HostOptimizerState.fail`."""
         for job in self.jobs.values():
-            with suppress(Exception):  # The first error is being raised already.
+            with suppress(Exception):  # the first error is already being raised
                 job.finish()
         self.jobs.clear()
         super().fail()
 
     @contextmanager
     def _restrict_to_stage(self, stage: int) -> Iterator[None]:
-        """See `HostOptimizerState._restrict_to_stage`; it uses the parameters on the host."""
+        """See `HostOptimizerState._restrict_to_stage`. The optimizer gets host parameters."""
         place = self.host_parameters[stage].host_copies
         optimizer = self.optimizer
         inner = self.inner
@@ -378,7 +381,7 @@ class CpuOptimizer(HostOptimizerState):
             for group in inner.param_groups:
                 group["params"] = [place.get(p, p) for p in group["params"]]
             state, own = inner.state, {*self.optimizer_parameters[stage]}
-            # The step of every stage sees the state that belongs to no parameter.
+            # Each stage also gets the state that belongs to no parameter.
             keys = [key for key in state if not isinstance(key, Tensor) or key in own]
             inner.state = defaultdict(dict)
             inner.state.update({place.get(key, key): state[key] for key in keys})
@@ -394,7 +397,7 @@ class CpuOptimizer(HostOptimizerState):
 
 
 class _RandomDrawGuard(TorchDispatchMode):
-    """Refuse an optimizer that draws random numbers: the device may draw at the same time."""
+    """Refuse an optimizer that draws random numbers: the device may draw concurrently."""
 
     def __init__(self, optimizer: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Keep the optimizer state of each stage in a file.
 
-Between steps the memory of the state tensors is a memory map of the file. So a read, such as that
-of a checkpoint, reads the file, and a write changes the file. A step reads and writes the file
-through a few host buffers, so that the state uses no more host memory than these.
+Between steps the memory of the state tensors is a memory map of the file. So a read, for example
+for a checkpoint, reads the file, and a write changes the file. A step reads and writes the file
+through a few host buffers, and the state uses no other host memory.
 
 References:
     Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.3.
@@ -42,8 +42,8 @@ class _HostBuffer(NamedTuple):
 
     Attributes:
         block: The buffer.
-        job: The copy that fills the buffer, or empties it.
-        views: The part of the buffer for each tensor.
+        job: The last copy to or from the buffer.
+        views: State tensor -> its part of the buffer.
         nbytes: The bytes of the tensors.
     """
 
@@ -54,7 +54,7 @@ class _HostBuffer(NamedTuple):
 
 
 class DiskOptimizerState(HostOptimizerState):
-    """An optimizer state in a file, by stage.
+    """The optimizer state of a rank in a file, divided into stages.
 
     The attribute `buffer_count` is the number of host buffers. The handlers set it from the
     program.
@@ -82,11 +82,11 @@ class DiskOptimizerState(HostOptimizerState):
         super().__init__(parameters, optimizer, lanes, device, names)
         self.tiers = tiers
         self.spill_file = file
-        # number; bytes of each
+        # The number of host buffers, and the size of each buffer in bytes.
         self.buffer_count = 1
         self.buffer_size = BLOCK_ALIGNMENT
         self.file_offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # in bytes
-        self.host_buffers: dict[int, _HostBuffer] = {}  # filled buffers, by stage
+        self.host_buffers: dict[int, _HostBuffer] = {}  # stage -> filled buffer
         self.spilling_buffers: dict[int, _HostBuffer] = {}
 
     # ------------------------------------------------------------ in a step
@@ -100,7 +100,7 @@ class DiskOptimizerState(HostOptimizerState):
         """Start to read the state of a stage from the file into a host buffer.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
             wrap_error: A function that adds the instruction to an error.
         """
@@ -122,7 +122,7 @@ class DiskOptimizerState(HostOptimizerState):
         """Start to copy the state of a stage from its host buffer to the device.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
         """
         buffer = self.host_buffers.pop(stage)
@@ -145,7 +145,7 @@ class DiskOptimizerState(HostOptimizerState):
         """Start to copy the state of a stage from the device to a host buffer.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
 
         Raises:
@@ -182,7 +182,7 @@ class DiskOptimizerState(HostOptimizerState):
         """Start to write the state of a stage from its host buffer to the file.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
             wrap_error: A function that adds the instruction to an error.
         """
@@ -214,10 +214,10 @@ class DiskOptimizerState(HostOptimizerState):
             del self.spilling_buffers[stage]
 
     def fail(self) -> None:
-        """Wait for all copies after an error.
+        """Wait for all copies after an error, and keep the state that did not reach the file.
 
-        State tensors that did not reach the file get back their memory on the device or on the
-        host.
+        The `data` of such a state tensor is set to its memory on the device, or to a copy of its
+        host buffer.
         """
         for here in self.host_buffers.values():
             _finish_without_error(here.job)
@@ -226,7 +226,7 @@ class DiskOptimizerState(HostOptimizerState):
                 for t, memory in here.views.items():
                     t.data = memory.clone()
         for stage, moving in self.pending_stores.items():
-            # A buffer in `host_buffers` will not be written to the file any more.
+            # After an error, buffers in `host_buffers` are not written to the file.
             if not _finish_without_error(moving.job) or stage in self.host_buffers:
                 for t, _, memory in moving.tensors:
                     t.data = memory
@@ -239,7 +239,7 @@ class DiskOptimizerState(HostOptimizerState):
     def _acquire_buffer(
         self, tensors: Sequence[Tensor]
     ) -> tuple[ArenaBlock[Tensor], dict[Tensor, Tensor], int]:
-        """Return a host buffer for tensors, the part of it for each tensor, and their bytes."""
+        """Return a host buffer for tensors, a view for each tensor, and the sum of their bytes."""
         *starts, size = accumulate(map(_round_up_bytes, tensors), initial=0)
         self.buffer_size = max(self.buffer_size, size)
         nbytes = sum(t.nbytes for t in tensors)
@@ -252,7 +252,7 @@ class DiskOptimizerState(HostOptimizerState):
     def _list_file_runs(
         self, tensors: Iterable[Tensor], memory: Tensor
     ) -> list[tuple[int, Tensor]]:
-        """Return file offsets of tensors with their parts of a buffer; adjacent ones are merged."""
+        """Return (file offset, part of the buffer) pairs. Adjacent tensors share a pair."""
         runs: list[tuple[int, int, int]] = []
         start = 0
         for t in tensors:
@@ -268,8 +268,7 @@ class DiskOptimizerState(HostOptimizerState):
     def _allocate_in_file(self, tensors: Sequence[Tensor]) -> None:
         """Allocate memory in the file for some tensors, one after the other.
 
-        It is free again when no tensor refers to any of that memory. OSError is raised if the disk
-        is full.
+        The memory is released when no tensor refers to any part of it. A full disk raises OSError.
         """
         if not tensors:
             return
@@ -290,13 +289,13 @@ def _round_up_bytes(t: Tensor) -> int:
 
 
 def _view_like(memory: Tensor, start: int, t: Tensor) -> Tensor:
-    """Return a view of bytes with the type, shape and dimension order of a tensor."""
+    """Return a view of bytes with the dtype, shape and dimension order of a tensor."""
     stride = torch.empty_like(t, device="meta", requires_grad=False).stride()
     return memory[start : start + t.nbytes].view(t.dtype).as_strided(t.shape, stride)
 
 
 def _wrap_errors(run: Callable[[], None], wrap_error: ErrorWrapper | None) -> Callable[[], None]:
-    """Return `run` with its errors converted by `wrap_error`."""
+    """Wrap `run` so that `wrap_error` converts its errors."""
 
     def run_wrapped() -> None:
         try:

@@ -1,8 +1,8 @@
 """Keep the optimizer state of each stage in host memory, except during its step.
 
 The state tensors of the optimizer and the main parameters of a MainOptimizer stay the same objects.
-Only their `data` moves between the device and the host. Between steps they are on the host, where
-for example a checkpoint reads them.
+Only their `data` moves between the device and the host. Between steps the data is on the host,
+where for example a checkpoint reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StateCopy(NamedTuple):
 
     Attributes:
         job: The copy.
-        tensors: Each tensor with its memory on the host and its memory on the device.
+        tensors: For each tensor: the tensor, its memory on the host, and its memory on the device.
     """
 
     job: LaneJob
@@ -48,7 +48,7 @@ class StateCopy(NamedTuple):
 
 
 class HostOptimizerState:
-    """The state of an optimizer, by the stages of a rank whose parameters it steps.
+    """The optimizer state of a rank, divided into the stages whose parameters it belongs to.
 
     Args:
         parameters: The parameters of each trained stage. A parameter of several stages belongs to
@@ -59,11 +59,11 @@ class HostOptimizerState:
         names: The names of the parameters, for errors.
 
     Raises:
-        ModelError: The optimizer steps other parameters, two stepped parameters share memory, or
-            the optimizer refers to parameters outside of its groups.
+        ModelError: The optimizer steps parameters of no trained stage, two stepped parameters share
+            memory, or the optimizer refers to parameters outside of its groups.
     """
 
-    # True if the optimizer steps other parameters than those of the device.
+    # True if the optimizer steps parameters on the host instead of those on the device.
     replaces_parameters = False
 
     def __init__(
@@ -86,20 +86,21 @@ class HostOptimizerState:
             self.main_parameters = dict(
                 zip(optimizer.parameters, optimizer.main_parameters, strict=True)
             )
-        # The parameters of the optimizer's groups: by stage, and all at the last refresh.
+        # Stage -> its parameters in the optimizer's groups. And all parameters at the last refresh.
         self.optimizer_parameters: dict[int, list[Tensor]] = {}
         self.seen_parameters: list[Tensor] = []
-        self.stepped_parameters: list[Tensor] = []  # the trained parameters of the model for them
-        self.addresses: list[int] = []  # their addresses at the last check of overlaps
+        self.stepped_parameters: list[Tensor] = []  # trained parameters of the model
+        self.addresses: list[int] = []  # of `stepped_parameters`, at the last check
         self.refresh_parameters()
         self._require_no_overlap()
-        self.host_memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # memory on the host
+        # State tensor -> its memory on the host.
+        self.host_memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.pending_loads: dict[int, StateCopy] = {}
         self.pending_stores: dict[int, StateCopy] = {}
         self.loaded_addresses: set[int] = set()  # addresses of the memory that `load` allocated
 
     def refresh_parameters(self) -> None:
-        """Assign the optimizer's parameters to stages, if its groups changed since the last step.
+        """Assign the optimizer's parameters to stages, if the groups changed since the last step.
 
         Raises:
             ModelError: A parameter of the optimizer belongs to no trained stage, or the optimizer
@@ -129,7 +130,7 @@ class HostOptimizerState:
         )
 
     def _require_no_overlap(self) -> None:
-        """Raise ModelError if stepped parameters share memory: their `data` may have been set."""
+        """Raise ModelError if stepped parameters share memory. Check only if addresses changed."""
         addresses = [p.data_ptr() for p in self.stepped_parameters]
         if addresses != self.addresses:
             require_no_step_overlap(
@@ -144,10 +145,10 @@ class HostOptimizerState:
     def list_state_tensors(self, stage: int) -> list[Tensor]:
         """Return the state tensors of a stage that are on the device or can move there.
 
-        Step counts that torch keeps on the host for parameters on a GPU are left out.
+        This excludes step counts, which torch keeps on the host even if parameters are on a GPU.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         own = self.optimizer_parameters.get(stage, ())
         mains = [p for p in own if self.main_parameters]
@@ -167,10 +168,10 @@ class HostOptimizerState:
     # ------------------------------------------------------------ in a step
 
     def to_resting_state(self) -> None:
-        """Move all state to its tier between steps.
+        """Move all state to the tier in which it stays between steps.
 
-        State tensors may be on the device because they were loaded from a checkpoint or created
-        with the optimizer.
+        State tensors may be on the device after the load of a checkpoint, or after the creation of
+        the optimizer.
 
         Raises:
             ModelError: As in `refresh_parameters`, or two stepped parameters share memory.
@@ -183,10 +184,10 @@ class HostOptimizerState:
         self.finish()
 
     def move_to_resting_tier(self, stage: int) -> None:
-        """Start to move the state of a stage to its tier between steps.
+        """Start to move the state of a stage to the tier in which it stays between steps.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         self.store(stage)
 
@@ -194,7 +195,7 @@ class HostOptimizerState:
         """Start to copy the state of a stage to the device.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
         """
         moving = []
@@ -213,10 +214,10 @@ class HostOptimizerState:
         return self.lanes.start(lane, partial(copy_pairs, pairs), nbytes, observer=observer)
 
     def finish_load(self, stage: int) -> None:
-        """Wait for `load`, and set the state tensors to their device memory.
+        """Wait for `load`, and set `data` of the state tensors to their device memory.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         job, moving = self.pending_loads.pop(stage)
         job.wait()
@@ -227,8 +228,8 @@ class HostOptimizerState:
         """Run the optimizer step for the parameters of one stage.
 
         Args:
-            stage: The stage.
-            finite: True if the gradients are finite, 0-dim bool. If it is false, nothing changes.
+            stage: The number of the stage.
+            finite: True if the gradients are finite, 0-dim bool. If it is False, nothing changes.
 
         Raises:
             ModelError: The optimizer has step hooks, or its step for one stage affects another
@@ -245,7 +246,7 @@ class HostOptimizerState:
 
     @contextmanager
     def _restrict_to_stage(self, stage: int) -> Iterator[None]:
-        """Give the optimizer only the parameters of one stage within this context."""
+        """Let the optimizer have only the parameters of one stage within this context."""
         stage_parameters, groups = set(self.optimizer_parameters[stage]), self.inner.param_groups
         params = [group["params"] for group in groups]
         both: list[Any] = []
@@ -270,11 +271,11 @@ class HostOptimizerState:
     def store(self, stage: int, observer: LaneObserver | None = None) -> None:
         """Start to copy the state of a stage to the host.
 
-        The state tensors get their host memory at once. It must not be read before the state is
-        loaded again or the step has ended.
+        The `data` of state tensors is set to host memory immediately. Do not read it before the
+        next `load` of the state, or the end of the step.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             observer: An object that is notified of the begin and the end.
 
         Raises:
@@ -297,13 +298,13 @@ class HostOptimizerState:
         self.pending_stores[stage] = StateCopy(job, moving)
 
     def require_separate_memory(self, stage: int) -> None:
-        """Check that the state of a stage shares no memory, before it is moved.
+        """Check that each state tensor of a stage has separate memory, before the state is moved.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
 
         Raises:
-            ModelError: It shares memory.
+            ModelError: A state tensor shares memory with another one or with a parameter.
         """
         self.isolation.require_separate_memory(
             self.list_state_tensors(stage), self.stepped_parameters, stage
@@ -312,10 +313,10 @@ class HostOptimizerState:
     def finish_store(self, stage: int) -> None:
         """Wait on the host for `store`, and release the device memory of the stage's state.
 
-        On a CPU, the released memory is overwritten with NaN or -1, to find wrong reads.
+        On a CPU, this overwrites the released memory with NaN or -1, to find wrong reads.
 
         Args:
-            stage: The stage. Nothing happens if it has no running store.
+            stage: The stage. If it has no running store, this does nothing.
         """
         if stage not in self.pending_stores:
             return
@@ -336,12 +337,12 @@ class HostOptimizerState:
         """
         for stage in [*self.pending_stores]:
             self.finish_store(stage)
-        self.loaded_addresses.clear()  # Other tensors may get memory at these addresses now.
+        self.loaded_addresses.clear()  # other tensors may now get these addresses
 
     def fail(self) -> None:
-        """Wait for all running copies after an error, and forget them."""
+        """Wait for all running copies after an error, and discard them."""
         for moving in (*self.pending_loads.values(), *self.pending_stores.values()):
-            with suppress(Exception):  # The first error is being raised already.
+            with suppress(Exception):  # the first error is already being raised
                 moving.job.finish()
         self.pending_loads.clear()
         self.pending_stores.clear()
@@ -350,12 +351,12 @@ class HostOptimizerState:
 
 @torch.no_grad()
 def allocate_like(t: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
-    """Return new memory for a tensor on a device, with the same strides.
+    """Return uninitialised memory on a device, with the shape, dtype and strides of a tensor.
 
     Args:
         t: The tensor.
         device: The device of the new memory.
-        pinned: True if host memory is pinned.
+        pinned: True to pin the memory, if it is host memory.
     """
     return torch.empty_like(t, device=device, pin_memory=pinned, requires_grad=False)
 

@@ -16,9 +16,9 @@ from schedir.runtime.rank_resources import RankResources, RankService
 class MemoryTiers(RankService):
     """The arenas of a rank's host memory and disk file.
 
-    All programs that a rank runs share them, because one program runs at a time. On a GPU the host
-    memory is pinned. On a CPU, where copies are only for tests, `poisons_sources` is true: the
-    source of a copy is overwritten with NaN, so that a late read is found.
+    All programs of a rank share the arenas, because a rank runs one program at a time. On a GPU the
+    host memory is pinned. On a CPU, where copies are only for tests, `poisons_sources` is True: the
+    source of a copy is overwritten with NaN, to find late reads.
 
     Args:
         resources: The resources of the rank.
@@ -31,12 +31,12 @@ class MemoryTiers(RankService):
         self.host_arena: Arena[Tensor] = Arena(
             partial(allocate_host_memory, pinned=device.type == "cuda")
         )
-        # Host buffers for optimizer states on their way between the disk and the device.
+        # Host buffers for optimizer states between the disk and the device.
         self.state_arena: Arena[Tensor] = Arena(self.host_arena.allocate)
         self.spill_file: SpillFile | None = None
 
     def open_spill_file(self, program: str) -> SpillFile:
-        """Return the rank's file on the disk, which the first call creates.
+        """Return the rank's file on the disk. The first call creates it.
 
         Args:
             program: The name of the program, for errors.
@@ -66,6 +66,6 @@ def allocate_host_memory(size: int, pinned: bool) -> Tensor:
 
     Args:
         size: The number of bytes.
-        pinned: True if the memory is pinned.
+        pinned: True to pin the memory.
     """
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)

@@ -1,8 +1,8 @@
-"""Copy the state that a step changes to host memory, for a checkpoint.
+"""Copy weights and optimizer state to host memory for a checkpoint, before a step changes them.
 
 Before a step, a checkpoint saver requests tensors by stage with `SnapshotCopies.request`. The
 Snapshot instructions of the step start the copies, and its OptimizerStep waits for them. Without a
-request, both do nothing.
+request, Snapshot and this wait do nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SnapshotCopies(RankService):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.requested: dict[int, Sequence[CopyPair]] = {}  # by stage
+        self.requested: dict[int, Sequence[CopyPair]] = {}  # stage -> pairs to copy
         self.pending_copies: list[SnapshotCopy] = []
         self.started_copies: list[SnapshotCopy] = []  # since the last request
         self.requester: object = None  # the object that made the last request
@@ -51,20 +51,21 @@ class SnapshotCopies(RankService):
         """Request copies in the next step. This replaces an earlier request.
 
         Args:
-            tensors: The copies of each stage.
-            requester: The object that requests them, to recognize its request later.
+            tensors: Stage -> the pairs to copy.
+            requester: The object that requests them. The attribute `requester` keeps it, so that
+                the object can recognize its request.
         """
         self.requested = dict(tensors)
         self.started_copies = []
         self.requester = requester
 
     def cancel_request(self) -> None:
-        """Cancel the copies that were not started, because their tensors are about to change."""
+        """Cancel copies that have not been started, because their tensors are about to change."""
         if self.requested:
             self.request({})
 
     def take_copies(self) -> list[SnapshotCopy]:
-        """Return the copies that a step started, and forget the request.
+        """Return the copies that a step started, and end the request.
 
         Call `finish` of each copy before the host reads it.
         """
@@ -75,7 +76,7 @@ class SnapshotCopies(RankService):
         """Start the requested copies of a stage, if there are any.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         if self.requested and (pairs := self.requested.pop(stage, ())):
             one = self.start_copy(pairs)
@@ -83,35 +84,35 @@ class SnapshotCopies(RankService):
             self.started_copies.append(one)
 
     def start_copy(self, pairs: Sequence[CopyPair]) -> SnapshotCopy:
-        """Start copies, independent of the request.
+        """Start copies immediately, independent of the request.
 
         Args:
-            pairs: The copies.
+            pairs: Pairs of host memory and the tensor to copy to it.
         """
         return (_DeviceCopy if self.device.type == "cuda" else _ThreadCopy)(pairs)
 
     def wait(self) -> None:
         """Wait until the computation may change the copied tensors.
 
-        An error of a copy is raised here.
+        If a copy failed, this raises its error.
         """
         while self.pending_copies:
             self.pending_copies.pop().wait()
 
 
 class SnapshotCopy:
-    """A running copy."""
+    """A running copy of some tensors to host memory."""
 
     def wait(self) -> None:
         """Wait until the computation may change the copied tensors.
 
-        On a GPU the current stream waits, and the host does not. Call it once. An error of the copy
-        is raised here.
+        On a GPU the current stream waits, and the host does not. If the copy failed, this raises
+        its error. Call it only once.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait until the host may read the copy. Call it after the step."""
+        """Wait until the host may read the copy. Call this after the step."""
 
 
 class _ThreadCopy(SnapshotCopy):
@@ -154,10 +155,10 @@ class _DeviceCopy(SnapshotCopy):
 
 @torch.no_grad()
 def copy_pairs(pairs: Sequence[CopyPair]) -> None:
-    """Copy the second tensor of each pair to the first. A copy from a GPU does not wait for it.
+    """Copy the second tensor of each pair to the first. The host does not wait for a GPU.
 
     Args:
-        pairs: Targets and sources.
+        pairs: Pairs of a target and a source.
     """
     for memory, of in pairs:
         memory.copy_(of, non_blocking=True)

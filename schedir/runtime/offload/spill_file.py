@@ -1,7 +1,7 @@
 """The unnamed file to which a rank writes data that does not fit in host memory.
 
-The file is unlinked when it is created, so that it disappears however the process ends. Its content
-need not outlive the process. So no write waits until the data is on the medium.
+The file is unlinked when it is created, so that it disappears even if the process is killed.
+Nothing reads its content after the process ends. So no write waits until the data is on the medium.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 class SpillFile:
-    """An unnamed file in a directory. Its arena gives out blocks of the file.
+    """An unnamed file in a directory. The attribute `arena` manages its blocks.
 
-    It warns if the directory is on a file system in memory.
+    The constructor warns if the directory is on a file system in memory.
 
     Args:
         directory: The directory.
@@ -59,7 +59,7 @@ class SpillFile:
         self.arena: Arena[int] = Arena(self._extend)
 
     def _extend(self, size: int) -> int:
-        """Extend the file, and allocate its disk space now, so that a full disk is found early."""
+        """Extend the file, and allocate its disk space now, to detect a full disk early."""
         at = self.length
         try:
             os.posix_fallocate(self.file.fileno(), at, size)
@@ -81,7 +81,7 @@ class SpillFile:
         Args:
             block: The block.
             size: The number of bytes to map.
-            used_bytes: The number that the block was acquired with.
+            used_bytes: The `used_bytes` with which the block was acquired.
 
         Returns:
             A uint8 tensor of `size` bytes.
@@ -109,7 +109,7 @@ class SpillFile:
 
         Args:
             offset: The offset in the file, in bytes.
-            memory: A contiguous tensor in host memory, which is filled.
+            memory: A contiguous tensor in host memory, which this fills.
 
         Raises:
             OSError: The file is too short.
@@ -130,7 +130,7 @@ def _as_buffer(memory: Tensor) -> memoryview:
 
 
 def find_file_system_type(directory: Path) -> str:
-    """Return the type of the file system of a directory, as Linux names it, such as "tmpfs".
+    """Return the Linux name of the file system type of a directory, such as "tmpfs".
 
     Args:
         directory: The directory.

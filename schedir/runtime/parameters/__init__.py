@@ -1,1 +1,1 @@
-"""The parameters of a rank: buffers, buckets, shards, main and tied parameters, versions."""
+"""The parameters of a rank: gradient buffers, buckets, shards, main parameters, ties, versions."""

@@ -1,7 +1,7 @@
 """Buckets: parameters in one flat tensor, and the shard of it that a replica keeps.
 
-The parameters of a bucket have one type, and are adjacent in two flat tensors, one of weights and
-one of gradients. Both are split at the same places, into one shard for each replica. Plain data
+The parameters of a bucket have one dtype, and are adjacent in two flat tensors, one of weights and
+one of gradients. Both are split at the same offsets, into one shard for each replica. Plain data
 parallelism uses the same buckets, because some libraries add numbers in an order that depends on
 their place in the buffer.
 """
@@ -26,11 +26,11 @@ _EXPERT_GROUPS: Final[dict[str, GroupKey]] = {"dp": "expert_dp", "params": "expe
 
 
 class ShardSpec(NamedTuple):
-    """The number of a replica, the number of all replicas, and the ZeRO level.
+    """The index of this replica, the number of replicas, and the ZeRO level.
 
     Attributes:
         replicas: The number of replicas.
-        replica: The number of this replica.
+        replica: The index of this replica, from 0.
         zero: The ZeRO level, from 0 to 3.
     """
 
@@ -44,9 +44,9 @@ class ShardSpec(NamedTuple):
         return range(self.replica, self.replica + 1) if self.zero else range(self.replicas)
 
     def for_tensor(self, tensor: Tensor) -> ShardSpec:
-        """Return the numbers of the replicas that have the same tensor.
+        """Return the spec with index and number counted only over replicas with the same tensor.
 
-        All replicas have the same tensor, unless it belongs to an expert. Then only every `ep`-th
+        Usually these are all replicas. If the tensor belongs to an expert, only every `ep`-th
         replica has it.
 
         Args:
@@ -80,7 +80,7 @@ def is_summed_over_tp(parameter: Tensor) -> bool:
 
 
 def get_expert_slice(tensor: Tensor) -> tuple[int, int] | None:
-    """Return which slice of a layer's experts the expert of a tensor belongs to.
+    """Return the slice of a layer's experts to which a tensor belongs.
 
     Args:
         tensor: A parameter or buffer.
@@ -104,7 +104,7 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def describe_slice(tensor: Tensor, tp_rank: int) -> str:
-    """Return which part of the model's tensor a process has, as a text.
+    """Describe which part of a tensor of the model a process has.
 
     Args:
         tensor: A parameter or buffer.
@@ -115,7 +115,7 @@ def describe_slice(tensor: Tensor, tp_rank: int) -> str:
 
 
 def mark_expert(parameter: Any, ep_rank: int, ep: int) -> None:
-    """Mark a parameter as that of an expert: set its attribute `expert_slice`.
+    """Mark a parameter as part of an expert: set its attribute `expert_slice`.
 
     Args:
         parameter: The parameter.
@@ -126,17 +126,17 @@ def mark_expert(parameter: Any, ep_rank: int, ep: int) -> None:
 
 
 class Bucket:
-    """Parameters with consecutive places in a flat tensor, which is split into shards.
+    """Parameters that are consecutive in a flat tensor, which is split into shards.
 
     The end of the tensor is padded, so that all shards have the same length. `numel` is the number
     of elements with padding, and `offsets` has the first element of each parameter. There is a
     shard for each replica that has these parameters (`shard_spec`).
 
     Args:
-        parameters: The parameters. They have one type, gradient type and device.
-        shard_spec: This replica, and all replicas.
-        aligned: If True, each parameter begins on a cache line, as in memory of its own. The
-            results of matrix products may depend on the alignment.
+        parameters: The parameters. They have the same dtype, gradient dtype and device.
+        shard_spec: The index of this replica, the number of replicas and the ZeRO level.
+        aligned: If True, each parameter begins on a cache line, as if it were allocated separately.
+            The results of matrix products may depend on the alignment.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Bucket:
         self.numel: Any | int = -(-end // self.shard_spec.replicas) * self.shard_spec.replicas
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the views of parameters in a flat tensor, with their shapes.
+        """Return, for each parameter, the view of a flat tensor that has its shape.
 
         Args:
             flat: A flat tensor of `numel` elements.
@@ -187,14 +187,14 @@ class Bucket:
         return flat.view(self.shard_spec.replicas, -1)[index]
 
     def list_shard_ranges(self, index: int | None = None) -> Iterator[tuple[int, int, int]]:
-        """Yield the elements of each parameter that are in a shard.
+        """Yield, for each parameter, the range of its elements that are in a shard.
 
         Args:
             index: The index of the shard. By default it is that of this replica.
 
         Yields:
-            The first element, the element after the last one, and the offset of the first one in
-            the shard. The range is empty if no element of the parameter is in the shard.
+            The begin and end (excluded) of the range in the parameter, and its offset in the shard.
+            The range is empty if no element of the parameter is in the shard.
         """
         index = self.shard_spec.replica if index is None else index
         size = self.numel // self.shard_spec.replicas
@@ -223,16 +223,16 @@ def make_buckets(
 ) -> list[Bucket]:
     """Distribute parameters over buckets.
 
-    A bucket has parameters of one type, gradient type and device. Parameters whose gradients
-    tensor-parallel ranks sum are not in buckets with others, and neither are those of experts.
-    Buckets are filled from the last parameter to the first.
+    The parameters of a bucket have the same dtype, gradient dtype and device. Parameters of experts
+    get separate buckets. So do parameters whose gradients tensor-parallel ranks sum. Buckets are
+    filled from the last parameter to the first.
 
     Args:
         parameters: The parameters, in the order of the module.
         max_bytes: The most bytes of a bucket's gradients. A single parameter may have more.
-        shard_spec: This replica, and all replicas, which have a shard of each bucket.
-        separate_parameters: Parameters that get a bucket each, such as tied weights. Their shards
-            then have the same elements as the shards of the copies in other stages.
+        shard_spec: The index of this replica, the number of replicas and the ZeRO level.
+        separate_parameters: Parameters that get a bucket each, such as tied weights. The shards of
+            a tied weight then have the same elements in all stages with a copy.
         aligned: If True, each parameter begins on a cache line.
     """
     separate_ids = {id(p) for p in separate_parameters}
@@ -260,7 +260,7 @@ def make_buckets(
 def _split_into_runs(
     parameters: list[nn.Parameter], itemsize: int, max_bytes: float
 ) -> list[list[nn.Parameter]]:
-    """Split parameters into runs whose gradients have at most `max_bytes`, from the last one on."""
+    """Split parameters, from the last one on, into runs with gradients of at most `max_bytes`."""
     runs: list[list[nn.Parameter]] = []
     free_bytes = 0.0
     for p in reversed(parameters):

@@ -1,4 +1,4 @@
-"""Flat gradient buffers of a stage. Every `.grad` is a view of one."""
+"""Flat gradient buffers of a stage. Every `.grad` is a view of such a buffer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CopyLookup = Callable[[nn.Parameter], Iterable[nn.Parameter]]
 
 
 class GradientBuffers:
-    """The gradient buffers of a stage, one for the parameters of each bucket.
+    """The gradient buffers of a stage, one for each bucket of parameters.
 
     Backward passes accumulate into the buffers, so a reduction is one call for each buffer. The
-    gradients of a bucket have one type: the type of the parameters, or their `grad_dtype` if it is
-    set. A stage without trained parameters has no buffer.
+    gradients of a bucket have one dtype: the dtype of the parameters, or their `grad_dtype` if it
+    is set. A stage without trained parameters has no buffer.
 
     Args:
         module: The stage.
@@ -30,12 +30,13 @@ class GradientBuffers:
         tied: The parameters that are tied to parameters of other stages.
 
     Attributes:
-        flat: The buffers, by bucket.
-        views: By bucket, its parameters and the views of the buffer that are their gradients.
-        reduced_flat: The buffers after the reduction, by bucket. With ZeRO they have only this
-            replica's shard. From level 2 on they have memory of their own, and the memory of `flat`
-            exists from `allocate` to `release`.
-        shard_views: The reduced gradient of each parameter, by shard. With ZeRO it has only the
+        flat: The buffer of each bucket.
+        views: For each bucket, pairs of a parameter and the view of the buffer that is its
+            gradient.
+        reduced_flat: For each bucket, the gradients after the reduction. With ZeRO these are only
+            this replica's shard. From level 2 on they have separate memory, and `flat` has memory
+            from `allocate` to `release`.
+        shard_views: Parameter -> its reduced gradient, as one view per shard. With ZeRO, only the
             shard of this replica.
         is_allocated: True if gradients may be accumulated into the buffers.
     """
@@ -61,7 +62,8 @@ class GradientBuffers:
         self.flat: list[Tensor] = [
             torch.zeros(b.numel, dtype=b.grad_dtype, device=b.device) for b in self.buckets
         ]
-        tied_ids = {id(p) for p in tied}  # other stages add these element by element
+        # Gradients of tied weights stay contiguous, because stages add them element by element.
+        tied_ids = {id(p) for p in tied}
         self.views: list[GradientViews] = [
             [
                 (p, view if shared or id(p) in tied_ids else _match_memory_order(p, view))
@@ -100,9 +102,9 @@ class GradientBuffers:
             scale_buffer(flat, factor)
 
     def collect(self, index: int, find_copies: CopyLookup) -> None:
-        """Copy gradients into a buffer that were assigned to `.grad` instead, as some hooks do.
+        """Copy gradients that are not views of their buffer into it. Some hooks replace `.grad`.
 
-        The view of the buffer then becomes the `.grad` of the parameter and of its copies.
+        The view of the buffer becomes the `.grad` of the parameter and of its copies again.
 
         Args:
             index: The index of the bucket.
@@ -118,8 +120,7 @@ class GradientBuffers:
     def zero(self) -> None:
         """Set all gradients to zero before a step, and restore views that `zero_grad` has removed.
 
-        From level 2 of ZeRO on, only the views are restored, and `allocate` sets the buffers to
-        zero.
+        From ZeRO level 2 on, this only restores the views. `allocate` sets the buffers to zero.
 
         Raises:
             ModelError: A gradient was moved out of its buffer.
@@ -157,7 +158,7 @@ class GradientBuffers:
             p.grad = view
 
     def _find_view_offsets(self) -> list[int]:
-        """Return the offset of each view in its buffer in bytes, to find moved gradients."""
+        """Return the byte offset of each view in its buffer, to find gradients that were moved."""
         places: list[int] = []
         for flat, views in zip(self.flat, self.views, strict=True):
             first = flat.data_ptr()
@@ -170,29 +171,29 @@ def scale_buffer(flat: Tensor, factor: float | Tensor) -> None:
 
     Args:
         flat: The buffer.
-        factor: A number or a 0-dim tensor. A tensor is not rounded to the type of a 16-bit buffer
-            first, so it has the same effect as the number.
+        factor: A number or a 0-dim tensor. A tensor is not rounded to the dtype of a 16-bit buffer,
+            so it has the same effect as a number.
     """
     if isinstance(factor, Tensor) and flat.dtype.itemsize < 4:
-        flat.copy_(flat.float() * factor)  # torch would round the factor to the buffer's type
+        flat.copy_(flat.float() * factor)  # torch would round the factor to 16 bits
     else:
         flat.mul_(factor)
 
 
 def poison_if_nan(flat: Tensor, indicator: Tensor) -> None:
-    """Set the first number of a buffer to NaN if an indicator is NaN.
+    """Set the first element of a buffer to NaN if an indicator is NaN.
 
     The host does not wait.
 
     Args:
         flat: The buffer.
-        indicator: A 0-dim tensor, NaN or 0. With 0 the buffer stays as it is.
+        indicator: A 0-dim tensor, NaN or 0. If it is 0, the buffer stays unchanged.
     """
     flat[:1].mul_(indicator + 1.0)
 
 
 def compute_sum_of_squares(gradients: Iterable[Tensor]) -> Tensor | None:
-    """Return the sum of the squares of all numbers of tensors.
+    """Return the sum of the squares of all elements of tensors.
 
     The norm of each tensor is computed in float64. On a GPU no copy in float64 is made.
 
@@ -200,9 +201,9 @@ def compute_sum_of_squares(gradients: Iterable[Tensor]) -> Tensor | None:
         gradients: The tensors.
 
     Returns:
-        A 0-dim float64 tensor, or None if there are no numbers.
+        A 0-dim float64 tensor, or None if there are no elements.
     """
-    # On a GPU, one kernel computes the norms of many tensors of one type.
+    # On a GPU, one kernel computes the norms of many tensors of one dtype.
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for g in gradients:
         real = torch.view_as_real(g) if g.is_complex() else g
@@ -226,10 +227,10 @@ def is_tp_sharded(parameter: Tensor) -> bool:
 
 
 def _match_memory_order(p: Tensor, view: Tensor) -> Tensor:
-    """Return a view of a gradient with the order of dimensions in memory that its parameter has.
+    """Return a view of a gradient with the memory order of its parameter's dimensions.
 
-    autograd would allocate the gradient in that order, and fused optimizers require it. A parameter
-    with gaps in its memory keeps the contiguous view.
+    autograd allocates gradients in this order, and fused optimizers require it. If the memory of
+    the parameter has gaps, the view is returned unchanged.
     """
     order = sorted(range(p.dim()), key=p.stride, reverse=True)
     if p.is_contiguous() or not p.permute(order).is_contiguous():

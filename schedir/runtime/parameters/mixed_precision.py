@@ -30,10 +30,11 @@ class OptimizerLike(Protocol):
 
 
 def step_if_finite(finite: Tensor, optimizer: OptimizerLike) -> None:
-    """Let an optimizer step if all gradients are finite. Otherwise nothing changes.
+    """Step an optimizer if all gradients are finite. Otherwise change nothing.
 
-    A fused optimizer of torch checks the condition on the device. For any other optimizer, and for
-    one with hooks on its step, the host must read it. On a GPU the host waits once in each update.
+    A fused optimizer of torch reads the condition on the device. For any other optimizer, and for
+    one with hooks on its step, the host reads it. If the condition is on a GPU, the host waits for
+    it.
 
     Args:
         finite: The condition, 0-dim bool.
@@ -52,12 +53,13 @@ def step_if_finite(finite: Tensor, optimizer: OptimizerLike) -> None:
 
 
 def are_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether no number of tensors is infinite or NaN, as 0-dim bool on their device.
+    """Return True, as a 0-dim bool tensor on their device, if all elements of `tensors` are finite.
 
     Args:
-        tensors: The tensors. Without any number, the result is True on the CPU.
+        tensors: The tensors. If they have no elements, the result is True on the CPU.
     """
-    finite: Tensor | None = None  # not a tensor of the host, whose copy to a GPU would block
+    # Begin with None and not with a host tensor, because its copy to a GPU would block.
+    finite: Tensor | None = None
     for flat in tensors:
         if flat.numel():
             ends = torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
@@ -67,7 +69,7 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def unwrap_optimizer(optimizer: object) -> Any:
-    """Return the inner optimizer of a MainOptimizer, and any other optimizer as it is.
+    """Return the inner optimizer of a MainOptimizer, and any other optimizer unchanged.
 
     Args:
         optimizer: The optimizer.
@@ -76,14 +78,14 @@ def unwrap_optimizer(optimizer: object) -> Any:
 
 
 def find_optimizers(optimizer: object) -> list[Any]:
-    """Return the optimizers of torch and the MainOptimizers that an object is or has.
+    """Return an optimizer and the optimizers that it wraps.
 
     Args:
-        optimizer: The object.
+        optimizer: An optimizer, or an object with optimizers in its attributes.
 
     Returns:
-        The object itself if it is such an optimizer. Otherwise the object, and all such optimizers
-        in its attributes.
+        A list with `optimizer` as first entry. If `optimizer` is an object of another library, the
+        torch optimizers and MainOptimizers in its attributes follow.
     """
     kinds = (torch.optim.Optimizer, MainOptimizer)
     if isinstance(optimizer, kinds):
@@ -93,12 +95,10 @@ def find_optimizers(optimizer: object) -> list[Any]:
 
 
 def has_gated_step(optimizer: object) -> bool:
-    """Return whether a tensor on the device can skip an optimizer's step.
+    """Return whether a tensor on the device, `found_inf`, can make an optimizer skip its step.
 
-    torch.amp.GradScaler uses such steps, too.
-
-    A step of a class that derives from torch's, or hooks of the step, may do more, which would not
-    depend on the tensor. Then the result is False.
+    torch.amp.GradScaler uses such steps, too. The result is False for a subclass of torch's
+    optimizers and for a step with hooks: their code would run even if the step is skipped.
 
     Args:
         optimizer: The optimizer.
@@ -110,8 +110,7 @@ def has_gated_step(optimizer: object) -> bool:
 def has_known_effects(optimizer: object) -> bool:
     """Return whether a step changes only tensors that schedir can save and restore.
 
-    The optimizer must be one of torch's own, or a MainOptimizer of one, and its step must have no
-    hooks.
+    This is the case for an optimizer of torch, or a MainOptimizer of one, if its step has no hooks.
 
     Args:
         optimizer: The optimizer.
@@ -122,10 +121,10 @@ def has_known_effects(optimizer: object) -> bool:
 
 
 def is_torch_optimizer(optimizer: object) -> bool:
-    """Return whether an optimizer is one of torch's own.
+    """Return whether torch defines the class and the `step` of an optimizer.
 
-    A subclass that is defined outside of torch is not, nor is an optimizer with a replaced `step`.
-    The wrapper that a learning-rate scheduler puts around `step` does not count as a replacement.
+    The result is False for a subclass that is defined outside of torch, and for an optimizer with a
+    replaced `step`. The wrapper that a learning-rate scheduler puts around `step` is allowed.
 
     Args:
         optimizer: The optimizer.
@@ -139,7 +138,7 @@ def is_torch_optimizer(optimizer: object) -> bool:
 
 
 def has_step_hooks(optimizer: object) -> bool:
-    """Return whether the step of an optimizer has hooks, of its own or for all optimizers.
+    """Return whether the step of an optimizer has hooks, including hooks for all optimizers.
 
     Args:
         optimizer: The optimizer.
@@ -150,11 +149,11 @@ def has_step_hooks(optimizer: object) -> bool:
 
 
 def ensure_momentum(optimizer: Any) -> bool:
-    """Create the momentum buffers that a gated step needs, and return whether they are complete.
+    """Create missing momentum buffers of SGD, and return whether the optimizer can skip a step.
 
     A fused SGD creates its momentum in its first step. If that step is skipped, the memory stays
-    uninitialised. Without dampening the first step is equal to a step from momentum 0, so zeros are
-    created here. With dampening it is not, and nothing is created.
+    uninitialised. Without dampening the first step is equal to a step from momentum 0, so this
+    function creates zeros. With dampening the two differ, so it creates nothing and returns False.
 
     Args:
         optimizer: An optimizer of torch.
@@ -174,13 +173,13 @@ def ensure_momentum(optimizer: Any) -> bool:
 
 
 def describe_options(optimizer: object) -> dict[Tensor, str]:
-    """Return the type of an optimizer and the options of its groups, by parameter.
+    """Describe, for each parameter, the type of its optimizer and the options of its group.
 
     Args:
         optimizer: The optimizer. An optimizer without `param_groups` gives an empty dict.
 
     Returns:
-        A description for each parameter. For a MainOptimizer these are the 16-bit parameters.
+        Parameter -> description. For a MainOptimizer the keys are the 16-bit parameters.
     """
     inner = unwrap_optimizer(optimizer)
     main = zip(
@@ -201,9 +200,9 @@ def use_float32_gradients(module: nn.Module) -> None:
     """Accumulate the gradients of all parameters in float32.
 
     This sets torch's `grad_dtype` of each parameter. The executor reads only `grad_dtype`, so it
-    can also be set for single parameters. Splittable weights accumulate gradients in the product
-    itself (`schedir.kernels.weight_gradient`). Other parameters round the gradient of one
-    microbatch to their own type first.
+    can also be set for single parameters. In splittable layers, the matrix product adds to the
+    float32 gradient directly (`schedir.kernels.weight_gradient`). For other parameters, autograd
+    first rounds the gradient of one microbatch to the dtype of the parameter.
 
     Args:
         module: The module with the parameters.
@@ -213,11 +212,11 @@ def use_float32_gradients(module: nn.Module) -> None:
 
 
 class MainOptimizer:
-    """An optimizer of float32 main parameters, which are rounded after each step.
+    """An optimizer that steps float32 copies of 16-bit parameters, and copies the result back.
 
     Args:
         parameters: The parameters of the model. Frozen ones are left out.
-        make_optimizer: Creates the optimizer for the main parameters, which are in the order of
+        make_optimizer: Creates the optimizer from the list of main parameters, in the order of
             `parameters`.
 
     Attributes:
@@ -239,14 +238,14 @@ class MainOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the inner optimizer, for example to set learning rates."""
+        """The parameter groups of the inner optimizer, for example to set learning rates."""
         return self.inner.param_groups
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the main parameters by the gradients of the parameters, and round them."""
+        """Step the main parameters with the gradients, and copy the rounded result back."""
         for p, main in zip(self.parameters, self.main_parameters, strict=True):
-            main.grad = None if p.grad is None else p.grad.float()  # no copy where it is float32
+            main.grad = None if p.grad is None else p.grad.float()  # no copy if it is float32
         self.inner.step()
         torch._foreach_copy_([*self.parameters], [*self.main_parameters])
 
@@ -254,15 +253,17 @@ class MainOptimizer:
 class LossScale:
     """The factor of a float16 loss, which keeps small gradients from becoming zero.
 
-    Rule and default values are those of torch.amp.GradScaler. Each rank has a loss scale. All stay
-    equal, because each rank changes its own after the same test of the global norm.
+    The rule and the default values are those of torch.amp.GradScaler. Each rank has a loss scale.
+    They stay equal, because all ranks change them by the same global norm.
 
     Args:
         value: The first value.
-        growth: The factor after `growth_interval` consecutive steps with finite gradients. The
-            value does not grow if it would become infinite.
-        backoff: The factor after a step with gradients that are not finite.
-        growth_interval: The number of such steps.
+        growth: The factor by which the value grows after `growth_interval` consecutive steps with
+            finite gradients. The value does not grow to infinity.
+        backoff: The factor by which the value shrinks after a step with gradients that are not
+            finite.
+        growth_interval: The number of consecutive steps with finite gradients before the value
+            grows.
         device: The device of `value`, a 0-dim float32 tensor.
     """
 
@@ -279,7 +280,7 @@ class LossScale:
         self.backoff: float = backoff
         self.growth_interval: int = growth_interval
         self.value: Tensor = torch.tensor(value, dtype=torch.float32, device=device)
-        # The number of finite steps in a row.
+        # The number of consecutive steps with finite gradients.
         self.good_steps: Tensor = torch.zeros((), dtype=torch.int32, device=device)
 
     def __str__(self) -> str:
@@ -294,7 +295,7 @@ class LossScale:
         return self.value.reciprocal()
 
     def update(self, finite: Tensor) -> None:
-        """Set the next value after a step, without a wait of the host.
+        """Set the next value after a step. The host does not wait for the device.
 
         Args:
             finite: True if all gradients of the step were finite, 0-dim bool.

@@ -5,11 +5,11 @@ computed later. In the next step, before its own update, each rank checks whethe
 was right. If it was wrong, all ranks have run that step on wrong weights. Each rank then restores
 the state before the update, makes the update with the norm, and runs the step again.
 
-The paper reverses an update by computation (appendix C). Here it is restored from copies, because
-an optimizer that divides cannot be reversed exactly.
+The paper reverses an update by computation (appendix C). schedir restores copies instead, because
+the reverse of a division is not exact.
 
-After a wrong update, the next one is likely to be clipped, too. So it waits for its norm at the end
-of its step. The following updates do so as well, until one needs no clipping.
+After a wrong update, the next update is likely to need clipping, too. So it waits for its norm at
+the end of its step. All later updates wait, too, until one needs no clipping.
 
 References:
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 4.
@@ -40,10 +40,10 @@ from schedir.transports.transport import Work
 
 
 class OptimisticStep(ProgramService):
-    """The updates of a rank. At most the last one is not validated yet.
+    """The updates of a rank. All updates but the last one are validated.
 
-    Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. If `needs_rerun`
-    returns True, it does so on all ranks.
+    Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. `needs_rerun`
+    returns the same result on all ranks.
 
     Args:
         state: The state of the program.
@@ -52,10 +52,10 @@ class OptimisticStep(ProgramService):
         judge_norm: Returns a `NormVerdict` for the sum of the squares of all gradients.
         apply_update: Makes an update by `verdict`. The handler of the optimizer step sets it.
         restore_step_state: Restores all state that a step has changed, except for weights and
-            optimizer.
+            optimizer state.
         verdict: The `NormVerdict` of the next update.
-        pending_update: The update that is not validated, if there is one.
-        is_warm_up: True in steps that are undone. Their updates are not validated.
+        pending_update: The update that is not validated yet, or None.
+        is_warm_up: True in steps that will be undone. Their updates are not validated.
         repeated_steps: The number of steps that were run again.
     """
 
@@ -78,9 +78,10 @@ class OptimisticStep(ProgramService):
         one = torch.ones((), dtype=torch.float64, device=self.device)
         self.unit_factor = one
         self.verdict: NormVerdict = one > 0, one
-        self.saved_copies: dict[Tensor, Tensor] = {}  # the memory of copies, reused by each update
+        # Tensor -> the memory of its copy, which each update reuses.
+        self.saved_copies: dict[Tensor, Tensor] = {}
         self.pending_update: _UnvalidatedUpdate | None = None
-        self.norm: _Norm | None = None  # the norm of the running step, or of the last one
+        self.norm: _Norm | None = None  # the norm of the current or last step
         self.must_repeat = self.waits_for_norm = self.is_warm_up = False
         self.repeated_steps = 0
         self.guard: UnvalidatedUpdateGuard | None = None
@@ -102,12 +103,12 @@ class OptimisticStep(ProgramService):
     def step(self, local_sum_of_squares: Tensor) -> None:
         """Make an update before its norm arrives.
 
-        No update is made if this step must be run again, or if the last update was wrong. In the
-        second case `needs_rerun` makes it with its norm.
+        The method makes no update if this step must run again. After a wrong update it does not
+        make the next update either: `needs_rerun` makes it later, with its norm.
 
         Args:
-            local_sum_of_squares: The sum of squares of the rank's gradients. If it is too large
-                already, the global sum is, too, and the optimizer does not step.
+            local_sum_of_squares: The sum of squares of the rank's gradients. If it is already too
+                large, so is the global sum, and the optimizer does not step.
         """
         if self.must_repeat or (self.waits_for_norm and not self.is_warm_up):
             return
@@ -117,10 +118,11 @@ class OptimisticStep(ProgramService):
         self.apply_update()
 
     def track_norm(self, sum_of_squares: Tensor, work: Work) -> None:
-        """Set the norm of this step, whose sum over ranks is in progress.
+        """Keep the sum of squares of this step, while its sum over ranks is in progress.
 
         Args:
-            sum_of_squares: The sum of squares of all gradients, when `work` has completed.
+            sum_of_squares: The sum of squares of all gradients. It is valid when `work` has
+                completed.
             work: The Work of the sum.
         """
         self.norm = _Norm(sum_of_squares, work, self.scalar_buffer, self.side_stream)
@@ -128,15 +130,15 @@ class OptimisticStep(ProgramService):
     # ------------------------------------------------------------ between steps
 
     def prepare_step(self, batch: StepInputs) -> StepInputs:
-        """Record the state before the step if it may have to be run again.
+        """Save the state before a step that may have to run again.
 
-        It may if the last update is not validated yet.
+        A step may have to run again if the last update is not validated yet.
 
         Args:
             batch: The inputs of the step.
 
         Returns:
-            The same inputs. The step must read them from the result, so that they are recorded.
+            Inputs with the same values, which the step must use instead of `batch`.
 
         Raises:
             ModelError: Weights or optimizer state were written to before validation, or the
@@ -153,8 +155,8 @@ class OptimisticStep(ProgramService):
     def fail(self, *, has_begun: bool) -> None:
         """Handle an error in a step.
 
-        If the step had begun, the update that is not validated is undone, and never made again. If
-        not, the update stays, and is guarded as before.
+        If the step had begun, undo the update that is not validated, and do not make it again.
+        Otherwise keep the update, and guard it again.
 
         Args:
             has_begun: True if the step had begun before the error.
@@ -171,7 +173,8 @@ class OptimisticStep(ProgramService):
     def needs_rerun(self) -> bool:
         """Return whether the step must be run again, because its weights were wrong.
 
-        If so, the weights are now right, and all other state is as before the step.
+        If it returns True, it has corrected the weights and restored all other state from before
+        the step.
         """
         norm = self.norm
         assert norm is not None, "every step has a norm"
@@ -198,10 +201,10 @@ class OptimisticStep(ProgramService):
         return False
 
     def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
-        """Do not validate updates that are undone.
+        """Mark the next steps as warm-up steps, whose updates are not validated.
 
         Args:
-            preserved: The state that is restored.
+            preserved: Restores the mark when it is closed.
             makes_update: See `Service.undo_steps`.
         """
         preserved.add_fields(self, "is_warm_up")
@@ -238,8 +241,8 @@ class OptimisticStep(ProgramService):
         """Wait for the norm of the last step's gradients before clipping, and return it.
 
         Returns:
-            A 0-dim float64 tensor, 0 before the first step. And whether it is finite, in a tensor
-            of shape (1,).
+            The norm, a 0-dim float64 tensor, which is 0 before the first step. And a bool tensor of
+            shape (1,): True if the norm is finite.
         """
         norm = torch.zeros_like(self.unit_factor)
         if self.norm is not None:
@@ -251,8 +254,8 @@ class OptimisticStep(ProgramService):
         """Allow access to weights and optimizer again.
 
         Raises:
-            ModelError: Weights, the optimizer's state, or the set of parameters that it steps were
-                changed while the guard was active.
+            ModelError: While the guard was active, a user changed weights, the optimizer state, or
+                the set of parameters that the optimizer steps.
         """
         if self.guard is not None:
             self.guard.lift()
@@ -264,7 +267,7 @@ class OptimisticStep(ProgramService):
             self.modules, self.optimizer, self.loss_scale, compares_values=looks
         )
 
-    # ------------------------------------------------------------ to go back
+    # ------------------------------------------------------------ undo and redo an update
 
     def _save_state(self) -> _UnvalidatedUpdate:
         """Copy the gradients, and all state that an update changes."""
@@ -290,7 +293,7 @@ class OptimisticStep(ProgramService):
             yield from gradients.flat
         if self.loss_scale is not None:
             yield from (self.loss_scale.value, self.loss_scale.good_steps)
-        yield from getattr(self.optimizer, "parameters", ())  # 16-bit ones of a MainOptimizer
+        yield from getattr(self.optimizer, "parameters", ())  # 16-bit parameters of a MainOptimizer
         for leaf in tree_leaves(list_optimizer_tables(self.optimizer)):
             if isinstance(leaf, Tensor):
                 yield leaf
@@ -298,7 +301,7 @@ class OptimisticStep(ProgramService):
     def _redo_update(self) -> None:
         """Restore the state before the update, and make the update with its norm.
 
-        Options that were set since then, such as a learning rate, apply to the next update.
+        Options that a user set after the update, such as a learning rate, apply to the next update.
         """
         made, inner = self.pending_update, unwrap_optimizer(self.optimizer)
         assert made is not None
@@ -320,8 +323,7 @@ class OptimisticStep(ProgramService):
     def update_by_norm(self) -> None:
         """Make the pending update with its norm.
 
-        The random generators are restored afterwards. torch's own optimizers draw no random
-        numbers.
+        The random generators are restored afterwards.
         """
         assert self.pending_update is not None and self.pending_update.norm is not None
         self.verdict = self.judge_norm(self.pending_update.norm.sum_of_squares)
@@ -332,7 +334,7 @@ class OptimisticStep(ProgramService):
 
 
 class _UnvalidatedUpdate:
-    """An update that is made and not validated.
+    """An update that the executor has made and not yet validated.
 
     Args:
         preserved: The state before the update.
@@ -352,7 +354,7 @@ def _copy_values(copies: dict[Tensor, Tensor]) -> None:
 class _Norm:
     """The sum of squares of all gradients, 0-dim float64, whose sum over ranks is in progress.
 
-    On a GPU a side stream copies it to the host. So `read` does not wait for other kernels.
+    On a GPU a side stream copies the sum to the host. So `read` does not wait for other kernels.
     """
 
     def __init__(

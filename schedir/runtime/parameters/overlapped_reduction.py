@@ -1,9 +1,9 @@
 """Reduce the gradient of a stage over replicas, overlapped with the last backward.
 
-Each buffer of `GradientBuffers` is a bucket. A bucket is scaled, and its all-reduce started, when
-the update adds no more gradients to any of its parameters. Buckets start in a fixed order, because
-all replicas must start them in the same order. It is the order in which a backward completes
-buckets if the parameters are used in the order of the module.
+Each buffer of `GradientBuffers` is a bucket. When the gradients of all its parameters are final, a
+bucket is scaled and its all-reduce starts. All replicas must start the buckets in the same order,
+so this order is fixed: a backward completes buckets in this order if the forward uses parameters in
+the order of the module.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from schedir.transports.transport import Work
 BackwardRoot = Tensor | GradientEdge
 
 _REDUCTION_OPS: Final = find_producers(Value.GRAD)
-# Instructions that use the sum of gradients before it is reduced.
+# Instructions that use the gradient sum of a stage before its reduction.
 _GRAD_SUM_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS if Value.WGRAD in {*row.needs, *row.gives} - {*row.frees}
 )
 
 
 def find_last_accumulations(stream: Stream) -> dict[Instr, Instr]:
-    """Return the reduction of each instruction that is the last one to add to a gradient.
+    """Find the reductions that can overlap with the last instruction that adds to their gradient.
 
-    A reduction is left out if another instruction reads or changes the gradient before it.
+    A reduction cannot overlap if another instruction reads or changes the gradient in between.
 
     Args:
         stream: The stream of a rank.
 
     Returns:
-        The reductions, by the instruction that adds last.
+        The last instruction that adds to a gradient -> the reduction of this gradient.
     """
     reductions: dict[Instr, Instr] = {}
     last: dict[int, Instr] = {}
@@ -62,23 +62,23 @@ def find_last_accumulations(stream: Stream) -> dict[Instr, Instr]:
 
 
 class GradientReduction:
-    """The reduction of a stage's gradient in an update.
+    """The reduction of a stage's gradients in an update.
 
-    Only the last instruction that adds to the gradient may call `overlap_backward` or
+    Only the last instruction that adds to the gradients may call `overlap_backward` or
     `overlap_deferred_wgrad`. `end` starts the remaining buckets.
 
     In a backward, autograd runs the node that accumulates a parameter's gradient once, after all
     uses of the parameter. Then the gradient is final. Gradients of parameters that the backward
     does not reach are final when it ends.
 
-    Two cases may add to a gradient later: a backward within the backward, such as a checkpoint with
-    use_reentrant=True, and modules with hooks. Then all gradients are final when the backward ends.
-    `end` detects any other late write to a bucket that has started.
+    In two cases a gradient may still change later. The first is a backward within the backward,
+    such as a checkpoint with use_reentrant=True. The second is a module with hooks. Then all
+    gradients are final only when the backward ends. `end` detects any other late write to a bucket
+    that has started.
 
     Args:
         gradients: The gradient buffers of the stage.
-        start_bucket: Starts the reduction of a buffer, and returns its Works. Its argument is the
-            index of the bucket.
+        start_bucket: Starts the reduction of the bucket with a given index, and returns its Works.
         versions: The weight versions of the stage, if the program has several updates.
     """
 
@@ -104,7 +104,7 @@ class GradientReduction:
     def _reset(self) -> None:
         """Mark all gradients as not final and all buckets as not started."""
         self.pending_grads = [{id(grad) for _, grad in views} for views in self.gradients.views]
-        # The indices of started buckets, and the version counters of their buffers at the start.
+        # For each started bucket, its index and the version counter of its buffer at the start.
         self.started_buckets: list[tuple[int, int]] = []
         self.works: list[Work] = []
 
@@ -119,7 +119,7 @@ class GradientReduction:
         may_start_early = bool(roots) and not _may_add_late(module, roots)
         device = next((flat.device for flat in self.gradients.flat), torch.device("cpu"))
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # Hooks on nodes are used, because the backward of a parameter with hooks is not split.
+        # Hooks are on autograd nodes, because a hook on a weight would disable its split backward.
         hooks = [
             register_observer(
                 get_gradient_edge(p).node, partial(self._on_grad_accumulated, id(p.grad), stream)
@@ -135,16 +135,16 @@ class GradientReduction:
         self._start_remaining()
 
     def _on_grad_accumulated(self, grad: int, stream: Any, *gradients: object) -> None:
-        """Mark a gradient as final. autograd may use another CUDA stream than the step."""
+        """Mark a gradient as final, on the stream of the step. autograd may use another stream."""
         if stream is not None and (here := torch.cuda.current_stream(stream.device)) != stream:
             stream.wait_stream(here)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             self._mark_final(grad)
 
     def overlap_deferred_wgrad(self, deferred_wgrad: DeferredGradients) -> None:
-        """Run deferred weight gradients, the last ones of the stage, and start buckets meanwhile.
+        """Run the last deferred weight gradients of the stage, and start buckets meanwhile.
 
-        Gradients of weights that are not among them are final at once.
+        Gradients of weights without a deferred gradient are already final.
 
         Args:
             deferred_wgrad: The deferred weight gradients.
@@ -164,7 +164,7 @@ class GradientReduction:
             self._start_next_bucket()
 
     def _get_pending_grads(self) -> set[int]:
-        """Return the gradients of the next bucket that are not final."""
+        """Return the `id` of each gradient in the next bucket that is not final."""
         return self.pending_grads[self.bucket_order[len(self.started_buckets)]]
 
     def _start_next_bucket(self) -> None:
@@ -207,8 +207,8 @@ class GradientReduction:
 def _may_add_late(module: nn.Module, roots: Sequence[BackwardRoot]) -> bool:
     """Return whether a backward may add to gradients after autograd has accumulated them.
 
-    A hook of a module may write to any gradient. A checkpoint with use_reentrant=True runs a
-    backward of its own, with weights that may also be used outside of it.
+    A hook of a module may write to any gradient. A checkpoint with use_reentrant=True runs a nested
+    backward, and its weights may also be used outside of the checkpoint.
     """
     if any(owner._backward_hooks or owner._backward_pre_hooks for owner in module.modules()):
         return True

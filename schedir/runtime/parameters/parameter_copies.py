@@ -1,4 +1,4 @@
-"""Create Parameters that replace another one in computation, with its hooks."""
+"""Create Parameters that replace another Parameter in computation, with the same hooks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from schedir.runtime.autograd.node_hook_detection import has_node_hooks
 
 
 def make_parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """Return a Parameter with given data and the hooks and attributes of another.
+    """Create a Parameter with given data, and with the hooks and attributes of another Parameter.
 
     Args:
-        parameter: The other Parameter, whose `grad_dtype` is used, too.
-        data: The data.
+        parameter: The other Parameter. Its `grad_dtype` is used, too.
+        data: The data of the new Parameter.
     """
     other = nn.Parameter(data)
     share_hooks(other, parameter)
@@ -35,7 +35,7 @@ def share_hooks(other: nn.Parameter, parameter: nn.Parameter) -> None:
 
 
 def require_no_node_hooks(parameter: nn.Parameter, name: str) -> None:
-    """Refuse hooks of a trained Parameter that its copies would not call.
+    """Check that a trained Parameter has no hooks that its copies would not call.
 
     Args:
         parameter: The Parameter that is copied.

@@ -1,7 +1,7 @@
 """The order of tokens that tensor-parallel ranks share (sequence parallelism).
 
-A sequence has s tokens. Rank r of t has s / t tokens, from r * s / t on. The tokens are in the last
-dimension but one.
+A sequence has s tokens. Rank r of t ranks has s / t tokens, from r * s / t on. Tokens are in the
+second last dimension.
 
 References:
     Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv
@@ -40,13 +40,13 @@ def join_sequence(shards: Tensor) -> Tensor:
         shards: The tokens of each rank, (t, ..., s / t, n).
 
     Returns:
-        The sequence, (..., s, n). It is a view for a single sequence, and otherwise a copy.
+        The sequence, (..., s, n). It is a view if there is only one sequence, and otherwise a copy.
     """
     return shards.movedim(0, -3).flatten(-3, -2)
 
 
 def require_even_split(tokens: int, ranks: int) -> None:
-    """Refuse a number of tokens that ranks cannot share evenly.
+    """Check that tensor-parallel ranks can share a sequence evenly.
 
     Args:
         tokens: The number of tokens.

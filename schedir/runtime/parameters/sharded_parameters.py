@@ -37,22 +37,22 @@ from schedir.transports.collectives import CollectiveName, GroupKey
 from schedir.transports.transport import Work
 
 StartCollective = Callable[[CollectiveName, GroupKey, Tensor, Tensor], Work]
-_OWNER_ATTRIBUTE: Final = "_schedir_parts"  # the attribute of parameters with their owner
+_OWNER_ATTRIBUTE: Final = "_schedir_parts"  # the attribute of a parameter with its owner
 _ALL_INSTANCES: Final = WeakSet["ShardedParameters"]()  # all instances of this process
 
 
 class ShardedParameters:
-    """The trained weights of a stage, in the buckets of its gradients.
+    """The trained weights of a stage, in the same buckets as its gradients.
 
     Up to ZeRO level 2 the flat tensors of full weights stay allocated, and a shard is a view of
-    one. At level 3 the shards have memory of their own. The memory of the flat tensors then exists
-    only while the weights are unsharded.
+    one. At level 3 the shards have separate memory, and the flat tensors have memory only while the
+    weights are unsharded.
 
     Args:
         gradients: The gradient buffers of the stage.
         shard_spec: The replica and the ZeRO level.
-        aliases: Parameters of the stage that use the memory of a parameter of another stage, which
-            is the value. They are gathered from the other stage's shard.
+        aliases: Parameter of this stage -> the parameter of another stage whose memory it uses. Its
+            weights are gathered from the other stage's shard.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class ShardedParameters:
         self.buckets: list[Bucket] = gradients.buckets
         self.keeps_full_weights: bool = not shard_spec.shards_state("params")
         self.flat: list[Tensor] = []
-        self.shards: list[Tensor] = []  # by bucket, the shard of this replica
+        self.shards: list[Tensor] = []  # for each bucket, the shard of this replica
         self.full_views: list[tuple[nn.Parameter, Tensor]] = []
         self.parameter_shards: dict[nn.Parameter, Tensor] = {}
         self.gather_works: list[Work] = []
         self.is_unsharded: bool = False
         self.is_in_step: bool = False
         self.summoned_flat: list[Tensor] = []  # full weights that users see between steps
-        self.versions: list[int] = []  # the version counters of parameters when the step began
+        self.versions: list[int] = []  # version counters of `full_views` when the step began
         self.references: StorageReferences = StorageReferences(())  # counted before the first step
         self.steps: int = 0  # the number of training steps that have begun
-        self.checksums: list[int] = []  # by bucket, of gathered weights in the first step
+        self.checksums: list[int] = []  # of each bucket's full weights, in the first step
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickle as None, because a copy or pickle of a parameter has no owner."""
+        """Pickle as None: a copied or unpickled parameter has no owner."""
         return type(None), ()
 
     @torch.no_grad()
@@ -88,8 +88,8 @@ class ShardedParameters:
         """Copy the weights into buckets, and replace the data of each parameter by its shard.
 
         Args:
-            alias_shards: For parameters of other stages in `aliases`, the shards of their buckets,
-                which have one parameter each.
+            alias_shards: Parameter of another stage, a value of `aliases` -> the shard of its
+                bucket. This bucket has no other parameter.
         """
         for bucket in self.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
@@ -107,7 +107,8 @@ class ShardedParameters:
             self.shards.append(shard)
             self.full_views += zip(bucket.parameters, views, strict=True)
             self.parameter_shards |= zip(bucket.parameters, bucket.split_shard(shard), strict=True)
-            # Each parameter's full memory is freed at once, to keep the peak of memory low.
+            # Free the full memory of each bucket before the next bucket, to keep the peak of memory
+            # low.
             for p in bucket.parameters:
                 p.grad = None
                 p.data = self.parameter_shards[p]
@@ -120,10 +121,10 @@ class ShardedParameters:
         _ALL_INSTANCES.add(self)
 
     def list_other_weights(self) -> dict[int, Tensor]:
-        """Return the full weights of all other stages, by the `_cdata` of their storages.
+        """Return `_cdata` of storage -> full weights, for all other stages at ZeRO level 3.
 
-        The caller must keep the result for as long as it compares storages: `_cdata` is an address,
-        which a new tensor can have after the garbage collector has freed another stage.
+        `_cdata` is an address. The caller must keep the result while it compares addresses.
+        Otherwise the garbage collector may free a stage, and a new tensor may get the same address.
         """
         return {
             flat.untyped_storage()._cdata: flat
@@ -133,7 +134,7 @@ class ShardedParameters:
         }
 
     def begin_step(self, *, has_backward: bool) -> None:
-        """Begin a step. Parameters get their full shapes, and are valid after `finish_unshard`.
+        """Begin a step: give parameters their full shapes. Values are valid after `finish_unshard`.
 
         Args:
             has_backward: True if it is a training step.
@@ -147,7 +148,7 @@ class ShardedParameters:
         for p, view in self.full_views:
             p.grad = None
             p.data = view
-        self.versions = [p._version for p, _ in self.full_views]
+        self.versions: list[int] = [p._version for p, _ in self.full_views]
 
     def _require_shards(self) -> None:
         if self.summoned_flat:
@@ -185,17 +186,17 @@ class ShardedParameters:
         for work in self.gather_works:
             work.wait()
         if self.steps == 1 and not self.keeps_full_weights and not self.checksums:
-            self.checksums = compute_checksums(self.flat)
+            self.checksums: list[int] = compute_checksums(self.flat)
         self.gather_works.clear()
 
     def clone_if_in_weights(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return values that stay valid after `reshard`.
 
         Args:
-            values: Tensors, possibly views of full weights whose memory `reshard` frees.
+            values: Tensors. Some may be views of full weights, whose memory `reshard` frees.
 
         Returns:
-            Copies of such views, and the other values as they are.
+            The values, with a copy in place of each such view.
         """
         flats = () if self.keeps_full_weights else self.flat
         places = {flat.untyped_storage().data_ptr() for flat in flats}
@@ -204,8 +205,8 @@ class ShardedParameters:
     def reshard(self) -> None:
         """Free the full weights, so that only this replica's shard remains.
 
-        A write to the rest would be lost. Version counters do not show a write to `data`, so
-        checksums are compared in the first step.
+        A write to another replica's part would be lost. Version counters do not show a write to
+        `data`, so the first step also compares checksums.
 
         Raises:
             ModelError: The stage wrote to a weight.
@@ -222,11 +223,10 @@ class ShardedParameters:
             flat.untyped_storage().resize_(0)
 
     def to_resting_state(self) -> None:
-        """Set the data and gradient of each parameter to its shards.
+        """Set the data and gradient of each parameter to this replica's shards.
 
-        The gradient is this replica's shard of the reduced gradient.
-
-        This does nothing between steps, or while full weights are summoned.
+        The gradient is a shard of the reduced gradient. The call has no effect between steps, or
+        while full weights are summoned.
         """
         if not self.is_in_step or self.summoned_flat:
             return
@@ -240,7 +240,7 @@ class ShardedParameters:
     def require_unwritten(self) -> None:
         """Raise ModelError if a step wrote to a weight or replaced its `data`.
 
-        Each replica keeps a shard only, and would lose a write to the rest.
+        Each replica keeps only its shard, and would lose a write to other elements.
         """
         now = [p._version for p, _ in self.full_views]
         for (p, view), before, after in zip(self.full_views, self.versions, now, strict=True):
@@ -254,7 +254,7 @@ class ShardedParameters:
         self.references = StorageReferences(() if self.keeps_full_weights else self.flat)
 
     def require_released(self) -> None:
-        """Raise ModelError if a stage keeps references to full weights, whose memory is freed."""
+        """Raise ModelError if a stage keeps a reference to full weights, which `reshard` frees."""
         for k in self.references.find_increased():
             raise ModelError(
                 "a stage keeps a reference to the full weight "
@@ -266,7 +266,7 @@ class ShardedParameters:
     def summon_full(self, collective: StartCollective) -> None:
         """Replace the shards by full weights between steps, until `write_back`.
 
-        They have memory of their own, because users may keep references to it, for example by
+        Full weights get new memory here, because users may keep references to it, for example by
         `numpy()`.
 
         Args:
@@ -292,7 +292,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy this replica's shard from the summoned weights, and set parameters to their shards.
+        """Copy this replica's shards from the summoned weights, and set parameters to the shards.
 
         Raises:
             ModelError: The shape, type or device of a parameter has changed.
@@ -354,13 +354,13 @@ def shard_optimizer_state(
 ) -> None:
     """Shard the state of an optimizer that was created for full weights.
 
-    State tensors with the shape of a weight, and the main parameters of a MainOptimizer, keep only
-    the elements of the shard.
+    State tensors with the shape of a weight keep only the elements of the shard. The same holds for
+    the main parameters of a MainOptimizer.
 
     Args:
         optimizer: The optimizer, or an object with optimizers in its attributes.
-        shard_ranges: For each parameter, its full shape, the first element of its shard, and the
-            element after the last one.
+        shard_ranges: For each parameter, its full shape, and the begin and end of its shard as
+            indices of elements. The end is excluded.
     """
     for one in find_optimizers(optimizer):
         parameter_of_main = {}
@@ -385,17 +385,17 @@ def _shard_like(shard_range: tuple[torch.Size, int, int], value: Tensor) -> Tens
 
 
 def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> None:
-    """Refuse an optimizer with a state tensor of another shape than the shard of its weight.
+    """Check that state tensors of an optimizer have the shapes of the shards of their weights.
 
-    Such a state may have the full shape of the weight. torch's fused optimizers would use its first
-    elements.
+    The state may still have the full shape of the weight. torch's fused optimizers would then use
+    its first elements, which belong to another shard.
 
     Args:
         optimizer: The optimizer, or an object with optimizers in its attributes.
         shapes: The full shapes of sharded parameters. State of other parameters is not checked.
 
     Raises:
-        ModelError: A state tensor of several numbers has another shape than the parameter.
+        ModelError: A state tensor with several elements has another shape than the parameter.
     """
     for one in find_optimizers(optimizer):
         parameter_of_main: dict[Any, Any] = {}
@@ -420,15 +420,16 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
 def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
     """Step an optimizer within this context, on shards if `zero` is not 0.
 
-    Hooks of the step would see shards. They are allowed if the optimizer's attribute `elementwise`
-    is True.
+    Hooks of the step would get shards. They are allowed only if the optimizer's attribute
+    `elementwise` is True.
 
     Args:
         optimizer: The optimizer.
         zero: The ZeRO level.
 
     Raises:
-        ModelError: The optimizer's step has hooks, or it fails on shards and is not torch's.
+        ModelError: `zero` is not 0, and the step has hooks without `elementwise`, or the step of an
+            optimizer that is not torch's fails.
     """
     for one in map(unwrap_optimizer, find_optimizers(optimizer) if zero else ()):
         if has_step_hooks(one) and not getattr(one, "elementwise", False):
@@ -452,10 +453,10 @@ def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
 
 
 def list_state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of several numbers in an optimizer's state of a parameter, by name.
+    """Yield the name and tensor of each state tensor with several elements.
 
     Args:
-        state: The state of the parameter.
+        state: An optimizer's state of one parameter.
     """
     for name, value in state.items():
         for one in tree_leaves(value):

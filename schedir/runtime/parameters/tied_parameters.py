@@ -1,9 +1,8 @@
 """Tied weights of a rank: copies in several stages, with one gradient sum each.
 
-The gradients of the copies are added once, in the order of stages, and every copy gets the sum.
-Copies may be on several ranks or on one. Two stages of one rank may have the same Parameter. Then
-the first stage computes with the Parameter itself, and the others with substitutes in the same
-memory.
+The gradients of the copies are added in the order of stages, and every copy gets the sum. Copies
+may be on one rank or on several. Several stages of a rank may have the same Parameter. Then the
+first stage computes with the Parameter itself, and the others with substitutes in the same memory.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from schedir.transports.transport import ChainedWork, Transport, Work
 
 @dataclass
 class TiedWeight:
-    """A tied weight of a rank.
+    """A tied weight with at least one copy on this rank.
 
     Args:
         stages: All stages that share the weight.
-        local_copies: The Parameters of this rank's stages, by stage.
+        local_copies: Stage of this rank -> its copy of the weight.
     """
 
     stages: tuple[int, ...]
@@ -39,9 +38,7 @@ class TiedWeight:
 
 
 def _has_separate_copies(weight: TiedWeight, shape: PipelineShape) -> bool:
-    """Return whether the copies of a weight do not share memory.
-
-    Each copy is then stepped separately.
+    """Return whether the copies of a weight are in separate memory, and so are stepped separately.
 
     Args:
         weight: The tied weight.
@@ -54,14 +51,14 @@ def _has_separate_copies(weight: TiedWeight, shape: PipelineShape) -> bool:
 
 
 class LocalTies:
-    """The substitutes of a stage for Parameters that other stages of the process have, too.
+    """The substitutes of a stage for Parameters that it shares with other stages of the process.
 
-    Stages may share modules, so each computation installs its own substitutes. Between steps the
-    modules have the original Parameters.
+    Stages may share modules, so each computation first installs the substitutes of its stage.
+    Between steps the modules have the original Parameters.
 
     Args:
         module: The stage.
-        substitutes: The substitute of each Parameter.
+        substitutes: Shared Parameter -> its substitute in this stage.
     """
 
     def __init__(self, module: nn.Module, substitutes: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -73,30 +70,31 @@ class LocalTies:
         ]
 
     def install_substitutes(self) -> None:
-        """Let the module compute with its substitutes."""
+        """Set the substitutes in the module."""
         for owner, name, _, substitute in self.substitutions:
             setattr(owner, name, substitute)
 
     def restore(self) -> None:
-        """Give the module the original Parameters again."""
+        """Set the original Parameters in the module again."""
         for owner, name, original, _ in self.substitutions:
             setattr(owner, name, original)
 
 
 class RankTies:
-    """The tied weights of a rank, and its Parameters that share memory with others.
+    """The tied weights of a rank, and the Parameters of the rank that share memory.
 
     Args:
-        weights: The tied weights with copies on the rank. They get the substitutes.
-        parameter_copies: The Parameter with which this rank computes, by each Parameter that
-            virtual ranks of the process share.
+        weights: The tied weights with copies on the rank. Substitutes replace Parameters in their
+            `local_copies`.
+        parameter_copies: Parameter that virtual ranks of the process share -> the copy with which
+            this rank computes.
         program: The first program of the rank.
-        keeps_gradients: True if gradients are added to existing ones.
+        keeps_gradients: True if a step adds gradients to existing ones.
 
     Attributes:
-        substitutes: By stage, the substitute of each Parameter that several stages have.
-        aliases: For each Parameter in the memory of another one, that other one.
-        has_separate_copies: True if the copies of a weight do not share memory.
+        substitutes: Stage -> shared Parameter -> its substitute in this stage.
+        aliases: Substitute -> the Parameter of the rank whose memory it uses.
+        has_separate_copies: True if the copies of a tied weight are in separate memory.
     """
 
     def __init__(
@@ -122,18 +120,18 @@ class RankTies:
         """Return the Parameters of a stage that are copies of tied weights.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
         """
         return [w.local_copies[stage] for w in self.weights if stage in w.local_copies]
 
     def copy_shared_parameters(self) -> None:
-        """Copy the values of shared Parameters to the rank's own copies."""
+        """Copy the values of Parameters that virtual ranks share to the copies of this rank."""
         for shared, copy in self.parameter_copies.items():
             if copy is not shared:
                 copy.detach().copy_(shared.detach())
 
     def begin_update(self) -> None:
-        """Let aliases use the memory of the other Parameter: the caller may have replaced it."""
+        """Point aliases to the memory of their Parameter, which the caller may have replaced."""
         for alias, one in self.aliases.items():
             if not self.is_sharded and alias.data_ptr() != one.data_ptr():
                 alias.data = one.data
@@ -146,17 +144,15 @@ def _make_substitutes(
 ) -> tuple[dict[int, dict[nn.Parameter, nn.Parameter]], dict[nn.Parameter, nn.Parameter]]:
     """Create the substitutes for Parameters that several stages of a process have.
 
-    The first of a rank's stages computes with the Parameter or the rank's copy of it. Each other
-    stage gets a Parameter in the same memory, with a gradient of its own. The tied weights then
-    contain the substitutes.
+    The rank's first stage with the Parameter computes with it, or with the rank's copy of it. Each
+    later stage gets a Parameter in the same memory, with a separate gradient.
 
     Args:
-        weights: The tied weights of the rank, which are changed.
-        copies: The rank's own copies of Parameters that other ranks of the process have, too.
+        weights: The tied weights of the rank. Substitutes replace Parameters in `local_copies`.
+        copies: Parameter that virtual ranks of the process share -> the copy of this rank.
 
     Returns:
-        By stage, the substitute of each shared Parameter. And for each Parameter in the memory of
-        another one, that other one.
+        `RankTies.substitutes` and `RankTies.aliases`.
     """
     substitutes: dict[int, dict[nn.Parameter, nn.Parameter]] = {}
     aliases: dict[nn.Parameter, nn.Parameter] = {}
@@ -182,9 +178,9 @@ def _make_substitutes(
 
 
 def sum_into_copies(*sums: Tensor, targets: Sequence[Tensor] | None = None) -> None:
-    """Add tensors, the first ones first, and copy the sum into each target.
+    """Add tensors in their order, and copy the sum into each target.
 
-    The first tensor is changed.
+    The first tensor is overwritten by the sum.
 
     Args:
         *sums: The tensors to add.

@@ -21,12 +21,12 @@ _UNVALIDATED_MESSAGE: Final = "the last update is not validated yet, and schedir
 class UnvalidatedUpdateGuard:
     """Hooks and fingerprints that refuse access to weights while an update is not validated.
 
-    Hooks refuse forwards and state dicts of modules with trained weights, also as parts of other
-    models, and state dicts of the optimizer. `lift` finds writes to the state that an update
-    changes: weights, the optimizer's state, the loss scale, and the set of parameters that it
-    steps. The optimizer's options may change.
+    Hooks raise ModelError in forwards and state dicts of modules with trained weights, also of
+    modules inside of other models, and in state dicts of the optimizer. `lift` finds writes to the
+    state that an update changes: the weights, the optimizer state, the loss scale, and the set of
+    parameters that the optimizer steps. The optimizer's options may change.
 
-    A write through `data` does not change a version counter, so checksums of the values find it.
+    Version counters show most writes. Checksums also show a write through `data`.
 
     Args:
         modules: The stages.
@@ -67,10 +67,11 @@ class UnvalidatedUpdateGuard:
                 inner.register_state_dict_pre_hook(_refuse),
                 inner.register_load_state_dict_pre_hook(_refuse),
             ]
-        self.entries, self.traces = self._list_entries(), self._collect_traces()
+        self.entries = self._list_entries()
+        self.traces = self._collect_traces()
 
     def lift(self) -> None:
-        """Remove the hooks.
+        """Check that the guarded state has not changed, and remove the hooks.
 
         Raises:
             ModelError: The weights, the optimizer's state or parameters, or the loss scale have
@@ -95,7 +96,7 @@ class UnvalidatedUpdateGuard:
     def _list_entries(self) -> list[object]:
         """Return the objects in an optimizer's state and groups.
 
-        References to them are kept, so that no new object gets the address of one.
+        The caller keeps references to them, so that no new object gets the same address.
         """
         inner = unwrap_optimizer(self.optimizer)
         if inner is None:
@@ -108,7 +109,7 @@ class UnvalidatedUpdateGuard:
         return entries
 
     def _collect_traces(self) -> list[list[object]]:
-        """Return addresses, versions and checksums of the weights, and of the other state."""
+        """Return two lists of addresses, versions and checksums, for weights and other state."""
         inner = unwrap_optimizer(self.optimizer)
         state: list[Any] = [] if inner is None else [[*inner.state.values()]]
         if inner is not None:

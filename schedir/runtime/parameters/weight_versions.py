@@ -1,7 +1,7 @@
 """Keep old versions of the weights of a stage for delayed updates (PipeDream-2BW).
 
-This is only for programs with several updates. The optimizer changes the module's own parameters in
-place. Computation uses copies, which accumulate gradients into the same tensors as the module's own
+This is only for programs with several updates. The optimizer changes the parameters of the module
+in place. Computation uses copies, which accumulate gradients into the same tensors as these
 parameters.
 
 References:
@@ -26,13 +26,15 @@ from schedir.runtime.parameters.parameter_copies import make_parameter_like, req
 
 
 class WeightVersions:
-    """Copies of a stage's trained weights, by weight version (the number of updates before it).
+    """Copies of a stage's trained weights for each weight version in use.
+
+    A weight version is the number of updates of the step that the weights contain.
 
     Args:
         module: The stage.
         shape: The pipeline shape.
         indexed_instructions: The instructions of the stage with their indices in the stream, in
-            order. They determine when the last use of a version is.
+            order. They determine the last use of each version.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class WeightVersions:
         indexed_instructions: Iterable[tuple[int, Instr]],
     ) -> None:
         self.stage = -1
-        self.last_uses: dict[int, int] = {}  # by version, the index of the last instruction with it
+        self.last_uses: dict[int, int] = {}  # version -> index of the last instruction with it
         for at, (op, stage, mb) in indexed_instructions:
             self.stage = stage
             if op in COMPUTE_OPS:
@@ -55,15 +57,16 @@ class WeightVersions:
         ]
         self.copies_by_version: dict[int, dict[int, nn.Parameter]] = {}
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        # Observers on the autograd nodes of the module's own parameters, during a step.
+        # During a step: observers on the autograd nodes of the module's original parameters.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
-        self.traces: dict[int, list[tuple[int, ...]]] = {}  # by version, when copies were made
-        self.compares_values = True  # Checksums find writes to `data`, in the first step only.
+        self.traces: dict[int, list[tuple[int, ...]]] = {}  # version -> traces of its new copies
+        # True in the first step, which compares checksums. They show writes to `data`.
+        self.compares_values = True
 
     def begin_step(self) -> None:
         """Begin a step, and keep the current weights as version 0.
 
-        Observers refuse a backward that reaches the module's own parameters.
+        If a backward reaches an original parameter of the module, an observer raises ModelError.
 
         Raises:
             ModelError: A parameter has hooks that its copies would not call.
@@ -79,7 +82,8 @@ class WeightVersions:
 
         Args:
             version: The number of the version.
-            index: The index in the stream. Versions without a use from this index on are dropped.
+            index: The index of the current instruction in the stream. Versions without a use from
+                this index on are dropped.
 
         Raises:
             ModelError: A stage wrote to a copy that is dropped.
@@ -94,11 +98,11 @@ class WeightVersions:
                     copies[id(parameter)] = copy = make_parameter_like(
                         parameter, parameter.detach().clone()
                     )
-                    copy.grad = parameter.grad  # a view of the one sum of gradients
+                    copy.grad = parameter.grad  # all copies add to the same gradient
             self.traces[version] = self._collect_traces(version)
 
     def end_step(self) -> None:
-        """End a step.
+        """Check the remaining copies at the end of a step.
 
         Raises:
             ModelError: A stage wrote to a copy.
@@ -107,12 +111,12 @@ class WeightVersions:
         self.compares_values = False
 
     def require_unwritten(self, *versions: int) -> None:
-        """Refuse writes of a stage to copies.
+        """Check that no stage wrote to a copy.
 
-        They would be missing in the module's own parameters.
+        The write would be missing in the original parameter of the module.
 
         Args:
-            *versions: The versions to check. By default all.
+            *versions: The versions to check. By default all versions that are kept.
 
         Raises:
             ModelError: A stage wrote to a copy.
@@ -128,13 +132,13 @@ class WeightVersions:
                     raise self._write_error(originals[key])
 
     def require_in_place(self, version: int) -> None:
-        """Refuse a module that has replaced a Parameter of `use`.
+        """Check that the module still has the copies that `use` has set.
 
         Args:
-            version: The version that `use` has installed.
+            version: The version that `use` has set.
 
         Raises:
-            ModelError: The module has another Parameter.
+            ModelError: The module has replaced a copy by another Parameter.
         """
         for owner, name, parameter in self.module_entries:
             if owner._parameters.get(name) is not self.copies_by_version[version][id(parameter)]:
@@ -149,11 +153,11 @@ class WeightVersions:
         )
 
     def _collect_traces(self, version: int) -> list[tuple[int, ...]]:
-        """Return values that change if a copy of a version is written to.
+        """Return, for each copy of a version, values that change if the copy is written to.
 
-        For each copy, these are its version counter, its address, and in the first step a checksum.
-        Only the checksum shows a write to `copy.data`. On a GPU it is 0, because the host would
-        have to wait for it.
+        These are its version counter, its address, and in the first step a checksum. Only the
+        checksum shows a write to `copy.data`. On a GPU it is 0, because the host would have to wait
+        for it.
         """
         copies = self.copies_by_version[version].values()
         traces: list[tuple[int, ...]] = [(copy._version, copy.data_ptr()) for copy in copies]
@@ -164,10 +168,10 @@ class WeightVersions:
         return [(*trace, one) for trace, one in zip(traces, sums, strict=True)]
 
     def use(self, version: int) -> None:
-        """Let the module compute with a version.
+        """Set the copies of a version as the parameters of the module.
 
         Args:
-            version: The version, which must be kept.
+            version: The version. `keep_version` must have copied it.
         """
         copies = self.copies_by_version[version]
         for owner, name, parameter in self.module_entries:
@@ -177,12 +181,12 @@ class WeightVersions:
         """Return the copies of a parameter in all versions that are kept.
 
         Args:
-            parameter: The module's own parameter.
+            parameter: The original parameter of the module.
         """
         return [copies[id(parameter)] for copies in self.copies_by_version.values()]
 
     def restore(self) -> None:
-        """Give the module its own parameters again, and drop all versions."""
+        """Set the original parameters in the module again, and drop all versions."""
         for owner, name, parameter in self.module_entries:
             owner._parameters[name] = parameter
         self.copies_by_version.clear()
@@ -193,7 +197,7 @@ class WeightVersions:
 
 
 def _refuse_direct_use(name: str, *gradients: object) -> None:
-    """Raise ModelError because a graph contains the module's own parameter instead of a version."""
+    """Raise ModelError: a graph contains an original parameter of the module, not a copy."""
     raise ModelError(
         f"a forward uses {name} through a reference outside of its module, but the module has "
         "versions of it for several updates",

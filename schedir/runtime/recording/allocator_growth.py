@@ -14,7 +14,7 @@ _ALLOCATION_STATS: Final = ("num_device_alloc", "num_device_free", "num_alloc_re
 
 
 def count_allocations(device: torch.device) -> int:
-    """Return how often torch has allocated or freed memory of a GPU so far, in this process.
+    """Return how often torch has allocated or freed memory of a GPU in this process.
 
     An allocation that failed and was retried also counts.
 

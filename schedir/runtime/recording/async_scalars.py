@@ -1,8 +1,8 @@
 """Copy scalars of a step to the host without waiting for the GPU.
 
-A host that reads a result of a step at once waits until the device has finished the step. The
-device then waits until the host has issued the next step. So the scalars are copied to pinned
-memory after the step, and the host reads them when it has issued the next step.
+If the host reads a result right after it has issued the step, it waits until the device has
+finished the step. The device then waits until the host has issued the next step. So scalars are
+copied to pinned memory after the step, and the host reads them when it has issued the next step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AsyncScalarBuffer:
             numbers: A float64 tensor of shape (count,) on the device.
 
         Returns:
-            The scalars, to be read once.
+            The scalars. The caller must read them once.
 
         Raises:
             IndexError: `max_steps` copies have not been read yet.
@@ -49,7 +49,7 @@ class AsyncScalars:
     """The scalars of one step, which may still be copied.
 
     Args:
-        buffer: The buffer that gets the memory back.
+        buffer: The buffer to which `read` returns the memory.
         row: The memory of the scalars.
     """
 
@@ -72,5 +72,5 @@ class _Row:
     def __init__(self, device: torch.device, count: int) -> None:
         cuda = device.type == "cuda"
         self.memory = torch.zeros(count, dtype=torch.float64, pin_memory=cuda)
-        self.values = self.memory.numpy()  # The same memory, read without torch.
+        self.values = self.memory.numpy()  # the same memory as a numpy array
         self.copy_event = make_event(device)

@@ -1,8 +1,8 @@
 """Find which instructions a GPU has finished, without blocking.
 
-A host that waits for a GPU has issued all of a step, and perhaps the next step, too. So the
+When the host waits for the GPU, it may already have issued a step and the next step, too. So the
 position of the host does not show the position of the GPU. Each instruction records a CUDA event at
-its end. Work that it started on another lane, such as NCCL work, has its own completion query.
+its end. Work on another lane, such as NCCL work, has a separate completion query.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepProgress(NamedTuple):
     Args:
         step: The number of the step, from 1.
         unfinished: The indices in the stream of the instructions that have not finished.
-        issued: Those of the unfinished instructions that the host has issued.
+        issued: The indices of the unfinished instructions that the host has issued.
     """
 
     step: int
@@ -59,8 +59,8 @@ class GpuProgress:
     """The progress of the GPU in the last steps of an executor.
 
     The constructor wraps the calls of the executor. Each instruction then records one more CUDA
-    event, which takes the host some microseconds. The events are created once, and each step
-    records them again. Any thread may call `get_progress`.
+    event, which costs the host some microseconds. The events are created once, and recorded again
+    in each step. Any thread may call `get_progress`.
 
     Args:
         executor: The executor to observe.
@@ -68,7 +68,8 @@ class GpuProgress:
 
     def __init__(self, executor: Executor) -> None:
         state, self.executor = executor.state, executor
-        # The stored works refer to memory, so the first step must not count references to it.
+        # `_StepEvents.works` refers to memory, so the first step must not count references to
+        # memory.
         state.first_step_checks.counts_references = False
         self.step_events = [
             _StepEvents(state.device, len(state.stream)) for _ in range(MAX_STEPS_IN_FLIGHT)
@@ -79,7 +80,7 @@ class GpuProgress:
         ]
 
     def _run(self, k: int, run: Callable[[], None], started: Callable[[], Sequence[Any]]) -> None:
-        # A step begins if the latest one has issued this instruction already, in any order.
+        # If the latest step has already issued this instruction, a new step has begun.
         if self.step_events[-1].issued[k]:
             self.step_events = [*self.step_events[1:], self.step_events[0]]
             self.step_events[-1].begin_step(self.executor.random_streams.step)
@@ -94,7 +95,7 @@ class GpuProgress:
     def get_progress(self) -> StepProgress | None:
         """Return the progress of the oldest unfinished step, or None if all steps have finished.
 
-        It does not wait for the GPU.
+        The call does not wait for the GPU.
         """
         for step in [*self.step_events]:
             progress = step.get_progress()
@@ -105,14 +106,14 @@ class GpuProgress:
     def find_running(self, progress: StepProgress) -> list[int]:
         """Return the instructions that run or wait for other ranks, as indices in the stream.
 
-        These are unfinished, issued or being issued, and wait for no other instruction of their
-        rank. Lanes run concurrently, so there may be several.
+        These instructions are issued or being issued, have not finished, and wait for no other
+        instruction of their rank. Lanes run concurrently, so there may be several.
 
         Args:
             progress: The progress of a step.
         """
         program = self.executor.program
-        # Work that is issued to a lane waits for all computes that were issued before.
+        # Work on a lane waits for all compute instructions that the host issued earlier.
         graph = Graph.from_program(
             program, self.executor.state.transport.progress_model, blocking_hosts=True
         )
@@ -139,8 +140,10 @@ class _StepEvents:
         self.unfinished = list[int]()
 
     def begin_step(self, step: int) -> None:
-        # Reset `issued` first, because another thread reads `unfinished` first.
-        self.step, self.issued = step, [False] * len(self.events)
+        # Reset `issued` before `unfinished`, because another thread reads them in the opposite
+        # order.
+        self.step = step
+        self.issued = [False] * len(self.events)
         self.unfinished = [*range(len(self.events))]
 
     def get_progress(self) -> StepProgress:
@@ -166,7 +169,7 @@ def _find_started_work(state: State, k: int, i: Instr) -> Callable[[], Sequence[
 
 
 def describe_wait(program: Program, i: Instr) -> str:
-    """Return a phrase for what a running instruction waits for, or "computes".
+    """Describe what a running instruction does: "waits for rank 1 to send", or "computes".
 
     Args:
         program: The program.

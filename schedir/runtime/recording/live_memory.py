@@ -1,8 +1,8 @@
 """Measure the bytes of live tensors on a rank during a step.
 
-They are what `schedir.analysis.memory.footprint` predicts: weights, gradients, optimizer state,
-slots, and the values that computes keep for later computes. Both exclude memory that an instruction
-needs only while it runs, and the inputs of the step.
+`schedir.analysis.memory.footprint` predicts the same bytes: weights, gradients, optimizer state,
+slots, and the values that instructions keep for later instructions. Both exclude the inputs of the
+step, and memory that an instruction needs only while it runs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from schedir.runtime.rank_state import Call
 class LiveMemory(TorchDispatchMode):
     """A context that measures the peak of live memory in the steps of an executor.
 
-    It counts the bytes before and after each instruction, each storage once. It works on a CPU
-    only, where unused memory is freed at once. Steps within the context are slower.
+    It counts the bytes before and after each instruction. Each storage counts once. It works only
+    on a CPU, where unused memory is freed immediately. Steps within the context are slower.
 
     Args:
         executor: The executor to measure.
@@ -65,13 +65,14 @@ class LiveMemory(TorchDispatchMode):
         return out
 
     def _run(self, run: Any) -> None:
-        self._update_peaks()  # With received inputs, and with values that the instruction frees.
+        self._update_peaks()  # also counts inputs that `run` frees
         run()
         self._update_peaks()
 
     def _update_peaks(self) -> None:
         device, before = self._count_live_bytes(), -1
-        while device != before:  # Other threads may allocate and free memory meanwhile.
+        # Repeat until two counts agree, because other threads may allocate and free memory.
+        while device != before:
             device, before = self._count_live_bytes(), device
         services = self.executor.state.list_services()
         for tier in TIERS:
@@ -112,6 +113,6 @@ def _list_static_tensors(executor: Executor) -> Iterable[object]:
 
 
 def _measure_storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
-    """Return the storages of all dense tensors among these values, with their present bytes."""
+    """Return storage -> bytes for all dense tensors in `values`."""
     tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
     return {StorageWeakRef(x): x.nbytes() for x in (t.untyped_storage() for t in tensors)}

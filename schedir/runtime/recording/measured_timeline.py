@@ -20,21 +20,21 @@ from schedir.transports.json_collectives import gather_bytes
 def gather_timeline(executor: Executor, transport: ProcessTransport) -> Timeline | None:
     """Return the timeline of the last recorded step, in seconds from its first instruction.
 
-    All processes must call this, soon after the step. It measures the offsets of their clocks, so
-    that drift since the step is small. A message begins when both sides have started it. It ends
-    when it arrives, or on a CPU when the receiver detects its arrival.
+    All processes must call this soon after the step, because it measures the offsets of their
+    clocks, which drift. A message begins when both sides have started it. It ends when it arrives,
+    or on a CPU when the receiver detects its arrival.
 
     Args:
         executor: The executor of this process.
         transport: The transport of the executor.
 
     Returns:
-        On process 0, the timeline of the ranks of the first replica and first tensor-parallel rank.
-        None on other processes.
+        On process 0, the timeline of the pipeline ranks of the first replica and the first
+        tensor-parallel rank. On other processes None.
 
     Raises:
-        ModelError: No step was recorded, or a rank sent another number of times than its stream
-            has.
+        ModelError: No step was recorded, or a rank has not sent two times for each of its
+            instructions.
     """
     (times,), error = read_step_times([executor.timestamps])
     offset, between = measure_clock_offset()

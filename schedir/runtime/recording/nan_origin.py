@@ -1,8 +1,7 @@
 """Find the instruction that first produced inf or NaN.
 
-The device alone decides that an update is skipped (`mixed_precision.step_if_finite`), and the
-intermediate values of the step are freed. To find the origin, the step runs again, with the same
-weights.
+A step skips an update if gradients are not finite, but its intermediate values are then already
+freed. To find the origin, the step runs again with the same weights.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from schedir.runtime.step_inputs import Keywords, Microbatches
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
 
-# The opcodes that produce the gradient of an update from those of its microbatches.
+# The opcodes that produce the gradient of an update from the gradients of its microbatches.
 _REDUCTION_OPS = find_producers(Value.GRAD)
 
 
@@ -49,16 +48,17 @@ def find_origin(
     scale: float | Tensor,
     keywords: Keywords = (),
 ) -> NanOrigin | None:
-    """Find the instruction at which the last step, which was not finite, went wrong.
+    """Find the instruction that first produced inf or NaN in the last step.
 
-    All processes must call this, and all return the same. They run the step again. Without a seed,
-    the new run draws other random numbers and may be finite. The result then comes from `residue`.
+    All processes must call this function, and it returns the same in all of them. They run the step
+    again. Without a seed, the new run draws other random numbers and may be finite. The result then
+    comes from `residue`.
 
     Args:
         executor: The executor, after the step.
         transport: The transport of the executor.
-        residue: The local instructions whose results were not finite in the first run, as
-            `StepResidue.find_nonfinite` returns them.
+        residue: The local instructions whose results were not finite in the first run, from
+            `StepResidue.find_nonfinite`.
         inputs: The inputs of the step.
         targets: The targets of the step.
         scale: The `grad_scale` of the step.
@@ -102,7 +102,7 @@ class NanOrigin(NamedTuple):
     def sort_key(self) -> tuple[int, ...]:
         """The order of data flow: forwards by ascending stage, backwards by descending stage."""
         op, stage, mb = self.instr
-        if op not in COMPUTE_OPS:  # A reduction; `mb` is the number of the update.
+        if op not in COMPUTE_OPS:  # a reduction, where `mb` is the update
             return 1, 0, 0, -stage, self.process
         return 0, mb, not self.is_forward, stage if self.is_forward else -stage, self.process
 
@@ -111,7 +111,7 @@ def find_earliest(origins: Iterable[NanOrigin], last_stage: int) -> NanOrigin | 
     """Return the earliest of the origins that all ranks found, or None if there are none.
 
     Forwards count only if the loss of their microbatch is not finite, too. Otherwise an infinite
-    output is intended, such as that of a mask.
+    output, such as a mask, is intended.
 
     Args:
         origins: The origins of all ranks.
@@ -132,7 +132,7 @@ def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) 
     """Return the error for a step that was not finite.
 
     Args:
-        origin: The instruction at which it began, or None.
+        origin: The instruction that first produced inf or NaN, or None if it is unknown.
         program: The program.
         step: The number of the step, from 1.
     """
@@ -158,8 +158,8 @@ def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) 
 class StepResidue:
     """The losses of a step and the gradients of its last update, which remain after the step.
 
-    `check_finite` checks them on the device, without waiting. Later, when the host has read the
-    result, `find_nonfinite` returns the instructions that produced the values that are not finite.
+    `check_finite` checks them on the device, and the host does not wait. When the host has read the
+    result, `find_nonfinite` returns the instructions that produced non-finite values.
 
     Args:
         executor: The executor of the rank.
@@ -199,7 +199,7 @@ class StepResidue:
         return torch.stack(each) if each else torch.zeros(0, dtype=torch.bool, device=state.device)
 
     def find_nonfinite(self, finite: Sequence[float]) -> list[Instr]:
-        """Return the instructions that produced values that are not finite.
+        """Return the instructions that produced non-finite values.
 
         Args:
             finite: The result of `check_finite`, read by the host.
@@ -218,10 +218,10 @@ def rerun_step(
     scale: float | Tensor,
     keywords: Keywords = (),
 ) -> list[NanOrigin]:
-    """Run the last step again without its updates, and check the results of each compute.
+    """Run the last step again without its updates, and check all computed results.
 
-    All ranks must call this. For the gradients of a stage, only the first instruction that makes
-    them non-finite is returned, because later ones add to the same sum.
+    All ranks must call this. For the gradients of a stage, it returns only the first instruction
+    that makes them non-finite, because later instructions add to the same sum.
 
     Args:
         executor: The executor.
@@ -257,15 +257,15 @@ def rerun_step(
         ]
         executor.resources.optimizer = None
         executor.record_timestamps = False
-        # An overlapped sum over replicas would show the NaN of another replica as the rank's own.
+        # An overlapped sum over replicas would bring the NaN of another replica to this rank.
         reductions.starts_after_backward = True
-        executor.random_streams.step -= 1  # Draw the same random numbers.
+        executor.random_streams.step -= 1  # draw the same random numbers
         executor.step(inputs, targets, scale, keywords)
     return found
 
 
 def _list_outputs(executor: Executor, i: Instr) -> list[Tensor]:
-    """Return the results of a compute: its output or loss, or the gradients that it computed."""
+    """Return the results of a compute instruction: its output, loss or gradients."""
     if i.op in FORWARD_OPS and i.stage == executor.state.shape.stages - 1:
         return [executor.state.losses[i.mb]]
     given = [] if i.op in FORWARD_OPS else [*executor.stages[i.stage].gradients.flat]

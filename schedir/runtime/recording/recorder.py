@@ -3,10 +3,10 @@
 On a CPU the host reads its clock. On a GPU the host issues an instruction long before it runs. So
 the host records CUDA events on the streams, and reads them after the step:
 
-- A compute begins when the host has issued it and its stream has finished everything that it waits
-  for. It ends when its stream has finished it.
-- A message or a reduction begins when the stream that issues it has reached it and its queue is
-  free. It ends when it ends on its own lane, even if the compute stream waits for it later.
+- A compute instruction begins when the host has issued it and its inputs are ready. It ends when
+  the compute stream has finished it.
+- A message or a reduction begins when the issuing stream has reached it and its queue is free. It
+  ends when its lane has finished it, even if the compute stream waits for it later.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from schedir.transports.transport import CompletedWork, Transport, TransportWrap
 
 FloatArray = NDArray[np.float64]
 
-ANCHOR_ROUNDS: Final = 16  # Measurements of the offset of the GPU's clock; the shortest counts.
-# Seconds. The resolution of events (CUDA Runtime API, cudaEventElapsedTime).
+ANCHOR_ROUNDS: Final = 16  # measurements of the GPU's clock offset; the shortest counts
+# The resolution of events in seconds (CUDA Runtime API, cudaEventElapsedTime).
 EVENT_RESOLUTION: Final = 0.5e-6
 
 
@@ -42,8 +42,8 @@ class InstructionTimes(NamedTuple):
     """The times of the instructions of a rank, in seconds of this process's `perf_counter`.
 
     Args:
-        start: The time at which each instruction began, by index in the stream.
-        end: The time at which each instruction ended.
+        start: The start of each instruction, in the order of the stream.
+        end: The end of each instruction, in the order of the stream.
     """
 
     start: FloatArray
@@ -51,12 +51,13 @@ class InstructionTimes(NamedTuple):
 
 
 class Timestamps(WorkObserver, ABC):
-    """A recorder of when the instructions of one rank begin and end.
+    """A recorder of the times at which the instructions of a rank begin and end.
 
     Attributes:
-        current_index: The index in the stream of the recorded instruction that runs, or None.
+        current_index: The index in the stream of the instruction that is being recorded, or None.
         is_complete: True if a full step has been recorded.
-        ends_on_lane: The instructions whose end is recorded on their lane, not when the call ends.
+        ends_on_lane: Indices of instructions whose end is recorded on their lane, not after the
+            call.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,9 @@ class Timestamps(WorkObserver, ABC):
 
     @abstractmethod
     def end_instruction(self, k: int) -> None:
-        """Record that an instruction has run. Work that it started may end later (`follow_work`).
+        """Record that the call of an instruction has returned.
+
+        Work that the call started may end later, see `follow_work`.
 
         Args:
             k: The index of the instruction in the stream.
@@ -88,7 +91,7 @@ class Timestamps(WorkObserver, ABC):
             work: The work.
 
         Returns:
-            The work that the caller must wait for instead.
+            The work for which the caller must wait instead.
         """
 
     @contextmanager
@@ -109,13 +112,13 @@ class Timestamps(WorkObserver, ABC):
 
     @abstractmethod
     def on_issued(self) -> None:
-        """Note that the followed work has been issued, a group of transfers all at once."""
+        """Note that pending work has been issued. A group of transfers is issued together."""
 
     def make_lane_observer(self) -> LaneTimestamps | None:
-        """Return the observer of the current instruction's work on a lane of the rank.
+        """Return an observer of the current instruction's work on a lane of the rank.
 
         Returns:
-            None if the current instruction is not recorded.
+            The observer, or None if the current instruction is not recorded.
         """
         return None if self.current_index is None else LaneTimestamps(self, self.current_index)
 
@@ -194,7 +197,7 @@ class HostTimestamps(Timestamps):
 
 
 class _ObservedWork:
-    """Work that records its end when a wait for it returns; a CPU has no better time."""
+    """Work that records its end when a wait for it returns. A CPU has no better time."""
 
     def __init__(self, timestamps: HostTimestamps, k: int, work: Work) -> None:
         self.timestamps = timestamps
@@ -203,7 +206,8 @@ class _ObservedWork:
 
     def wait(self) -> None:
         self.work.wait()
-        # Not `end_instruction`: the caller may be another instruction, which has not ended.
+        # Do not call `end_instruction`: the instruction that waits may be another one, and has not
+        # ended.
         self.timestamps.end_times[self.k] = perf_counter()
 
 
@@ -224,9 +228,9 @@ class EventTimestamps(Timestamps):
 
     The constructor creates all events. A step does not wait for them.
 
-    Some messages, such as those of NCCL, have no `record_end`. A side stream waits for each of
-    them and records its end. There is one side stream for each queue in which the rank receives.
-    This takes the host some microseconds per message, and the GPU a wait and an event.
+    Some transports, such as NCCL, return work without `record_end`. Then a side stream waits for
+    the work and records its end. There is one side stream for each queue in which the rank
+    receives. This costs the host some microseconds per message, and the GPU a wait and an event.
 
     Args:
         program: The program.
@@ -245,15 +249,14 @@ class EventTimestamps(Timestamps):
         )
         self.join_event = torch.cuda.Event()
         for event in (*self.start_events, *self.end_events, self.join_event):
-            event.record(stream)  # CUDA creates an event at its first use.
+            event.record(stream)  # CUDA creates events at their first use
         own = program.streams[rank]
         queue = Graph.from_program(program, progress_model).queue[
             slice(*program.offsets[rank : rank + 2].tolist())
         ]
         self.queue_by_instruction = queue.tolist()
         self.group_by_instruction = np.cumsum(~own.joined).tolist()
-        # Instructions that may end later than they are issued. The receiver records a message, so
-        # sends are not in the list.
+        # Indices of all instructions but sends. Only the receiver of a message records its times.
         self.lane_instructions = np.flatnonzero(~np.isin(own.op, SEND_OPS)).tolist()
         queues = sorted(
             {
@@ -262,8 +265,8 @@ class EventTimestamps(Timestamps):
             }
         )
         self.side_streams = {q: torch.cuda.Stream(device) for q in queues}
-        self.pending_works: list[tuple[int, Work]] = []  # Followed, but not issued yet.
-        self.active_queues: set[int] = set()  # Queues whose side stream this step has used.
+        self.pending_works: list[tuple[int, Work]] = []  # followed, not issued yet
+        self.active_queues: set[int] = set()  # queues whose side stream this step has used
 
     def note_on_lane(self, k: int, is_end: bool) -> None:
         """See `Timestamps.note_on_lane`. The event is recorded on the current stream."""
@@ -291,7 +294,7 @@ class EventTimestamps(Timestamps):
         return work
 
     def on_issued(self) -> None:
-        """Record when each work of `follow_work` ends, on its lane or on a side stream."""
+        """Record the end of each pending work, on its lane or on a side stream."""
         for k, work in self.pending_works:
             if isinstance(work, TransportTimestamps):
                 work.record_end(self.end_events[k])
@@ -303,7 +306,7 @@ class EventTimestamps(Timestamps):
         self.pending_works.clear()
 
     def end_step(self) -> None:
-        """End a step: make the current stream wait for the side streams."""
+        """See `Timestamps.end_step`. The current stream waits for the side streams."""
         for queue in self.active_queues:
             self.join_event.record(self.side_streams[queue])
             torch.cuda.current_stream().wait_event(self.join_event)
@@ -324,7 +327,7 @@ class EventTimestamps(Timestamps):
         # An instruction begins no earlier than its queue is free. The members of a group of
         # transfers run concurrently.
         free: dict[int, float] = {}
-        # By queue: the last group, and the time when all its members have ended.
+        # Queue -> its last group, and the time when all members of the group have ended.
         before: dict[int, tuple[int, float]] = {}
         for k in self.lane_instructions:
             queue, group, last = (
@@ -334,7 +337,8 @@ class EventTimestamps(Timestamps):
             if group != self.group_by_instruction[k]:
                 free[queue] = last
             began[k] = max(began[k], free[queue])
-            ended[k] = max(began[k], ended[k])  # Work that started early may have ended already.
+            # Work that started early may have ended before its instruction began.
+            ended[k] = max(began[k], ended[k])
             before[queue] = self.group_by_instruction[k], max(last, float(ended[k]))
         return InstructionTimes(began, ended)
 
@@ -342,7 +346,7 @@ class EventTimestamps(Timestamps):
 def make_timestamps(
     program: Program, rank: int, progress_model: ProgressModel, device: torch.device
 ) -> Timestamps:
-    """Return the recorder of a rank.
+    """Create the recorder of a rank.
 
     Args:
         program: The program.
@@ -367,7 +371,7 @@ class RecordedTransport(TransportWrapper):
         super().__init__(inner)
         self.timestamps = timestamps
         self.send = inner.send
-        self.is_in_group = False  # Between `start_group` and `end_group`.
+        self.is_in_group = False  # between `start_group` and `end_group`
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """See `Transport.recv`."""
@@ -381,7 +385,7 @@ class RecordedTransport(TransportWrapper):
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        """See `Transport.side_stream`. The current instruction begins on that stream."""
+        """See `Transport.side_stream`. The current instruction begins on this stream."""
         with self.inner.side_stream():
             if self.timestamps.current_index is not None:
                 self.timestamps.begin_instruction(self.timestamps.current_index)
@@ -416,8 +420,8 @@ def read_step_times(
         timestamps: The recorder of each rank, or None for a rank that does not record.
 
     Returns:
-        The times of each rank, and their largest error, both in seconds of `perf_counter`. The
-        error is a common offset of all ranks of a GPU. It is 0 for the host's clock.
+        The times of each rank in seconds of `perf_counter`, and their largest error in seconds. All
+        ranks on a GPU have the same error. It is 0 for the clock of the host.
 
     Raises:
         ModelError: A rank has recorded no step.
@@ -440,8 +444,8 @@ def read_step_times(
 def _record_anchor(device: torch.device) -> tuple[torch.cuda.Event, float, float]:
     """Return an event, its time on the host's clock, and the error of that time, in seconds.
 
-    The GPU is idle. So it passes the event after the host issues it, and before the host's wait for
-    it returns. The shortest of several rounds has the smallest error.
+    The GPU is idle, so it reaches the event after the host issues it, and before the host's wait
+    returns. The shortest of several rounds has the smallest error.
     """
     best = None
     torch.cuda.synchronize(device)

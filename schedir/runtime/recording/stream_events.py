@@ -8,7 +8,7 @@ import torch
 
 
 class Event(Protocol):
-    """The used part of the interface of `torch.cuda.Event`."""
+    """The methods of `torch.cuda.Event` that schedir uses."""
 
     def record(self) -> object:
         """Record the event on the current stream."""
@@ -34,13 +34,13 @@ class CpuEvent:
         return True
 
     def synchronize(self) -> None:
-        """Return at once, because all issued work has ended."""
+        """Return immediately, because all issued work has ended."""
 
 
 def make_event(device: torch.device) -> Event:
-    """Return an event of a device that has been recorded once.
+    """Create an event of a device, and record it once.
 
-    CUDA creates an event when it is first recorded, so this keeps the creation out of steps.
+    CUDA creates an event when it is first recorded. So no event is created within a step.
 
     Args:
         device: The device.

@@ -1,4 +1,4 @@
-"""LossGradients: the gradient with which the backward of each microbatch begins."""
+"""LossGradients: the gradient of the loss with which the backward of a microbatch begins."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from schedir.runtime.rank_state import ProgramService, State
 
 
 class LossGradients(ProgramService):
-    """The initial gradients of a step, and the factor of the sum of its gradients.
+    """The gradient with which each backward of a step begins, and the factor for summed gradients.
 
     Args:
         state: The state of the program.
 
     Attributes:
-        grad_scale: The factor of the sum of gradients.
-        initial_gradient: The gradient of the scaled loss, or None for 1.
+        grad_scale: The factor by which the gradient sums are multiplied before their reduction.
+        initial_gradient: The gradient with which a backward begins. None means 1.
     """
 
     def __init__(self, state: State) -> None:
@@ -25,7 +25,7 @@ class LossGradients(ProgramService):
         self.initial_gradient: Tensor | None = None
 
     def begin_step(self) -> None:
-        """Read the factor of the step and the loss scale."""
+        """Set the attributes from the step's `grad_scale` and the loss scale."""
         self.grad_scale = self.state.batch.grad_scale
         loss_scale = self.state.options.gradients.loss_scale
         if loss_scale is None:
@@ -33,14 +33,14 @@ class LossGradients(ProgramService):
         gradient = (loss_scale.value * self.grad_scale).float()
         if self.initial_gradient is None:
             self.initial_gradient = gradient
-        else:  # In place, because a graph may refer to this tensor.
+        else:  # in place, because a graph may refer to it
             self.initial_gradient.copy_(gradient)
         self.grad_scale = loss_scale.inverse
 
     def compute(self, mb: int) -> Tensor:
         """Return the initial gradient of the backward of a microbatch.
 
-        It is NaN if the loss is not finite. The gradients of the update are then NaN, too, so all
+        If the loss is not finite, it is NaN. The gradients of the update are then NaN, too, so all
         ranks detect it. With `accumulate_grads` it is `grad_scale`, because gradients are not
         scaled later.
 

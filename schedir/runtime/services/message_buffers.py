@@ -1,4 +1,4 @@
-"""MessageBuffers: the static memory from which a rank sends and into which it receives."""
+"""MessageBuffers: the static memory in which a rank sends and receives values."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class MessageBuffers(RankService):
         resources: The resources of the rank.
 
     Attributes:
-        sizes: The bytes of each slot, by kind.
-        received: The memory of received values, by slot.
-        sent: The memory of sent values, by kind, slot, and the opcodes that changed their form.
+        sizes: Kind of value -> bytes of each slot.
+        received: Slot -> memory of its received values.
+        sent: (Kind, slot, opcodes that changed the form) -> memory of sent values.
     """
 
     def __init__(self, resources: RankResources) -> None:
@@ -43,8 +43,8 @@ class MessageBuffers(RankService):
     def allocate(self, runs: Sequence[tuple[Program, BoundaryTable]]) -> None:
         """Allocate the buffers of received values.
 
-        A buffer has the size of the largest message of its slot in all programs. Only one program
-        runs at a time. All processes must call this.
+        A buffer has the size of the largest message of its slot in all programs. Programs share the
+        buffers, because only one program runs at a time. All processes must call this.
 
         Args:
             runs: Each program with its boundaries.
@@ -61,7 +61,9 @@ class MessageBuffers(RankService):
     def get_send_buffer(
         self, kind: Value, number: int, form_changes: tuple[Opcode, ...]
     ) -> Tensor | None:
-        """Return the memory from which the value in a slot is sent. It is allocated once.
+        """Return the memory from which the value in a slot is sent. The first call allocates it.
+
+        The next instruction that fills the slot waits for the send, or runs in a later step.
 
         Args:
             kind: The kind of the value.
@@ -69,9 +71,8 @@ class MessageBuffers(RankService):
             form_changes: The opcodes that changed the form of the value.
 
         Returns:
-            A flat uint8 tensor, or None if the transport sends a value from the memory in which it
-            was computed. The next instruction that fills the slot waits for the send, or runs in a
-            later step.
+            A flat uint8 tensor. None if the transport sends a value from the memory in which it was
+            computed.
         """
         key, resources = (kind, number, form_changes), self.resources
         if resources.transport.uses_static_buffers and key not in self.sent:
@@ -88,10 +89,10 @@ class MessageBuffers(RankService):
 def _compute_sizes(
     program: Program, rank: int, boundaries: BoundaryTable
 ) -> dict[Value, list[int]]:
-    """Return the bytes of the message buffer of each slot, by kind of value.
+    """Return kind of value -> bytes of the message buffer of each slot.
 
-    A buffer has the size of the largest value that is sent from the slot or received into it. It is
-    0 for a slot whose values stay on the rank.
+    A buffer has the size of the largest value that is sent from the slot or received into it. The
+    size is 0 if all values of the slot stay on the rank.
     """
     slot_counts = dict(zip(SLOT_KINDS, count_slots(program)[rank].tolist(), strict=True))
     sizes = {kind: [0] * slot_counts[kind] for kind in BOUNDARY_VALUES}

@@ -23,10 +23,11 @@ class OptimizerPlacement(RankService):
         resources: The resources of the rank.
 
     Attributes:
-        optimizer_state: The state, which this moves or steps. None if the rank has no optimizer.
+        optimizer_state: The object that moves or steps the state. None if the rank has no
+            optimizer.
 
     Raises:
-        ModelError: Parameters or state share memory, so a step of one stage changes another one.
+        ModelError: Parameters or state share memory, so a step of one stage changes another stage.
     """
 
     def __init__(self, resources: RankResources) -> None:
@@ -60,7 +61,7 @@ class OptimizerPlacement(RankService):
             raise
 
     def prepare_step(self, batch: StepInputs) -> StepInputs:
-        """Move all state to its tier between steps.
+        """Move all state to the tier in which it stays between steps.
 
         Args:
             batch: The inputs of the step, which stay the same.
@@ -70,7 +71,7 @@ class OptimizerPlacement(RankService):
         return batch
 
     def fail(self, *, has_begun: bool) -> None:
-        """Wait for all running copies, and forget them.
+        """Wait for all running copies, and discard them.
 
         Args:
             has_begun: True if an instruction of the step had begun.

@@ -22,10 +22,11 @@ class PendingReductions(ProgramService):
 
     Attributes:
         works: The pending works, except for reduce-scatters.
-        reduce_scatters: Reduce-scatters, oldest first, with the index of their instruction.
-        by_instruction: The sums over replicas, by their instruction.
-        overlapped: The sum over replicas that overlaps with a backward, by that backward.
-        starts_after_backward: True if no sum overlaps with a backward.
+        reduce_scatters: Pending reduce-scatters, oldest first: the index of the instruction, and
+            its works.
+        by_instruction: Instruction -> its reduction over replicas.
+        overlapped: Instruction of a backward -> instruction of the reduction that overlaps with it.
+        starts_after_backward: True to start all reductions after their backward.
     """
 
     def __init__(self, state: State) -> None:
@@ -35,7 +36,8 @@ class PendingReductions(ProgramService):
         self.by_instruction: dict[Instr, GradientReduction] = {}
         self.overlapped = find_last_accumulations(state.stream) if state.program.dp > 1 else {}
         self.starts_after_backward = False
-        # For each instruction that starts a new full gradient, the reduction that freed its slot.
+        # Index of an instruction that starts a full gradient -> index of the reduction that freed
+        # its slot.
         self.freed_by = find_freeing_instructions(state.program, state.rank, Value.WGRAD)
 
     def wait(self) -> None:
@@ -49,10 +51,10 @@ class PendingReductions(ProgramService):
     def allocate_gradient(self, stage: int, index: int) -> None:
         """Allocate the full gradient of a stage, after the reduction that frees its slot.
 
-        It does nothing if the full gradient exists already.
+        If the full gradient already exists, this does nothing.
 
         Args:
-            stage: The stage.
+            stage: The number of the stage.
             index: The index in the stream of the instruction that adds to the gradient.
         """
         gradients = self.state.stages[stage].gradients

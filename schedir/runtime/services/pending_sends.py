@@ -1,8 +1,8 @@
 """PendingSends: the sends of a step that may not have arrived.
 
-Gloo has no query for the completion of a send, only a wait. A wait that comes too early may block
-the receiver. But a message from the receiver, sent after it used the first message, proves that the
-first message has arrived.
+Gloo has no query for the completion of a send, only a wait. A wait that comes too early may delay
+work for which the receiver waits, so the rank waits later. If the receiver sends a message after it
+has used the first message, its arrival proves that the first message has arrived.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class PendingSends(ProgramService):
         state: The state of the program.
 
     Attributes:
-        works: The work and the sent tensor of each pending send, by its index in the stream.
-        implied_acks: For each receive, the sends that must have arrived before it, as indices.
-        before_reuse: For each instruction that reuses slots, the sends that must end first.
+        works: Index of a pending send in the stream -> its work and the sent tensor.
+        implied_acks: Index of a receive -> indices of the sends whose arrival it proves.
+        before_reuse: Index of an instruction that fills a slot again -> indices of the sends that
+            must end before.
     """
 
     def __init__(self, state: State) -> None:
@@ -48,7 +49,7 @@ class PendingSends(ProgramService):
         if send in self.works:
             work, tensor = self.works.pop(send)
             work.wait()
-            del tensor  # Not before the wait: on a GPU the memory may be reused at once.
+            del tensor  # not earlier: a GPU may reuse the memory immediately
 
     def finish_step(self) -> None:
         """Wait for all pending sends."""
@@ -57,7 +58,7 @@ class PendingSends(ProgramService):
         self.works.clear()
 
 
-# For each opcode: the sends of the values that it consumes, and the direction of their stage.
+# Opcode -> the sends of the values that it needs, each with the direction of the sending stage.
 _SENDS_BY_CONSUMER: Final = {
     row.op: [
         (send, LOCAL_HANDOVER[kind][1])
@@ -70,9 +71,9 @@ _SENDS_BY_CONSUMER: Final = {
 
 
 def _find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
-    """Return, for each receive of a rank, the sends that must have arrived before it.
+    """Return index of a receive -> indices of the sends whose arrival it proves.
 
-    Each send is listed once, with the first receive that proves its arrival, if there is one.
+    Each send appears only with the first receive that proves its arrival.
     """
     stream = program.streams[rank]
     neighbors = {hop: program.neighbor_stages(hop).tolist() for hop in PeerRule}
@@ -80,7 +81,7 @@ def _find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
     peers = {program.peer_rank(i) for i in stream if i.op in SEND_OPS}
     acks: dict[int, list[int]] = {}
     for peer in peers:
-        used: list[int] = []  # Sends that the peer used since its last send to this rank.
+        used: list[int] = []  # sends that the peer has used since its last send to this rank
         for op, stage, mb in program.streams[peer]:
             row = INSTRUCTIONS[op]
             for send, hop in _SENDS_BY_CONSUMER[op]:

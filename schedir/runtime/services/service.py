@@ -1,15 +1,15 @@
 """Service: the state of one feature on a rank, and what the feature adds to each step.
 
-The executor links each instruction to a call before the first step. The handler that does this asks
-for a service, as in `state.service(PendingReductions)`. The first request creates the service, so a
-program without the feature has no such object. Two base classes define the owner, and with it the
-lifetime:
+Before the first step, a handler links each instruction to a call. The handler gets a service by
+`state.service(PendingReductions)`, for example. The first request creates the service, so a program
+that does not need the feature has no such service. Two base classes define the owner and the
+lifetime of a service:
 
 - `ProgramService`: one for each program on a rank (`rank_state.py`).
 - `RankService`: one for each rank, which all its programs share (`rank_resources.py`).
 
 The step loop, warm-up steps, evaluations, checkpoints and the count of live memory call the methods
-below for all services of a program and its rank. They name no service.
+below for all services of a program and its rank. They do not depend on particular services.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from schedir.runtime.step_inputs import StepInputs
 
 
 class Service:
-    """The state of one feature. Each of these methods does nothing by default.
+    """The state of one feature. By default its methods do nothing.
 
     Args:
         owner: The `State` of the program, or the `RankResources` of the rank.
@@ -43,13 +43,13 @@ class Service:
         return cls(owner)
 
     def finish_setup(self) -> None:
-        """End the construction of an executor, by what cannot be undone.
+        """Finish the construction of an executor, with changes that cannot be undone.
 
-        Only the services of the first program and of the rank get this call.
+        The executor calls this only for the services of the first program and of the rank.
         """
 
     def prepare_step(self, batch: StepInputs) -> StepInputs:
-        """Prepare a step or an evaluation, before anything else of it changes.
+        """Prepare a step or an evaluation, before it changes any other state.
 
         Args:
             batch: The inputs of the step.
@@ -60,19 +60,19 @@ class Service:
         return batch
 
     def begin_update(self) -> None:
-        """Begin an update of a step, before its gradients are set to zero."""
+        """Begin an update of a step, before the executor sets its gradients to zero."""
 
     def begin_step(self) -> None:
         """Begin a step or an evaluation, after its inputs, weights and gradients are prepared."""
 
     def begin_optimizer_step(self) -> None:
-        """Prepare the parameters for the optimizer. The gradients are checked and clipped."""
+        """Prepare the parameters for the optimizer, after gradients are checked and clipped."""
 
     def finish_step(self) -> None:
         """End a step or an evaluation after its last instruction, before `restore`."""
 
     def restore(self) -> None:
-        """Restore the modules to their state between steps, also after an error."""
+        """Restore the state of modules between steps, after a step or an error."""
 
     def fail(self, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
@@ -82,14 +82,14 @@ class Service:
         """
 
     def needs_rerun(self) -> bool:
-        """Return whether the step, which has ended, must run again."""
+        """Return whether the step that has just ended must run again."""
         return False
 
     def lift_guard(self) -> None:
         """Allow writes to the memory that several ranks of this process share."""
 
     def validate(self) -> None:
-        """Make the weights and the optimizer state those of the last update.
+        """Validate the last update, and correct weights and optimizer state if needed.
 
         All processes call this after the same step.
         """
@@ -97,20 +97,22 @@ class Service:
     def preserve(self, preserved: PreservedState) -> None:
         """Add the state that one step changes and a later step reads.
 
-        It is restored after warm-up steps, and before a step runs again. A checkpoint does not
-        contain it, so a service that has such state must refuse in `require_savable`, or begin anew
-        in `on_load`.
+        The caller restores this state after warm-up steps, and before a step runs again. A
+        checkpoint does not contain it. So a service with such state must raise in
+        `require_savable`, or reset the state in `on_load`.
 
         Args:
-            preserved: The state that is restored.
+            preserved: The object to which the service adds the state.
         """
 
     def undo_steps(self, preserved: PreservedState, *, makes_update: bool) -> None:
-        """Begin steps that are undone, such as warm-up steps, after `preserve`.
+        """Prepare for steps that will be undone, such as warm-up steps.
+
+        The caller has called `preserve` before.
 
         Args:
-            preserved: The state that is restored after these steps. A service adds the fields that
-                it sets here.
+            preserved: Restores state after these steps. A service adds the fields that it sets
+                here.
             makes_update: True if the optimizer may step, because the caller restores its state.
         """
 
@@ -118,14 +120,14 @@ class Service:
         """Raise `CheckpointError` if a checkpoint cannot save or load the present state."""
 
     def on_load(self) -> None:
-        """React to a checkpoint that is about to be loaded, or that was loaded."""
+        """Reset state because a checkpoint is about to be loaded, or has been loaded."""
 
     def list_device_tensors(self) -> Iterable[Tensor]:
         """Return tensors on the device that the service keeps, to count their memory."""
         return ()
 
     def list_host_tensors(self) -> Iterable[Tensor]:
-        """Return host memory that replaces device memory on a CPU. It must not be counted."""
+        """Return tensors in host memory, which the count of device memory on a CPU must exclude."""
         return ()
 
     def count_bytes(self, tier: str) -> int:
@@ -141,10 +143,10 @@ _Kind = TypeVar("_Kind", bound=Service)
 
 
 def find_or_create(services: dict[type[Service], Service], kind: type[_Kind], owner: Any) -> _Kind:
-    """Return the service of a kind, and create it if there is none.
+    """Return the service of a class, and create it if there is none.
 
     Args:
-        services: The services of the owner by kind, to which a new one is added.
+        services: Class -> service of the owner. A new service is added.
         kind: The class of the service.
         owner: The owner of the services.
     """

@@ -49,12 +49,12 @@ class ShardedStages(ProgramService):
         shard_optimizer_state(self.state.resources.optimizer, shard_ranges)
 
     def begin_update(self) -> None:
-        """Give all parameters their full shapes."""
+        """Set all parameters to their full shapes."""
         for weights in self.sharded:
             weights.begin_step(has_backward=self.state.program.has_backward)
 
     def begin_optimizer_step(self) -> None:
-        """Give the optimizer the shards.
+        """Set all parameters to their shards for the optimizer, and check its state.
 
         Raises:
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
@@ -66,7 +66,7 @@ class ShardedStages(ProgramService):
         require_sharded_state(self.state.resources.optimizer, shapes)
 
     def finish_step(self) -> None:
-        """Refuse an evaluation that wrote to a weight.
+        """Check that an evaluation wrote to no weight.
 
         Raises:
             ModelError: A weight was written to.
@@ -75,12 +75,12 @@ class ShardedStages(ProgramService):
             weights.require_unwritten()
 
     def restore(self) -> None:
-        """Shard all parameters."""
+        """Set all parameters to their shards."""
         for weights in self.sharded:
             weights.to_resting_state()
 
     def require_savable(self) -> None:
-        """Refuse a checkpoint while the weights are full.
+        """Check that weights are sharded before a checkpoint.
 
         Raises:
             CheckpointError: The weights are unsharded.
@@ -94,7 +94,7 @@ class ShardedStages(ProgramService):
 
     @contextmanager
     def gather_full(self) -> Iterator[None]:
-        """Gather every parameter of the rank's stages, and shard them again at the end.
+        """Gather all parameters of the rank's stages in this context, and then shard them again.
 
         The caller may write to parameters within this context. All processes must enter and leave
         it together, and must write the same values.
@@ -108,7 +108,7 @@ class ShardedStages(ProgramService):
         try:
             yield
             if state.program.zero:
-                # The version of a tensor does not show a write to `.data`, so compare values.
+                # Version counters do not show a write to `data`, so compare values.
                 state.transport.check_agreement(_checksum_parameters(state))
         finally:
             for weights in self.sharded:
@@ -116,7 +116,7 @@ class ShardedStages(ProgramService):
 
 
 def _checksum_parameters(state: State) -> dict[str, str]:
-    """Return the checksums of the parameters by description, for `check_agreement`."""
+    """Return description -> checksum for each parameter, for `check_agreement`."""
     modules, tp_rank = {s: one.module for s, one in state.stages.items()}, state.transport.tp_rank
     return {
         f"the values of {name} in stage {s}, "

@@ -14,7 +14,7 @@ class StageWeightVersions(ProgramService):
         state: The state of the program.
 
     Attributes:
-        by_stage: The versions of each trained stage.
+        by_stage: Trained stage -> its weight versions.
     """
 
     def __init__(self, state: State) -> None:
@@ -28,21 +28,21 @@ class StageWeightVersions(ProgramService):
                 stage.local_ties.restore()
 
     def begin_step(self) -> None:
-        """Keep the weights of the first update."""
+        """Keep a copy of the weights before the first update."""
         for versions in self.by_stage.values():
             versions.begin_step()
 
     def keep_next(self, step: Instr) -> None:
-        """Keep the weights after an optimizer step, for the computes of later updates.
+        """Keep a copy of the weights after an optimizer step, for later compute instructions.
 
         Args:
-            step: The OptimizerStep; its `mb` is the number of the update.
+            step: The OptimizerStep. Its `mb` is the number of the update.
         """
         for versions in self.by_stage.values():
             versions.keep_version(step.mb + 1, self.state.index_of[step])
 
     def finish_step(self) -> None:
-        """Refuse a step that wrote to a version.
+        """Check that the step wrote to no version.
 
         Raises:
             ModelError: A stage wrote to a version.
@@ -51,17 +51,17 @@ class StageWeightVersions(ProgramService):
             versions.end_step()
 
     def restore(self) -> None:
-        """Give all modules their own parameters again."""
+        """Set the original parameters in all modules again."""
         for versions in self.by_stage.values():
             versions.restore()
 
 
 def find_weight_versions(state: State, stage: int) -> WeightVersions | None:
-    """Return the weight versions of a stage, or None if it computes with its own parameters.
+    """Return the weight versions of a stage, or None if it computes with its original parameters.
 
     Args:
         state: The state of the program.
-        stage: The stage.
+        stage: The number of the stage.
     """
     if not state.program.has_backward or state.shape.optimizer_steps == 1:
         return None

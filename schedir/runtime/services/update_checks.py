@@ -18,7 +18,7 @@ from schedir.runtime.rank_state import ProgramService, State
 _TIED_RANDOM_WARNING: Final = (
     "an optimizer draws other random numbers for each copy of a tied weight: the copies will differ"
 )
-# Whether an update is finite (0-dim bool), and the factor that clips its gradients (0-dim).
+# True if an update is finite (0-dim bool), and the factor that clips its gradients (0-dim).
 NormVerdict = tuple[Tensor, Tensor]
 
 
@@ -29,7 +29,7 @@ class OptimizerSteps(RankService):
         resources: The resources of the rank.
 
     Attributes:
-        can_step: False in steps that are undone and in which the optimizer must not step.
+        can_step: False in steps that will be undone and in which the optimizer must not step.
         read_last_result: Returns the gradient norm and the finite updates of the last step.
     """
 
@@ -42,9 +42,9 @@ class OptimizerSteps(RankService):
         """Run the optimizer step if the update is finite.
 
         Args:
-            finite: 0-dimensional bool tensor: True if the update is finite.
-            step: A function that steps some of the stages if its argument is True. By default all
-                stages are stepped.
+            finite: True if the update is finite, 0-dim bool.
+            step: A function that steps some of the stages if its argument is True. By default the
+                optimizer steps all stages.
         """
         resources, optimizer = self.resources, self.resources.optimizer
         finite = finite if self.can_step else torch.zeros_like(finite)
@@ -65,11 +65,11 @@ class OptimizerSteps(RankService):
         """See `Service.undo_steps`.
 
         Args:
-            preserved: The state that is restored.
+            preserved: Restores the fields that this sets.
             makes_update: True if the optimizer may step.
         """
         preserved.add_fields(self, "can_step", "read_last_result")
-        self.can_step = self.can_step and makes_update  # It is False within such a context.
+        self.can_step = self.can_step and makes_update  # stays False in a nested context
 
 
 class UpdateChecks(ProgramService):
@@ -79,13 +79,13 @@ class UpdateChecks(ProgramService):
         state: The state of the program.
 
     Attributes:
-        grad_norm: The norm of the last update before clipping, 0-dim float64.
+        grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64.
         finite_updates: For each update of the step, True if it was finite.
-        squared_norms: The sum of squares of all gradients, by update, until the update is clipped.
-            There may be several: a rank without gradients may reduce the next norm first.
-        is_finite: The result for an update of which only some stages are stepped.
-        clip_factor: The factor of that update for the CPU optimizer.
-        judge: Returns the verdict on an update.
+        squared_norms: Update -> sum of squares of all gradients, until the update is clipped. There
+            may be several entries, because a rank without gradients may reduce the next norm early.
+        is_finite: The result of the check of the current update, or None before the check.
+        clip_factor: The clip factor of the current update for the CPU optimizer, or None.
+        judge: Returns the `NormVerdict` of an update. Without clipping the factor is None.
         read_result: Returns `Executor.grad_norm` and `Executor.finite_updates` of the last step.
     """
 
@@ -104,11 +104,11 @@ class UpdateChecks(ProgramService):
         self.read_result = lambda: (self.grad_norm, self.finite_updates)
 
     def begin_step(self) -> None:
-        """Forget the check of an update that failed."""
+        """Discard the result of a check that remains after an error in the last step."""
         self.is_finite = None
 
     def finish_step(self) -> None:
-        """Make this step's result the last one of the rank."""
+        """Keep the result of this step as the last result of the rank."""
         if not self.state.is_evaluating:
             self.state.service(OptimizerSteps).read_last_result = self.read_result
 
@@ -117,7 +117,7 @@ class UpdateChecks(ProgramService):
         return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
 
     def check_once(self, update: int) -> Tensor:
-        """Check and clip an update, unless that was done, and return whether it is finite.
+        """Return whether an update is finite. The first call for an update checks and clips it.
 
         Args:
             update: The number of the update.
@@ -130,7 +130,7 @@ class UpdateChecks(ProgramService):
         return self.is_finite
 
     def finish_update(self, update: int) -> Tensor:
-        """Record whether an update is finite, and return that.
+        """Record whether an update is finite, and return the same.
 
         Args:
             update: The number of the update.
@@ -143,22 +143,24 @@ class UpdateChecks(ProgramService):
         return finite
 
     def check_and_clip(self, update: int) -> Tensor:
-        """Return whether an update's gradients are finite, and prepare gradients and parameters.
+        """Return whether an update's gradients are finite, and prepare the optimizer step.
 
-        This clips the gradients if the program clips, and shards the parameters for the optimizer.
+        This clips the gradients if the program clips them. With ZeRO it sets the parameters to
+        their shards.
 
         Args:
             update: The number of the update.
 
         Returns:
-            A 0-dim bool tensor. It covers the stages of the rank, or with clipping all ranks.
+            A 0-dim bool tensor: True if the gradients of the rank's stages are finite, or with
+            clipping the gradients of all ranks.
 
         Raises:
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
         """
         state = self.state
         finite, shrink = self.judge(update)
-        # The CPU optimizer clips the copies of the gradients on the host.
+        # The CPU optimizer must also clip the copies of the gradients on the host.
         if shrink is not None and state.program.optimizer_placement == "cpu_step":
             self.clip_factor = shrink
         for stage in state.stages.values():
@@ -190,7 +192,7 @@ class UpdateChecks(ProgramService):
 def compute_clip_factor(max_norm: float, squared_norm: Tensor) -> NormVerdict:
     """Return whether the norm of all gradients is finite, and the factor that clips them.
 
-    It reads no value on the host, because on a GPU the host would wait.
+    The host reads no value, because it would have to wait for the GPU.
 
     Args:
         max_norm: The largest allowed norm.

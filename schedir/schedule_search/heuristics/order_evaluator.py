@@ -90,7 +90,8 @@ class OrderEvaluator:
         at, done = self._to_floats([0.0] * (KINDS * S * m)), self._to_ints([0] * (KINDS * S))
         now = self._to_floats([0.0] * P)
         n = S * tasks_per_stage
-        self._codes, self._starts = self._to_ints([0] * n), self._to_floats([0.0] * n)
+        self._codes = self._to_ints([0] * n)
+        self._starts = self._to_floats([0.0] * n)
         starts = self._to_ints(self._rank_offsets)
         own_span = int(problem.objective == "own")
         own_stages = self._to_ints([stage for own in problem.stages_of_rank for stage in own])
@@ -118,7 +119,8 @@ class OrderEvaluator:
         self._annealing_inputs = (
             more, change, self._to_floats(capacity), self._to_ints(rank_at), own_stages, begin,
         )  # fmt: skip
-        self._path_buffer, self._undo_buffer = self._to_ints([0] * n), self._to_ints([0] * n)
+        self._path_buffer = self._to_ints([0] * n)
+        self._undo_buffer = self._to_ints([0] * n)
         self.evaluations = 0
 
     @property
