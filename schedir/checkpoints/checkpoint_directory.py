@@ -51,7 +51,8 @@ _NAME_PATTERN = re.compile(
     rf"{_STEP_PREFIX}(\d{{8,16}})({_UNFINISHED_SUFFIX}|{_REPLACED_SUFFIX}|{_REMOVING_SUFFIX}|)"
 )
 
-# The locks of this process, by real path. The system releases them when the process ends.
+# The locks that this process has, by real path of the directory. The system releases them when the
+# process ends.
 _locks_by_directory: dict[str, DirectoryLock] = {}
 
 
@@ -101,7 +102,7 @@ class CheckpointDirectory:
                 hint=f"use the directory that contains this checkpoint: {Path(path).parent}",
             )
 
-    # ------------------------------------------------------------ what is there
+    # ------------------------------------------------------------ reading
 
     def list_steps(self) -> list[int]:
         """Return the steps that have a checkpoint, complete or not, in ascending order.
@@ -255,8 +256,8 @@ class CheckpointDirectory:
     ) -> Manifest:
         """Verify all files of a step's checkpoint, and return its manifest.
 
-        Several processes may verify the files together, as in `find_checkpoint`. If it is
-        incomplete for one of them, all raise the same error.
+        Several processes may verify the files together, as in `find_checkpoint`. If the checkpoint
+        is incomplete for one process, all processes raise the same error.
 
         Args:
             step: The step.
@@ -275,8 +276,8 @@ class CheckpointDirectory:
         def digest() -> str:
             manifest = self.load_manifest(step)
             manifests.append(manifest)
-            # This compares the sizes of all files, because another process may have verified the
-            # files that this process reads.
+            # Each process compares the sizes of all files, because it may later read files whose
+            # digests another process has verified.
             self.check_files(manifest, select_files and select_files(manifest))
             return manifest.digest
 
@@ -455,7 +456,7 @@ class CheckpointDirectory:
         for step, what in self._scan_entries():
             path = self._make_path(step, what)
             if what == _REPLACED_SUFFIX and not self._make_path(step).exists():
-                path.rename(self._make_path(step))  # The new checkpoint did not get this name.
+                path.rename(self._make_path(step))  # The save ended before it used this name.
             elif what:
                 self._remove(path)
 
@@ -541,11 +542,10 @@ def _require_step(step: int) -> None:
 
 
 def _gather_outcomes(compute: Callable[[], _T], gather_texts: GatherTexts | None) -> list[_T]:
-    """Return the result of `compute` of each process, as JSON values.
+    """Call `compute` in each process, and return the results of all processes, as JSON values.
 
-    If one fails, all raise its error.
-
-    A CheckpointError has precedence over an IncompleteCheckpointError.
+    If it fails in one process, all processes raise the error. If several processes fail, a
+    CheckpointError has precedence over an IncompleteCheckpointError.
     """
     if gather_texts is None:
         return [compute()]

@@ -93,8 +93,8 @@ class PipelineConfig:
       that is the default.
     - `optimizer_steps`: the number of optimizer steps in one program. The pipeline does not drain
       between them.
-    - `weight_delay`: how many optimizer steps old the weights are that a microbatch uses: one
-      number, or one per stage. The schedule `pipedream_2bw` sets it.
+    - `weight_delay`: the age of the weights that a microbatch uses, in optimizer steps: one number,
+      or one per stage. The schedule `pipedream_2bw` sets it.
     - `tp`: the number of ranks in a tensor-parallel group.
     - `dp`: the number of data-parallel replicas.
     - `ep`: the number of replicas that share the experts of a model of kind "moe". It divides `dp`.
@@ -109,17 +109,17 @@ class PipelineConfig:
     - `layers_per_stage`: the number of layers of each stage. By default, the layers are divided
       evenly.
     - `frozen_stages`: the number of first stages that are not trained.
-    - `zero`: the ZeRO level. The replicas shard the optimizer state (1), the gradients, too (2),
-      and the weights, too (3). With 0 they shard nothing.
+    - `zero`: the ZeRO level. With 0, the replicas shard nothing. With 1, they shard the optimizer
+      state; with 2, also the gradients; with 3, also the weights.
     - `reduce_scatter_at`: when the replicas reduce gradients: "update_end", once after the last
-      microbatch, or "each_backward", after each run of backwards of a stage. "each_backward" needs
-      `zero` 2 or 3.
+      microbatch, or "each_backward", after each group of consecutive backwards of a stage.
+      "each_backward" needs `zero` 2 or 3.
     - `sequence_parallel`: if true, tensor-parallel ranks also share the tokens between their linear
       layers. Each rank then saves and sends 1/tp of these activations.
     - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
       tensor-parallel collective, so n layers become 4 n + 1 segments. A model of kind "moe" is
-      split at its all-to-alls, into 2 n + 1 segments. A number, or a list with one
-      per stage, is the number of segments. By default, stages are not split.
+      split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
+      stage. A list has one number per stage. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
       `data.microbatch_size` / chunks samples. Stages and microbatches in [memory] are then segments
       and chunks. By default, microbatches are not split.
@@ -415,8 +415,8 @@ class Config:
                 for number in self.segmentation.segments_per_stage
             )
         }
-        # A compiled program in a file has its snapshots, or none; then checkpoints are saved
-        # between steps.
+        # The snapshots of a compiled program in a file are not changed. If it has none,
+        # checkpoints are saved between steps.
         if found is not None and (not isinstance(found, Program) or found.is_draft):
             said["checkpoint_snapshots"] = True
         return Request(
@@ -473,7 +473,7 @@ class Config:
 
     @property
     def buffer_sharing(self) -> BufferSharing | None:
-        """Return how values share buffers, None if the buffers remain unchanged."""
+        """Return how values share buffers. None leaves the buffers of the program unchanged."""
         choice = self.pipeline.buffer_sharing
         if choice == AUTO:
             found = Source(self.pipeline.schedule).schedule_or_program
@@ -483,7 +483,7 @@ class Config:
 
     @property
     def setting_texts(self) -> dict[str, str]:
-        """Return every setting as text, by "section.name"."""
+        """Return all settings as text: "section.name" -> value."""
         texts = {
             f"{section}.{name}": str(value)
             for section, own in vars(self).items()
