@@ -198,9 +198,9 @@ class Saver:
         it.
 
         Raises:
-            ModelError: No step was made since `schedule_save`; the save remains scheduled. Or the
+            ModelError: No step was made since `schedule_save`. The save remains scheduled. Or the
                 weights changed before a step copied them: by `load`, by another Saver, or by a step
-                of a program without snapshots; then the save is canceled. All processes raise it.
+                of a program without snapshots. The save is then canceled. All processes raise it.
         """
         plan, self._save_plan = self._save_plan, None
         if plan is None:
@@ -244,7 +244,7 @@ class Saver:
     def cancel(self) -> None:
         """Cancel a scheduled save that is not being written yet.
 
-        For example, the step was undone.
+        Call this, for example, if the step was undone.
         """
         self._save_plan = None
         for rank in self.rank_executors:

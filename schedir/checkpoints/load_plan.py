@@ -29,11 +29,10 @@ class LoadPlan:
             fill.
         mismatches: Descriptions of tensors that do not fit.
         warnings: Descriptions of tensors that are read in another form than they were written.
-        trained_names: The name in the checkpoint of each weight that is trained, by its name in
-            this run.
-        aliases: Other names of weights, each with the name under which the checkpoint has it.
-        optimizer_kinds: The class name of the optimizer that stepped each weight.
-        optimizer_keys: The keys of the optimizer state of each weight in the checkpoint.
+        trained_names: Name of a trained weight in this run -> its name in the checkpoint.
+        aliases: Other name of a weight -> its name in the checkpoint.
+        optimizer_kinds: Name of a weight in the checkpoint -> the class name of its optimizer.
+        optimizer_keys: Name of a weight in the checkpoint -> the keys of its optimizer state.
         initial_states: The cache of `_get_initial_state`, by parameter group, dtype and device.
     """
 
@@ -68,7 +67,7 @@ class LoadPlan:
     def find_stored_name(self, weight: SliceableWeight) -> str:
         """Return the name under which the checkpoint has a weight.
 
-        It may be another one of the names of a tied weight.
+        For a tied weight, it may be another of its names.
 
         Args:
             weight: The weight.

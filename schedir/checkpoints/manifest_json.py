@@ -128,7 +128,7 @@ def read_manifest(
 
 
 class _InvalidManifest(Exception):
-    """A manifest is not valid; the message is the reason."""
+    """A manifest is not valid. The message has the reason."""
 
 
 class _ManifestReader:
@@ -266,8 +266,9 @@ class _ManifestReader:
 def _is_exact_cover(shape: tuple[int, ...], slices: Sequence[StoredSlice]) -> bool:
     """Return whether slices within a tensor cover each of its elements exactly once.
 
-    They do if the sum of their indicator functions is 1 everywhere. The code compares mixed
-    differences instead. Those of a box are 1 or -1 at its corners, and 0 elsewhere.
+    They do if the sum of their indicator functions equals the indicator function of the tensor. The
+    code compares the mixed differences of both. The mixed difference of a box is 1 or -1 at its
+    corners, and 0 elsewhere, so only corners are compared.
     """
     if len(slices) == 1:
         return slices[0].size == shape
@@ -307,7 +308,7 @@ def is_file_name(name: object) -> bool:
 def _parse_object(line: bytes) -> dict[str, Any]:
     """Return the JSON object of a line.
 
-    It refuses NaN and duplicate keys, as Python's reader does not.
+    Unlike Python's reader, it refuses NaN and duplicate keys.
     """
     if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
         raise _InvalidManifest(f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no line end")

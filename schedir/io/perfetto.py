@@ -32,7 +32,7 @@ MICROSECONDS_PER_UNIT: Final = {
     "s": 1e6,
     "": 1e3,
 }
-_MAX_NANOSECONDS: Final = 2**53  # a float has every integer up to this
+_MAX_NANOSECONDS: Final = 2**53  # A float can represent every integer up to this one.
 _IDLE_TRACK: Final = "idle"
 
 
@@ -107,8 +107,10 @@ class _Tracks:
             self._to_nanoseconds(spans["start"]),
             self._to_nanoseconds(spans["end"]),
         )
-        self.second_of_pair = timeline.is_second_of_pair  # these share the slice of the first
-        # Thread ids are unique over all ranks. None equals a process id, which is a rank.
+        # The second instruction of a pair shares the slice of the first.
+        self.second_of_pair = timeline.is_second_of_pair
+        # (rank, track) -> thread id. Thread ids are unique over all ranks, and differ from the
+        # process ids, which are the ranks.
         self.thread_ids: dict[tuple[int, str], int] = {}
         self.span_threads = self._assign_spans()
         for rank in np.unique(self.idle["rank"]).tolist():
@@ -135,7 +137,7 @@ class _Tracks:
     def _assign_spans(self) -> list[int]:
         """Return the thread of each span: the first one of its lane that is free at its start."""
         spans = self.timeline.spans
-        # By rank and lane, the time from which each thread is free.
+        # (rank, track) -> the time from which each thread is free.
         free: dict[tuple[int, str], list[int]] = defaultdict(list)
         on = [0] * len(spans)
         order = np.lexsort((self.end, self.start))

@@ -6,7 +6,7 @@ prints the reason. Under `launch` it is the launcher. Otherwise it is the first 
 which the rendezvous store decides.
 
 A process that is stopped, or that never arrives, blocks the others. The process that reports it
-also kills it. So the launcher or torchrun receives the exit of the process that is the cause first.
+also kills it. So the launcher or torchrun first receives the exit of the process that is the cause.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from schedir.io.black_box import (
 from schedir.ir.program import Program
 from schedir.training.processes.rendezvous_store import connect_store
 
-EXIT_TIMEOUT: Final = 1.0  # Seconds in which a process exits that has closed its connections.
-EXIT_GRACE: Final = 5.0  # Seconds in which the first process that fails ends the others.
+EXIT_TIMEOUT: Final = 1.0  # Seconds within which a process exits after its connections close.
+EXIT_GRACE: Final = 5.0  # Seconds within which the first process that fails ends the others.
 TERMINATED_EXIT_CODE: Final = 128 + signal.SIGTERM  # The exit code of a run after SIGTERM.
-LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Contains the process id of `launch`.
+LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Its value is the process id of `launch`.
 _PR_SET_PDEATHSIG: Final = 1  # From linux/prctl.h.
 
 
@@ -55,8 +55,8 @@ class RunMember:
     Attributes:
         black_box: The black box of this process.
         program: The program of the run. None during the set-up.
-        has_lost_peers: True if the process failed because others did not arrive. It then is no
-            longer at the position in its black box.
+        has_lost_peers: True if the process failed because others did not arrive. The position in
+            its black box is then out of date.
         known_processes: The processes whose black boxes were read.
         is_single_machine: True if all processes run on this machine.
     """
@@ -171,12 +171,12 @@ def join_run(member: RunMember) -> None:
 
 
 def is_launched() -> bool:
-    """Return whether `launch` started this process, and so reports how it ends."""
+    """Return whether `launch` started this process. If so, `launch` reports how it ends."""
     return LAUNCHER_PID_VARIABLE in os.environ
 
 
 _REPORT_LOCK = Lock()  # The first thread that fails acquires it and never releases it.
-_TERMINATION_EVENT = Event()  # This process must exit without waiting for others.
+_TERMINATION_EVENT = Event()  # It is set if this process must exit without waiting for others.
 
 
 def exit_with_error(
@@ -236,7 +236,7 @@ def exit_with_cause(member: RunMember, cause: StallCause, code: int = 1) -> NoRe
 
 
 def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
-    """Return the text about another process, None if that process has reported on this machine."""
+    """Return the text about another process. None if that process reports it on this machine."""
     if cause.kind is not StallKind.SAID:
         return str(cause)
     return None if cause.process in member.known_processes else cause.message
@@ -245,7 +245,7 @@ def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
 def report_and_exit(
     member: RunMember, text: str | None, code: int, cause: StallCause | None
 ) -> NoReturn:
-    """Print a text if no process has printed one, kill the cause, and end this process.
+    """Print a text if no other process has, kill the process that is the cause, and exit.
 
     Args:
         member: This process.
@@ -286,7 +286,7 @@ def _write_agent_error(text: str) -> None:
 
 def _kill_culprit(member: RunMember, cause: StallCause) -> None:
     """Kill a process of this machine that is stopped or busy, and so blocks the others."""
-    # This reads the present state of the process from the system.
+    # The process may have ended since `cause` was found. So its state is read again.
     snapshot = member.collect_black_boxes().get(cause.process)
     is_blocking = snapshot is not None and cause.kind in (StallKind.STOPPED, StallKind.BUSY)
     if is_blocking and snapshot is not None and snapshot.state in ("runs", "stopped"):
@@ -411,7 +411,7 @@ def end_with_parent() -> None:
 
 
 def exit_after_termination(reason: str, code: int) -> NoReturn:
-    """End this process after SIGTERM, when the last step is saved. Process 0 reports it.
+    """End this process after SIGTERM, when the last step is saved. Process 0 prints the report.
 
     Args:
         reason: The report.
