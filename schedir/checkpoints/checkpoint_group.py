@@ -51,8 +51,8 @@ class CheckpointGroup:
     def gather_results(self, compute: Callable[[], _T], kinds: RecordTypes = ()) -> list[_T]:
         """Return the results of all processes, by rank.
 
-        All processes call this. If `compute` fails in some of them, all raise the error of the
-        first one, which names the process.
+        All processes call this. If `compute` fails in some processes, all processes raise the error
+        of the first of these. The error names this process.
 
         Args:
             compute: Computes the result of this process: plain values, or records of `kinds`.
@@ -91,7 +91,7 @@ class CheckpointGroup:
             raise
 
     def require_same(self, compute: Callable[[], str]) -> None:
-        """Raise an error unless `compute` returns the same text in all processes.
+        """Raise an error if `compute` does not return the same text in all processes.
 
         Args:
             compute: Returns a text that describes the next action of this process.

@@ -152,7 +152,7 @@ def read(
     Args:
         directory: The directory of the checkpoint.
         manifest: The manifest of the checkpoint.
-        destinations: Names of tensors, each with slices and the memory to fill.
+        destinations: (name of a tensor, slices with the memory to fill) pairs.
     """
     pieces: dict[str, list[TensorPiece]] = {}
     for name, slices in destinations:
@@ -175,9 +175,9 @@ def read(
 
 
 def _narrow(tensor: Tensor, offset: Sequence[int], begin: Sequence[int], size: list[int]) -> Tensor:
-    """Return a view of a slice.
+    """Return the view of a slice in `tensor`, which is a part of a larger tensor.
 
-    `tensor` begins at `offset` of a larger tensor, the slice at `begin`.
+    `offset` and `begin` are the offsets of `tensor` and of the slice in the larger tensor.
     """
     for dim, (at, first, length) in enumerate(zip(offset, begin, size, strict=True)):
         tensor = tensor.narrow(dim, first - at, length)

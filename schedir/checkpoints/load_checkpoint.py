@@ -50,8 +50,8 @@ def load(
     cannot be read after that, some tensors are already overwritten. Then the run refuses further
     steps and saves.
 
-    The call warns if a newer checkpoint is incomplete, if weights are read from another dtype, and
-    if modules will draw other random numbers.
+    The call warns if a newer checkpoint is incomplete, if weights are read from another dtype, or
+    if modules will use other random numbers.
 
     Args:
         run: See `save`.

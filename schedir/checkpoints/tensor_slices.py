@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class TensorSlice(NamedTuple):
-    """A slice of a tensor that has a part of a range of its elements.
+    """A slice of a tensor. It has a part of the elements of a range of the flattened tensor.
 
     Attributes:
         offset: The offset in each dimension of the tensor.
@@ -29,7 +29,7 @@ class TensorSlice(NamedTuple):
 def split_range_into_slices(shape: Sequence[int], low: int, high: int) -> Iterator[TensorSlice]:
     """Split a range of the flattened tensor into as few slices as possible.
 
-    A tensor of n dimensions has at most 2 n - 1 of them.
+    In a tensor of n dimensions, a range has at most 2 n - 1 slices.
 
     Args:
         shape: The shape of the tensor.

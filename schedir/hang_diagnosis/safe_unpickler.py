@@ -72,7 +72,7 @@ def loads(data: bytes, path: str = "") -> Any:
 
 
 class _RefusedPickle(Exception):
-    """A pickle is refused; the message is the reason."""
+    """A pickle is refused. The message has the reason."""
 
 
 def _check_opcodes(file: io.BytesIO) -> None:

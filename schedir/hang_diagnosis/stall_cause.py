@@ -33,12 +33,12 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.pipeline.process_mesh import describe_process, make_process_mesh
 from schedir.ir.program import Program
 
-MAX_SHOWN: Final = 16  # processes that a report lists one by one
-# A process may be slow instead of stuck if it has been at its position for less than this share of
-# the time for which others wait for it.
+MAX_SHOWN: Final = 16  # A report lists at most this number of processes.
+# A process counts as slow instead of stuck if its time at its position is below this share of the
+# time for which others wait for it.
 SLOW_SHARE: Final = 0.5
-# After so many seconds without a heartbeat, a process runs no Python code. The watchdog writes ten
-# heartbeats per second.
+# After this number of seconds without a heartbeat, a process counts as running no Python code. The
+# watchdog writes ten heartbeats per second.
 SILENT_SECONDS: Final = 1.5
 
 

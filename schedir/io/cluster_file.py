@@ -95,7 +95,7 @@ def save_cluster(
         notes: Comments by field. Each is written after the value of its field.
 
     Raises:
-        UsageError: The file cannot be written, or a note has the name of no field.
+        UsageError: The file cannot be written, or a key of `notes` is not a field.
 
     Example:
         >>> from pathlib import Path

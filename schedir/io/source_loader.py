@@ -57,7 +57,7 @@ class Source(str):
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """The run, or None if the source is no run. Raises the errors of `load_timeline`."""
+        """The run, or None if the source is not a run. Raises the errors of `load_timeline`."""
         return load_timeline(self) if self.endswith(TIMELINE_SUFFIX) else None
 
     @cached_property

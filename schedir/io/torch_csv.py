@@ -326,7 +326,7 @@ class _CsvReader:
         self.sharded_actions = {
             action: int(op) << OP_SHIFT for op, action in sharded_actions.items()
         }
-        # How often each sharding action has occurred so far, by its word with the stage.
+        # Word of a sharding action and its stage -> the number of its occurrences so far.
         self.occurrences = Counter[int]()
         self.rank_words: list[list[int]] = []
         # Stage -> the first cell of the stage, and the first cell with a message to or from it.

@@ -104,7 +104,7 @@ class TrainingCheckpoints:
         return step
 
     def should_save_now(self, step: int) -> bool:
-        """Return whether to save a step before the next step begins.
+        """Return whether to save the state after a step before the next step begins.
 
         Args:
             step: The step, from 1. The last step is always saved. Other steps are saved in this way
@@ -212,7 +212,7 @@ class TrainingCheckpoints:
                 self._report_saved(self.saver.saved_checkpoint)
 
     def close(self) -> None:
-        """Complete the checkpoint that is being written, for whatever reason the run ended.
+        """Complete the checkpoint that is being written, after any end of the run.
 
         With several processes this does nothing, because the others may have exited.
         """

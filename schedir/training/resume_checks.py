@@ -1,8 +1,9 @@
 """Check which checkpoints a run may resume from. Needs no torch.
 
-A run gets a random name when it begins. If it writes checkpoints, a file `run.json` with this name
-and all settings is in the checkpoint directory and in the output directory. Each checkpoint
-contains both, too. A run may continue in a directory whose `run.json` has the name of the run.
+A run gets a random name when it begins. If it writes checkpoints, it writes a file `run.json` with
+this name and all settings to the checkpoint directory and to the output directory. Each checkpoint
+also contains the name and the settings. A run may continue in a directory whose `run.json` has the
+name of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from schedir.training.config.model_kinds import get_model_kind
 from schedir.training.config.run_config import Config
 
 RUN_FILE: Final = "run.json"
-# The name, among the settings of a run, of the size and the digest of its data.
+# The settings of a run contain the size and the digest of its data under this name.
 DATA_FACT: Final = "the data"
 # Prefixes of settings. A run cannot resume if one of these settings has changed.
 _FIXED_SETTINGS: Final = ("model.", "data.", DATA_FACT, "train.precision")

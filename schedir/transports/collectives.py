@@ -48,9 +48,9 @@ class CollectiveKind(NamedTuple):
         compute_outputs: Returns the output of each member for the inputs of all members. Both are
             in the order of ranks. Virtual ranks of one process use it.
         start: Starts the collective in a process group of torch.distributed. Its arguments are the
-            group, the output tensor, the input tensor, and whether it is asynchronous. It returns a
-            Work if it is asynchronous. Otherwise NCCL issues it to the current stream, and there is
-            no Work.
+            group, the output tensor, the input tensor, and whether the collective is asynchronous.
+            It then returns a Work. Otherwise NCCL issues the collective to the current stream, and
+            there is no Work.
     """
 
     compute_outputs: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -81,7 +81,8 @@ def _view_as_real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-# The methods of a group are called where torch.distributed renames its functions between versions.
+# Two entries call methods of the group, because torch.distributed renames the functions between
+# versions.
 COLLECTIVES: Final[dict[CollectiveName, CollectiveKind]] = {
     "all_reduce": CollectiveKind(
         lambda own: [_sum_in_rank_order(own)] * len(own),

@@ -76,7 +76,7 @@ def make_group(
     Args:
         rows: The processes of each group, in ascending order. No process is in two rows.
         timeout: The time that the processes of a group wait for each other, in seconds. NCCL groups
-            wait `WATCHDOG_MARGIN` longer. By default it is torch's.
+            wait `WATCHDOG_MARGIN` longer. By default torch's timeout.
         device: The device of the tensors.
         max_ctas: The most multiprocessors that an NCCL group uses, or 0 for NCCL's default.
 
@@ -164,7 +164,7 @@ def _use_group_name(name: str) -> Iterator[None]:
 def _gloo_options(timeout: float | None) -> dict[str, Any]:
     options: dict[str, Any] = {"timeout": None if timeout is None else timedelta(seconds=timeout)}
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        options["backend"] = "gloo"  # by default it would have NCCL, too, as the default group has
+        options["backend"] = "gloo"  # Otherwise it would have NCCL, too, as the default group.
     return options
 
 
@@ -226,7 +226,7 @@ def _split_without_color(device: torch.device | str) -> None:
     """Take part in a split as a process that is in no row, because all processes must take part.
 
     It also creates an unused group. torch names the groups that a user creates by the number of
-    groups, so all processes must create as many.
+    groups, so all processes must create the same number.
     """
     world: Any = dist.group.WORLD
     if torch.device(device).type != "cpu" and world.bound_device_id is not None:

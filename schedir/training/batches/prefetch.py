@@ -21,8 +21,8 @@ from torch import Tensor
 from schedir.runtime.recording.stream_events import make_event
 from schedir.training.batches.samples import Batches
 
-# One for the current step, one for the step before it, whose numbers may not have been read, and
-# one for the batch that is read.
+# One slot for the current step, one for the step before it, whose loss may not have been read yet,
+# and one for the batch that the thread reads.
 BATCH_SLOTS: Final = 3
 JOIN_TIMEOUT: Final = 1.0  # Seconds that the end of a run waits for the prefetch thread.
 
@@ -33,7 +33,7 @@ class TrainingBatch(NamedTuple):
     Args:
         inputs: The inputs, int64 (samples, context), on the device.
         targets: The targets, int64 (samples, context), on the device.
-        tokens: The number of targets in the batch of all replicas that the loss includes.
+        tokens: The number of targets that the loss includes, in the batch of all replicas.
         data_crc: The CRC-32 of all samples so far, of all replicas. It must be the same on all
             processes.
     """

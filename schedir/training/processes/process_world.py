@@ -88,9 +88,9 @@ def join_process_group(
             wait_for_results(store, max(timeout, RESULTS_TIMEOUT))
         else:
             store.set(_RESULTS_KEY, b"")
-        # The barrier prevents that a process closes a connection from which another still reads. A
-        # failure after it does not affect other processes. It is the method of the group, because
-        # torch's function requires a group with Gloo only, and this group has NCCL, too.
+        # After the barrier, no process reads from a connection that another process may close. A
+        # failure after the barrier does not affect other processes. This calls the method of the
+        # group, because torch's function refuses a group that has NCCL, too.
         world: Any = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=max(timeout, RESULTS_TIMEOUT)))
         done = True

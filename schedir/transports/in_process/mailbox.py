@@ -115,7 +115,7 @@ class Mailbox:
     ) -> Work:
         """See `Transport.start_collective`. The last member to call runs it for all members.
 
-        Inputs are added in the order of ranks, in any order of calls.
+        Inputs are added in the order of ranks. The order of the calls does not matter.
         """
         own_part = _CollectivePart(kind, output_tensor, input_tensor)
         came = self.hub.pending_collectives.arrive(
