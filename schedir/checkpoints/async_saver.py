@@ -143,9 +143,9 @@ class Saver:
     def schedule_save(self, step: int, extra_state: Mapping[str, Any] | None = None) -> None:
         """Schedule a save of the current state; the next step copies it.
 
-        Until that step, no other code may change weights or optimizer states. The call waits until
-        the previous checkpoint is written, and raises its errors as `wait` does. All processes call
-        it.
+        Until the end of that step, no other code may change weights or optimizer states. The call
+        waits until the previous checkpoint is written, and raises its errors as `wait` does. All
+        processes call it.
 
         Args:
             step: The number of steps that were made so far.
@@ -185,7 +185,7 @@ class Saver:
             self.rank_executors[0].state.service(SnapshotCopies).start_copy(immediate_pairs)
         ]
         for one in self._immediate_copies:
-            one.wait()  # A forward may write to these tensors.
+            one.wait()  # The next forward may write to these tensors.
         for rank, stage_copies in zip(self.rank_executors, requests, strict=True):
             rank.state.service(SnapshotCopies).request(stage_copies, self)
         self._save_plan = replace(save_plan, tensors=tensors)

@@ -206,8 +206,8 @@ class CheckpointDirectory:
     ) -> LatestCheckpoint:
         """Find and verify the newest complete checkpoint, or the checkpoint of a given step.
 
-        If several processes load it, all of them call this together. Then all of them get the same
-        checkpoint. Each process verifies only some of the files.
+        If several processes load the checkpoint, they call this together. Each process then
+        verifies only some of the files, and all processes get the same checkpoint.
 
         Args:
             select_files: Returns the files of a manifest that this process verifies, for example
@@ -432,8 +432,8 @@ class CheckpointDirectory:
     def _replace_directory(self, path: Path, target: Path, replaced_path: Path) -> None:
         """Rename `path` to `target`. An existing target is first renamed to `replaced_path`.
 
-        At any moment, one of the two checkpoints exists. If the second rename fails, the first one
-        is undone.
+        At any moment, one of the two checkpoints exists. If the second rename fails, the first
+        rename is undone.
         """
         if replaces := target.exists():
             target.rename(replaced_path)
@@ -480,8 +480,8 @@ class CheckpointDirectory:
     def _remove(self, path: Path) -> None:
         """Remove a directory. It is renamed before its first file is deleted.
 
-        If this fails, a message is printed to stderr. A complete checkpoint must not fail because
-        an old one cannot be removed.
+        If this fails, a message is printed to stderr. A save must not fail because an old
+        checkpoint cannot be removed.
         """
         removing_path = path.with_name(path.name.partition(".")[0] + _REMOVING_SUFFIX)
         try:

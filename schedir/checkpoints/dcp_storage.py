@@ -94,7 +94,7 @@ def write(
 def _copy_to_compact_storage(memory: Tensor) -> Tensor:
     """Return a CPU tensor whose storage has no other elements.
 
-    `torch.save` writes the full storage.
+    This saves space, because `torch.save` writes the full storage.
     """
     tensor = memory.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

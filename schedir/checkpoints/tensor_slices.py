@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class TensorSlice(NamedTuple):
-    """A slice of a tensor. It has a part of the elements of a range of the flattened tensor.
+    """One of the slices into which a range of a flattened tensor is split.
 
     Attributes:
         offset: The offset in each dimension of the tensor.

@@ -1,8 +1,8 @@
 """Read the dumps of torch's flight recorder, one file per rank.
 
-The format is that of `FlightRecorder.hpp`; torch 2.13 writes version 2.10. It is interpreted as
-`torch.distributed.flight_recorder` does. `entries` are in the order in which the rank issued them,
-and `pg_config` has the ranks of each process group. Three properties are not obvious:
+The format is that of `FlightRecorder.hpp`; torch 2.13 writes version 2.10. This module interprets
+it as `torch.distributed.flight_recorder` does. `entries` are in the order in which the rank issued
+them, and `pg_config` has the ranks of each process group. Three properties are not obvious:
 
 - A batch has an entry per message. The state of these entries never changes. The next entry,
   `coalesced`, has the same sequence number, and the state of all messages of the batch.
@@ -85,7 +85,7 @@ class RecordedOperation(NamedTuple):
             number of the launch of messages. Both count from 1 in each process group.
         logical_number: Torch's number among all messages and collectives of the process group, from
             1.
-        collective_number: Torch's number of collectives in the process group so far.
+        collective_number: The number of collectives in the process group so far, as torch counts.
         batch: The same positive number for all operations of a batch, or 0 outside of a batch.
         state: `issued`, `started` or `ended`.
         sizes: The shape of each input tensor.
@@ -188,7 +188,7 @@ class FlightRecorderDump:
 def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], list[str]]:
     """Read the dumps in files, directories and patterns.
 
-    In a directory, only files whose names end in a number are read, as torch names them.
+    In a directory, only files whose names end in a number are read. torch names dumps in this way.
 
     Args:
         sources: The files, directories and patterns.
@@ -321,7 +321,7 @@ def _infer_rank(
 ) -> int:
     """Return the rank of a dump from its file name, or else from its messages.
 
-    Both must agree.
+    If both give a rank, it must be the same.
     """
     message_counts = Counter[int]()
     for entry in entries:
@@ -383,7 +383,7 @@ def _require_fields(entry: dict[str, Any]) -> None:
 
 
 def _parse_groups(config: object) -> dict[str, RecordedGroup]:
-    """Return the process groups of a dump whose ranks it has, by name."""
+    """Return, by name, the process groups whose ranks are in the dump."""
     if not isinstance(config, dict):
         raise TraceError("the process groups of the dump are not a dictionary")
     groups = {}
@@ -440,7 +440,7 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
     kind, peer = _clean_text(title), -1
     if found := _MESSAGE_NAME.match(title):
         kind, other = found[1], int(found[3])
-        # In a group without ranks, a rank of the group is taken as a rank of the job.
+        # If the ranks of a group are unknown, its numbers are taken as ranks of the job.
         if group.has_ranks and other >= len(group.ranks):
             raise TraceError(
                 f"a message of {group} is for rank {other} of this group, but the group has only "
@@ -491,7 +491,7 @@ def _read_ended_time(entry: dict[str, Any]) -> int:
 
 
 def _find_source_line(entry: dict[str, Any]) -> str:
-    """Return the innermost line outside of torch as `file:line`, or "" without stacks."""
+    """Return the innermost line outside of torch as `file:line`, or "" if there is none."""
     frames: Sequence[Any] = entry.get("frames") or ()
     for frame in frames[:200] if isinstance(frames, list | tuple) else ():
         if not isinstance(frame, dict):

@@ -118,7 +118,7 @@ def find_communicating_ranks(job: DistributedJob) -> list[tuple[int, ...]]:
 def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
     """Return the ranks of each copy of the program, in the order of the program's ranks.
 
-    If a copy's messages use a process group of exactly its ranks, the order is that of the group.
+    If a process group has exactly the ranks of a copy, the order is that of the group.
     """
     many, found = program.shape.ranks, find_communicating_ranks(job)
     if not found and many > 1:
@@ -478,7 +478,7 @@ class _RecordedRank:
         )
 
     def _find_fitting_places(self, ops: list[RecordedOperation], transfers: list[int]) -> list[int]:
-        """Return the places in a step for the first message at which all messages match.
+        """Return the places in a step where the first message may be, so that all messages match.
 
         Places with the same sequence of directions are checked once. For example, if a group has
         only one direction, all places have the same sequence.

@@ -37,7 +37,7 @@ class ChainEnd(Enum):
     """The state in which a chain of waits ends.
 
     - LATE: The host of a rank has not issued a transfer.
-    - SILENT: There is no dump of a rank.
+    - SILENT: A rank has no dump.
     - BUSY: Both sides of a message were issued, and a rank may still compute before it.
     - STUCK: Both sides of a message were issued, and nothing delays it.
     - ENDED: The other side of a message has ended.
@@ -84,8 +84,8 @@ class StallReason(NamedTuple):
     """The end of a chain of waits.
 
     Attributes:
-        kind: The kind of end.
-        positions: The transfers at the end, which have not ended.
+        kind: The state in which the chain ends.
+        positions: The positions of the transfers at the end of the chain. They have not ended.
     """
 
     kind: ChainEnd
@@ -227,7 +227,7 @@ class PositionedRanks:
     def old_dump_ranks(self) -> tuple[int, ...]:
         """The ranks whose dumps are older than others.
 
-        Another rank has received a message that is not yet issued in such a dump.
+        Another rank has received a message whose send is not issued yet in such a dump.
         """
         received = np.flatnonzero(self.graph.index.is_op(RECV_OPS) & self.matched.ended_mask)
         sends = self.graph.partner[received]

@@ -1,8 +1,8 @@
 """Load pickles of plain values without running code.
 
 Plain values are numbers, text, None, lists, tuples and dicts. Python's unpickler imports and calls
-any object that a file names. So `pickletools` first lists the opcodes. A file is refused before
-unpickling if plain values do not need one of its opcodes. The allow-list has the opcodes that
+any object that a file names. So `pickletools` first lists the opcodes. If an opcode is not needed
+for plain values, the file is refused before it is unpickled. The allow-list has the opcodes that
 torch's pickler and Python's protocols 2 to 5 write for plain values.
 """
 

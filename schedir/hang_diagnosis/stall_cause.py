@@ -43,14 +43,14 @@ SILENT_SECONDS: Final = 1.5
 
 
 class StallKind(IntEnum):
-    """The state of a process that does not wait for another one. The most certain cause is first.
+    """The state of a process that does not wait for another one, from certain to uncertain causes.
 
     - SAID: The process failed with a message.
     - DIED: The process died without a message.
     - STOPPED: The process is stopped, for example by a signal.
     - MISSING: The process has no black box on this machine.
     - BUSY: The process runs.
-    - UNHEARD: Another machine has sent no information about the process.
+    - UNHEARD: The process runs on another machine, which has sent no information about it.
     """
 
     SAID = 0
@@ -258,7 +258,7 @@ class StalledRun:
             yield from ((int(other), position) for other in self.mesh[:, rank, slice_])
 
     def _has_passed(self, process: int, position: int, occurrence: int) -> bool:
-        """Return whether a process has passed an instruction of its phase number `occurrence`."""
+        """Return whether a process has passed an instruction in the phase number `occurrence`."""
         if (one := self.snapshots.get(process)) is None:
             return process not in (*self.missing, *self.unreachable)
         if one[BlackBoxField.PHASE_COUNT] != occurrence:
@@ -357,7 +357,7 @@ class StalledRun:
         one, kind = self.snapshots.get(process), self.classify(process)
         if one is None:
             return kind, process not in self.awaited, 0, 0, 0.0
-        if kind in (StallKind.SAID, StallKind.DIED):  # The first to fail is the cause.
+        if kind in (StallKind.SAID, StallKind.DIED):  # The first process that failed is the cause.
             when = BlackBoxField.FAILURE_TIME if kind is StallKind.SAID else BlackBoxField.HEARTBEAT
             return kind, False, 0, 0, one[when] - one.read_time
         turn = one[BlackBoxField.PHASE_COUNT] + bool(one[BlackBoxField.IS_WAITING])
@@ -382,7 +382,7 @@ class StalledRun:
         return f"waits for no process, and {does}: {where}, for {one.seconds_at_position:.1f} s"
 
     def is_slow(self, process: int) -> bool:
-        """Return whether a running process has moved while others waited for it.
+        """Return whether a running process has made progress while others waited for it.
 
         Such a process may be slow instead of stuck.
 

@@ -24,7 +24,7 @@ from schedir.hang_diagnosis.flight_recorder import (
     RecordedOperation,
 )
 
-# Collectives that end on no rank before all members have issued them.
+# Collectives that can end on a rank only after all members have issued them.
 _find_synchronizing: Final = re.compile(
     r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier"
 ).search
@@ -65,7 +65,7 @@ class PendingOperation(NamedTuple):
 
     Attributes:
         rank: The rank that waits.
-        op: The operation of this rank.
+        op: The operation at which the rank waits.
         awaited_rank: The other rank.
         reason: The progress of the other rank.
         counterpart: The other rank's side of the operation, or None if its dump does not have it.
@@ -271,8 +271,8 @@ class DistributedJob:
     def old_dump_ranks(self) -> tuple[int, ...]:
         """The ranks whose dumps are older than others.
 
-        In such a dump, an operation is not issued yet that has ended on another rank. The operation
-        cannot end before all its ranks have issued it.
+        An operation has ended on another rank, but is not issued yet in such a dump. It cannot end
+        before all its ranks have issued it.
         """
         found: set[int] = set()
         ended: dict[RecordedGroup, int] = defaultdict(int)

@@ -74,10 +74,10 @@ class BlackBoxField(IntEnum):
         POSITION: The index in the Stream of the last instruction that the host has begun.
         POSITION_TIME: The time when the host began this instruction.
         HEARTBEAT: The time when the watchdog last ran.
-        IS_WAITING: 1 if the watchdog found the process in a collective or a message, else 0.
+        IS_WAITING: 1 if the watchdog found that the process waits for other processes, else 0.
         FAILURE_TIME: The time when the process reported a failure, 0 if it did not.
         EXIT_CODE: The exit code of the failure.
-        HAS_ENDED: 1 if the process reached its end.
+        HAS_ENDED: 1 if the process ended as planned.
         KILLED_PROCESS: The number, plus 1, of a process that this process killed because others
             waited for it.
         DEVICE_STEP: The step that the GPU runs, 0 if there is no GPU.
@@ -342,7 +342,7 @@ class BlackBoxSnapshot:
 
     @property
     def position(self) -> int:
-        """The index in the Stream of the first instruction that has not ended on some lane."""
+        """The smallest `find_lane_position` of all lanes."""
         return min(map(self.find_lane_position, Lane))
 
     @property

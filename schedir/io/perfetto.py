@@ -119,7 +119,7 @@ class _Tracks:
     def _to_nanoseconds(self, times: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return times as nanoseconds since the start of the timeline.
 
-        All times are rounded in the same way, so that spans that do not overlap still do not.
+        All times are rounded in the same way, so that rounding does not make spans overlap.
         """
         with np.errstate(over="ignore"):
             since = (times - self.timeline.start_time) * (1e3 * _find_time_scale(self.timeline))

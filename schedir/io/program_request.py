@@ -206,7 +206,8 @@ class Request:
         shape, loaded, options = self.shape, self.source.schedule_or_program, dict[str, Any]()
         if not isinstance(loaded, Program):
             if not self.draft:  # refuse a large shape before the schedule is expanded
-                # All built-in schedules except `forward_only` have a backward. A user's may not.
+                # All built-in schedules except `forward_only` have a backward. It is unknown for
+                # the schedule of a user.
                 training = [
                     s for name, s in get_built_in_schedules().items() if name != "forward_only"
                 ]
@@ -237,7 +238,7 @@ class Request:
             self._require_compute_only()
             return loaded
         options |= {"overlap": self.overlap, **self.compile_options}
-        if self.for_comparison:  # schedules may have different numbers of stages
+        if self.for_comparison:  # The options must fit any number of stages.
             options = adapt_options(options | self._segment_options, loaded.shape)
         if self.buffer_sharing is not None:
             options["buffer_sharing"] = self.buffer_sharing

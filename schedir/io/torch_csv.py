@@ -82,7 +82,7 @@ _ACTION_TEXTS: Final = {op: action for action, op in ACTIONS.items()}
 _SHARDED_REDUCE_ACTIONS: Final = {_O.ReduceScatter: "REDUCE_GRAD"}
 _SHARDED_ACTIONS: Final = _SHARDED_REDUCE_ACTIONS | {_O.Unshard: UNSHARD, _O.Reshard: RESHARD}
 # Actions that are ignored by default -> True if the action has a microbatch. torch writes unshards
-# and reshards for all stages. Waits are part of our instructions.
+# and reshards for all stages. Waits are not needed, because our instructions include them.
 IGNORED_ACTIONS: Final = {
     UNSHARD: False,
     RESHARD: False,

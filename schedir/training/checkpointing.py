@@ -130,13 +130,14 @@ class TrainingCheckpoints:
     def save(self, step: int) -> None:
         """Save the state after a step, and return when the checkpoint is complete.
 
-        All processes must call this, after the numbers of the step were checked.
+        All processes must call this, after it is certain that the loss and the gradients of the
+        step are finite.
 
         Args:
             step: The step, from 1.
 
         Raises:
-            CheckpointError: This checkpoint or the one before it cannot be written.
+            CheckpointError: This checkpoint or the previous one cannot be written.
         """
         folder, began = self.train.checkpoint_dir, perf_counter()
         assert folder is not None
@@ -166,9 +167,9 @@ class TrainingCheckpoints:
     def write(self) -> None:
         """Begin to write a copied state, if there is one.
 
-        If there is none, report the previous checkpoint if it became complete. Call this after the
-        numbers of the copied step were checked. The losses are flushed to the disk before the
-        checkpoint is written.
+        If there is none, report the previous checkpoint if it became complete. Call this after it
+        is certain that the losses and gradients of the copied step are finite. The losses are
+        flushed to the disk before the checkpoint is written.
 
         Raises:
             CheckpointError: The previous checkpoint cannot be written.

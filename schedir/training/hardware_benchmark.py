@@ -81,7 +81,10 @@ class BenchmarkExtent(NamedTuple):
 
 
 def _list_gemm_shapes(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Return the products of layers of (tokens, hidden size), and two of a shard of the first."""
+    """Return the products (m, k, n) of layers with these (tokens, hidden size).
+
+    The last two products are those of a shard of the first layer.
+    """
     gemms = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
     m, h = shapes[0]
     return (*gemms, (m, h, h // 4), (m, h // 4, h))
@@ -258,7 +261,7 @@ class _Stopwatch:
     def time_rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
         """Return the seconds per run in each round: wall time on GPUs, processor time on CPUs.
 
-        With `wall`, CPUs also measure wall time. All processes must call this, with the same work.
+        With `wall`, it is wall time on CPUs, too. All processes must call this with the same work.
         """
         wall = wall or self.device == "cuda"
         return [one[not wall] for one in self.time_wall_and_processor(run)]

@@ -64,7 +64,7 @@ MODELS: Final = {
 
 
 def get_trained_model(config: ModelConfig) -> TrainedModel:
-    """Return the kind of model to which a configuration belongs.
+    """Return the functions that build the model of a configuration.
 
     Args:
         config: The section [model] of a configuration.

@@ -212,11 +212,11 @@ def _require_same_settings(
 
 
 def _parse_settings(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a checkpoint by their present names."""
+    """Return the settings of a checkpoint by their current names."""
     stored_settings = state.get("settings")
     settings = {}
     for name, value in stored_settings.items() if isinstance(stored_settings, dict) else ():
-        # The checkpoint may be older than the present names.
+        # An older checkpoint has the former names.
         current = RENAMED_SETTINGS.get(str(name), str(name))
         settings[current] = get_current_value(current.rpartition(".")[2], str(value))
     return settings

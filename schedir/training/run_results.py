@@ -220,8 +220,8 @@ def claim_directories(config: Config) -> Iterator[None]:
         config: The configuration of the run.
 
     Raises:
-        UsageError: A directory cannot be written, or another run uses it; the run cannot resume
-            from the checkpoints; or there are results of an earlier run, and `output.overwrite` is
+        UsageError: A directory cannot be written, or another run uses it. The run cannot resume
+            from the checkpoints. There are results of an earlier run, and `output.overwrite` is
             false.
     """
     output = config.output
@@ -334,7 +334,7 @@ def _lock_directory(directory: str, setting: str) -> Iterator[None]:
 
 
 def save_results(result: RunResult, output: OutputConfig) -> None:
-    """Write the summary of a run, and if it was recorded, its picture and its timeline.
+    """Write the summary of a run. If the run was recorded, write its picture and timeline, too.
 
     Args:
         result: The results of the run.

@@ -28,7 +28,7 @@ from schedir.transports.gloo import ProcessTransport
 
 
 class IssuedStep(NamedTuple):
-    """The numbers of a step on one rank.
+    """The results of a step on one rank.
 
     Args:
         loss: This rank's part of the mean loss over all tokens.
@@ -231,7 +231,7 @@ class StepQueue:
         return self.executor.state.service(LossGradients).grad_scale
 
     def _should_stop(self, numbers: _StepNumbers) -> bool:
-        """Return whether a step that is not finite ends the run, the same on all processes."""
+        """Return whether a step ends the run. All processes get the same result."""
         if not self.stops_on_nonfinite:
             return False
         skipped = int(numbers.skipped_updates)

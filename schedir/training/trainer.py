@@ -70,7 +70,7 @@ def train(
         watchdog: The watchdog of this process. The trainer reports its phases to it.
 
     Returns:
-        The results on global rank 0, None on the others. None, too, if the run was complete before,
+        The results on global rank 0, None on the others. Also None if the run was complete before,
         and its summary exists.
 
     Raises:
@@ -78,7 +78,7 @@ def train(
         ModelError: The processes do not have the same program, settings or data.
         MemoryLimitError: No program fits into `memory.memory_limit`.
         CheckpointError: A checkpoint cannot be read or written.
-        NonFiniteError: In all processes, a loss or a gradient is not finite, and the run stops.
+        NonFiniteError: A loss or a gradient is not finite. All processes raise it.
         ExecutionError: The run fails in another way.
         TerminationNotice: The run ends after SIGTERM, and the last step is saved.
     """

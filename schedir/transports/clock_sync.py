@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from schedir.transports.json_collectives import gather
 
-# The shortest of 16 requests has little delay by other traffic, and 16 take few milliseconds.
+# Other traffic delays the shortest of 16 requests only little. 16 requests take few milliseconds.
 ROUNDS: Final = 16
 
 

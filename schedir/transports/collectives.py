@@ -49,7 +49,7 @@ class CollectiveKind(NamedTuple):
             in the order of ranks. Virtual ranks of one process use it.
         start: Starts the collective in a process group of torch.distributed. Its arguments are the
             group, the output tensor, the input tensor, and whether the collective is asynchronous.
-            It then returns a Work. Otherwise NCCL issues the collective to the current stream, and
+            If it is, `start` returns a Work. Otherwise NCCL issues it to the current stream, and
             there is no Work.
     """
 
@@ -162,7 +162,7 @@ def run_collective(members: Sequence[CollectiveMember]) -> None:
 
 
 class PendingCollectives(Generic[P]):
-    """Collectives that some of their members have called, and others not yet.
+    """Collectives that only some of their members have called yet.
 
     A member may call several collectives before another member calls the first one.
     """

@@ -137,7 +137,7 @@ class EdgeGroups(ProcessTransport):
         )
 
     def _list_edge_ends(self, edge: DirectedEdge) -> list[list[int]]:
-        """Return the processes at the two ends of an edge, one pair for each replica and slice."""
+        """Return pairs of processes at the ends of an edge, by replica and tensor-parallel rank."""
         ends = self.mesh[:, [edge.source, edge.target]]
         return [sorted(map(int, pair)) for pair in ends.swapaxes(1, 2).reshape(-1, 2)]
 

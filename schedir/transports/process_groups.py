@@ -114,8 +114,8 @@ def get_backend_name(group: Any, device: torch.device) -> str:
 def get_nccl_progress_model(group: Any) -> ProgressModel:
     """Return the progress model of messages that are sent alone in an NCCL group.
 
-    If the group is bound to a device, they use its communicator ("per_device"). Otherwise torch
-    creates a communicator for each pair of ranks at their first message ("torch_lazy").
+    If the group is bound to a device, the messages use its communicator ("per_device"). Otherwise
+    torch creates a communicator for each pair of ranks at their first message ("torch_lazy").
 
     Args:
         group: The process group.
@@ -171,7 +171,8 @@ def _gloo_options(timeout: float | None) -> dict[str, Any]:
 def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
     """Return the arguments of `new_group` for an NCCL group.
 
-    Its kernels must not wait for compute kernels, and must not use too many multiprocessors.
+    The kernels of the group must not wait for compute kernels, and must not use too many
+    multiprocessors.
     """
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.split_share = 0  # with shared resources, groups would run one after the other
@@ -193,8 +194,8 @@ def choose_max_ctas(message_bytes: int) -> int:
     NCCL gives a message at least half of the channels that a communicator of two ranks may use,
     however small the message is (NCCL 2.30, scheduleP2pTasksToPlan). A channel occupies a
     multiprocessor, which compute kernels cannot use while a receive waits. One channel moves about
-    as much as an NVLink, 20.6 GB/s on an H100 (SM90_NVLINK_BW in NCCL's topo.h). So there is one
-    channel for each 2 MiB, which take 0.1 ms. These numbers are not measured yet.
+    as much as an NVLink, 20.6 GB/s on an H100 (SM90_NVLINK_BW in NCCL's topo.h). So a message gets
+    one channel for each 2 MiB. A channel sends 2 MiB in 0.1 ms. These numbers are not measured yet.
 
     Args:
         message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.

@@ -1,7 +1,7 @@
 """The tables of transports and devices. This module does not import torch.
 
-To add a transport, add a subclass of `ProcessTransport` and a row of `TRANSPORTS`. A new kind of
-device also needs a row of `DEVICES`.
+To add a transport, add a subclass of `ProcessTransport` and a row of `_TRANSPORTS`. A new kind of
+device also needs a row of `_DEVICES`.
 """
 
 from __future__ import annotations

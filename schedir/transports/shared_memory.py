@@ -155,7 +155,7 @@ class OutgoingMessages:
         """Begin a step.
 
         Args:
-            program: The number of the step's program.
+            program: The index of the step's program in `slots_per_program`.
         """
         self.slots: Sequence[tuple[Tensor, bool]] = self.slots_per_program[program]
         self.views: list[Tensor] = self.views_per_program[program]

@@ -204,7 +204,7 @@ def allocate_bytes(device: torch.device, size: int) -> Tensor:
 # Phrases in the errors of Gloo, NCCL and torch's store when the peer of a connection has ended.
 _CLOSED_PHRASES = ("connection closed", "connection reset", "broken pipe", "socket closed",
            "remote process exited", "connection was likely closed")  # fmt: skip
-# Gloo's error for all other operations of a connection after one operation timed out.
+# Gloo raises this error for the other operations of a connection after one operation timed out.
 _GLOO_TIMEOUT_PHRASE = "application timeout caused pair closure"
 
 

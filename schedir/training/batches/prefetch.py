@@ -76,7 +76,7 @@ class Prefetch:
         self.first_step, self.first_sample = first_step, first_sample
         share = batches.batch_size // replicas
         self.replica_range = replica * share, (replica + 1) * share
-        self.slots: list[_Slot] = []  # Created with the first batch, which has the shapes.
+        self.slots: list[_Slot] = []  # Created with the first batch, from its shapes.
         self.device = device
         self.data_crc = 0
         self.next_batch: Future[tuple[int, int]] | None = None

@@ -186,12 +186,12 @@ class MemoryConfig:
       "disk"`, such as "/nvme". Both require it.
     - `optimizer_placement`: the place of the optimizer state between steps.
       - "device" keeps it on the device.
-      - "host" keeps it in the memory of the host, and the device makes the step.
-      - "disk" keeps it in a file in `spill_dir`, and the device makes the step.
-      - "cpu_step" keeps it in the memory of the host, and the host makes the step, as in
+      - "host" keeps it in the memory of the host, and the device updates the weights.
+      - "disk" keeps it in a file in `spill_dir`, and the device updates the weights.
+      - "cpu_step" keeps it in the memory of the host, and the host updates the weights, as in
         ZeRO-Offload.
-    - `recompute_at`: when a forward runs again: "early", where it costs no time (the default), or
-      "late", just before the backward.
+    - `recompute_at`: when a forward runs again: "early", while the rank would be idle (the
+      default), or "late", just before the backward.
     - `optimizer_device_buffers`: with `optimizer_placement` "host" or "disk", the number of stages
       of a rank whose optimizer state is on the device at the same time. The default is 2.
     - `optimizer_host_buffers`: with `optimizer_placement` "disk", the number of stages of a rank
@@ -279,7 +279,7 @@ class DataConfig:
       Python source of the standard library.
     - `tokenizer`: "bytes", or the path of a tokenizer.json.
     - `end_of_document`: the token of the tokenizer.json after each document. By default, it is the
-      token that has one of the usual names. The tokenizer "bytes" has its own.
+      token that has one of the usual names. The tokenizer "bytes" has its own such token.
     - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
       complete documents into windows.
     - `validation`: the data for evaluation, on which the run never trains: another source, or the
@@ -390,7 +390,7 @@ class Config:
 
     @property
     def request(self) -> Request:
-        """Return the request for the program, checked for the progress model of the transport."""
+        """Return the request for the program, without settings that need sizes of stages."""
         return self.request_with_sizes(None)
 
     def request_with_sizes(self, sizes: Sizes | None) -> Request:

@@ -37,7 +37,7 @@ class StageSegmentation:
 
     @property
     def first_segments(self) -> list[int]:
-        """Return the program stage of the first segment of each stage, then the number of segments.
+        """Return the program stage of each stage's first segment, then the total of segments.
 
         Example:
             >>> StageSegmentation((1, 2), (5, 9), 1).first_segments

@@ -38,7 +38,7 @@ from schedir.training.processes.process_exit import (
 )
 
 MAX_PROCESSES: Final = 256  # Larger runs need several machines, and so torchrun.
-MAX_OUTPUT_BYTES: Final = 2**20  # Bytes of output of a process that are forwarded.
+MAX_OUTPUT_BYTES: Final = 2**20  # At most this number of bytes of a process is forwarded.
 MAX_LINE_BYTES: Final = 2**13  # Bytes. Longer lines are split.
 REFUSED_EXIT_CODE: Final = 2  # The exit code of a process that refuses the configuration.
 
@@ -122,7 +122,7 @@ def launch(
         for number in range(world):
             process = subprocess.Popen(
                 [sys.executable, "-m", "schedir", *arguments],
-                stdin=subprocess.PIPE,  # It closes when this process ends.
+                stdin=subprocess.PIPE,  # It closes when this process ends. See `end_with_parent`.
                 stdout=subprocess.PIPE if number else None,
                 stderr=subprocess.PIPE,
                 env=environment | {"RANK": str(number), "LOCAL_RANK": str(number)},

@@ -23,7 +23,7 @@ from schedir.transports.transport import describe_peer_exit
 _RESULTS_KEY = "schedir has written results"
 _HEARTBEAT_KEY = "schedir writes results"
 HEARTBEAT_INTERVAL = 0.5  # Seconds between heartbeats of process 0.
-RESULTS_TIMEOUT = 60.0  # Minimum seconds that others wait for a heartbeat or the results.
+RESULTS_TIMEOUT = 60.0  # Others wait at least these seconds for a heartbeat or the results.
 
 
 def require_device(config: Config) -> None:
@@ -59,7 +59,7 @@ def join_process_group(
 
     Raises:
         ExecutionError: A process does not arrive in time, or another process exits.
-        ModelError: In all processes, facts differ.
+        ModelError: Facts differ. All processes raise it.
     """
     black_box = black_box or BlackBox()
     black_box.enter_phase(ProcessPhase.RENDEZVOUS)

@@ -100,7 +100,7 @@ def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
         The arguments `store`, `rank` and `world_size`.
 
     Raises:
-        ModelError: In all processes, facts differ, or two processes have the same number.
+        ModelError: Facts differ, or two processes have the same number. All processes raise it.
         ExecutionError: A process does not arrive in time.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -127,7 +127,7 @@ def compare_facts(
         timeout: The seconds that the processes wait for each other.
 
     Raises:
-        ModelError: In all processes, facts differ, or two processes have the same number.
+        ModelError: Facts differ, or two processes have the same number. All processes raise it.
         ExecutionError: A process does not arrive in time.
     """
     if store.add(f"came {rank}", 1) > 1:

@@ -300,7 +300,7 @@ class Watchdog:
             self._start_exit(found)
 
     def _start_exit(self, cause: StallCause) -> None:
-        """Report the cause and exit in another thread. This one can then still handle SIGTERM."""
+        """Report the cause and exit in another thread. This thread must still handle SIGTERM."""
         if not self._is_exiting():
             self.exit_thread = Thread(
                 target=exit_with_cause, args=(self.member, cause), daemon=True
