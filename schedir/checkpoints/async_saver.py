@@ -51,7 +51,7 @@ class SavedCheckpoint(NamedTuple):
 
 @explain_wrong_calls("Saver(executor, directory)")
 class Saver:
-    """Saves checkpoints of an executor as `save` does, while later steps run.
+    """Saves the same checkpoints of an executor as `save`, but while later steps run.
 
     The program must have been compiled with `checkpoint_snapshots`. Its Snapshot instructions copy
     the tensors that a step changes. `schedule_save` copies all other tensors at once, such as
@@ -134,7 +134,8 @@ class Saver:
             self.group = create_separate_group(peers.group)
             self.peers = CheckpointGroup(self.group)
         self._host_buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self._save_plan: SavePlan | None = None  # scheduled, and not being written yet
+        # The scheduled save that `write` does not write yet, or None.
+        self._save_plan: SavePlan | None = None
         self._immediate_copies: list[SnapshotCopy] = []
         self._writer_thread: Thread | None = None
         self.saved_checkpoint: SavedCheckpoint | None = None

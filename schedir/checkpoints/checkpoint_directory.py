@@ -56,9 +56,8 @@ _NAME_PATTERN = re.compile(
 _locks_by_directory: dict[str, DirectoryLock] = {}
 
 
-SelectFiles = Callable[[Manifest], list[str]]  # returns the files that this process verifies
-# Takes this process's text, and returns the texts of all processes.
-GatherTexts = Callable[[str], list[str]]
+SelectFiles = Callable[[Manifest], list[str]]  # manifest -> the files that this process verifies
+GatherTexts = Callable[[str], list[str]]  # text of this process -> texts of all processes
 _T = TypeVar("_T")
 
 
@@ -66,7 +65,7 @@ class LatestCheckpoint(NamedTuple):
     """The newest complete checkpoint of a directory.
 
     Attributes:
-        manifest: Its manifest, or None if no checkpoint is complete.
+        manifest: The manifest of this checkpoint, or None if no checkpoint is complete.
         skip_reasons: Why each newer checkpoint was skipped, the newest first.
     """
 
@@ -136,8 +135,8 @@ class CheckpointDirectory:
     def load_manifest(self, step: int, *, include_tensors: bool = True) -> Manifest:
         """Read and verify the manifest of a step's checkpoint.
 
-        This verifies the digest of the manifest, its format, and that the slices of each tensor
-        cover it exactly. It does not verify the other files.
+        This verifies the digest and the format of the manifest, and that its slices cover each
+        tensor exactly. It does not verify the other files.
 
         Args:
             step: The step.
@@ -310,7 +309,7 @@ class CheckpointDirectory:
         with translate_os_errors(f"write to {self.path_text}"):
             self.path.mkdir(parents=True, exist_ok=True)
             for key, lock in [*_locks_by_directory.items()]:
-                if not lock.is_held:  # The directory was removed.
+                if not lock.is_held:  # The directory of the lock was removed.
                     _locks_by_directory.pop(key).release()
             key = os.path.realpath(self.path)
             if key in _locks_by_directory:
@@ -391,8 +390,7 @@ class CheckpointDirectory:
         """Complete the checkpoint of a step, after all processes have written their files.
 
         One process calls it. All data is flushed to the disk before the directory gets its final
-        name. If this fails, the unfinished checkpoint is removed, and no other checkpoint is
-        removed.
+        name. If this fails, only the unfinished checkpoint is removed.
 
         Args:
             manifest: The manifest to write.
@@ -530,7 +528,7 @@ class CheckpointDirectory:
 
         Args:
             step: The step that is saved.
-            needed_bytes: The number of bytes that this process writes, if it is available.
+            needed_bytes: The number of bytes that this process writes, or None if it is unknown.
         """
         doing = f"save step {step} to {self.path_text}"
         return translate_os_errors(doing, step, directory=self.path, needed_bytes=needed_bytes)

@@ -69,7 +69,7 @@ class CheckpointGroup:
         except SchedirError as error:
             local_error, place = error, (getattr(error, "step", None), getattr(error, "file", ""))
             wrong = (error.fact, error.hint, *place)
-        except Exception as error:  # Any error: the other processes wait for this outcome.
+        except Exception as error:  # Other processes wait for this outcome, whatever the error is.
             local_error, wrong = error, (describe_exception(error), "", None, "")
         outcome = (mine, wrong)
         outcomes = [outcome] if self.is_single_process else self._gather_outcomes(outcome, kinds)
@@ -110,7 +110,7 @@ class CheckpointGroup:
     def broadcast_result(self, compute: Callable[[], _T], kinds: RecordTypes = ()) -> _T:
         """Return the result of `compute` in the first process.
 
-        If it fails, all processes raise its error.
+        If `compute` fails, all processes raise its error.
 
         Args:
             compute: Computes the result. Only the first process calls it.

@@ -49,7 +49,8 @@ class _DigestedFile(RawIOBase):
         return memoryview(data).nbytes
 
 
-TensorsToWrite = Mapping[str, tuple[TensorMeta, Sequence[TensorPiece]]]  # by name of the tensor
+# Name of a tensor -> its shape and dtype, and the slices to write.
+TensorsToWrite = Mapping[str, tuple[TensorMeta, Sequence[TensorPiece]]]
 
 
 def write(
@@ -63,8 +64,8 @@ def write(
         tensors: The slices to write.
 
     Returns:
-        The position of each slice, and the file with its size and digest. Both are empty if there
-        are no slices.
+        The position of each slice, and name of the file -> its size and digest. Both are empty if
+        there are no slices.
 
     Raises:
         OSError: The file could not be written.
@@ -113,7 +114,7 @@ def write_metadata(
         slices: The stored slices of all processes.
 
     Returns:
-        The file with its size and digest.
+        Name of the file -> its size and digest.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     results = []
@@ -121,7 +122,7 @@ def write_metadata(
         chunks[box.tensor].append(
             ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
         )
-        where = _StorageInfo(box.file, box.begin, box.length)  # Torch has no public name for it.
+        where = _StorageInfo(box.file, box.begin, box.length)  # This class has no public name.
         results.append(WriteResult(MetadataIndex(box.tensor, box.offset), box.length, where))
     kinds: dict[str, Any] = {
         name: TensorStorageMetadata(

@@ -25,8 +25,8 @@ class LoadPlan:
     Attributes:
         shards: The shards to read, each with the name of its tensor in the checkpoint.
         used_names: The names of weights and buffers in the checkpoint that this process uses.
-        optimizer_states: The optimizer state of each weight after the load, with the memory to
-            fill.
+        optimizer_states: Each weight with the memory for its optimizer state, by key of the state.
+            The load fills this memory.
         mismatches: Descriptions of tensors that do not fit.
         warnings: Descriptions of tensors that are read in another form than they were written.
         trained_names: Name of a trained weight in this run -> its name in the checkpoint.
@@ -136,11 +136,11 @@ class LoadPlan:
             self.shards.append((stored, shard))
 
     def _prepare_state(self, weight: SliceableWeight, name: str) -> dict[str, Tensor]:
-        """Return the optimizer state of a weight with the memory to fill.
+        """Return the memory for the optimizer state of a weight, by key of the state.
 
         Existing memory is reused.
         """
-        keys = self.optimizer_keys.get(name, [])  # empty if it was saved before the first step
+        keys = self.optimizer_keys.get(name, [])  # Empty if no step was made before the save.
         keeps = self._get_initial_state(weight)
         there, state = weight.optimizer.state.get(weight.optimized_tensor, {}), {}
         for key in dict.fromkeys([*keys, *keeps]) if keys else ():

@@ -38,7 +38,7 @@ class TensorPiece(NamedTuple):
     Attributes:
         offset: The offset of the slice in each dimension of the full tensor.
         size: The size of the slice in each dimension.
-        memory: A tensor of this size.
+        memory: A tensor of this size with the elements.
     """
 
     offset: tuple[int, ...]

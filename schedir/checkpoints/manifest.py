@@ -104,7 +104,8 @@ class Manifest:
             list.
         state: The state to resume from, in addition to tensors: for example the number of the next
             step, the loss scale, and the extra state of the caller. It has JSON values.
-        finished_at: The time when the checkpoint was completed, in seconds since 1970, or 0 before.
+        finished_at: The time when the checkpoint was completed, in seconds since 1970. It is 0
+            until then.
         digest: The sha256 of the manifest's lines. It is empty if the manifest was not read from a
             file.
     """

@@ -37,13 +37,14 @@ from schedir.io.files import read_prefix
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.jsonl"
-MAX_BYTES: Final = 2**28  # bytes of a manifest
+MAX_BYTES: Final = 2**28  # the most bytes of a manifest
 MAX_LINE_BYTES: Final = 2**22
-MAX_CORNERS: Final = 2**20  # corners of all boxes of a tensor: 2^n each, in n dimensions
+# The most corners of all boxes of a tensor. A box in n dimensions has 2^n corners.
+MAX_CORNERS: Final = 2**20
 MAX_DIMENSIONS: Final = 8
-_MAX_DEPTH = 50  # nested lists and objects
+_MAX_DEPTH = 50  # the most levels of nested lists and objects
 _MAX_INTEGER = 2**53  # the largest integer, and the most elements of a tensor
-_MAX_NAME_LENGTH = 1000  # characters of a tensor's name
+_MAX_NAME_LENGTH = 1000  # the most characters of a tensor's name
 _DIGEST_LINE = b'{"sha256": "%s"}\n'
 _SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
@@ -132,7 +133,7 @@ class _InvalidManifest(Exception):
 
 
 class _ManifestReader:
-    """Reads the lines of a manifest one by one. Errors call the manifest `checkpoint_name`."""
+    """Reads the lines of a manifest one by one. Errors name the checkpoint `checkpoint_name`."""
 
     def __init__(self, checkpoint_name: str) -> None:
         self.checkpoint_name, self.line_number = checkpoint_name, 0

@@ -230,7 +230,8 @@ def write_checkpoint(
         def begin() -> str:
             stack.enter_context(_lock_within_process(place, save_plan.step))
             at = place.begin(save_plan.step)
-            # This removes an unfinished checkpoint. A complete one has another name by then.
+            # At the end, this removes the checkpoint if it is unfinished. A complete checkpoint
+            # then has another name.
             stack.callback(place.abandon, save_plan.step)
             return str(at)
 
@@ -256,7 +257,7 @@ def _lock_within_process(directory: CheckpointDirectory, step: int) -> Iterator[
         del _steps_being_written[key]
 
 
-# The step that this process is writing, by the real path of the directory.
+# Real path of a directory -> the step that this process is writing to it.
 _steps_being_written: dict[str, list[int]] = {}
 
 

@@ -23,7 +23,7 @@ from schedir.runtime.parameters.buckets import describe_slice, is_expert
 
 
 class RankManifest(NamedTuple):
-    """The description that a process sends of its tensors.
+    """The description of its tensors that a process sends to the others.
 
     Attributes:
         tensors: The weights and buffers: name in the full model, stage, shape and dtype.

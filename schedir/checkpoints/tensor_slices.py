@@ -51,7 +51,7 @@ def split_range_into_slices(shape: Sequence[int], low: int, high: int) -> Iterat
     while low < high:
         index, within = divmod(low, row)
         at, rows = low - low_of_all, (high - low) // row
-        if within or not rows:  # The range starts within a row, or ends in this one.
+        if within or not rows:  # The range begins within this row, or ends in it.
             end = min(row, high - index * row)
             for box in split_range_into_slices(shape[1:], within, end):
                 yield TensorSlice((index, *box.offset), (1, *box.size), at + box.flat_offset)

@@ -42,7 +42,7 @@ _STATE_OF_NAME: Final[dict[str, OperationState]] = {
 _MESSAGE_NAME: Final = re.compile(r"(send|recv) (\d{1,6})(?:->|<-)(\d{1,6})$")
 _RANK_LIST: Final = re.compile(r"\[[\d, ]*\]$")
 _INTEGER_LIMIT: Final = 2**63
-_MAX_NAME_LENGTH: Final = 2**12  # characters of a name
+_MAX_NAME_LENGTH: Final = 2**12  # the most characters of a name
 
 
 class RecordedGroup(NamedTuple):
@@ -172,7 +172,7 @@ class FlightRecorderDump:
     def last_time(self) -> int:
         """The last time at which an operation was issued or ended, in nanoseconds.
 
-        It is 0 if there is none.
+        It is 0 if no time is known.
         """
         return max((max(op.created_time, op.ended_time) for op in self.ops), default=0)
 
@@ -392,7 +392,7 @@ def _parse_groups(config: object) -> dict[str, RecordedGroup]:
         numbers = _parse_ranks(ranks) if isinstance(ranks, str) and len(ranks) <= 2**20 else None
         if numbers is None:
             raise TraceError(f"the process group {_clean_text(name)} has no list of ranks")
-        if numbers:  # Gloo writes an empty group without a name.
+        if numbers:  # Gloo writes an empty group without a name, which is not used.
             groups[name] = RecordedGroup(
                 _clean_text(name), _clean_text(group.get("desc", "")), numbers
             )

@@ -318,7 +318,8 @@ class _RecordedRank:
         carriers: Mapping[tuple[int, int], list[RecordedGroup]],
     ) -> None:
         self.graph, self.ranks, self.dump, self.carriers = graph, ranks, dump, carriers
-        self.has_ambiguous_group = False  # True if the group of some direction is unknown
+        # True if the process group of the messages in some direction is unknown.
+        self.has_ambiguous_group = False
         self.program_rank_of = {rank: k for k, rank in enumerate(ranks)}
         index = graph.index
         lo, hi = graph.program.offsets[program_rank : program_rank + 2].tolist()
@@ -354,8 +355,8 @@ class _RecordedRank:
     def _split_sequences(self) -> list[TransferSequence]:
         """Match the messages of each process group with the transfers that use it.
 
-        If two groups carry activations and gradients in the same direction, the group that is used
-        first carries the kind that the Stream sends first.
+        Activations and gradients in the same direction may use two groups. Then the group that is
+        used first has the kind of messages that the Stream sends first.
         """
         ops: dict[tuple[RecordedGroup, _Direction | None], list[RecordedOperation]] = defaultdict(
             list

@@ -38,8 +38,8 @@ class ChainEnd(Enum):
 
     - LATE: The host of a rank has not issued a transfer.
     - SILENT: A rank has no dump.
-    - BUSY: Both sides of a message were issued, and a rank may still compute before it.
-    - STUCK: Both sides of a message were issued, and nothing delays it.
+    - BUSY: Both sides of a message were issued, but computation may still delay one side.
+    - STUCK: Both sides of a message were issued, and nothing delays the message.
     - ENDED: The other side of a message has ended.
     """
 
@@ -124,7 +124,7 @@ class PositionedRanks:
         return [*self.graph.index.joined.tolist(), False]
 
     def _list_group(self, position: int) -> list[int]:
-        """Return the instructions that are issued as one group with this one, which is included."""
+        """Return the group of instructions that are issued together with this one, and this one."""
         first, end = position, position + 1
         while self._is_joined[first]:
             first -= 1
@@ -182,7 +182,7 @@ class PositionedRanks:
     def possibly_ended(self) -> NDArray[np.bool_]:
         """The instructions that may have ended.
 
-        These are ended transfers, and other instructions whose predecessors may all have ended.
+        These are ended transfers, and all computation whose predecessors may all have ended.
         """
         may = self.surely_ended & (~self.is_transfer | self.has_no_dump) | self.ended_mask
         open_, found = np.flatnonzero(~self.is_transfer & ~may).tolist(), True
@@ -322,7 +322,7 @@ class PositionedRanks:
         return int(self.graph.partner[position])
 
     def _is_suspect(self, position: int) -> bool:
-        """Return whether a side of a message may not have started because its rank still computes.
+        """Return whether computation on its rank may delay the start of one side of a message.
 
         A send needs its value. On a GPU, both sides wait for all kernels that were issued before.
         """
@@ -392,7 +392,8 @@ class ProgramVerdict:
             no error, this is the error that `check` raises with blocking hosts.
         positions: The position of each rank with a dump.
         causes: The ends of the chains of waits.
-        cycle: Transfers that wait for each other, each for the next one, or empty.
+        cycle: The waits around a cycle of transfers. Each transfer waits for the next one. Empty
+            without a cycle.
     """
 
     positioned: PositionedRanks

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 
 from schedir.errors import TraceError
 
-MAX_OPCODES: Final = 2**23  # opcodes in a file; each makes at most one value
+MAX_OPCODES: Final = 2**23  # the most opcodes in a file; each creates at most one value
 # fmt: off
 _ALLOWED_OPCODES: Final = frozenset({
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",

@@ -124,7 +124,7 @@ class StallCause(NamedTuple):
         kind: The state of the process.
         fact: A sentence that describes it.
         is_certain: False if another process is an equally likely cause.
-        lines: The state of each other process.
+        lines: A line about each other process.
         message: The message with which the process failed, or "".
     """
 
@@ -177,10 +177,7 @@ class StalledRun:
         return int(replica), int(rank), int(slice_)
 
     def _current_instruction(self, process: int) -> tuple[int, Instr] | None:
-        """Return the current instruction of a process and its index, or None outside of a step.
-
-        The index in the Stream comes first.
-        """
+        """Return (index in Stream, current instruction) of a process, or None outside of a step."""
         one = self.snapshots[process]
         if self.program is None or one.phase is not ProcessPhase.STEP:
             return None

@@ -342,7 +342,10 @@ class BlackBoxSnapshot:
 
     @property
     def position(self) -> int:
-        """The smallest `find_lane_position` of all lanes."""
+        """The index in the Stream of the first instruction that has not ended.
+
+        With a GPU, it is the smallest index over all lanes.
+        """
         return min(map(self.find_lane_position, Lane))
 
     @property

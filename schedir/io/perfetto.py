@@ -27,7 +27,7 @@ from schedir.predict.timeline import Timeline, require_timelines
 
 Event = dict[str, Any]
 
-# Microseconds of a trace for each unit of time. A unit of costs is shown as a millisecond.
+# Unit of a timeline -> microseconds of a trace. A unit of cost ("") is shown as a millisecond.
 MICROSECONDS_PER_UNIT: Final = {
     "s": 1e6,
     "": 1e3,
@@ -135,7 +135,7 @@ class _Tracks:
         return self.thread_ids.setdefault((rank, name), self.timeline.ranks + len(self.thread_ids))
 
     def _assign_spans(self) -> list[int]:
-        """Return the thread of each span: the first one of its lane that is free at its start."""
+        """Return the first thread of the lane of each span that is free when the span starts."""
         spans = self.timeline.spans
         # (rank, track) -> the time from which each thread is free.
         free: dict[tuple[int, str], list[int]] = defaultdict(list)

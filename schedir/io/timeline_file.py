@@ -47,8 +47,8 @@ _HEADER_FILE, _PROGRAM_FILE, _START_FILE, _END_FILE = (
     "start.npy",
     "end.npy",
 )
-_EXTRA_PROGRAM_BYTES = 2**16  # bytes of a program besides those of its instructions
-_MAX_HEADER_BYTES = 2**23  # bytes of a header, which may have a size per stage and microbatch
+_EXTRA_PROGRAM_BYTES = 2**16  # the most bytes of a program's text without its instructions
+_MAX_HEADER_BYTES = 2**23  # A header may have a size per stage and microbatch.
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> None:
@@ -178,7 +178,7 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 class _TimelineReader:
-    """Reads the members in order, each after a check of its size."""
+    """Reads the members of the archive in order. It checks the size of a member before it reads."""
 
     def __init__(self, archive: ZipFile) -> None:
         self.archive = archive
@@ -287,7 +287,7 @@ def _parse_sizes(value: Any, shape: PipelineShape) -> Sizes | None:
     names = [f.name for f in fields(Sizes)]
     if value is None:
         return None
-    if isinstance(value, dict):  # an older file may have old names
+    if isinstance(value, dict):  # An older file may have former names of sizes.
         current = {RENAMED_SIZES.get(name, name): size for name, size in value.items()}
         if len(current) < len(value):
             raise TraceError(f"sizes contain one size under two names: {value!r:.80}")

@@ -413,7 +413,7 @@ class _CsvReader:
         return word | mb
 
     def infer_shape(self) -> PipelineShape:
-        """Return the smallest shape with all cells. Each of its stages must have a cell."""
+        """Return the smallest shape that contains all cells. Each of its stages needs a cell."""
         last = max(self.stage_cells)
         for stage in range(last):
             if stage not in self.stage_cells:

@@ -53,5 +53,5 @@ def fit_unshards_to_torch(row: list[str], unsharded_stages: int) -> list[str]:
 
 
 def _find_used_stages(cell: str) -> tuple[int, ...]:
-    """Return the stages that a cell needs unsharded."""
+    """Return the stages that must be unsharded for a cell."""
     return tuple(map(int, _USE_PATTERN.findall(cell)))

@@ -143,7 +143,7 @@ def measure(
     Args:
         processes: The number of processes. By default one for each processor or GPU.
         device: The device, "cpu" or "cuda".
-        quick: Measure for a few seconds only. The result has little accuracy.
+        quick: Measure for a few seconds only. The result is less accurate.
         progress: Print each kind of measurement on standard error.
 
     Raises:

@@ -30,7 +30,8 @@ DATA_FACT: Final = "the data"
 # Prefixes of settings. A run cannot resume if one of these settings has changed.
 _FIXED_SETTINGS: Final = ("model.", "data.", DATA_FACT, "train.precision")
 _TOKENIZER_SETTING: Final = "data.tokenizer"  # A path, or "bytes".
-# Exceptions from `_FIXED_SETTINGS`: the digest in DATA_FACT covers the data.
+# These settings may change, although `_FIXED_SETTINGS` has their prefix. DATA_FACT has a digest of
+# the data, which may not change.
 _CHANGEABLE_SETTINGS: Final = ("data.source", "data.validation", "data.microbatch_size")
 # Prefixes of settings. A resumed run does not print their changes.
 _UNREPORTED_SETTINGS: Final = ("output.", "data.source", "data.validation", "train.checkpoint_dir",
@@ -156,9 +157,9 @@ def require_resumable(config: Config) -> None:
         config: The configuration of the run.
 
     Raises:
-        UsageError: `train.resume` is "must" and there is no checkpoint; or it is "no", there are
-            checkpoints, and `output.overwrite` is false; or a fixed setting differs from that of
-            the run.
+        UsageError: `train.resume` is "must", and there is no checkpoint. `train.resume` is "no",
+            there are checkpoints, and `output.overwrite` is false. A fixed setting differs from
+            that of the run.
     """
     folder, resume = config.train.checkpoint_dir, config.train.resume
     if folder is None:
@@ -199,7 +200,7 @@ def _require_same_settings(
             and "bytes" not in {had, value}
             and data == settings.get(DATA_FACT, data)
         ):
-            continue  # The file has moved. Its tokens are the same.
+            continue  # The tokenizer file has moved. Its tokens are the same.
         what = f"the checkpoint of step {previous_run.step}" if previous_run.step else "the run"
         raise UsageError(
             f"{what} in {config.train.checkpoint_dir} has {name} {had}, but the configuration has "

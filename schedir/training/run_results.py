@@ -287,7 +287,7 @@ _DIRECTORY_KINDS: Final = {
 
 
 def _list_result_files(output: OutputConfig) -> list[Path]:
-    """Return the paths of all results that this run or an earlier one may write."""
+    """Return the paths of all results that runs with these settings may write."""
     own = [Path(output.dir, name) for name in (*RESULT_FILES, EVALUATIONS_FILE, TRACE_FILE)]
     return (
         own if output.trace is None else list(dict.fromkeys([*own, Path(output.trace, TRACE_FILE)]))

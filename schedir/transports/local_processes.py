@@ -85,7 +85,7 @@ def run_processes(
     """
     work: Any = fn, args
     if context.get_start_method() != "fork":
-        work = pickle.dumps(work)  # else multiprocessing passes tensors in shared memory
+        work = pickle.dumps(work)  # Otherwise multiprocessing passes tensors in shared memory.
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -99,7 +99,7 @@ def run_processes(
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
-                child_pipe.close()  # else the pipe stays open when the child dies
+                child_pipe.close()  # Otherwise the pipe stays open when the child dies.
                 pipes.append(pipe)
                 processes.append(process)
             return collect_results(pipes, processes, folder, timeout, grace_seconds)

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 # The seconds by which NCCL's watchdog waits longer than schedir's. It is torch's default timeout of
 # NCCL.
 WATCHDOG_MARGIN: Final = 600.0
-BYTES_PER_CTA: Final = 2 << 20  # bytes of a message for each multiprocessor, see choose_max_ctas
+BYTES_PER_CTA: Final = 2 << 20  # bytes of a message per multiprocessor, see choose_max_ctas
 DEFAULT_CTAS: Final = 4  # multiprocessors of an edge if the size of its messages is unknown
 MAX_CTAS: Final = 16  # the most multiprocessors of an edge
 

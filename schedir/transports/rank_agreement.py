@@ -55,7 +55,10 @@ def gather_or_raise(
 
 
 def _error_to_values(error: SchedirError) -> tuple[Any, ...]:
-    """Return an error as plain values. If its class has more fields, the fact has all its lines."""
+    """Return an error as plain values.
+
+    If its class has more fields than SchedirError, the fact contains its complete text.
+    """
     sites = [InstructionSite(s.rank, s.index, str(s.instr), s.note) for s in error.sites]
     fact = error.fact
     if not _has_plain_fields(type(error)):

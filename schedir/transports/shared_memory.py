@@ -179,9 +179,10 @@ class OutgoingMessages:
         try:
             self.connection.send(b"\0", socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass  # The socket is full of bytes, which wake the receiver.
+            pass  # The socket is full of unread bytes, which wake the receiver, too.
         except OSError as error:
-            # A receiver with more ended steps has received this message, and may have ended.
+            # A receiver that has ended more steps than this rank has received this message. It may
+            # have exited after that.
             if self.counters[0] <= ended_steps:
                 raise _make_peer_left_error(self.rank) from error
 
@@ -521,7 +522,7 @@ class SharedMemoryTransport(ProcessTransport):
             default_pg_timeout.total_seconds() if self.timeout is None else self.timeout
         )
         self.ended_steps: int = 0  # the number of steps that this rank has ended
-        self.segment: SharedSegment | None = None  # the memory in which this rank receives
+        self.segment: SharedSegment | None = None  # the memory for messages to this rank
         self.close_connections: Callable[[], object] = lambda: None
         self.outgoing: dict[tuple[Lane, int], OutgoingMessages] = {}
         self.incoming: dict[tuple[Lane, int], IncomingMessages] = {}

@@ -45,7 +45,7 @@ class TrainingBatch(NamedTuple):
 
 
 class Prefetch:
-    """The batches of a run, one step after the other, as a context with a thread.
+    """A context in which a thread reads the batches of a run, one step after the other.
 
     A batch remains valid until the batch `BATCH_SLOTS` steps later is taken.
 
@@ -100,10 +100,10 @@ class Prefetch:
         self.thread.join(JOIN_TIMEOUT)
 
     def count_samples(self, steps: int) -> int:
-        """Return the number of samples of the run that are used before a step.
+        """Return the number of samples that the first steps of the run use.
 
         Args:
-            steps: The number of complete steps.
+            steps: The number of steps.
         """
         return self.first_sample + (steps - self.first_step) * self.batches.batch_size
 

@@ -71,8 +71,8 @@ class Batches:
     def description(self) -> str:
         """Return a text with the size and a digest of the data, and with the kind of windows.
 
-        The digest covers all bytes of up to 256 MiB. For more data, it covers evenly spaced blocks
-        of 256 MiB together.
+        If the data has at most 256 MiB, the digest covers all bytes. Otherwise it covers evenly
+        spaced blocks with 256 MiB in total.
         """
         data, digest = self.tokens.view(np.uint8), hashlib.blake2b(digest_size=8)
         blocks = -(-len(data) // _DIGEST_BLOCK_BYTES)

@@ -175,8 +175,8 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
 def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     """Return the settings that the schedule or the program file decides.
 
-    A setting must not contradict a program in a file. A schedule has defaults for settings that are
-    not set.
+    For a schedule, these are its defaults for settings that are not set. For a program in a file,
+    they are the settings of the program. A setting that contradicts the program is an error.
     """
     source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
     given = {
@@ -203,7 +203,7 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
             f.name: f.get_value(source.schedule_or_program) for f in ATTRIBUTE_FIELDS if f.in_config
         }
     elif isinstance(source.schedule_or_program, Program):
-        # The attributes of a draft count if no setting replaces them.
+        # The attributes of a draft apply if no setting replaces them.
         own = [
             f
             for f in ATTRIBUTE_FIELDS
@@ -254,7 +254,7 @@ def _require_known_name(
 
 @contextmanager
 def _locate_errors(path: str, settings: _Settings) -> Iterator[None]:
-    """Add to an error the position of the first of its fields that is among the settings."""
+    """Within this context, add to an error the position of the first setting that it names."""
     try:
         yield
     except ConfigError:

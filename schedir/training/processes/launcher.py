@@ -37,7 +37,7 @@ from schedir.training.processes.process_exit import (
     TERMINATED_EXIT_CODE,
 )
 
-MAX_PROCESSES: Final = 256  # Larger runs need several machines, and so torchrun.
+MAX_PROCESSES: Final = 256  # Larger runs need several machines, so torchrun must start them.
 MAX_OUTPUT_BYTES: Final = 2**20  # At most this number of bytes of a process is forwarded.
 MAX_LINE_BYTES: Final = 2**13  # Bytes. Longer lines are split.
 REFUSED_EXIT_CODE: Final = 2  # The exit code of a process that refuses the configuration.
@@ -202,7 +202,7 @@ class _SignalForwarding:
         self.forward_pending()
 
     def forward_pending(self) -> None:
-        """Send SIGTERM to all processes if it was received, also to those that started since."""
+        """If SIGTERM was received, send it to all processes, also to those that started later."""
         if self.has_received_signal:
             for process in self.processes:
                 process.terminate()

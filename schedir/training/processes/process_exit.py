@@ -88,7 +88,7 @@ class RunMember:
         return self.black_box.values[BlackBoxField.PID] == os.getpid()
 
     def set_program(self, program: Program) -> None:
-        """Set the program, and write it to the directory of the black boxes, for their readers.
+        """Set the program, and write it to the directory for readers of the black boxes.
 
         Args:
             program: The program of the run.
@@ -298,7 +298,7 @@ def _kill_culprit(member: RunMember, cause: StallCause) -> None:
 def _find_cause(member: RunMember, reason: str) -> StallCause | None:
     """Return the process that blocks this one.
 
-    This retries for `EXIT_TIMEOUT` seconds, because the connections of a process close before it
+    This retries for `EXIT_TIMEOUT` seconds, because a process closes its connections before it
     exits.
     """
     deadline = time.monotonic() + EXIT_TIMEOUT

@@ -142,7 +142,7 @@ def compare_facts(
     read = store.add("read", 1)
     if verdict == _NO_DIFFERENCE:
         return
-    if rank == 0:  # The store may be in this process, so it waits until the others have read.
+    if rank == 0:  # The store may be in this process. So wait until the others have read it.
         deadline = monotonic() + _READ_TIMEOUT
         while (
             read < sum(store.check([f"came {k}"]) for k in range(world)) and monotonic() < deadline
