@@ -54,7 +54,7 @@ class Saver:
     """Saves the same checkpoints of an executor as `save`, but while later steps run.
 
     The program must have been compiled with `checkpoint_snapshots`. Its Snapshot instructions copy
-    the tensors that a step changes. `schedule_save` copies all other tensors at once, such as
+    the tensors that a step changes. `schedule_save` itself copies all other tensors, such as
     buffers, because a forward may write to them. A thread then writes the files.
 
     All processes create their Saver together, and call the same methods in the same order. They

@@ -1,7 +1,7 @@
 """Read the black boxes of a run, while it runs or after it has ended.
 
 The report is the same that processes and the launcher print after a timeout. In two further cases,
-no process is the cause: the run makes progress, or all processes were stopped at once.
+no process is the cause: the run makes progress, or all processes were stopped at the same time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PostMortem:
     def cause(self) -> StallCause | None:
         """The process that delays or ended the others, or None.
 
-        It is None if the run makes progress, or if all processes were stopped at once.
+        It is None if the run makes progress, or if all processes were stopped at the same time.
         """
         visible = [one for one in self.snapshots.values() if one.state != "unknown"]
         beats = [one[BlackBoxField.HEARTBEAT] for one in visible if one.is_dead]

@@ -230,7 +230,7 @@ def _load_function(path: str, name: str) -> Schedule:
 
 def _load_module(path: str) -> ModuleType:
     """Import a user's Python file, with its folder first on `sys.path` as in `python file.py`."""
-    open_regular_file(path).close()  # raises UsageError unless it is a regular file
+    open_regular_file(path).close()  # Raises UsageError if it is not a regular file.
     require_code_allowed(path)
     name = _MODULE_PREFIX + Path(path).stem
     spec = spec_from_file_location(name, path)

@@ -20,7 +20,7 @@ def fit_unshards_to_torch(row: list[str], unsharded_stages: int) -> list[str]:
 
     Args:
         row: The cells of a rank.
-        unsharded_stages: The largest number of stages that may be unsharded at once.
+        unsharded_stages: The largest number of stages that may be unsharded at the same time.
 
     Returns:
         `row` itself if every stage is unsharded at each of its uses. Otherwise the cells with

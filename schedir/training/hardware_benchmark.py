@@ -168,7 +168,7 @@ def measure(
 
 
 def count_processors() -> int:
-    """Return the number of processors that this process may use at once.
+    """Return the number of processors that this process may use at the same time.
 
     It is the number in the CPU affinity, limited by the CPU quota of the cgroup.
     """

@@ -246,7 +246,7 @@ class _Trainer:
     def _end_on_termination(
         self, step: int, enter: Callable[[ProcessPhase, int], None]
     ) -> NoReturn:
-        """Save the state after the last step, unless it is saved, and raise TerminationNotice."""
+        """Save the state after the last step if it is not saved yet. Raise TerminationNotice."""
         enter(ProcessPhase.REPORT, step)
         self._read_steps(0)
         self.executor.record_timestamps = False

@@ -262,7 +262,7 @@ class MessageArrival(NamedTuple):
 def _receive_wakeup(connection: socket.socket, rank: int, flags: int = 0) -> bool:
     """Wait for wake-up bytes and read them. Return False if none came within the timeout.
 
-    With the flag MSG_DONTWAIT, return at once. Raises PeerLeft if the peer has ended.
+    With the flag MSG_DONTWAIT, return immediately. Raises PeerLeft if the peer has ended.
     """
     try:
         if connection.recv(4096, flags):

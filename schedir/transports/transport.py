@@ -285,7 +285,7 @@ class CompletedWork:
     """Work that has completed before it is returned."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class ChainedWork:

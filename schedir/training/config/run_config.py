@@ -197,7 +197,7 @@ class MemoryConfig:
     - `optimizer_host_buffers`: with `optimizer_placement` "disk", the number of stages of a rank
       whose optimizer state is on the host at the same time. The default is 2.
     - `unsharded_stages`: with `zero = 3`, the number of stages of a rank whose weights are
-      unsharded at once. The default is the stage that computes and the next one.
+      unsharded at the same time. The default is the stage that computes and the next one.
     - `unshard_prefetch`: with `zero = 3`, the number of computations of other stages between an
       unshard and its use. The default is 1.
     - `host_memory_limit`: the bytes of offloaded values that a rank may have on its host. By
@@ -310,8 +310,8 @@ class DataConfig:
 class OutputConfig:
     """The files that a run writes, and the measurements for them.
 
-    - `dir`: the directory for results, which is created. Results of an earlier run there are
-      refused, unless `overwrite` is true.
+    - `dir`: the directory for results, which is created. If it has results of an earlier run,
+      `overwrite` must be true.
     - `overwrite`: if true, results of an earlier run are removed when the first step begins.
     - `trace`: a directory for the timeline of the last step. It requires `record = true`. By
       default, no timeline is written.

@@ -71,7 +71,7 @@ class GracefulStop:
         return bool(since) and monotonic() - min(since) > grace
 
     def request_stop(self) -> None:
-        """Request that all processes stop, and return at once."""
+        """Request that all processes stop, and return immediately."""
         self.signal_time = monotonic()
         if self.processes == 1:
             with self.condition:

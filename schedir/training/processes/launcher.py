@@ -75,7 +75,8 @@ def launch(
         layout: The numbers of ranks, tensor-parallel ranks and replicas.
         output_dir: The output directory, for the black boxes.
         grace: The seconds in which the processes must exit after a SIGTERM, which is forwarded to
-            them. A second SIGTERM ends them at once. If None, the first SIGTERM ends them at once.
+            them. A second SIGTERM ends them immediately. With None, the first SIGTERM ends them
+            immediately.
 
     Returns:
         The exit code: 0, 1 if a process failed, 2 if it refused the configuration, or 143 after

@@ -182,7 +182,7 @@ _TERMINATION_EVENT = Event()  # It is set if this process must exit without wait
 def exit_with_error(
     reason: str | None, code: int = 1, *, is_peer_failure: bool = False
 ) -> NoReturn:
-    """Report an error, and end this process at once.
+    """Report an error, and end this process immediately.
 
     A normal exit would first close connections, and other processes would seem to fail.
 
@@ -430,7 +430,7 @@ def exit_after_termination(reason: str, code: int) -> NoReturn:
 
 
 def exit_cleanly() -> NoReturn:
-    """End this process with exit code 0, at once.
+    """End this process immediately, with exit code 0.
 
     A normal exit tears down the interpreter. Threads of torch that still run sometimes abort it
     ("terminate called without an active exception", in 1 of 62 runs).

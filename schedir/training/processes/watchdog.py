@@ -1,8 +1,8 @@
 """The watchdog: a thread that detects a hang from the black boxes of all processes.
 
-It runs ten times per second. It also runs at once when a process of its machine exits, or when this
-process receives SIGTERM. If a step makes no progress, it reads the black boxes to find the process
-that is the cause.
+It runs ten times per second. It also runs immediately when a process of its machine exits, or when
+this process receives SIGTERM. If a step makes no progress, it reads the black boxes to find the
+process that is the cause.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _WAIT_PATTERN: Final = re.compile(
 class Watchdog:
     """The thread that monitors this process and its peers.
 
-    After SIGTERM, a process usually exits at once. If it has a `graceful_stop` and runs steps, it
-    first saves a step. After a second SIGTERM, it exits at once.
+    After SIGTERM, a process usually exits immediately. If it has a `graceful_stop` and runs steps,
+    it first saves a step. After a second SIGTERM, it exits immediately.
 
     Args:
         member: This process.
@@ -222,7 +222,7 @@ class Watchdog:
         )
 
     def _handle_peer_exit(self, process: int) -> None:
-        """Report the death of a peer on this machine, unless the launcher reports it."""
+        """Report the death of a peer on this machine, if there is no launcher that reports it."""
         if is_launched():  # `launch` reports it, with the exit code.
             return
         standstill = self.member.inspect_stall()
@@ -233,7 +233,7 @@ class Watchdog:
                 self._start_exit(found)
 
     def _handle_termination(self) -> None:
-        """Save a step and exit after SIGTERM, or exit at once.
+        """Save a step and exit after SIGTERM, or exit immediately.
 
         When a process fails, torchrun sends SIGTERM to the others, and prints only the number of
         the failed process. So this method reports the failure before the exit.

@@ -93,7 +93,7 @@ class Mailbox:
         return self.hub.payloads
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """See `Transport.send`. It copies the tensor to the receiver at once."""
+        """See `Transport.send`. It copies the tensor immediately."""
         key = lane, self.rank, peer
         if self.hub.awaited_receives[key]:
             self.hub.awaited_receives[key].popleft().copy_(tensor)
