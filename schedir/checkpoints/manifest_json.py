@@ -133,7 +133,7 @@ class _InvalidManifest(Exception):
 
 
 class _ManifestReader:
-    """Reads the lines of a manifest one by one. Errors name the checkpoint `checkpoint_name`."""
+    """Reads the lines of a manifest one by one. Errors contain `checkpoint_name`."""
 
     def __init__(self, checkpoint_name: str) -> None:
         self.checkpoint_name, self.line_number = checkpoint_name, 0

@@ -261,8 +261,8 @@ class TransferSequence:
             started_mask: The mask of started transfers.
             ended_mask: The mask of ended transfers.
         """
-        # Transfers whose entries are lost have ended: all of an earlier step, or the first ones of
-        # step 0.
+        # Transfers whose entries are lost have ended. In a step before step 0, these are all
+        # transfers. In step 0, these are the first ones.
         older = self.transfers[
             : self.previous_transfers if step == 0 else len(self.transfers) * (step < 0)
         ]

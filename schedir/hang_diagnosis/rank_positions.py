@@ -343,9 +343,9 @@ class PositionedRanks:
         return bool((self.is_transfer[lo:position] | self.possibly_ended[lo:position]).all())
 
     def _find_blocker(self, position: int) -> int | StallReason | None:
-        """Return what a transfer waits for on its rank: another transfer, or the end of the chain.
+        """Return the transfer that a transfer waits for on its rank, or the end of the chain.
 
-        Return None if nothing on its rank delays it.
+        Return None if nothing on its rank delays the transfer.
         """
         if self.has_no_dump[position]:
             return (
@@ -462,7 +462,8 @@ def _make_verdict(positioned: PositionedRanks) -> ProgramVerdict:
     causes: dict[StallReason, None] = {}
     cycle: tuple[PendingTransfer, ...] = ()
     for place in places:
-        # A late rank is added as a cause when another rank waits for it.
+        # A late rank does not wait. If another rank waits for it, `follow_waits` returns it as the
+        # cause.
         if place.position is None or place.is_late:
             continue
         links, cause = positioned.follow_waits(place.position)

@@ -43,7 +43,9 @@ SILENT_SECONDS: Final = 1.5
 
 
 class StallKind(IntEnum):
-    """The state of a process that does not wait for another one, from certain to uncertain causes.
+    """The state of a process that does not wait for another one.
+
+    The first states are the most certain causes of a hang.
 
     - SAID: The process failed with a message.
     - DIED: The process died without a message.

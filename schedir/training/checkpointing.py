@@ -183,13 +183,13 @@ class TrainingCheckpoints:
             self.wait()
 
     def handle_failed_step(self, step: int) -> None:
-        """Discard a copy of the state after a failed step, and complete the checkpoint before it.
+        """Discard a copy of the state after a failed step, and complete the previous checkpoint.
 
         Args:
-            step: The step, from 1, whose numbers are not finite.
+            step: The step, from 1, whose loss or gradients are not finite.
 
         Raises:
-            CheckpointError: The checkpoint before the step cannot be written.
+            CheckpointError: The previous checkpoint cannot be written.
         """
         if self.saver is not None:
             if self.pending_step >= step:
@@ -222,7 +222,7 @@ class TrainingCheckpoints:
                 self.wait()
 
     def _flush_losses(self) -> None:
-        """Flush the losses to the disk, so that no checkpoint contains steps without losses."""
+        """Flush the losses to the disk, before a checkpoint with their steps is complete."""
         if self.losses is not None:
             self.losses.sync_to_disk()
 

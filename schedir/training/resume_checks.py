@@ -157,8 +157,8 @@ def require_resumable(config: Config) -> None:
         config: The configuration of the run.
 
     Raises:
-        UsageError: `train.resume` is "must", and there is no checkpoint. `train.resume` is "no",
-            there are checkpoints, and `output.overwrite` is false. A fixed setting differs from
+        UsageError: `train.resume` is "must", and there is no checkpoint. Or `train.resume` is "no",
+            there are checkpoints, and `output.overwrite` is false. Or a fixed setting differs from
             that of the run.
     """
     folder, resume = config.train.checkpoint_dir, config.train.resume

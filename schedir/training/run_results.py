@@ -220,8 +220,8 @@ def claim_directories(config: Config) -> Iterator[None]:
         config: The configuration of the run.
 
     Raises:
-        UsageError: A directory cannot be written, or another run uses it. The run cannot resume
-            from the checkpoints. There are results of an earlier run, and `output.overwrite` is
+        UsageError: A directory cannot be written, or another run uses it. Or the run cannot resume
+            from the checkpoints. Or there are results of an earlier run, and `output.overwrite` is
             false.
     """
     output = config.output

@@ -177,7 +177,8 @@ def _find_late_queues(
 ) -> list[Queue]:
     """Return the queues whose operations do not end in time.
 
-    If the compute stream is blocked, messages are left out, because they wait for computation.
+    If the compute stream is blocked, queues of messages are left out, because messages wait for
+    computation.
     """
     over = time.monotonic() + timeout
     late = [*completion_checks]

@@ -118,7 +118,8 @@ class EdgeGroups(ProcessTransport):
         super().__init__(program, timeout, device=device, extra_programs=extra_programs)
         self.edges: list[DirectedEdge] = directed_edges(*self.programs)
         self.device: torch.device | str = device
-        # The process of each pipeline rank, in the replica and tensor-parallel rank of this one.
+        # The processes with the same replica and tensor-parallel rank as this one. The index is the
+        # pipeline rank.
         self.peer_processes: list[int] = self.mesh[self.dp_rank, :, self.tp_rank].tolist()
         self.edge_groups: dict[DirectedEdge, Any] = {}
         for some in partition_disjoint_edges(self.edges):
@@ -142,7 +143,7 @@ class EdgeGroups(ProcessTransport):
         return [sorted(map(int, pair)) for pair in ends.swapaxes(1, 2).reshape(-1, 2)]
 
     def start_transfer(self, edge: DirectedEdge, tensor: Tensor, *, is_send: bool) -> Any:
-        """Start to send to the other end of an edge, or to receive from it, in either direction.
+        """Start a transfer to or from the other end of an edge.
 
         Args:
             edge: An edge of this rank.
@@ -185,7 +186,7 @@ class GroupedMessages(ProcessTransport):
     """A transport with one group for all messages of a pipeline. Its model is `per_device`.
 
     A group of the program is one `batch_isend_irecv`, and a single transfer is a batch of one. NCCL
-    fuses a batch, so both ends of a message must be in batches of the same transfers.
+    fuses a batch, so both ends of a message must be in batches with the same transfers.
 
     Args:
         program: The program that the transport runs.

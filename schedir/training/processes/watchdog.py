@@ -253,7 +253,7 @@ class Watchdog:
             if monotonic() - stop.signal_time < SAME_SIGNAL_SECONDS:
                 return
         stop_waiting()
-        if self._is_exiting():  # `stop_waiting` lets the exit thread end this process.
+        if self._is_exiting():  # The exit thread no longer waits, and ends this process.
             return
         why = f"received SIGTERM, {standstill.describe_location(self.member.process)}"
         if found is not None and found.kind is StallKind.DIED:
