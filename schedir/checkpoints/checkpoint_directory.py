@@ -298,10 +298,11 @@ class CheckpointDirectory:
     # ------------------------------------------------------------ writing
 
     def claim(self) -> None:
-        """Lock the directory, so that no other process writes to it until this process ends.
+        """Lock the directory, so that no other process writes to it.
 
-        The directory is created if it does not exist. `begin` calls this, too. If the file system
-        has no locks, this prints a warning to stderr.
+        The lock is released by `release`, or when this process ends. The directory is created if it
+        does not exist. `begin` calls this, too. If the file system has no locks, this prints a
+        warning to stderr.
 
         Raises:
             CheckpointError: Another run has the lock, or the directory cannot be created.
@@ -337,8 +338,8 @@ class CheckpointDirectory:
     def begin(self, step: int) -> Path:
         """Create the directory to which all processes write the checkpoint of a step.
 
-        One process calls it, and gets the lock of the directory. It also removes the leftovers of
-        interrupted saves.
+        One process calls it, and gets the lock of the directory. The call also removes the
+        leftovers of interrupted saves.
 
         Args:
             step: The step.

@@ -379,9 +379,11 @@ class _RecordedRank:
         return _Direction(op.kind, self.program_rank_of[op.peer])
 
     def _queue_of(self, direction: _Direction) -> _Direction | None:
-        """Return the queue in which the order of a message must agree with the Stream.
+        """Return the queue of a message. The messages of a queue have the order of the Stream.
 
-        None is the queue of all messages of a process group. A peer of -1 stands for all peers.
+        By default, all messages of a process group are in one queue, None. With an
+        `order_mismatch`, all sends are in one queue, with the peer -1. The receives from each rank
+        are in one queue.
         """
         if not self.order_mismatch:
             return None

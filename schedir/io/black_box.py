@@ -209,7 +209,7 @@ class BlackBox:
         """Record that the process fails, with the reason and the exit code.
 
         Args:
-            text: The reason, or "" if another process caused the failure.
+            text: The reason, or "" if another process reports it.
             code: The exit code.
         """
         self._write_text(REASON_OFFSET, FILE_SIZE, text)
@@ -302,7 +302,7 @@ class BlackBoxSnapshot:
 
     @property
     def reason(self) -> str:
-        """The reason of the failure, "" if there is none or if another process caused it."""
+        """The reason of the failure, "" if there is none or if another process reports it."""
         return self._read_text(REASON_OFFSET, FILE_SIZE)
 
     @property

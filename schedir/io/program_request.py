@@ -255,7 +255,7 @@ class Request:
 
     @property
     def specified_costs(self) -> Costs | None:
-        """The costs of each stage that are set or computed by the cluster. None without both."""
+        """The costs of each stage, or None if the user gave neither costs nor a cluster."""
         return None if self.costs is None and self.cluster is None else self.stage_costs
 
     @property

@@ -214,8 +214,8 @@ class StepQueue:
     def _compute_scale_offset(self, total: Tensor | None) -> Tensor:
         """Return NaN if the step ends the run, else 0, on the device.
 
-        The next step adds it to its scale. Then all its gradients are NaN, and no rank makes an
-        update. It is enough if some ranks detect the failure.
+        The next step adds the result to its scale. NaN makes all its gradients NaN. If this occurs
+        on any rank, the global norm is NaN, and no rank makes an update.
         """
         fails = self.executor.finite_updates.logical_not().any()
         if self.loss_scale is not None:

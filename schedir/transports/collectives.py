@@ -81,8 +81,8 @@ def _view_as_real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-# Two entries call methods of the group, because torch.distributed renames the functions between
-# versions.
+# "all_gather" and "reduce_scatter" call methods of the group, because torch.distributed renames
+# these functions between versions.
 COLLECTIVES: Final[dict[CollectiveName, CollectiveKind]] = {
     "all_reduce": CollectiveKind(
         lambda own: [_sum_in_rank_order(own)] * len(own),
