@@ -1,4 +1,4 @@
-"""The processes that save and load together, and that all succeed or all raise the same error."""
+"""The processes that save or load together. If one of them fails, all raise the same error."""
 
 from __future__ import annotations
 

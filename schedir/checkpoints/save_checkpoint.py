@@ -137,7 +137,8 @@ def plan_save(
 ) -> SavePlan:
     """Collect the data that this process writes, without copying it.
 
-    The next step changes these tensors, so write or copy them before. All processes call this.
+    The next step changes these tensors. Write or copy them before that step. All processes call
+    this.
 
     Args:
         run: See `save`.

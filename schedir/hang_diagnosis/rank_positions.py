@@ -322,7 +322,7 @@ class PositionedRanks:
         return int(self.graph.partner[position])
 
     def _is_suspect(self, position: int) -> bool:
-        """Return whether computation on its rank may delay the start of one side of a message.
+        """Return whether one side of a message may still wait for computation of its rank.
 
         A send needs its value. On a GPU, both sides wait for all kernels that were issued before.
         """

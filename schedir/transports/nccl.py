@@ -48,11 +48,10 @@ def count_streams(
 ) -> dict[str, int]:
     """Return the number of CUDA streams that a rank uses in a step over NCCL, by purpose.
 
-    Each communicator has a separate stream, and a launch stream, on which its kernels are launched.
-    torch has a launch stream for each group with messages, and one for the layers' group. Gathers
-    share one launch stream of the transport, and reductions share another. All-to-alls have a
-    launch stream and two communicators. The second communicator sends the numbers of tokens. Its
-    launch stream is that of reductions.
+    A communicator uses two streams: a stream of NCCL, and the stream on which its kernels are
+    launched. Each group with messages, the layers' group and the gathers have such a pair. The
+    communicators of all reductions share one launch stream. All-to-alls have a pair, and a second
+    communicator for the numbers of tokens, which is launched on the stream of reductions.
 
     A step that is recorded uses one more stream for each queue of receives. These streams are
     always counted. Communicators that no step uses are not counted.

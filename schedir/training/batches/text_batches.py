@@ -42,8 +42,8 @@ class Corpus:
     def held_out_batches(self) -> Batches | None:
         """Return the held-out text, one window per batch, None if there is none.
 
-        Windows keep the order of the text. Packed windows are shuffled in a fixed order, because
-        packing puts long documents first.
+        Windows keep the order of the text. With `packing = "best_fit"`, they have a fixed random
+        order instead, because packing puts long documents first.
         """
         documents, validation = self._documents.held_out_documents, self.config.data.validation
         if documents is None:
