@@ -235,7 +235,7 @@ class LocalState:
 def list_generator_shards(rank: RankCheckpointState, process: int) -> list[TensorShard]:
     """Return the states of torch's random number generators in a process.
 
-    They are saved if the run has no seed. The order is that of `rank.random_streams.generators`.
+    They are saved if the run has no seed. They have the order of `rank.random_streams.generators`.
 
     Args:
         rank: The state of a rank in this process.

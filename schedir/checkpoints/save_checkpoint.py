@@ -210,8 +210,8 @@ def write_checkpoint(
         save_plan: The data to write.
         directory: The directory of the checkpoints.
         keep: The number of newest complete checkpoints to keep. By default all are kept.
-        group: The group of torch.distributed in which processes communicate. By default that of the
-            run.
+        group: The group of torch.distributed in which processes communicate. By default the group
+            of the run.
 
     Returns:
         The directory of the checkpoint.

@@ -34,7 +34,7 @@ class RankManifest(NamedTuple):
         experts: Name of a weight of experts -> the slice of the experts to which it belongs.
         written_buffers: The names of the buffers that the process writes.
         checksums: When saving, the checksums of each buffer. If code outside of schedir reduces the
-            gradients, also those of each weight with its float32 copy and optimizer state.
+            gradients, also the checksums of each weight, its float32 copy and its optimizer state.
     """
 
     tensors: list[tuple[str, int, TensorMeta]]

@@ -75,7 +75,7 @@ class PostMortem:
 
     @cached_property
     def cause(self) -> StallCause | None:
-        """The process that delays or ended the others, or None.
+        """The process that delays or has ended the other processes, or None.
 
         It is None if the run makes progress, or if all processes were stopped at the same time.
         """

@@ -67,8 +67,8 @@ class MatchedProgram:
         counter_ranks: The ranks of the job whose place in the step is known only from torch's
             counters. The place is wrong if a lost entry was a control message.
         order_mismatch: The first message of a rank that is not in the order of its Stream, as text.
-            Empty if there is none. If not empty, only two orders agree with the program: that of
-            all sends of a rank, and that of its receives from each other rank.
+            Empty if there is none. If not empty, only the sends of a rank, and its receives from
+            each other rank, have the order of the program.
     """
 
     ranks: tuple[int, ...]
@@ -231,7 +231,7 @@ class TransferSequence:
     def list_positions(self) -> Iterator[tuple[int, int, int]]:
         """Yield the number of each message, its step, and its position.
 
-        If `previous_steps` is None, the step counts from that of the first message.
+        If `previous_steps` is None, the step of the first message is 0.
         """
         for number, op in zip(self.transfer_numbers, self.ops, strict=True):
             step, turn = divmod(number, len(self.transfers))
@@ -239,7 +239,7 @@ class TransferSequence:
 
     @property
     def open_step(self) -> int:
-        """The step of the first message that has not ended, counted from that of the first message.
+        """The step of the first message that has not ended. The step of the first message is 0.
 
         If all messages have ended, this is the step of the next message.
         """
@@ -256,7 +256,7 @@ class TransferSequence:
         """Mark the transfers of a step that were issued, have started and have ended.
 
         Args:
-            step: The step, counted from that of the first message.
+            step: The step. The step of the first message is 0.
             issued_mask: The mask of issued transfers, by position. It is changed in place.
             started_mask: The mask of started transfers.
             ended_mask: The mask of ended transfers.

@@ -124,7 +124,7 @@ class PositionedRanks:
         return [*self.graph.index.joined.tolist(), False]
 
     def _list_group(self, position: int) -> list[int]:
-        """Return the group of instructions that are issued together with this one, and this one."""
+        """Return all instructions of the group of an instruction. A group is issued together."""
         first, end = position, position + 1
         while self._is_joined[first]:
             first -= 1
@@ -248,7 +248,7 @@ class PositionedRanks:
         for at in range(lo, hi):
             if self.matched.issued_mask[at] if self.is_transfer[at] else self.possibly_ended[at]:
                 continue
-            # The blockers of a collective may be on other ranks, too. Those on this rank come
+            # The blockers of a collective may be on other ranks, too. Blockers on this rank come
             # first.
             blockers = [one for one in self._list_predecessors(at) if not self.possibly_ended[one]]
             blockers.sort(key=lambda one: bool(self.rank_of[one] != rank))

@@ -34,8 +34,8 @@ from schedir.ir.pipeline.process_mesh import describe_process, make_process_mesh
 from schedir.ir.program import Program
 
 MAX_SHOWN: Final = 16  # A report lists at most this number of processes.
-# A process counts as slow instead of stuck if its time at its position is below this share of the
-# time for which others wait for it.
+# A process counts as slow instead of stuck if it reached its position a short time ago: less than
+# this share of the time for which other processes wait for it.
 SLOW_SHARE: Final = 0.5
 # After this number of seconds without a heartbeat, a process counts as running no Python code. The
 # watchdog writes ten heartbeats per second.
@@ -119,7 +119,7 @@ class WaitingProcess(NamedTuple):
 
 
 class StallCause(NamedTuple):
-    """The process that delays the others.
+    """The process that delays the other processes.
 
     Attributes:
         process: The process.

@@ -1,9 +1,9 @@
 """Build the graph of the waits between ranks from recorded operations, without a program.
 
 A rank waits at its first operation that was issued and has not ended. The dumps of the other ranks
-show the ranks that it waits for. Within a process group, the k-th message from rank a to rank b in
-the dump of a pairs with the k-th message from a to b in the dump of b. Collectives with the same
-sequence number pair with each other.
+show the ranks that it waits for. Messages from a rank to another rank in a process group are paired
+by their order: the k-th message in the dump of the sender with the k-th one in the dump of the
+receiver. Collectives are paired by their sequence number.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class DistributedJob:
 
     Attributes:
         ranks: The ranks with a dump, and the ranks in process groups of dumps.
-        waits: The waits of each rank: those of its first operation that has not ended, and of the
-            other operations in its batch.
+        waits: The waits of each rank. These are the waits of the first operation that has not
+            ended, and of the other operations in the batch of this operation.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class DistributedJob:
             return other, WaitReason.NO_DUMP, None
         part = self.find_counterpart(rank, op, other)
         if part is None:
-            # If the rank has issued later collectives, this one was overwritten in its buffer.
+            # If the rank has issued later collectives, the entry of this one was overwritten.
             later = (
                 not op.is_message
                 and self._last_collective_number(other, op.group) > op.sequence_number

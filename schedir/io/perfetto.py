@@ -32,7 +32,7 @@ MICROSECONDS_PER_UNIT: Final = {
     "s": 1e6,
     "": 1e3,
 }
-_MAX_NANOSECONDS: Final = 2**53  # A float can represent every integer up to this one.
+_MAX_NANOSECONDS: Final = 2**53  # A float can represent every integer up to this number.
 _IDLE_TRACK: Final = "idle"
 
 

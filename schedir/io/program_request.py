@@ -260,7 +260,7 @@ class Request:
 
     @property
     def cluster_costs(self) -> Costs:
-        """The costs that the cluster computes, without those that the user set."""
+        """The costs that the cluster computes, without the costs that the user set."""
         user_costs = self._split_over_stages(self.costs or Costs()).specified
         all_costs = self.stage_costs.specified if self.cluster is not None else {}
         return Costs(**{name: cost for name, cost in all_costs.items() if name not in user_costs})
@@ -331,7 +331,11 @@ class Request:
 
     @property
     def _resolved_progress_model(self) -> ProgressModel:
-        """The specified progress model, or else that of a run with `relower`, or "per_device"."""
+        """The progress model that the user set, or its default.
+
+        With `relower`, the default is the model of the run in the file. Otherwise it is
+        "per_device".
+        """
         default = (
             self.source_timeline.progress_model
             if self.relower and self.source_timeline is not None
@@ -534,7 +538,7 @@ class Request:
     def _find_unsegmented_shape(self, shape: PipelineShape) -> UnsegmentedShape:
         """Return the shape before stages are split into segments and microbatches into chunks.
 
-        The segment boundaries and chunks are those that the user set, or else those of the program.
+        The segment boundaries and chunks are set by the user, or else by the program.
         """
         program = (
             self.source.schedule_or_program

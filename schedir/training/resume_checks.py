@@ -1,9 +1,9 @@
 """Check which checkpoints a run may resume from. Needs no torch.
 
-A run gets a random name when it begins. If it writes checkpoints, it writes a file `run.json` with
-this name and all settings to the checkpoint directory and to the output directory. Each checkpoint
-also contains the name and the settings. A run may continue in a directory whose `run.json` has the
-name of the run.
+A run gets a random name when it begins. A run with checkpoints writes this name and all settings to
+the file `run.json` in the checkpoint directory and in the output directory. Each checkpoint also
+contains the name and the settings. A run may continue in a directory if the `run.json` there has
+the name of the run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RunIdentity:
             data: `Corpus.facts` of the run.
 
         Raises:
-            UsageError: The data or a fixed setting differs from that of the run.
+            UsageError: The data or a fixed setting is not the same as in the resumed run.
         """
         settings = config.setting_texts | dict(data)
         before = find_resumed_run(config)
@@ -158,8 +158,8 @@ def require_resumable(config: Config) -> None:
 
     Raises:
         UsageError: `train.resume` is "must", and there is no checkpoint. Or `train.resume` is "no",
-            there are checkpoints, and `output.overwrite` is false. Or a fixed setting differs from
-            that of the run.
+            there are checkpoints, and `output.overwrite` is false. Or a fixed setting is not the
+            same as in the run of the checkpoints.
     """
     folder, resume = config.train.checkpoint_dir, config.train.resume
     if folder is None:

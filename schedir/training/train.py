@@ -99,7 +99,7 @@ def _train_or_launch(path: str, overrides: Sequence[str], config: Config, progra
         for samples in filter(None, (corpus.batches, corpus.held_out_batches)):
             samples.read_batch(0, samples.batch_size)
         if config.world_size > 1:
-            # This raises an error if the data is not that of the checkpoints.
+            # This raises an error if the checkpoints were trained on other data.
             RunIdentity.from_config(config, corpus.facts)
             arguments = [
                 "train",
@@ -206,7 +206,7 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
             _train(config, program, Corpus(config))
     except TerminationNotice as notice:
         exit_after_termination(str(notice), TERMINATED_EXIT_CODE)
-    except NonFiniteError as error:  # All ranks raise it, and only one prints it.
+    except NonFiniteError as error:  # All ranks raise it, but only one rank prints it.
         exit_with_error(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
         exit_with_error(str(error), is_peer_failure=_is_peer_failure(error))

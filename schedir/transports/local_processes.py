@@ -183,7 +183,7 @@ def _run_child(
 ) -> None:
     """Run the function of `run_processes` in a child process, and send its report."""
     set_up_child()
-    # All processes of a machine share the clock. The start of this one may have taken seconds.
+    # All processes of a machine share the clock. The start of this process may take seconds.
     timeout = max(deadline - time.monotonic(), 0.1)
     call_in_group(rank, world_size, directory, timeout, pipe, pickled_call)
 

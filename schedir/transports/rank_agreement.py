@@ -75,7 +75,8 @@ def _has_plain_fields(error_type: Any) -> bool:
 def _error_from_values(values: tuple[Any, ...]) -> SchedirError:
     """Return the error that another process sent.
 
-    Its class is that of the original error, or SchedirError if that class has more fields.
+    It has the class of the original error. If that class has more fields than SchedirError, it is a
+    SchedirError.
     """
     name, fact, program, sites, hint, fields = values
     error_type: Any = getattr(errors, str(name), None)

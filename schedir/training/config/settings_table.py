@@ -75,7 +75,7 @@ def list_settings() -> dict[str, tuple[str, list[Setting]]]:
     """Return the docstring and the settings of each section, by name.
 
     Returns:
-        The sections. The section "model" is that of a GPT. Each other kind of model has a section
+        The sections. The section "model" is for a GPT. Each other kind of model has a section
         "model of kind NAME".
     """
     found = {section: _list_section_settings(kind) for section, kind in SECTION_CLASSES.items()}

@@ -3,7 +3,7 @@
 This costs no time within a step. Each process has a thread that waits at the rendezvous store for a
 stop request. After a request, each process writes to the store the last step that it has begun.
 Until all have written it, no process begins another step. All processes then finish the largest of
-these steps. A process within that step needs the others, which may not have begun it.
+these steps. A process within this step needs the other processes, which may not have begun it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GracefulStop:
             Thread(target=self._listen, name="stop", daemon=True).start()
 
     def try_begin_step(self, step: int) -> bool:
-        """Begin a step if the processes do not stop before it, and return whether it has begun.
+        """Return True and begin a step, or return False if the processes stop before this step.
 
         After a stop request, this waits until the processes agree on the last step.
 

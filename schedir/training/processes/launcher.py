@@ -178,7 +178,7 @@ _KILL_DELAY: Final = 5.0
 class _SignalForwarding:
     """Forwards SIGTERM to the processes of a run.
 
-    Without a `grace`, SIGTERM ends this process. The others end with it.
+    Without a `grace`, SIGTERM ends this process. The processes of the run then end, too.
     """
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], grace: float | None) -> None:

@@ -175,7 +175,7 @@ def is_launched() -> bool:
     return LAUNCHER_PID_VARIABLE in os.environ
 
 
-_REPORT_LOCK = Lock()  # The first thread that fails acquires it and never releases it.
+_REPORT_LOCK = Lock()  # The first thread that fails acquires the lock, and never releases it.
 _TERMINATION_EVENT = Event()  # It is set if this process must exit without waiting for others.
 
 
@@ -296,7 +296,7 @@ def _kill_culprit(member: RunMember, cause: StallCause) -> None:
 
 
 def _find_cause(member: RunMember, reason: str) -> StallCause | None:
-    """Return the process that blocks this one.
+    """Return the process for which this process waits.
 
     This retries for `EXIT_TIMEOUT` seconds, because a process closes its connections before it
     exits.
@@ -340,7 +340,7 @@ def exchange_black_boxes(
     absent: list[int],
     timeout: float = EXIT_TIMEOUT,
 ) -> dict[int, BlackBoxSnapshot]:
-    """Write the black boxes of this machine to a store, and read those of other machines.
+    """Write the black boxes of this machine to a store, and read the boxes of other machines.
 
     Args:
         store: The rendezvous store.

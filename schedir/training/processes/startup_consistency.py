@@ -142,7 +142,7 @@ def compare_facts(
     read = store.add("read", 1)
     if verdict == _NO_DIFFERENCE:
         return
-    if rank == 0:  # The store may be in this process. So wait until the others have read it.
+    if rank == 0:  # The store may be in this process. Wait until the others have read the verdict.
         deadline = monotonic() + _READ_TIMEOUT
         while (
             read < sum(store.check([f"came {k}"]) for k in range(world)) and monotonic() < deadline

@@ -264,7 +264,7 @@ class Watchdog:
         exit_with_error(None if found is not None and found.kind is StallKind.SAID else why, code)
 
     def _handle_stall(self, is_saving: bool = False) -> None:
-        """Report the process that blocks this one, and exit.
+        """Report the process for which this process waits, and exit.
 
         During a save, only a process that was stopped for the complete timeout is reported.
         """
