@@ -108,9 +108,9 @@ def require_torch_support(
 
 
 def require_torch_pair(program: Program, rank: int, index: int) -> None:
-    """Raise GroupError if torch cannot run two instructions as one.
+    """Raise GroupError if torch cannot run two instructions as one action.
 
-    torch runs only a forward and a backward as one.
+    torch runs only a forward and a backward as one action.
 
     Args:
         program: The program.

@@ -248,7 +248,7 @@ class MessageArrival(NamedTuple):
 
     Attributes:
         messages: The messages from the sender on this lane.
-        target_count: The value that their counter has after this message has arrived.
+        target_count: The value of the counter of these messages after this message has arrived.
     """
 
     messages: IncomingMessages

@@ -23,7 +23,7 @@ from schedir.transports.transport import describe_peer_exit
 _RESULTS_KEY = "schedir has written results"
 _HEARTBEAT_KEY = "schedir writes results"
 HEARTBEAT_INTERVAL = 0.5  # Seconds between heartbeats of process 0.
-RESULTS_TIMEOUT = 60.0  # Others wait at least these seconds for a heartbeat or the results.
+RESULTS_TIMEOUT = 60.0  # Other processes wait for process 0 at least this number of seconds.
 
 
 def require_device(config: Config) -> None:
