@@ -51,10 +51,10 @@ class SavedCheckpoint(NamedTuple):
 
 @explain_wrong_calls("Saver(executor, directory)")
 class Saver:
-    """Saves checkpoints of an executor as `save` does, while later steps run.
+    """Saves the same checkpoints of an executor as `save`, but while later steps run.
 
     The program must have been compiled with `checkpoint_snapshots`. Its Snapshot instructions copy
-    the tensors that a step changes. `schedule_save` copies all other tensors at once, such as
+    the tensors that a step changes. `schedule_save` itself copies all other tensors, such as
     buffers, because a forward may write to them. A thread then writes the files.
 
     All processes create their Saver together, and call the same methods in the same order. They
@@ -133,7 +133,8 @@ class Saver:
             self.group = create_separate_group(peers.group)
             self.peers = CheckpointGroup(self.group)
         self._host_buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self._save_plan: SavePlan | None = None  # scheduled, and not being written yet
+        # The scheduled save that `write` does not write yet, or None.
+        self._save_plan: SavePlan | None = None
         self._immediate_copies: list[SnapshotCopy] = []
         self._writer_thread: Thread | None = None
         self.saved_checkpoint: SavedCheckpoint | None = None
@@ -142,9 +143,9 @@ class Saver:
     def schedule_save(self, step: int, extra_state: Mapping[str, Any] | None = None) -> None:
         """Schedule a save of the current state; the next step copies it.
 
-        Until that step, no other code may change weights or optimizer states. The call waits until
-        the previous checkpoint is written, and raises its errors as `wait` does. All processes call
-        it.
+        Until the end of that step, no other code may change weights or optimizer states. The call
+        waits until the previous checkpoint is written, and raises its errors as `wait` does. All
+        processes call it.
 
         Args:
             step: The number of steps that were made so far.
@@ -184,7 +185,7 @@ class Saver:
             self.rank_executors[0].state.service(SnapshotCopies).start_copy(immediate_pairs)
         ]
         for one in self._immediate_copies:
-            one.wait()  # A forward may write to these tensors.
+            one.wait()  # The next forward may write to these tensors.
         for rank, stage_copies in zip(self.rank_executors, requests, strict=True):
             rank.state.service(SnapshotCopies).request(stage_copies, self)
         self._save_plan = replace(save_plan, tensors=tensors)
@@ -197,9 +198,9 @@ class Saver:
         it.
 
         Raises:
-            ModelError: No step was made since `schedule_save`; the save remains scheduled. Or the
+            ModelError: No step was made since `schedule_save`. The save remains scheduled. Or the
                 weights changed before a step copied them: by `load`, by another Saver, or by a step
-                of a program without snapshots; then the save is canceled. All processes raise it.
+                of a program without snapshots. The save is then canceled. All processes raise it.
         """
         plan, self._save_plan = self._save_plan, None
         if plan is None:
@@ -243,7 +244,7 @@ class Saver:
     def cancel(self) -> None:
         """Cancel a scheduled save that is not being written yet.
 
-        For example, the step was undone.
+        Call this, for example, if the step was undone.
         """
         self._save_plan = None
         for rank in self.rank_executors:

@@ -51,13 +51,13 @@ _NAME_PATTERN = re.compile(
     rf"{_STEP_PREFIX}(\d{{8,16}})({_UNFINISHED_SUFFIX}|{_REPLACED_SUFFIX}|{_REMOVING_SUFFIX}|)"
 )
 
-# The locks of this process, by real path. The system releases them when the process ends.
+# The locks that this process has, by real path of the directory. The system releases them when the
+# process ends.
 _locks_by_directory: dict[str, DirectoryLock] = {}
 
 
-SelectFiles = Callable[[Manifest], list[str]]  # returns the files that this process verifies
-# Takes this process's text, and returns the texts of all processes.
-GatherTexts = Callable[[str], list[str]]
+SelectFiles = Callable[[Manifest], list[str]]  # manifest -> the files that this process verifies
+GatherTexts = Callable[[str], list[str]]  # text of this process -> texts of all processes
 _T = TypeVar("_T")
 
 
@@ -65,7 +65,7 @@ class LatestCheckpoint(NamedTuple):
     """The newest complete checkpoint of a directory.
 
     Attributes:
-        manifest: Its manifest, or None if no checkpoint is complete.
+        manifest: The manifest of this checkpoint, or None if no checkpoint is complete.
         skip_reasons: Why each newer checkpoint was skipped, the newest first.
     """
 
@@ -101,7 +101,7 @@ class CheckpointDirectory:
                 hint=f"use the directory that contains this checkpoint: {Path(path).parent}",
             )
 
-    # ------------------------------------------------------------ what is there
+    # ------------------------------------------------------------ reading
 
     def list_steps(self) -> list[int]:
         """Return the steps that have a checkpoint, complete or not, in ascending order.
@@ -135,8 +135,8 @@ class CheckpointDirectory:
     def load_manifest(self, step: int, *, include_tensors: bool = True) -> Manifest:
         """Read and verify the manifest of a step's checkpoint.
 
-        This verifies the digest of the manifest, its format, and that the slices of each tensor
-        cover it exactly. It does not verify the other files.
+        This verifies the digest and the format of the manifest, and that its slices cover each
+        tensor exactly. It does not verify the other files.
 
         Args:
             step: The step.
@@ -206,8 +206,8 @@ class CheckpointDirectory:
     ) -> LatestCheckpoint:
         """Find and verify the newest complete checkpoint, or the checkpoint of a given step.
 
-        If several processes load it, all of them call this together. Then all of them get the same
-        checkpoint. Each process verifies only some of the files.
+        If several processes load the checkpoint, they call this together. Each process then
+        verifies only some of the files, and all processes get the same checkpoint.
 
         Args:
             select_files: Returns the files of a manifest that this process verifies, for example
@@ -256,8 +256,8 @@ class CheckpointDirectory:
     ) -> Manifest:
         """Verify all files of a step's checkpoint, and return its manifest.
 
-        Several processes may verify the files together, as in `find_checkpoint`. If it is
-        incomplete for one of them, all raise the same error.
+        Several processes may verify the files together, as in `find_checkpoint`. If the checkpoint
+        is incomplete for one process, all processes raise the same error.
 
         Args:
             step: The step.
@@ -276,8 +276,8 @@ class CheckpointDirectory:
         def digest() -> str:
             manifest = self.load_manifest(step)
             manifests.append(manifest)
-            # This compares the sizes of all files, because another process may have verified the
-            # files that this process reads.
+            # Each process compares the sizes of all files, because it may later read files whose
+            # digests another process has verified.
             self.check_files(manifest, select_files and select_files(manifest))
             return manifest.digest
 
@@ -299,10 +299,11 @@ class CheckpointDirectory:
     # ------------------------------------------------------------ writing
 
     def claim(self) -> None:
-        """Lock the directory, so that no other process writes to it until this process ends.
+        """Lock the directory, so that no other process writes to it.
 
-        The directory is created if it does not exist. `begin` calls this, too. If the file system
-        has no locks, this prints a warning to stderr.
+        The lock is released by `release`, or when this process ends. The directory is created if it
+        does not exist. `begin` calls this, too. If the file system has no locks, this prints a
+        warning to stderr.
 
         Raises:
             CheckpointError: Another run has the lock, or the directory cannot be created.
@@ -310,7 +311,7 @@ class CheckpointDirectory:
         with translate_os_errors(f"write to {self.path_text}"):
             self.path.mkdir(parents=True, exist_ok=True)
             for key, lock in [*_locks_by_directory.items()]:
-                if not lock.is_held:  # The directory was removed.
+                if not lock.is_held:  # The directory of the lock was removed.
                     _locks_by_directory.pop(key).release()
             key = os.path.realpath(self.path)
             if key in _locks_by_directory:
@@ -338,8 +339,8 @@ class CheckpointDirectory:
     def begin(self, step: int) -> Path:
         """Create the directory to which all processes write the checkpoint of a step.
 
-        One process calls it, and gets the lock of the directory. It also removes the leftovers of
-        interrupted saves.
+        One process calls it, and gets the lock of the directory. The call also removes the
+        leftovers of interrupted saves.
 
         Args:
             step: The step.
@@ -391,8 +392,7 @@ class CheckpointDirectory:
         """Complete the checkpoint of a step, after all processes have written their files.
 
         One process calls it. All data is flushed to the disk before the directory gets its final
-        name. If this fails, the unfinished checkpoint is removed, and no other checkpoint is
-        removed.
+        name. If this fails, only the unfinished checkpoint is removed.
 
         Args:
             manifest: The manifest to write.
@@ -432,8 +432,8 @@ class CheckpointDirectory:
     def _replace_directory(self, path: Path, target: Path, replaced_path: Path) -> None:
         """Rename `path` to `target`. An existing target is first renamed to `replaced_path`.
 
-        At any moment, one of the two checkpoints exists. If the second rename fails, the first one
-        is undone.
+        At any moment, one of the two checkpoints exists. If the second rename fails, the first
+        rename is undone.
         """
         if replaces := target.exists():
             target.rename(replaced_path)
@@ -456,7 +456,7 @@ class CheckpointDirectory:
         for step, what in self._scan_entries():
             path = self._make_path(step, what)
             if what == _REPLACED_SUFFIX and not self._make_path(step).exists():
-                path.rename(self._make_path(step))  # The new checkpoint did not get this name.
+                path.rename(self._make_path(step))  # The save ended before it used this name.
             elif what:
                 self._remove(path)
 
@@ -480,8 +480,8 @@ class CheckpointDirectory:
     def _remove(self, path: Path) -> None:
         """Remove a directory. It is renamed before its first file is deleted.
 
-        If this fails, a message is printed to stderr. A complete checkpoint must not fail because
-        an old one cannot be removed.
+        If this fails, a message is printed to stderr. A save must not fail because an old
+        checkpoint cannot be removed.
         """
         removing_path = path.with_name(path.name.partition(".")[0] + _REMOVING_SUFFIX)
         try:
@@ -530,7 +530,7 @@ class CheckpointDirectory:
 
         Args:
             step: The step that is saved.
-            needed_bytes: The number of bytes that this process writes, if it is available.
+            needed_bytes: The number of bytes that this process writes, or None if it is unknown.
         """
         doing = f"save step {step} to {self.path_text}"
         return translate_os_errors(doing, step, directory=self.path, needed_bytes=needed_bytes)
@@ -542,11 +542,10 @@ def _require_step(step: int) -> None:
 
 
 def _gather_outcomes(compute: Callable[[], _T], gather_texts: GatherTexts | None) -> list[_T]:
-    """Return the result of `compute` of each process, as JSON values.
+    """Call `compute` in each process, and return the results of all processes, as JSON values.
 
-    If one fails, all raise its error.
-
-    A CheckpointError has precedence over an IncompleteCheckpointError.
+    If it fails in one process, all processes raise the error. If several processes fail, a
+    CheckpointError has precedence over an IncompleteCheckpointError.
     """
     if gather_texts is None:
         return [compute()]

@@ -1,4 +1,4 @@
-"""The processes that save and load together, and agree on one outcome."""
+"""The processes that save or load together. If one of them fails, all raise the same error."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class CheckpointGroup:
     def gather_results(self, compute: Callable[[], _T], kinds: RecordTypes = ()) -> list[_T]:
         """Return the results of all processes, by rank.
 
-        All processes call this. If `compute` fails in some of them, all raise the error of the
-        first one, which names the process.
+        All processes call this. If `compute` fails in some processes, all processes raise the error
+        of the first of these. The error names this process.
 
         Args:
             compute: Computes the result of this process: plain values, or records of `kinds`.
@@ -70,7 +70,7 @@ class CheckpointGroup:
         except SchedirError as error:
             local_error, place = error, (getattr(error, "step", None), getattr(error, "file", ""))
             wrong = (error.fact, error.hint, *place)
-        except Exception as error:  # Any error: the other processes wait for this outcome.
+        except Exception as error:  # Other processes wait for this outcome, whatever the error is.
             local_error, wrong = error, (describe_exception(error), "", None, "")
         outcome = (mine, wrong)
         outcomes = [outcome] if self.is_single_process else self._gather_outcomes(outcome, kinds)
@@ -92,7 +92,7 @@ class CheckpointGroup:
             raise
 
     def require_same(self, compute: Callable[[], str]) -> None:
-        """Raise an error unless `compute` returns the same text in all processes.
+        """Raise an error if `compute` does not return the same text in all processes.
 
         Args:
             compute: Returns a text that describes the next action of this process.
@@ -111,7 +111,7 @@ class CheckpointGroup:
     def broadcast_result(self, compute: Callable[[], _T], kinds: RecordTypes = ()) -> _T:
         """Return the result of `compute` in the first process.
 
-        If it fails, all processes raise its error.
+        If `compute` fails, all processes raise its error.
 
         Args:
             compute: Computes the result. Only the first process calls it.

@@ -51,7 +51,8 @@ class _DigestedFile(RawIOBase):
         return memoryview(data).nbytes
 
 
-TensorsToWrite = Mapping[str, tuple[TensorMeta, Sequence[TensorPiece]]]  # by name of the tensor
+# Name of a tensor -> its shape and dtype, and the slices to write.
+TensorsToWrite = Mapping[str, tuple[TensorMeta, Sequence[TensorPiece]]]
 
 
 def write(
@@ -65,8 +66,8 @@ def write(
         tensors: The slices to write.
 
     Returns:
-        The position of each slice, and the file with its size and digest. Both are empty if there
-        are no slices.
+        The position of each slice, and name of the file -> its size and digest. Both are empty if
+        there are no slices.
 
     Raises:
         OSError: The file could not be written.
@@ -96,7 +97,7 @@ def write(
 def _copy_to_compact_storage(memory: Tensor) -> Tensor:
     """Return a CPU tensor whose storage has no other elements.
 
-    `torch.save` writes the full storage.
+    This saves space, because `torch.save` writes the full storage.
     """
     tensor = memory.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
@@ -115,7 +116,7 @@ def write_metadata(
         slices: The stored slices of all processes.
 
     Returns:
-        The file with its size and digest.
+        Name of the file -> its size and digest.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     results = []
@@ -123,7 +124,7 @@ def write_metadata(
         chunks[box.tensor].append(
             ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
         )
-        where = _StorageInfo(box.file, box.begin, box.length)  # Torch has no public name for it.
+        where = _StorageInfo(box.file, box.begin, box.length)  # This class has no public name.
         results.append(WriteResult(MetadataIndex(box.tensor, box.offset), box.length, where))
     kinds: dict[str, Any] = {
         name: TensorStorageMetadata(
@@ -154,7 +155,7 @@ def read(
     Args:
         directory: The directory of the checkpoint.
         manifest: The manifest of the checkpoint.
-        destinations: Names of tensors, each with slices and the memory to fill.
+        destinations: (name of a tensor, slices with the memory to fill) pairs.
     """
     pieces: dict[str, list[TensorPiece]] = {}
     for name, slices in destinations:
@@ -177,9 +178,9 @@ def read(
 
 
 def _narrow(tensor: Tensor, offset: Sequence[int], begin: Sequence[int], size: list[int]) -> Tensor:
-    """Return a view of a slice.
+    """Return the view of a slice in `tensor`, which is a part of a larger tensor.
 
-    `tensor` begins at `offset` of a larger tensor, the slice at `begin`.
+    `offset` and `begin` are the offsets of `tensor` and of the slice in the larger tensor.
     """
     for dim, (at, first, length) in enumerate(zip(offset, begin, size, strict=True)):
         tensor = tensor.narrow(dim, first - at, length)

@@ -70,7 +70,7 @@ def compute_digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path
         step: The step of the checkpoint, for errors.
 
     Yields:
-        Each file with its digest in hexadecimal digits, in the order in which they are done.
+        Each file with its digest in hexadecimal digits, as soon as it is computed.
 
     Raises:
         IncompleteCheckpointError: See `open_regular_file`.
@@ -111,7 +111,7 @@ def translate_os_errors(
         step: The step of the checkpoint.
         directory: The directory that is written to. If its disk is full, the error has the bytes
             that were free when the context was entered.
-        needed_bytes: The number of bytes that this process writes, if it is available.
+        needed_bytes: The number of bytes that this process writes, or None if it is unknown.
 
     Raises:
         CheckpointError: An OSError was raised in this context.

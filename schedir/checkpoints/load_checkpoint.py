@@ -50,8 +50,8 @@ def load(
     cannot be read after that, some tensors are already overwritten. Then the run refuses further
     steps and saves.
 
-    The call warns if a newer checkpoint is incomplete, if weights are read from another dtype, and
-    if modules will draw other random numbers.
+    The call warns if a newer checkpoint is incomplete, if weights are read from another dtype, or
+    if modules will use other random numbers.
 
     Args:
         run: See `save`.
@@ -119,7 +119,7 @@ def load(
 
     def read() -> None:
         for _, part in plan.shards:
-            part.memory.detach().zero_()  # Padding rows of a shard remain zero.
+            part.memory.detach().zero_()  # The read skips the padding of a shard.
         dcp_storage.read(
             place.locate_step(manifest.step),
             manifest,
@@ -150,7 +150,7 @@ def load(
 def _find_verified(
     peers: CheckpointGroup, directory: CheckpointDirectory, step: int | None
 ) -> LatestCheckpoint:
-    """Return the newest complete checkpoint, or that of `step`.
+    """Return the newest complete checkpoint, or the checkpoint of `step`.
 
     Each process verifies some files.
     """
@@ -170,7 +170,7 @@ def _find_verified(
 def _require_valid_state(manifest: Manifest) -> None:
     """Raise CheckpointError if the state of a manifest is not one that `save` writes.
 
-    A correct digest does not exclude this, because other code can write a manifest, too.
+    The digest cannot detect this, because other code may have written the manifest.
     """
     state = manifest.state
     for key, is_sound in _STATE_CHECKS.items():
@@ -189,7 +189,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_loss_scale(value: Any) -> bool:
-    """Return whether a value is a loss scale with its number of good steps."""
+    """Return whether a value is a list of a loss scale and the number of good steps."""
     if type(value) is not list or len(value) != 2 or type(value[0]) not in (int, float):
         return False
     return 0 < value[0] < 2.0**128 and _is_count(value[1])

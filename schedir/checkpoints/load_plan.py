@@ -25,15 +25,14 @@ class LoadPlan:
     Attributes:
         shards: The shards to read, each with the name of its tensor in the checkpoint.
         used_names: The names of weights and buffers in the checkpoint that this process uses.
-        optimizer_states: The optimizer state of each weight after the load, with the memory to
-            fill.
+        optimizer_states: Each weight with the memory for its optimizer state, by key of the state.
+            The load fills this memory.
         mismatches: Descriptions of tensors that do not fit.
         warnings: Descriptions of tensors that are read in another form than they were written.
-        trained_names: The name in the checkpoint of each weight that is trained, by its name in
-            this run.
-        aliases: Other names of weights, each with the name under which the checkpoint has it.
-        optimizer_kinds: The class name of the optimizer that stepped each weight.
-        optimizer_keys: The keys of the optimizer state of each weight in the checkpoint.
+        trained_names: Name of a trained weight in this run -> its name in the checkpoint.
+        aliases: Other name of a weight -> its name in the checkpoint.
+        optimizer_kinds: Name of a weight in the checkpoint -> the class name of its optimizer.
+        optimizer_keys: Name of a weight in the checkpoint -> the keys of its optimizer state.
         initial_states: The cache of `_get_initial_state`, by parameter group, dtype and device.
     """
 
@@ -69,7 +68,7 @@ class LoadPlan:
     def find_stored_name(self, weight: SliceableWeight) -> str:
         """Return the name under which the checkpoint has a weight.
 
-        It may be another one of the names of a tied weight.
+        For a tied weight, it may be another of its names.
 
         Args:
             weight: The weight.
@@ -138,11 +137,11 @@ class LoadPlan:
             self.shards.append((stored, shard))
 
     def _prepare_state(self, weight: SliceableWeight, name: str) -> dict[str, Tensor]:
-        """Return the optimizer state of a weight with the memory to fill.
+        """Return the memory for the optimizer state of a weight, by key of the state.
 
         Existing memory is reused.
         """
-        keys = self.optimizer_keys.get(name, [])  # empty if it was saved before the first step
+        keys = self.optimizer_keys.get(name, [])  # Empty if no step was made before the save.
         keeps = self._get_initial_state(weight)
         there, state = weight.optimizer.state.get(weight.optimized_tensor, {}), {}
         for key in dict.fromkeys([*keys, *keeps]) if keys else ():

@@ -2,10 +2,10 @@
 
 Nothing is copied or communicated here. Each element of a tensor is written by one process:
 
-- Each data-parallel replica writes its range of every bucket, also where weights are not sharded.
-- The first tensor-parallel rank writes the tensors that are not sharded.
-- The first rank of a stage writes it, if several ranks have stage replicas.
-- The first stage of a tied weight writes it.
+- Each data-parallel replica writes its range of every bucket, even if weights are not sharded.
+- The first tensor-parallel rank writes the tensors that are not sharded over these ranks.
+- If several ranks have replicas of a stage, the first of these ranks writes the stage.
+- The first of the stages that share a tied weight writes the weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from schedir.runtime.parameters.mixed_precision import (
     unwrap_optimizer,
 )
 
-NameMap = Callable[[int, str], str]  # Maps a stage and a name in it to the name in the full model.
+NameMap = Callable[[int, str], str]  # (stage, name in the stage) -> name in the full model
 
 
 class TensorPiece(NamedTuple):
@@ -38,7 +38,7 @@ class TensorPiece(NamedTuple):
     Attributes:
         offset: The offset of the slice in each dimension of the full tensor.
         size: The size of the slice in each dimension.
-        memory: A tensor of this size.
+        memory: A tensor of this size with the elements.
     """
 
     offset: tuple[int, ...]
@@ -50,8 +50,9 @@ class TensorPiece(NamedTuple):
 class TensorShardSpec:
     """The shard of a tensor that a process has.
 
-    The tensor-parallel slice is the part of the tensor along `dim` that the rank has. The local
-    range of the process is the range `low` to `high` of the flattened slice.
+    The tensor-parallel slice is the part of the tensor along `dim` that the tensor-parallel rank
+    has. The local range is the part of this slice that the process has, as a replica. It has the
+    elements `low` to `high` of the flattened slice.
 
     Args:
         shape: The shape of the tensor-parallel slice.
@@ -60,8 +61,8 @@ class TensorShardSpec:
         high: The end of the local range, exclusive.
         dim: The dimension along which the tensor is sliced.
         start: The offset of the slice in `dim`. Elements beyond the full tensor are padding.
-        is_flat: True if the memory is one-dimensional and has only the local range. Otherwise it
-            has the slice.
+        is_flat: True if the memory is one-dimensional and has only the local range. Otherwise the
+            memory has the complete slice.
     """
 
     shape: tuple[int, ...]
@@ -139,13 +140,14 @@ class SliceableWeight:
     Args:
         name: The name in the full model.
         stage: The stage.
-        owner_stage: The stage whose name the weight has. It differs from `stage` for a tied weight.
+        owner_stage: The stage from which the weight has its name. It may differ from `stage` for a
+            tied weight.
         parameter: The parameter.
         spec: Which part of the weight this process has.
         should_write: True if this process writes its local range.
         aliases: Other names of the weight in the full model.
         main_parameter: The float32 copy of the parameter, if it has one.
-        optimized_tensor: The tensor that the optimizer steps, the key of its state.
+        optimized_tensor: The tensor that the optimizer steps. It is the key of the optimizer state.
         optimizer: The optimizer that steps the weight, if there is one.
         param_group: The options of its parameter group.
     """
@@ -233,7 +235,7 @@ class LocalState:
 def list_generator_shards(rank: RankCheckpointState, process: int) -> list[TensorShard]:
     """Return the states of torch's random number generators in a process.
 
-    They are saved if the run has no seed. The order is that of `rank.random_streams.generators`.
+    They are saved if the run has no seed. They have the order of `rank.random_streams.generators`.
 
     Args:
         rank: The state of a rank in this process.
@@ -258,7 +260,7 @@ def collect_tied_names(rank: RankCheckpointState, name_map: NameMap) -> dict[tup
         name_map: Returns the name in the full model.
 
     Returns:
-        The names, by the stages that share a weight and its number among their weights.
+        (the stages that share a weight, its number among their shared weights) -> name.
     """
     return {key: name_map(s, n) for key, s, n in _iterate_tied_weights(rank) if s == key[0][0]}
 
@@ -266,7 +268,7 @@ def collect_tied_names(rank: RankCheckpointState, name_map: NameMap) -> dict[tup
 def _iterate_tied_weights(rank: RankCheckpointState) -> Iterator[tuple[tuple[Any, ...], int, str]]:
     """Yield key, stage and local name of each copy of a tied weight on a rank.
 
-    The key has the stages that share the weight, and its number among their weights.
+    The key has the stages that share the weight, and its number among their shared weights.
     """
     count: dict[tuple[int, ...], int] = {}
     for weight in rank.tied_weights:
@@ -300,7 +302,7 @@ def collect_local_state(
     for s, stage, names_of, firsts in modules:
         trained = {n: p for p, n in stage.parameter_names.items()}
         for name, p, other_names in _iterate_parameters(stage.module):
-            p = trained.get(name, p)  # A stage may compute with a shared parameter instead.
+            p = trained.get(name, p)  # The stage may compute with a parameter of another stage.
             if p in rank.aliases:  # Another stage has the same memory, and saves it.
                 continue
             owner_stage, full_name = firsts.get((s, name)) or (s, names_of(s, name))
@@ -364,14 +366,14 @@ class OptimizerOwners:
                         )
 
     def find_owner(self, p: nn.Parameter) -> tuple[Tensor | None, Any, Any, dict[str, Any]]:
-        """Return the owners of a parameter.
+        """Return the optimizer of a parameter, and the tensor that it steps.
 
         Args:
             p: The parameter.
 
         Returns:
-            Its float32 copy or None, the tensor that is stepped, the optimizer or None, and the
-            parameter group.
+            The float32 copy of the parameter or None, the tensor that the optimizer steps, the
+            optimizer or None, and the parameter group.
         """
         main = self.main_parameters.get(p)
         stepped = p if main is None else main
@@ -390,8 +392,8 @@ def _iterate_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
 def _is_writer(rank: RankCheckpointState, stage: int, tensor: Tensor) -> bool:
     """Return whether a rank writes its local range of a tensor.
 
-    It does if it is the first rank of the stage. If the tensor is not sharded over tensor-parallel
-    ranks, it must also be the first of those.
+    The first rank of the stage writes it. If the tensor is not sharded over tensor-parallel ranks,
+    only the first of these ranks writes it.
     """
     is_first = bool(rank.program.shape.first_rank_per_stage[stage] == rank.rank)
     return is_first and (is_tp_sharded(tensor) or not rank.tp_rank)
@@ -402,7 +404,7 @@ def _make_buffer_shard(
 ) -> TensorShard:
     """Return the shard of a buffer.
 
-    Only the first replica that has it writes it, as replicas may differ.
+    Only the first replica that has the buffer writes it, because replicas may differ.
     """
     full_range = ShardRange(tuple(buffer.shape), 0, buffer.numel())
     spec = _make_shard_spec(buffer, full_range, rank, is_flat=False)
@@ -411,7 +413,7 @@ def _make_buffer_shard(
 
 
 def _make_equal_range(p: Tensor, rank: RankCheckpointState) -> ShardRange:
-    """Return the equal share that a replica writes of a parameter without a bucket."""
+    """Return the range of a parameter without a bucket that this replica writes: an equal share."""
     n, k, _ = rank.shard_spec.for_tensor(p)
     return ShardRange(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
 

@@ -46,8 +46,8 @@ class ManifestFile(NamedTuple):
     """A file of a checkpoint.
 
     Attributes:
-        size: Its size in bytes.
-        sha256: Its digest in hexadecimal digits.
+        size: The size of the file in bytes.
+        sha256: The digest of the file in hexadecimal digits.
     """
 
     size: int
@@ -63,7 +63,7 @@ class StoredSlice(NamedTuple):
         size: The size of the slice in each dimension.
         file: The name of the file.
         begin: The first byte of the slice in the file.
-        length: The number of its bytes there.
+        length: The number of bytes of the slice in the file.
     """
 
     tensor: str
@@ -100,10 +100,12 @@ class Manifest:
         files: The files, by name.
         tensors: Shape and dtype of each tensor, by name.
         slices: The stored slices.
-        facts: A description of the run, for people. JSON values, so a tuple is loaded as a list.
+        facts: A description of the run, for people. It has JSON values, so a tuple is loaded as a
+            list.
         state: The state to resume from, in addition to tensors: for example the number of the next
-            step, the loss scale, and the extra state of the caller. JSON values, too.
-        finished_at: When the checkpoint was completed, in seconds since 1970. It is 0 before that.
+            step, the loss scale, and the extra state of the caller. It has JSON values.
+        finished_at: The time when the checkpoint was completed, in seconds since 1970. It is 0
+            until then.
         digest: The sha256 of the manifest's lines. It is empty if the manifest was not read from a
             file.
     """

@@ -37,13 +37,14 @@ from schedir.io.files import read_prefix
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.jsonl"
-MAX_BYTES: Final = 2**28  # bytes of a manifest
+MAX_BYTES: Final = 2**28  # the most bytes of a manifest
 MAX_LINE_BYTES: Final = 2**22
-MAX_CORNERS: Final = 2**20  # corners of all boxes of a tensor: 2^n each, in n dimensions
+# The most corners of all boxes of a tensor. A box in n dimensions has 2^n corners.
+MAX_CORNERS: Final = 2**20
 MAX_DIMENSIONS: Final = 8
-_MAX_DEPTH = 50  # nested lists and objects
+_MAX_DEPTH = 50  # the most levels of nested lists and objects
 _MAX_INTEGER = 2**53  # the largest integer, and the most elements of a tensor
-_MAX_NAME_LENGTH = 1000  # characters of a tensor's name
+_MAX_NAME_LENGTH = 1000  # the most characters of a tensor's name
 _DIGEST_LINE = b'{"sha256": "%s"}\n'
 _SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
@@ -128,11 +129,11 @@ def read_manifest(
 
 
 class _InvalidManifest(Exception):
-    """A manifest is not valid; the message is the reason."""
+    """A manifest is not valid. The message has the reason."""
 
 
 class _ManifestReader:
-    """Reads the lines of a manifest one by one. Errors call the manifest `checkpoint_name`."""
+    """Reads the lines of a manifest one by one. Errors contain `checkpoint_name`."""
 
     def __init__(self, checkpoint_name: str) -> None:
         self.checkpoint_name = checkpoint_name
@@ -267,8 +268,9 @@ class _ManifestReader:
 def _is_exact_cover(shape: tuple[int, ...], slices: Sequence[StoredSlice]) -> bool:
     """Return whether slices within a tensor cover each of its elements exactly once.
 
-    They do if the sum of their indicator functions is 1 everywhere. The code compares mixed
-    differences instead. Those of a box are 1 or -1 at its corners, and 0 elsewhere.
+    They do if the sum of their indicator functions equals the indicator function of the tensor. The
+    code compares the mixed differences of both. The mixed difference of a box is 1 or -1 at its
+    corners, and 0 elsewhere, so only corners are compared.
     """
     if len(slices) == 1:
         return slices[0].size == shape
@@ -308,7 +310,7 @@ def is_file_name(name: object) -> bool:
 def _parse_object(line: bytes) -> dict[str, Any]:
     """Return the JSON object of a line.
 
-    It refuses NaN and duplicate keys, as Python's reader does not.
+    Unlike Python's reader, it refuses NaN and duplicate keys.
     """
     if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
         raise _InvalidManifest(f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no line end")

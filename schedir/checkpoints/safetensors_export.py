@@ -1,7 +1,7 @@
 """Export the model of a checkpoint as one `.safetensors` file.
 
-The file has the length of the header in 8 bytes, the header in JSON, and the data of one tensor
-after the other. It is written tensor by tensor, so memory must fit only one tensor.
+The file begins with the length of the header in 8 bytes, and the header in JSON. The data of the
+tensors follow. The file is written tensor by tensor, so only one tensor must fit into memory.
 
 References:
     https://github.com/huggingface/safetensors, section "Format".
@@ -41,8 +41,8 @@ class ExportedTensor(NamedTuple):
     Attributes:
         name: The name in the exported file.
         meta: Shape and dtype in the exported file.
-        stored_name: The tensor of the checkpoint from which it is made.
-        convert: Converts the tensor after its dtype was changed. By default it only makes it
+        stored_name: The name of the tensor in the checkpoint from which it is made.
+        convert: Converts the tensor after its dtype was changed. By default the tensor is only made
             contiguous.
     """
 
@@ -57,8 +57,8 @@ def list_exported_tensors(manifest: Manifest, dtype: str | None = None) -> list[
 
     Args:
         manifest: The manifest of the checkpoint.
-        dtype: The dtype of exported floating-point weights, as "float32". Weights are converted
-            from their float32 copies if there are any, so that each value is rounded once. By
+        dtype: The dtype of exported floating-point weights, such as "float32". Weights with float32
+            copies are converted from these copies, so that each value is rounded only once. By
             default all tensors keep their dtypes.
 
     Raises:

@@ -56,8 +56,8 @@ def save(
     - the states of torch's random number generators, if the run has no seed
     - `extra_state` of the first process
 
-    Options of optimizers, such as the learning rate, are not restored by `load`. If a last update
-    is not validated yet (norm_check "after_step"), it is validated first.
+    Options of optimizers, such as the learning rate, are not restored by `load`. If the last update
+    is not validated yet (norm_check "after_step"), it is validated before the save.
 
     Args:
         run: An Executor, an InProcessExecutor, or a `schedir.torch_pipelining.Schedule`.
@@ -112,11 +112,11 @@ class SavePlan:
     Args:
         peers: The processes that save together.
         step: The number of steps that were made.
-        tensors: The local slices of each tensor, with the tensor's shape and dtype.
+        tensors: Name of a tensor -> its shape and dtype, and its local slices.
         state: See `Manifest`.
         facts: See `Manifest`.
-        stepped_tensors: The tensors that a step changes. The values are the index of the rank in
-            this process, and the stage.
+        stepped_tensors: Name of a tensor that a step changes -> the index of its rank in this
+            process, and its stage.
     """
 
     peers: CheckpointGroup
@@ -137,7 +137,8 @@ def plan_save(
 ) -> SavePlan:
     """Collect the data that this process writes, without copying it.
 
-    The next step changes these tensors. All processes call this.
+    The next step changes these tensors. Write or copy them before that step. All processes call
+    this.
 
     Args:
         run: See `save`.
@@ -209,8 +210,8 @@ def write_checkpoint(
         save_plan: The data to write.
         directory: The directory of the checkpoints.
         keep: The number of newest complete checkpoints to keep. By default all are kept.
-        group: The group of torch.distributed in which processes communicate. By default that of the
-            run.
+        group: The group of torch.distributed in which processes communicate. By default the group
+            of the run.
 
     Returns:
         The directory of the checkpoint.
@@ -230,7 +231,8 @@ def write_checkpoint(
         def begin() -> str:
             stack.enter_context(_lock_within_process(place, save_plan.step))
             at = place.begin(save_plan.step)
-            # This removes an unfinished checkpoint. A complete one has another name by then.
+            # At the end, this removes the checkpoint if it is unfinished. A complete checkpoint
+            # then has another name.
             stack.callback(place.abandon, save_plan.step)
             return str(at)
 
@@ -256,7 +258,7 @@ def _lock_within_process(directory: CheckpointDirectory, step: int) -> Iterator[
         del _steps_being_written[key]
 
 
-# The step that this process is writing, by the real path of the directory.
+# Real path of a directory -> the step that this process is writing to it.
 _steps_being_written: dict[str, list[int]] = {}
 
 
@@ -292,9 +294,10 @@ def _write_and_finish(
 def _require_json_extra(
     peers: CheckpointGroup, step: int, extra_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the extra state.
+    """Return the extra state of this process.
 
-    All processes raise an error if one of them is not JSON, or steps differ.
+    All processes raise an error if the extra state of a process is not JSON, or if the steps
+    differ.
     """
 
     def plain() -> str:

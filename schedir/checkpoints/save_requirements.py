@@ -27,7 +27,7 @@ def require_savable(rank: RankCheckpointState) -> None:
 
     Raises:
         CheckpointError: A module overrides `get_extra_state`, a parameter is a tensor subclass or
-            is on the meta device, or the optimizer may have other state than elementwise state.
+            is on the meta device, or the optimizer may not be elementwise.
     """
     for s, stage in rank.stages.items():
         for name, module in stage.module.named_modules():

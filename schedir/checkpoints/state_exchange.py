@@ -23,18 +23,18 @@ from schedir.runtime.parameters.buckets import describe_slice, is_expert
 
 
 class RankManifest(NamedTuple):
-    """The description that a process sends of its tensors.
+    """The description of its tensors that a process sends to the others.
 
     Attributes:
         tensors: The weights and buffers: name in the full model, stage, shape and dtype.
-        aliases: Other names of weights, each with the name under which the weight is saved.
-        optimizers: The names of the weights that each class of optimizer steps.
+        aliases: Other name of a weight -> the name under which it is saved.
+        optimizers: Class name of an optimizer -> the names of the weights that it steps.
         unoptimized: The names of the trained weights that no optimizer steps, if code outside of
             schedir reduces the gradients.
-        experts: The slice of the experts to which a weight belongs, by its name.
+        experts: Name of a weight of experts -> the slice of the experts to which it belongs.
         written_buffers: The names of the buffers that the process writes.
-        checksums: When saving, checksums of buffers. Also checksums of each weight with its float32
-            copy and optimizer state, if code outside of schedir reduces the gradients.
+        checksums: When saving, the checksums of each buffer. If code outside of schedir reduces the
+            gradients, also the checksums of each weight, its float32 copy and its optimizer state.
     """
 
     tensors: list[tuple[str, int, TensorMeta]]
@@ -100,8 +100,8 @@ def gather_checkpoint_states(
 
     Raises:
         CheckpointError: A state cannot be saved, two tensors have the same name, or processes
-            disagree on a tensor. When saving, also if replicas differ whose gradients are reduced
-            outside of schedir.
+            disagree on a tensor. When saving, also if replicas differ, and code outside of schedir
+            reduces their gradients.
     """
     ranks: list[RankCheckpointState] = []
 
@@ -224,7 +224,7 @@ def _find_differing_tensors(
 
 
 def warn_of_differing_buffers(peers: CheckpointGroup, manifests: Sequence[RankManifest]) -> None:
-    """Warn if a buffer differs between processes. Replicas see different microbatches.
+    """Warn if a buffer differs between processes, because replicas use different microbatches.
 
     Args:
         peers: The processes that save together.

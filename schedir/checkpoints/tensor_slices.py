@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class TensorSlice(NamedTuple):
-    """A slice of a tensor that has a part of a range of its elements.
+    """One of the slices into which a range of a flattened tensor is split.
 
     Attributes:
         offset: The offset in each dimension of the tensor.
@@ -29,7 +29,7 @@ class TensorSlice(NamedTuple):
 def split_range_into_slices(shape: Sequence[int], low: int, high: int) -> Iterator[TensorSlice]:
     """Split a range of the flattened tensor into as few slices as possible.
 
-    A tensor of n dimensions has at most 2 n - 1 of them.
+    In a tensor of n dimensions, a range has at most 2 n - 1 slices.
 
     Args:
         shape: The shape of the tensor.
@@ -51,7 +51,7 @@ def split_range_into_slices(shape: Sequence[int], low: int, high: int) -> Iterat
     while low < high:
         index, within = divmod(low, row)
         at, rows = low - low_of_all, (high - low) // row
-        if within or not rows:  # The range starts within a row, or ends in this one.
+        if within or not rows:  # The range begins within this row, or ends in it.
             end = min(row, high - index * row)
             for box in split_range_into_slices(shape[1:], within, end):
                 yield TensorSlice((index, *box.offset), (1, *box.size), at + box.flat_offset)

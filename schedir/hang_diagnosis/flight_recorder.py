@@ -1,15 +1,15 @@
 """Read the dumps of torch's flight recorder, one file per rank.
 
-The format is that of `FlightRecorder.hpp`; torch 2.13 writes version 2.10. It is interpreted as
-`torch.distributed.flight_recorder` does. `entries` are in the order in which the rank issued them,
-and `pg_config` has the ranks of each process group. Three properties are not obvious:
+The format is that of `FlightRecorder.hpp`; torch 2.13 writes version 2.10. This module interprets
+it as `torch.distributed.flight_recorder` does. `entries` are in the order in which the rank issued
+them, and `pg_config` has the ranks of each process group. Three properties are not obvious:
 
-- A batch has an entry per message, whose state never changes. Then it has an entry `coalesced` with
-  the same sequence number, whose state is that of all messages.
+- A batch has an entry per message. The state of these entries never changes. The next entry,
+  `coalesced`, has the same sequence number, and the state of all messages of the batch.
 - ProcessGroupGloo records collectives, but no messages. It marks an ended entry as retired, and
   does not change its state.
-- A message names ranks of its process group, not of the job. They are mapped with the ranks of the
-  group.
+- A message names ranks of its process group, not of the job. This module converts them with the
+  ranks of the group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from schedir.errors import TraceError, UsageError
 from schedir.hang_diagnosis.safe_unpickler import loads
 from schedir.io.files import expand_paths, open_regular_file, read_prefix
 
-# Bytes of a file. The limit of JSON is lower, because its values need more memory per byte.
+# The largest number of bytes of a dump, by format. The limit of JSON is lower, because its values
+# need more memory per byte.
 MAX_BYTES: Final = {"pickle": 2**27, "json": 2**25}
 _PREFIX_BYTES: Final = 2**12  # bytes that are read to detect the format
 MAX_ENTRIES: Final = 2**20
@@ -41,7 +42,7 @@ _STATE_OF_NAME: Final[dict[str, OperationState]] = {
 _MESSAGE_NAME: Final = re.compile(r"(send|recv) (\d{1,6})(?:->|<-)(\d{1,6})$")
 _RANK_LIST: Final = re.compile(r"\[[\d, ]*\]$")
 _INTEGER_LIMIT: Final = 2**63
-_MAX_NAME_LENGTH: Final = 2**12  # characters of a name
+_MAX_NAME_LENGTH: Final = 2**12  # the most characters of a name
 
 
 class RecordedGroup(NamedTuple):
@@ -76,7 +77,7 @@ class RecordedOperation(NamedTuple):
     """A message or a collective that a rank has recorded.
 
     Attributes:
-        number: Its number among all entries of the rank, from 0.
+        number: The number of the operation among all entries of the rank, from 0.
         group: The process group.
         kind: `send`, `recv`, or the name of a collective.
         peer: The rank of the job that is the other end of a message, or -1 for a collective.
@@ -84,13 +85,13 @@ class RecordedOperation(NamedTuple):
             number of the launch of messages. Both count from 1 in each process group.
         logical_number: Torch's number among all messages and collectives of the process group, from
             1.
-        collective_number: Torch's number of collectives in the process group so far.
+        collective_number: The number of collectives in the process group so far, as torch counts.
         batch: The same positive number for all operations of a batch, or 0 outside of a batch.
         state: `issued`, `started` or `ended`.
         sizes: The shape of each input tensor.
         dtypes: The dtype of each input tensor.
-        created_time: When it was issued, in nanoseconds, or 0.
-        ended_time: When its end was discovered, in nanoseconds, or 0.
+        created_time: The time when it was issued, in nanoseconds, or 0 if it is unknown.
+        ended_time: The time when its end was discovered, in nanoseconds, or 0 if it is unknown.
         source_line: The line of user code that issued it, as `file:line`, or empty.
     """
 
@@ -111,12 +112,12 @@ class RecordedOperation(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Return whether it is a message. Otherwise it is a collective."""
+        """Return whether the operation is a message. Otherwise it is a collective."""
         return self.peer >= 0
 
     @property
     def is_done(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the operation has ended."""
         return self.state == "ended"
 
     def __str__(self) -> str:
@@ -126,7 +127,7 @@ class RecordedOperation(NamedTuple):
 
     @property
     def shape_text(self) -> str:
-        """The dtypes and shapes of its inputs, as text for people."""
+        """The dtypes and shapes of the inputs, as text for people."""
         each = [
             f"{dtype} {list(sizes)}"
             for dtype, sizes in zip(self.dtypes or ("",) * 99, self.sizes, strict=False)
@@ -142,7 +143,7 @@ class FlightRecorderDump:
         rank: The rank.
         path: The file.
         ops: The operations, in the order in which the rank issued them.
-        groups: The process groups that have ranks.
+        groups: The process groups whose ranks are in the dump.
         num_lost: The number of entries that were overwritten.
     """
 
@@ -171,7 +172,7 @@ class FlightRecorderDump:
     def last_time(self) -> int:
         """The last time at which an operation was issued or ended, in nanoseconds.
 
-        It is 0 if there is none.
+        It is 0 if no time is known.
         """
         return max((max(op.created_time, op.ended_time) for op in self.ops), default=0)
 
@@ -187,7 +188,7 @@ class FlightRecorderDump:
 def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], list[str]]:
     """Read the dumps in files, directories and patterns.
 
-    In a directory, only files whose names end in a number are read, as torch names them.
+    In a directory, only files whose names end in a number are read. torch names dumps in this way.
 
     Args:
         sources: The files, directories and patterns.
@@ -202,7 +203,7 @@ def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], l
     """
     paths, skipped = _find_paths(sources)
     found: dict[int, FlightRecorderDump] = {}
-    for path in paths:  # One at a time, to save memory: only a small part of a file is kept.
+    for path in paths:  # Files are read one at a time. Only a small part of a file stays in memory.
         try:
             dump = _build_dump(path, _read_dump_file(path))
         except TraceError as error:
@@ -287,10 +288,7 @@ def _load_json(data: bytes) -> Any:
 
 
 def _clean_text(text: object) -> str:
-    """Return a name from a file as printable text.
-
-    A value that is not text is not inspected.
-    """
+    """Return a name from a file as printable text. For other values, return only their type."""
     return _replace_unprintable(text[:200] if isinstance(text, str) else f"<{type(text).__name__}>")
 
 
@@ -300,7 +298,10 @@ def _replace_unprintable(text: str) -> str:
 
 
 def _infer_group_ranks(dumps: dict[int, FlightRecorderDump]) -> dict[int, FlightRecorderDump]:
-    """Give each group without ranks the ranks of the dumps that mention it."""
+    """Set the ranks of groups without ranks to those of the dumps that mention the group.
+
+    The default group gets the ranks of all dumps.
+    """
     members: dict[RecordedGroup, set[int]] = defaultdict(set)
     for rank, dump in dumps.items():
         for group in {op.group for op in dump.ops if not op.group.has_ranks}:
@@ -320,7 +321,7 @@ def _infer_rank(
 ) -> int:
     """Return the rank of a dump from its file name, or else from its messages.
 
-    Both must agree.
+    If both give a rank, it must be the same.
     """
     message_counts = Counter[int]()
     for entry in entries:
@@ -357,7 +358,7 @@ def _are_sizes(value: Any) -> bool:
     )
 
 
-# The required fields of an entry, and a check of each value.
+# Required field of an entry -> a function that returns whether a value of the field is valid.
 _FIELD_CHECKS: Final[dict[str, Callable[[Any], bool]]] = {
     "record_id": _is_number,
     "process_group": lambda v: isinstance(v, list | tuple) and [*map(type, v)] == [str, str],
@@ -382,7 +383,7 @@ def _require_fields(entry: dict[str, Any]) -> None:
 
 
 def _parse_groups(config: object) -> dict[str, RecordedGroup]:
-    """Return the process groups of a dump that have ranks, by name."""
+    """Return, by name, the process groups whose ranks are in the dump."""
     if not isinstance(config, dict):
         raise TraceError("the process groups of the dump are not a dictionary")
     groups = {}
@@ -391,7 +392,7 @@ def _parse_groups(config: object) -> dict[str, RecordedGroup]:
         numbers = _parse_ranks(ranks) if isinstance(ranks, str) and len(ranks) <= 2**20 else None
         if numbers is None:
             raise TraceError(f"the process group {_clean_text(name)} has no list of ranks")
-        if numbers:  # Gloo writes an empty group without a name.
+        if numbers:  # Gloo writes an empty group without a name, which is not used.
             groups[name] = RecordedGroup(
                 _clean_text(name), _clean_text(group.get("desc", "")), numbers
             )
@@ -439,7 +440,7 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
     kind, peer = _clean_text(title), -1
     if found := _MESSAGE_NAME.match(title):
         kind, other = found[1], int(found[3])
-        # In a group without ranks, a rank of the group is taken as a rank of the job.
+        # If the ranks of a group are unknown, its numbers are taken as ranks of the job.
         if group.has_ranks and other >= len(group.ranks):
             raise TraceError(
                 f"a message of {group} is for rank {other} of this group, but the group has only "
@@ -467,7 +468,7 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
 
 
 def _end_batch(ops: list[RecordedOperation], members: list[int], entry: dict[str, Any]) -> None:
-    """Give the operations of a batch the state of the batch.
+    """Set the state and the end of all operations of a batch to those of the batch.
 
     These operations are the last ones that their group has issued. The list `members` has the
     indices of all operations since the group's previous batch. The function clears this list.
@@ -490,7 +491,7 @@ def _read_ended_time(entry: dict[str, Any]) -> int:
 
 
 def _find_source_line(entry: dict[str, Any]) -> str:
-    """Return the innermost line outside of torch as `file:line`, or "" without stacks."""
+    """Return the innermost line outside of torch as `file:line`, or "" if there is none."""
     frames: Sequence[Any] = entry.get("frames") or ()
     for frame in frames[:200] if isinstance(frames, list | tuple) else ():
         if not isinstance(frame, dict):

@@ -24,7 +24,7 @@ from schedir.io import terminal_output
 from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
 from schedir.ir.program import Program
 
-MAX_SHOWN = 16  # ranks, or copies of a program, that a report lists one by one
+MAX_SHOWN = 16  # A report lists at most this number of ranks, waits or copies of a program.
 
 
 def describe_job(job: DistributedJob) -> list[str]:
@@ -176,7 +176,7 @@ def _describe_issued_by_all(job: DistributedJob, wait: PendingOperation) -> str:
 
 
 def _deduplicate_waits(waits: Iterable[PendingOperation]) -> list[PendingOperation]:
-    """Return one wait per operation. The waits of its other ranks have the same cause."""
+    """Return one wait per operation. Waits of other ranks for the operation have the same cause."""
     kept: dict[object, PendingOperation] = {}
     for wait in waits:
         which = (
@@ -191,7 +191,7 @@ def _deduplicate_waits(waits: Iterable[PendingOperation]) -> list[PendingOperati
 def _describe_mixed_batching(wait: PendingOperation) -> str:
     """Warn if only one side of a message is in a batch.
 
-    They may then use two communicators.
+    The two sides may then use two different communicators.
     """
     part = wait.counterpart
     if part is None or not wait.op.is_message or bool(wait.op.batch) == bool(part.batch):
@@ -206,7 +206,7 @@ def _describe_mixed_batching(wait: PendingOperation) -> str:
 
 
 def _describe_done(dump: FlightRecorderDump) -> str:
-    """List the messages that a rank has completed, for readers without a program."""
+    """Return the number of messages that a rank has completed, by direction and peer, as text."""
     done = Counter((op.kind, op.peer) for op in dump.ops if op.is_message)
     counts = [
         f"{number} {kind}{'s' * (number > 1)} {'to' if kind == 'send' else 'from'} {peer}"
@@ -230,7 +230,7 @@ def _describe_lost_entries(dumps: Sequence[FlightRecorderDump]) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------- words of both
+# ---------------------------------------------------------------- text of both reports
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
@@ -258,7 +258,7 @@ def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> s
 
 
 def _describe_age(job: DistributedJob, time: int) -> str:
-    """Return how long a time is before the newest entry of all dumps."""
+    """Return as text how long a time (in ns) is before the newest entry of all dumps."""
     newest = max((dump.last_time for dump in job.dumps.values()), default=0)
     seconds = (newest - time) / 1e9
     return f", {seconds:.3g} s before the newest entry" if time and seconds >= 0.001 else ""
@@ -286,8 +286,8 @@ def describe_named_job(
 ) -> list[str]:
     """Report where each rank waits, if its transfers are in another order than the program's.
 
-    Messages have the names of instructions, found by their number between two ranks. Deadlocks of
-    the program are not reported.
+    The report names messages after instructions of the program. It finds the instruction from the
+    number of a message between two ranks. It does not report deadlocks of the program.
 
     Args:
         job: The dumps of the job.
@@ -478,7 +478,7 @@ class _ProgramCopyReport:
         return [*lines, end]
 
     def _describe_cause(self, cause: StallReason, certainty: str) -> list[str]:
-        """Describe a cause. `certainty` is "is", or "may be" if there are other candidates."""
+        """Describe a cause. `certainty` is "is", or "may be" if other causes are possible."""
         owners = " or ".join(dict.fromkeys(map(self.name_owner, cause.positions)))
         ops = " or ".join(map(self.name_instruction, cause.positions))
         if cause.kind is ChainEnd.SILENT:

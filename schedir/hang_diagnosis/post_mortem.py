@@ -1,8 +1,7 @@
 """Read the black boxes of a run, while it runs or after it has ended.
 
-The report is the one that processes and the launcher print after a timeout. In addition, the run
-may still make progress, or all processes may have been stopped at once. Then no process is the
-cause.
+The report is the same that processes and the launcher print after a timeout. In two further cases,
+no process is the cause: the run makes progress, or all processes were stopped at the same time.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from schedir.io.files import open_regular_file, read_text, require_path
 from schedir.ir.program import Program
 
 MAX_PROCESSES: Final = 2**20  # processes of a run
-PROGRESS_SECONDS: Final = 1.0  # A run makes progress if an instruction began in these seconds.
-SAME_END_SECONDS: Final = 0.5  # Processes that end within these seconds were stopped together.
+PROGRESS_SECONDS: Final = 1.0  # A run makes progress if an instruction began less than this ago.
+SAME_END_SECONDS: Final = 0.5  # Processes that end within this time were stopped together.
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class PostMortem:
 
     Args:
         directory: The directory of the black boxes.
-        snapshots: The contents of the boxes, by process. There is at least one.
+        snapshots: The contents of the black boxes, by process. There is at least one.
         program: The program of the run, if it was saved there.
         verdict: The last message of the launcher, or "".
     """
@@ -54,7 +53,7 @@ class PostMortem:
 
     @cached_property
     def stalled_run(self) -> StalledRun:
-        """The waits between the processes. A process without a box may be on another machine."""
+        """The waits between the processes that have a black box here."""
         return StalledRun(self.snapshots, self.layout, self.program)
 
     @property
@@ -64,7 +63,7 @@ class PostMortem:
 
     @property
     def processes_without_box(self) -> list[int]:
-        """The processes that have no box in this directory."""
+        """The processes that have no black box in this directory."""
         one = next(iter(self.snapshots.values()))
         return [p for p in range(one[BlackBoxField.WORLD_SIZE]) if p not in self.snapshots]
 
@@ -76,9 +75,9 @@ class PostMortem:
 
     @cached_property
     def cause(self) -> StallCause | None:
-        """The process that delays or ended the others, or None.
+        """The process that delays or has ended the other processes, or None.
 
-        It is None if the run makes progress, and if all processes were stopped at once.
+        It is None if the run makes progress, or if all processes were stopped at the same time.
         """
         visible = [one for one in self.snapshots.values() if one.state != "unknown"]
         beats = [one[BlackBoxField.HEARTBEAT] for one in visible if one.is_dead]
@@ -203,7 +202,7 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
     began = newest[BlackBoxField.START_TIME] / ticks * 1e9
 
     def belongs(one: BlackBoxSnapshot) -> bool:
-        """Return whether a box is of the newest box's run, which may have several launchers."""
+        """Return whether a black box is of the newest run, which may have several launchers."""
         is_equal = [
             one[w] == newest[w]
             for w in (
@@ -227,7 +226,7 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
             f"the black boxes in {directory} contradict each other: they do not belong to one run "
             f"of {world} processes"
         )
-    # Another machine has another clock, so the last time in the boxes is the time of reading.
+    # Another machine has another clock. So the last time in the boxes is used as the reading time.
     if not here:
         last = max(
             max(
@@ -262,7 +261,7 @@ def load_program(directory: Path) -> Program | None:
 def write_verdict(directory: Path, run: int, text: str) -> None:
     """Save the last message of a launcher for later reports.
 
-    It does nothing without a directory.
+    It does nothing if the directory does not exist.
 
     Args:
         directory: The directory of the black boxes.

@@ -2,7 +2,8 @@
 
 In a process group, a rank sends and receives the transfers of its Stream that use this group. It
 does so in the order of the Stream, and repeats them in every step. So the number of a message
-determines its transfer. The rest of the recording must agree, or the dump is not of this program.
+determines its transfer. The direction and the peer of the message must be those of the transfer.
+Otherwise the dump is not of this program.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from schedir.hang_diagnosis.wait_graph import DistributedJob
 from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS, Lane
 from schedir.ir.program import Program
 
-# Messages of shapes, votes and objects have these dtypes. Activations have none of them.
+# Messages of shapes, votes and Python objects have these dtypes. Activations never have them.
 _INTEGER_DTYPES: Final = {"int", "long", "byte", "char", "short", "bool"}
 
 
 def is_control_message(op: RecordedOperation) -> bool:
     """Return whether a message is not a transfer of a program.
 
-    These are messages of integers, and of at most one element. Torch sends the latter before the
-    first step, to open its communicators.
+    A control message has an integer dtype, or at most one element. Before the first step, torch
+    sends messages of one element to create communicators.
 
     Args:
         op: The message.
@@ -52,20 +53,22 @@ class MatchedProgram:
     A mask has one entry per instruction, by position, and is True only for transfers.
 
     Args:
-        ranks: The rank of the job that runs each rank of the program.
+        ranks: For each rank of the program, the rank of the job that runs it.
         step: The number of the step, from 0, or None if the dumps do not show it.
         issued_mask: The transfers that were issued.
         started_mask: The transfers that have started. Only some ranks record this.
         ended_mask: The transfers that have ended.
-        has_dump: Which ranks of the program have a dump.
+        has_dump: For each rank of the program, True if it has a dump.
         num_ignored: The number of messages that are not transfers. See `is_control_message`.
-        transfers_per_group: The transfers of each process group of each rank, as positions.
-        position_of_message: The position of each message, by the rank of the job and its number
-            there.
-        counter_ranks: The ranks of the job for which only torch's counters show the place in the
-            step. Lost messages that are not transfers would make it wrong.
-        order_mismatch: If not empty, where the order of a rank differs from its Stream. Then only
-            the order of all sends, and of the receives from each rank, agrees with the program.
+        transfers_per_group: For each rank and process group, the positions of the transfers in one
+            step.
+        position_of_message: (rank of the job, number of a message in its dump) -> position of the
+            transfer.
+        counter_ranks: The ranks of the job whose place in the step is known only from torch's
+            counters. The place is wrong if a lost entry was a control message.
+        order_mismatch: The first message of a rank that is not in the order of its Stream, as text.
+            Empty if there is none. If not empty, only the sends of a rank, and its receives from
+            each other rank, have the order of the program.
     """
 
     ranks: tuple[int, ...]
@@ -115,7 +118,7 @@ def find_communicating_ranks(job: DistributedJob) -> list[tuple[int, ...]]:
 def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
     """Return the ranks of each copy of the program, in the order of the program's ranks.
 
-    If a copy's messages use a process group of exactly its ranks, the order is that of the group.
+    If a process group has exactly the ranks of a copy, the order is that of the group.
     """
     many, found = program.shape.ranks, find_communicating_ranks(job)
     if not found and many > 1:
@@ -189,7 +192,7 @@ def _match_copy(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> Ma
 def _find_carriers(
     job: DistributedJob, ranks: tuple[int, ...]
 ) -> dict[tuple[int, int], list[RecordedGroup]]:
-    """Return the process groups of messages by sender and receiver, in order of first use."""
+    """Return (sender, receiver) -> the process groups of their messages, in order of first use."""
     found: dict[tuple[int, int], dict[RecordedGroup, None]] = defaultdict(dict)
     for rank in ranks:
         for op in job.dumps[rank].ops if rank in job.dumps else ():
@@ -201,11 +204,11 @@ def _find_carriers(
 
 @dataclass(frozen=True)
 class TransferSequence:
-    """The messages of a rank in one process group, matched with its transfers there.
+    """The messages of a rank in one process group, matched with the transfers of the program.
 
-    Transfers are numbered from step to step: `transfers` has n positions, so transfer number k has
-    the position `transfers[k % n]`. Number 0 is the first transfer of the step of the first
-    message.
+    The numbers of transfers continue from one step to the next. If `transfers` has n positions,
+    transfer number k has the position `transfers[k % n]`. Number 0 is the first transfer in the
+    step of the first message.
 
     Args:
         transfers: The positions of the transfers of one step in this group.
@@ -213,9 +216,9 @@ class TransferSequence:
         ops: The messages.
         previous_steps: The number of complete steps before the first message, or None if it is
             unknown.
-        previous_transfers: The number of transfers of its step before the first message.
-        is_unique_fit: True if the recording matches only here. Otherwise torch's counters chose the
-            place.
+        previous_transfers: The number of transfers before the first message in its step.
+        is_unique_fit: True if the messages match the program at only one place in a step. If they
+            match at several, the place comes from torch's counters.
     """
 
     transfers: NDArray[np.int32]
@@ -228,7 +231,7 @@ class TransferSequence:
     def list_positions(self) -> Iterator[tuple[int, int, int]]:
         """Yield the number of each message, its step, and its position.
 
-        If `previous_steps` is None, the step counts from that of the first message.
+        If `previous_steps` is None, the step of the first message is 0.
         """
         for number, op in zip(self.transfer_numbers, self.ops, strict=True):
             step, turn = divmod(number, len(self.transfers))
@@ -236,9 +239,9 @@ class TransferSequence:
 
     @property
     def open_step(self) -> int:
-        """The step of the first message that has not ended, or of the next message.
+        """The step of the first message that has not ended. The step of the first message is 0.
 
-        It counts from the step of the first message.
+        If all messages have ended, this is the step of the next message.
         """
         open_ = [n for n, op in zip(self.transfer_numbers, self.ops, strict=True) if not op.is_done]
         return min(open_, default=self.previous_transfers + len(self.ops)) // len(self.transfers)
@@ -253,13 +256,13 @@ class TransferSequence:
         """Mark the transfers of a step that were issued, have started and have ended.
 
         Args:
-            step: The step, counted from that of the first message.
+            step: The step. The step of the first message is 0.
             issued_mask: The mask of issued transfers, by position. It is changed in place.
             started_mask: The mask of started transfers.
             ended_mask: The mask of ended transfers.
         """
-        # Transfers whose entries are lost have ended: all of an earlier step, or the first ones of
-        # step 0.
+        # Transfers whose entries are lost have ended. In a step before step 0, these are all
+        # transfers. In step 0, these are the first ones.
         older = self.transfers[
             : self.previous_transfers if step == 0 else len(self.transfers) * (step < 0)
         ]
@@ -276,7 +279,7 @@ class TransferSequence:
 
 
 class _StepMismatch(Exception):
-    """The order of a rank differs from its Stream; the message is the place."""
+    """The messages of a rank are in another order than its Stream. The text names the first one."""
 
 
 class _Direction(NamedTuple):
@@ -318,7 +321,8 @@ class _RecordedRank:
         self.ranks = ranks
         self.dump = dump
         self.carriers = carriers
-        self.has_ambiguous_group = False  # True if the group of some direction is unknown
+        # True if the process group of the messages in some direction is unknown.
+        self.has_ambiguous_group = False
         self.program_rank_of = {rank: k for k, rank in enumerate(ranks)}
         index = graph.index
         lo, hi = graph.program.offsets[program_rank : program_rank + 2].tolist()
@@ -354,8 +358,8 @@ class _RecordedRank:
     def _split_sequences(self) -> list[TransferSequence]:
         """Match the messages of each process group with the transfers that use it.
 
-        If two groups carry activations and gradients in the same direction, the group that is used
-        first carries the kind that the Stream sends first.
+        Activations and gradients in the same direction may use two groups. Then the group that is
+        used first has the kind of messages that the Stream sends first.
         """
         ops: dict[tuple[RecordedGroup, _Direction | None], list[RecordedOperation]] = defaultdict(
             list
@@ -378,15 +382,21 @@ class _RecordedRank:
         return _Direction(op.kind, self.program_rank_of[op.peer])
 
     def _queue_of(self, direction: _Direction) -> _Direction | None:
-        """Return the queue in which the order of a message must agree with the Stream."""
+        """Return the queue of a message. The messages of a queue have the order of the Stream.
+
+        By default, all messages of a process group are in one queue, None. With an
+        `order_mismatch`, all sends are in one queue, with the peer -1. The receives from each rank
+        are in one queue.
+        """
         if not self.order_mismatch:
             return None
         return direction if direction.kind == "recv" else _Direction(direction.kind, -1)
 
     def _find_groups(self, direction: _Direction) -> list[RecordedGroup]:
-        """Return the process groups that carry a direction, in order of first use.
+        """Return the process groups of the messages in a direction, in order of first use.
 
-        If both ends have lost these messages, return the only group that has both ranks.
+        If these messages may be lost, return a group that contains both ranks. If several groups
+        contain both ranks, set `has_ambiguous_group`.
         """
         rank, there = self.dump.rank, self.ranks[direction.peer]
         groups = self.carriers[(rank, there) if direction.kind == "send" else (there, rank)]
@@ -401,7 +411,7 @@ class _RecordedRank:
     def _require_step_order(self) -> None:
         """Raise UsageError if a step begins before the previous one was fully issued.
 
-        Then the rank has other messages than the program, or more of them.
+        Such a rank has other messages than the program, or more of them.
         """
         many = len(self.directions)
         for number, op in enumerate(self.messages):
@@ -414,7 +424,10 @@ class _RecordedRank:
                 )
 
     def _require_causality(self) -> None:
-        """Raise UsageError if a receive comes after a send that needs its data, or later data."""
+        """Raise UsageError if a receive comes after the compute that needs its data.
+
+        A send proves that its rank has issued all compute up to the compute of the sent value.
+        """
         index, many, needs = self.graph.index, len(self.graph), self.graph.needs
         computed = -1
         for number, op in enumerate(self.messages):
@@ -471,10 +484,10 @@ class _RecordedRank:
         )
 
     def _find_fitting_places(self, ops: list[RecordedOperation], transfers: list[int]) -> list[int]:
-        """Return the places in a step at which the first message may be, so that all others match.
+        """Return the places in a step where the first message may be, so that all messages match.
 
-        Places with the same sequence of directions are checked once. In a group with one direction,
-        all places have the same one.
+        Places with the same sequence of directions are checked once. For example, if a group has
+        only one direction, all places have the same sequence.
         """
         directions = [self.directions[at] for at in transfers]
         fits: dict[tuple[_Direction, ...], bool] = {}
@@ -494,7 +507,7 @@ class _RecordedRank:
     def _has_usable_counters(self, group: RecordedGroup) -> bool:
         """Return whether the counters of a process group show the number of earlier transfers.
 
-        They do if each message and each collective counts as one, and all messages are transfers.
+        They do if torch counts each operation exactly once, and if all messages are transfers.
         """
         ops = self._ops_by_group[group]
         steady = all(

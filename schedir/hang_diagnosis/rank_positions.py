@@ -1,11 +1,12 @@
-"""Find the instruction that each rank has reached, its cause of waiting, and the late rank.
+"""Find the instruction that each rank has reached, why the rank waits, and which rank is late.
 
 Dumps show transfers, but no computation. If a transfer has ended, all instructions that it needs
-have surely ended. An instruction may have ended if it does not wait for an open transfer.
+have surely ended. An instruction may have ended if it does not wait for an open transfer, that is,
+a transfer that has not ended.
 
 The position of a rank is the first instruction that cannot start yet, or that the host has not
-issued. From there, the analysis follows the waits across ranks. It ends at a rank that does not
-wait for another rank, the cause, or in a cycle, a deadlock.
+issued. From there, the analysis follows the waits across ranks. If it ends at a rank that does not
+wait for another rank, this rank is the cause. If it ends in a cycle, the ranks are in a deadlock.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from schedir.ir.isa.instructions import RECV_OPS, SEND_OPS, TRANSFER_OPS
 from schedir.ir.program import Program
 from schedir.verify.check import build_complete_graph, check
 
-# The default is the usual model. If the dumps contradict it, weaker ones are tried.
+# The models to try, in this order: the usual one, then weaker ones if the dumps contradict it.
 _DEFAULT_MODELS: Final = ("per_device", *reversed(MODELS[: MODELS.index("per_device")]))
 
 
 class ChainEnd(Enum):
-    """The kinds of ends of a chain of waits.
+    """The state in which a chain of waits ends.
 
     - LATE: The host of a rank has not issued a transfer.
-    - SILENT: There is no dump of a rank.
-    - BUSY: Both sides of a message were issued, and a rank may still compute before it.
-    - STUCK: Both sides of a message were issued, and nothing delays it.
+    - SILENT: A rank has no dump.
+    - BUSY: Both sides of a message were issued, but computation may still delay one side.
+    - STUCK: Both sides of a message were issued, and nothing delays the message.
     - ENDED: The other side of a message has ended.
     """
 
@@ -54,11 +55,11 @@ class RankPosition(NamedTuple):
 
     Attributes:
         rank: The rank.
-        position: The position of the instruction that it waits at. If `is_late`, that of the next
-            transfer, which it has not issued. None if all its transfers have ended.
-        is_late: True if it has not issued a transfer that could be issued.
-        compute_range: The first and last position (exclusive) of the instructions since its last
-            issued transfer. It may be computing one of them.
+        position: The position of the transfer or collective at which the rank waits. If `is_late`,
+            the position of its next transfer. None if all its transfers have ended.
+        is_late: True if the rank could issue its next transfer, but has not issued it.
+        compute_range: The first and last position (exclusive) of the instructions since the last
+            issued transfer of the rank. The rank may be computing one of them. Empty if it waits.
     """
 
     rank: int
@@ -71,8 +72,8 @@ class PendingTransfer(NamedTuple):
     """A transfer that has not ended, and a transfer that it waits for.
 
     Attributes:
-        position: Its position.
-        needed_position: The position of the instruction that it waits for.
+        position: The position of the transfer.
+        needed_position: The position of the transfer or collective that it waits for.
     """
 
     position: int
@@ -83,8 +84,8 @@ class StallReason(NamedTuple):
     """The end of a chain of waits.
 
     Attributes:
-        kind: The kind of end.
-        positions: The transfers at the end, which have not ended.
+        kind: The state in which the chain ends.
+        positions: The positions of the transfers at the end of the chain. They have not ended.
     """
 
     kind: ChainEnd
@@ -100,10 +101,9 @@ class PositionedRanks:
 
     Attributes:
         rank_of: The rank of each instruction.
-        is_transfer: Which instructions are transfers.
-        has_no_dump: Which instructions are on a rank without a dump.
-        ended_mask: The transfers that have ended. This includes those of ranks without a dump whose
-            other side has ended.
+        is_transfer: For each instruction, True if it is a transfer.
+        has_no_dump: For each instruction, True if its rank has no dump.
+        ended_mask: For each instruction, True if it is a transfer that has ended.
     """
 
     def __init__(self, graph: Graph, matched: MatchedProgram) -> None:
@@ -112,20 +112,20 @@ class PositionedRanks:
         self.rank_of = graph.index.rank
         self.is_transfer = graph.index.is_op(TRANSFER_OPS)
         self.has_no_dump: NDArray[np.bool_] = ~np.array(matched.has_dump)[self.rank_of]
-        # On ranks without a dump, a transfer has ended if its other side has.
+        # On a rank without a dump, a transfer counts as ended if its other side has ended.
         there = self.has_no_dump & (graph.partner != NO_POSITION)
         self.ended_mask: NDArray[np.bool_] = matched.ended_mask | (
             there & matched.ended_mask[graph.partner]
         )
 
-    # ------------------------------------------------------------ what has ended, or may have
+    # ------------------------------------------------------------ ended instructions
 
     @cached_property
     def _is_joined(self) -> list[bool]:
         return [*self.graph.index.joined.tolist(), False]
 
     def _list_group(self, position: int) -> list[int]:
-        """Return the instructions that are issued with this one as a group, including itself."""
+        """Return all instructions of the group of an instruction. A group is issued together."""
         first, end = position, position + 1
         while self._is_joined[first]:
             first -= 1
@@ -135,15 +135,15 @@ class PositionedRanks:
 
     @cached_property
     def _collective_members(self) -> dict[int, list[int]]:
-        """The members of the collective of an instruction, including itself."""
+        """Position of an instruction -> the positions of all members of its collective."""
         groups = [members.tolist() for members in self.graph.collective_groups]
         return {one: members for members in groups for one in members}
 
     def _list_predecessors(self, position: int) -> set[int]:
-        """Return the instructions that an instruction waits for on its own rank.
+        """Return the instructions that an instruction waits for on its rank.
 
-        A group waits for the predecessors of each of its members. A collective waits for those of
-        all members, on all ranks.
+        A group waits for the predecessors of each of its members. A collective waits for the
+        predecessors of all its members, on all ranks.
         """
         found: set[int] = set()
         for member in self._collective_members.get(position, [position]):
@@ -162,8 +162,8 @@ class PositionedRanks:
     def surely_ended(self) -> NDArray[np.bool_]:
         """The instructions that have surely ended.
 
-        These are the ones before an ended transfer in its queue, those that it needs, and the sides
-        that sent received messages.
+        These are the ended transfers, their predecessors in their queues, and all instructions that
+        they need. If a message was received, all instructions that its send needs have ended, too.
         """
         sure = self.ended_mask.copy()
         left = np.flatnonzero(sure).tolist()
@@ -183,7 +183,7 @@ class PositionedRanks:
     def possibly_ended(self) -> NDArray[np.bool_]:
         """The instructions that may have ended.
 
-        These are ended transfers, and other instructions whose predecessors may all have ended.
+        These are ended transfers, and all computation whose predecessors may all have ended.
         """
         may = self.surely_ended & (~self.is_transfer | self.has_no_dump) | self.ended_mask
         open_, found = np.flatnonzero(~self.is_transfer & ~may).tolist(), True
@@ -199,8 +199,8 @@ class PositionedRanks:
     def contradiction(self) -> tuple[int, int] | None:
         """Two transfers whose recorded order contradicts the progress model, or None.
 
-        The first one has not ended, but the second one, which follows it in its queue, has. Or both
-        were issued in different process groups, but the model puts them in one queue.
+        Either the first one has not ended, but a later one in its queue has ended. Or both were
+        issued in different process groups, but the model puts them in one queue.
         """
         wrong = np.flatnonzero(
             self.surely_ended & self.is_transfer & ~self.ended_mask & ~self.has_no_dump
@@ -228,14 +228,14 @@ class PositionedRanks:
     def old_dump_ranks(self) -> tuple[int, ...]:
         """The ranks whose dumps are older than others.
 
-        Another rank has received a message that such a rank has not issued.
+        Another rank has received a message whose send is not issued yet in such a dump.
         """
         received = np.flatnonzero(self.graph.index.is_op(RECV_OPS) & self.matched.ended_mask)
         sends = self.graph.partner[received]
         not_issued = sends[~self.matched.issued_mask[sends] & ~self.has_no_dump[sends]]
         return tuple(sorted({int(rank) for rank in self.rank_of[not_issued]}))
 
-    # ------------------------------------------------------------ where ranks stand
+    # ------------------------------------------------------------ positions of ranks
 
     def find_position(self, rank: int) -> RankPosition:
         """Return the position of a rank of the program.
@@ -249,7 +249,7 @@ class PositionedRanks:
         for at in range(lo, hi):
             if self.matched.issued_mask[at] if self.is_transfer[at] else self.possibly_ended[at]:
                 continue
-            # The blockers of a collective may be on other ranks, too. Those on this rank come
+            # The blockers of a collective may be on other ranks, too. Blockers on this rank come
             # first.
             blockers = [one for one in self._list_predecessors(at) if not self.possibly_ended[one]]
             blockers.sort(key=lambda one: bool(self.rank_of[one] != rank))
@@ -261,9 +261,9 @@ class PositionedRanks:
         return RankPosition(rank, position, False, (last + 1, hi))
 
     def _find_blocking_transfer(self, blockers: list[int]) -> int:
-        """Return the nearest open transfer or collective before these instructions.
+        """Return the nearest open transfer or collective for which these instructions wait.
 
-        For transfers it is the head of their queue.
+        If this is a transfer that waits in a queue, return the first open transfer of the queue.
         """
         seen: set[int] = set()
         while blockers:
@@ -281,7 +281,7 @@ class PositionedRanks:
             seen.add(at)
         raise AssertionError("an instruction that has not ended waits for nothing")
 
-    # ------------------------------------------------------------ why
+    # ------------------------------------------------------------ waits
 
     def find_next_wait(self, position: int) -> PendingTransfer | StallReason:
         """Return the next wait of an open transfer, or the end of the chain.
@@ -323,7 +323,7 @@ class PositionedRanks:
         return int(self.graph.partner[position])
 
     def _is_suspect(self, position: int) -> bool:
-        """Return whether a side of a message may not have started because its rank still computes.
+        """Return whether one side of a message may still wait for computation of its rank.
 
         A send needs its value. On a GPU, both sides wait for all kernels that were issued before.
         """
@@ -335,7 +335,7 @@ class PositionedRanks:
         return not self.matched.started_mask[position] and bool(may_compute)
 
     def is_unblocked(self, position: int) -> bool:
-        """Return whether all instructions before a transfer on its rank may have ended.
+        """Return whether all computation before a transfer on its rank may have ended.
 
         Args:
             position: The position of the transfer.
@@ -344,7 +344,10 @@ class PositionedRanks:
         return bool((self.is_transfer[lo:position] | self.possibly_ended[lo:position]).all())
 
     def _find_blocker(self, position: int) -> int | StallReason | None:
-        """Return the reason on its own rank why a transfer waits: another transfer, or its host."""
+        """Return the transfer that a transfer waits for on its rank, or the end of the chain.
+
+        Return None if nothing on its rank delays the transfer.
+        """
         if self.has_no_dump[position]:
             return (
                 None
@@ -386,11 +389,12 @@ class ProgramVerdict:
 
     Args:
         positioned: The ranks with their positions.
-        check_error: The error that `check` raises for the program, or None. If there is a cycle and
-            no error, it is the error for blocking hosts.
+        check_error: The error that `check` raises for the program, or None. If there is a cycle but
+            no error, this is the error that `check` raises with blocking hosts.
         positions: The position of each rank with a dump.
         causes: The ends of the chains of waits.
-        cycle: Transfers that wait for each other, each for the next one, or empty.
+        cycle: The waits around a cycle of transfers. Each transfer waits for the next one. Empty
+            without a cycle.
     """
 
     positioned: PositionedRanks
@@ -459,7 +463,8 @@ def _make_verdict(positioned: PositionedRanks) -> ProgramVerdict:
     causes: dict[StallReason, None] = {}
     cycle: tuple[PendingTransfer, ...] = ()
     for place in places:
-        # A late rank is added as a cause when another rank waits for it.
+        # A late rank does not wait. If another rank waits for it, `follow_waits` returns it as the
+        # cause.
         if place.position is None or place.is_late:
             continue
         links, cause = positioned.follow_waits(place.position)

@@ -1,8 +1,8 @@
 """Load pickles of plain values without running code.
 
 Plain values are numbers, text, None, lists, tuples and dicts. Python's unpickler imports and calls
-any object that a file names. So `pickletools` first lists the opcodes. A file is refused before
-unpickling if plain values do not need one of its opcodes. The allow-list has the opcodes that
+any object that a file names. So `pickletools` first lists the opcodes. If an opcode is not needed
+for plain values, the file is refused before it is unpickled. The allow-list has the opcodes that
 torch's pickler and Python's protocols 2 to 5 write for plain values.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 
 from schedir.errors import TraceError
 
-MAX_OPCODES: Final = 2**23  # opcodes in a file; each makes at most one value
+MAX_OPCODES: Final = 2**23  # the most opcodes in a file; each creates at most one value
 # fmt: off
 _ALLOWED_OPCODES: Final = frozenset({
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
@@ -72,7 +72,7 @@ def loads(data: bytes, path: str = "") -> Any:
 
 
 class _RefusedPickle(Exception):
-    """A pickle is refused; the message is the reason."""
+    """A pickle is refused. The message has the reason."""
 
 
 def _check_opcodes(file: io.BytesIO) -> None:

@@ -1,14 +1,14 @@
 """Find the process that caused a hang, from the black boxes of the processes.
 
-Each process is at an instruction, which it has begun, as all earlier ones on its rank. It waits for
-another process if the instruction needs a message that was not sent yet, or a collective that
+Each process has begun its current instruction and all earlier ones of its rank. The process waits
+for another one if the instruction needs a message that was not sent yet, or a collective that
 another member has not reached. The analysis follows these waits along the dependency graph. They
 end at a process that does not wait for another one. This process has died, is stopped, or does not
 finish its current action. It does not matter which process detected the hang first.
 
 Outside of steps, all processes enter the same phases, and wait for those in an earlier phase.
-Tensor-parallel processes also wait for each other inside an instruction. There, the box of a
-process shows whether it is in a collective.
+Tensor-parallel processes also wait for each other inside an instruction. The black box of a process
+shows whether it is in such a collective.
 """
 
 from __future__ import annotations
@@ -33,22 +33,26 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.pipeline.process_mesh import describe_process, make_process_mesh
 from schedir.ir.program import Program
 
-MAX_SHOWN: Final = 16  # processes that a report lists one by one
-# A process that moved within this share of the time that others wait may be slow, and not hang.
+MAX_SHOWN: Final = 16  # A report lists at most this number of processes.
+# A process counts as slow instead of stuck if it reached its position a short time ago: less than
+# this share of the time for which other processes wait for it.
 SLOW_SHARE: Final = 0.5
-# Seconds without a heartbeat of the watchdog, which writes ten per second.
+# After this number of seconds without a heartbeat, a process counts as running no Python code. The
+# watchdog writes ten heartbeats per second.
 SILENT_SECONDS: Final = 1.5
 
 
 class StallKind(IntEnum):
-    """The state of a process that does not wait for another one, the most certain cause first.
+    """The state of a process that does not wait for another one.
 
-    - SAID: It failed with a message.
-    - DIED: It died without one.
-    - STOPPED: It is stopped, for example by a signal.
-    - MISSING: It has left no black box on this machine.
-    - BUSY: It runs.
-    - UNHEARD: Its machine has sent no information about it.
+    The first states are the most certain causes of a hang.
+
+    - SAID: The process failed with a message.
+    - DIED: The process died without a message.
+    - STOPPED: The process is stopped, for example by a signal.
+    - MISSING: The process has no black box on this machine.
+    - BUSY: The process runs.
+    - UNHEARD: The process runs on another machine, which has sent no information about it.
     """
 
     SAID = 0
@@ -86,7 +90,7 @@ class ProcessLayout(NamedTuple):
         """Return the layout of the run of a process.
 
         Args:
-            snapshot: The contents of its black box.
+            snapshot: The contents of the black box of the process.
         """
         tp, dp = max(snapshot[BlackBoxField.TP], 1), max(snapshot[BlackBoxField.DP], 1)
         return cls(max(snapshot[BlackBoxField.WORLD_SIZE] // (tp * dp), 1), tp, dp)
@@ -95,13 +99,13 @@ class ProcessLayout(NamedTuple):
         """Return the name of a process in messages.
 
         Args:
-            process: Its number.
+            process: The number of the process.
         """
         return describe_process(process, *self)
 
 
 class WaitingProcess(NamedTuple):
-    """A wait of a process for another one.
+    """A process that waits for another process.
 
     Attributes:
         process: The process that waits.
@@ -115,14 +119,14 @@ class WaitingProcess(NamedTuple):
 
 
 class StallCause(NamedTuple):
-    """The process that delays the others.
+    """The process that delays the other processes.
 
     Attributes:
         process: The process.
-        kind: Its state.
+        kind: The state of the process.
         fact: A sentence that describes it.
         is_certain: False if another process is an equally likely cause.
-        lines: The state of each other process.
+        lines: A line about each other process.
         message: The message with which the process failed, or "".
     """
 
@@ -141,15 +145,15 @@ class StalledRun:
     """The processes of a run, with the contents of their black boxes.
 
     Args:
-        snapshots: The contents of the boxes, by process.
-        layout: The number of processes.
+        snapshots: The contents of the black boxes, by process.
+        layout: The number of processes along each dimension of the mesh.
         program: The program that they run, if it is available.
-        missing: Processes of this machine without a box.
+        missing: Processes of this machine without a black box.
         unreachable: Processes of other machines without information. Their machines may have
             failed.
 
     Attributes:
-        waits_of: The waits of each process.
+        waits_of: The waits of each process, by process.
         awaited: The processes for which others wait.
     """
 
@@ -171,14 +175,14 @@ class StalledRun:
         self.waits_of = {process: self._find_waits(process) for process in self.snapshots}
         self.awaited = {wait.awaited_process for waits in self.waits_of.values() for wait in waits}
 
-    # ------------------------------------------------------------ who waits for whom
+    # ------------------------------------------------------------ waits
 
     def _coordinates_of(self, process: int) -> tuple[int, int, int]:
         replica, rank, slice_ = np.unravel_index(process, self.mesh.shape)
         return int(replica), int(rank), int(slice_)
 
     def _current_instruction(self, process: int) -> tuple[int, Instr] | None:
-        """Return index and instruction of a process in its Stream, or None outside of a step."""
+        """Return (index in Stream, current instruction) of a process, or None outside of a step."""
         one = self.snapshots[process]
         if self.program is None or one.phase is not ProcessPhase.STEP:
             return None
@@ -200,7 +204,7 @@ class StalledRun:
         at = lo + max(own.position, 0)
         if at < hi:
             needs = {int(n) for n in graph.local_waits[:, at] if n != NO_POSITION}
-            # In a dispatch the host waits for the numbers of tokens of the group.
+            # In a dispatch, the host waits for the numbers of tokens that the group will send.
             if graph.index.op[at] in EP_COLLECTIVE_OPS:
                 for member, there in self._find_participants(process, at):
                     if not self._has_passed(member, there - 1, own[BlackBoxField.PHASE_COUNT]):
@@ -217,17 +221,20 @@ class StalledRun:
                     yield WaitingProcess(process, member, self._name_instruction(there))
 
     def _blocks_send(self, receiver: int, sender: BlackBoxSnapshot) -> bool:
-        """Return whether a process cannot receive a message."""
+        """Return whether a send waits because its receiver is not ready."""
         other = self.snapshots.get(receiver)
         if other is not None:
             # A receive buffer is free only after its rank has ended the previous step.
             return other[BlackBoxField.PHASE_COUNT] < sender[BlackBoxField.PHASE_COUNT]
-        # A send to a process that has ended fails. The sender then has the mark that it waits.
+        # A send to a process that has ended fails. The sender then sets IS_WAITING.
         is_absent = receiver in (*self.missing, *self.unreachable)
         return is_absent and bool(sender[BlackBoxField.IS_WAITING])
 
     def _find_participants(self, process: int, position: int) -> Iterator[tuple[int, int]]:
-        """Yield the other processes of an instruction, each with its position there."""
+        """Yield the processes that an instruction involves, each with its position there.
+
+        The processes of a collective include `process`.
+        """
         graph = self.graph
         assert graph is not None
         replica, rank, slice_ = self._coordinates_of(process)
@@ -253,7 +260,7 @@ class StalledRun:
             yield from ((int(other), position) for other in self.mesh[:, rank, slice_])
 
     def _has_passed(self, process: int, position: int, occurrence: int) -> bool:
-        """Return whether a process has passed an instruction in the phase with this number."""
+        """Return whether a process has passed an instruction in the phase number `occurrence`."""
         if (one := self.snapshots.get(process)) is None:
             return process not in (*self.missing, *self.unreachable)
         if one[BlackBoxField.PHASE_COUNT] != occurrence:
@@ -293,7 +300,7 @@ class StalledRun:
         _, index, instr = self.graph.index.locate(position)
         return f"#{index} {instr}"
 
-    # ------------------------------------------------------------ who is to blame
+    # ------------------------------------------------------------ the cause
 
     def classify(self, process: int) -> StallKind:
         """Return the state of a process, on the assumption that it does not wait for another one.
@@ -325,8 +332,8 @@ class StalledRun:
     def find_cause(self, reason: str = "") -> StallCause | None:
         """Return the process that delays the others, or None if there is none.
 
-        If there are several, the one with the most certain state is returned, and then the one with
-        the least progress.
+        If there are several, return the process with the most certain state. Among processes with
+        the same state, return the one with the least progress.
 
         Args:
             reason: A text that the fact begins with, such as the reason for the diagnosis.
@@ -352,7 +359,7 @@ class StalledRun:
         one, kind = self.snapshots.get(process), self.classify(process)
         if one is None:
             return kind, process not in self.awaited, 0, 0, 0.0
-        if kind in (StallKind.SAID, StallKind.DIED):  # The first to fail is the cause.
+        if kind in (StallKind.SAID, StallKind.DIED):  # The first process that failed is the cause.
             when = BlackBoxField.FAILURE_TIME if kind is StallKind.SAID else BlackBoxField.HEARTBEAT
             return kind, False, 0, 0, one[when] - one.read_time
         turn = one[BlackBoxField.PHASE_COUNT] + bool(one[BlackBoxField.IS_WAITING])
@@ -377,9 +384,9 @@ class StalledRun:
         return f"waits for no process, and {does}: {where}, for {one.seconds_at_position:.1f} s"
 
     def is_slow(self, process: int) -> bool:
-        """Return whether a running process has moved while others waited for it.
+        """Return whether a running process has made progress while others waited for it.
 
-        It may only be slow.
+        Such a process may be slow instead of stuck.
 
         Args:
             process: The process.

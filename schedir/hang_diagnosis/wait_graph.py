@@ -1,9 +1,9 @@
 """Build the graph of the waits between ranks from recorded operations, without a program.
 
-A rank waits at its first operation that was issued and has not ended. The recordings of the other
-ranks show the ranks that it waits for. The k-th message from a to b that a has recorded in a
-process group pairs with the k-th one of b. A collective pairs with those of the same sequence
-number.
+A rank waits at its first operation that was issued and has not ended. The dumps of the other ranks
+show the ranks that it waits for. Messages from a rank to another rank in a process group are paired
+by their order: the k-th message in the dump of the sender with the k-th one in the dump of the
+receiver. Collectives are paired by their sequence number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from schedir.hang_diagnosis.flight_recorder import (
     RecordedOperation,
 )
 
-# Collectives that end on no rank before all members have issued them.
+# Collectives that can end on a rank only after all members have issued them.
 _find_synchronizing: Final = re.compile(
     r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier"
 ).search
@@ -41,13 +41,13 @@ _UNEVEN_SUFFIXES: Final = (
 
 
 class WaitReason(Enum):
-    """The progress of another rank in an operation that has not ended, in words.
+    """The progress of another rank in an operation that has not ended. The values are texts.
 
     - NO_DUMP: The rank has no dump.
-    - NOT_ISSUED: It has not issued its side.
-    - BEHIND: It has issued its side after another operation that has not ended.
-    - OTHER: It has issued an operation that does not match.
-    - THERE: It has issued its side, and waits for it, too.
+    - NOT_ISSUED: The rank has not issued its side.
+    - BEHIND: The rank has issued its side after another operation that has not ended.
+    - OTHER: The rank has issued an operation that does not match.
+    - THERE: The rank has issued its side, and waits for it, too.
     """
 
     NO_DUMP = "no dump"
@@ -65,10 +65,10 @@ class PendingOperation(NamedTuple):
 
     Attributes:
         rank: The rank that waits.
-        op: Its operation.
+        op: The operation at which the rank waits.
         awaited_rank: The other rank.
         reason: The progress of the other rank.
-        counterpart: The operation of the other rank, or None if it has not recorded it.
+        counterpart: The other rank's side of the operation, or None if its dump does not have it.
     """
 
     rank: int
@@ -87,8 +87,8 @@ class DistributedJob:
 
     Attributes:
         ranks: The ranks with a dump, and the ranks in process groups of dumps.
-        waits: The waits of each rank: those of its first operation that has not ended, and of the
-            other operations in its batch.
+        waits: The waits of each rank. These are the waits of the first operation that has not
+            ended, and of the other operations in the batch of this operation.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class DistributedJob:
         groups = {g for d in dumps.values() for g in (*d.groups, *(op.group for op in d.ops))}
         members = {id(group.ranks): group.ranks for group in groups}.values()
         self.ranks = tuple(sorted({*dumps, *(rank for some in members for rank in some)}))
-        # Messages are stored by rank, process group, sender and receiver, collectives by group and
-        # number.
+        # (rank, process group, sender, receiver) -> messages.
+        # (rank, process group) -> sequence number -> collectives.
         self._messages: dict[tuple[int, RecordedGroup, int, int], list[RecordedOperation]] = (
             defaultdict(list)
         )
@@ -132,9 +132,9 @@ class DistributedJob:
         return f"{op} ({name})" if name else str(op)
 
     def has_lost_entries(self, wait: PendingOperation) -> bool:
-        """Return whether one of the two ranks has lost entries.
+        """Return whether one of the two ranks of a wait has lost entries.
 
-        Then messages cannot be paired by number.
+        If so, messages cannot be paired by number.
 
         Args:
             wait: The wait.
@@ -148,15 +148,15 @@ class DistributedJob:
         """The ranks without a dump."""
         return tuple(rank for rank in self.ranks if rank not in self.dumps)
 
-    # ------------------------------------------------------------ who is the other side of what
+    # ------------------------------------------------------------ pairs of operations
 
     def find_counterpart(
         self, rank: int, op: RecordedOperation, other: int
     ) -> RecordedOperation | None:
         """Return the operation of another rank that pairs with an operation, or None.
 
-        For a collective in a batch, it is the one at the same place in its batch. If entries are
-        lost, messages that have not ended are paired in order.
+        A collective in a batch pairs with the one at the same place in the other rank's batch. If
+        entries are lost, messages that have not ended are paired in order.
 
         Args:
             rank: The rank of the operation.
@@ -193,7 +193,7 @@ class DistributedJob:
             return other, WaitReason.NO_DUMP, None
         part = self.find_counterpart(rank, op, other)
         if part is None:
-            # If the rank has issued later collectives, this one was overwritten in its buffer.
+            # If the rank has issued later collectives, the entry of this one was overwritten.
             later = (
                 not op.is_message
                 and self._last_collective_number(other, op.group) > op.sequence_number
@@ -229,7 +229,7 @@ class DistributedJob:
         blocked = [wait for wait in found if wait.reason is not WaitReason.THERE]
         return tuple(blocked or found)
 
-    # ------------------------------------------------------------ what that means
+    # ------------------------------------------------------------ conclusions
 
     @property
     def cycle(self) -> tuple[PendingOperation, ...]:
@@ -272,8 +272,8 @@ class DistributedJob:
     def old_dump_ranks(self) -> tuple[int, ...]:
         """The ranks whose dumps are older than others.
 
-        They have not issued an operation that has ended on another rank, and could not have ended
-        without them.
+        An operation has ended on another rank, but is not issued yet in such a dump. It cannot end
+        before all its ranks have issued it.
         """
         found: set[int] = set()
         ended: dict[RecordedGroup, int] = defaultdict(int)

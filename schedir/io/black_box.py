@@ -1,8 +1,8 @@
-"""Memory-mapped files with the progress of each process, which outlive the process.
+"""Memory-mapped files with the progress of each process. They remain when the process dies.
 
 The output folder of a run has a folder `BLACK_BOX_DIRECTORY` with one file for each process. The
 process maps its file into memory. Every process of the machine can read a value as soon as it is
-written. The file remains when the process is killed.
+written.
 
 A file has `FILE_SIZE` bytes: 64-bit words (`BlackBoxField`), then two texts, a note and the reason
 of a failure. Each word is written by one thread only. Times are those of CLOCK_MONOTONIC in
@@ -33,8 +33,8 @@ from schedir.errors import UsageError
 from schedir.io.files import open_regular_file
 from schedir.ir.isa.opcodes import Lane
 
-# Names of the folder in the output folder of a run, and of two files in it. They have the program
-# of the run, and the id of the run with the last message of its launcher.
+# The name of the folder in the output folder of a run, and the names of two files in it. The first
+# file has the program of the run. The second has the id of the run and the launcher's last message.
 BLACK_BOX_DIRECTORY: Final = "boxes"
 PROGRAM_FILE: Final = "program.sched"
 VERDICT_FILE: Final = "said"
@@ -68,16 +68,16 @@ class BlackBoxField(IntEnum):
         PHASE: The current `ProcessPhase`.
         PHASE_COUNT: The number of phases that the process has entered. All processes enter the same
             phases.
-        PHASE_TIME: The time when the process entered the phase.
+        PHASE_TIME: The time when the process entered the current phase.
         STEP: The current step, from 1.
         DP: The number of replicas.
-        POSITION: The index in the Stream of the instruction that the host has begun last.
-        POSITION_TIME: The time when it began.
+        POSITION: The index in the Stream of the last instruction that the host has begun.
+        POSITION_TIME: The time when the host began this instruction.
         HEARTBEAT: The time when the watchdog last ran.
-        IS_WAITING: 1 if the watchdog found the process in a collective or a message, else 0.
+        IS_WAITING: 1 if the watchdog found that the process waits for other processes, else 0.
         FAILURE_TIME: The time when the process reported a failure, 0 if it did not.
         EXIT_CODE: The exit code of the failure.
-        HAS_ENDED: 1 if the process reached its end.
+        HAS_ENDED: 1 if the process ended as planned.
         KILLED_PROCESS: The number, plus 1, of a process that this process killed because others
             waited for it.
         DEVICE_STEP: The step that the GPU runs, 0 if there is no GPU.
@@ -202,7 +202,7 @@ class BlackBox:
         """Write the location in the code at which the process is.
 
         Args:
-            text: The location. It is cut at the end of its space. "" removes the note.
+            text: The location. It is cut if it is too long for the file. "" removes the note.
         """
         self._write_text(NOTE_OFFSET, REASON_OFFSET, text)
 
@@ -210,7 +210,7 @@ class BlackBox:
         """Record that the process fails, with the reason and the exit code.
 
         Args:
-            text: The reason, or "" if another process caused the failure.
+            text: The reason, or "" if another process reports it.
             code: The exit code.
         """
         self._write_text(REASON_OFFSET, FILE_SIZE, text)
@@ -303,12 +303,12 @@ class BlackBoxSnapshot:
 
     @property
     def reason(self) -> str:
-        """The reason of the failure, "" if there is none or if another process caused it."""
+        """The reason of the failure, "" if there is none or if another process reports it."""
         return self._read_text(REASON_OFFSET, FILE_SIZE)
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the process reported a failure, of itself or of another process."""
+        """Return whether the process reported its failure or the failure of another process."""
         return bool(self[BlackBoxField.FAILURE_TIME])
 
     @property
@@ -343,7 +343,10 @@ class BlackBoxSnapshot:
 
     @property
     def position(self) -> int:
-        """The index in the Stream of the first instruction that has not ended on some lane."""
+        """The index in the Stream of the first instruction that has not ended.
+
+        With a GPU, it is the smallest index over all lanes.
+        """
         return min(map(self.find_lane_position, Lane))
 
     @property
@@ -392,7 +395,7 @@ def read_black_box(path: Path) -> BlackBoxSnapshot | None:
         path: The file of the black box.
 
     Returns:
-        The snapshot, or None if the file does not exist or is no black box of this format. The
+        The snapshot, or None if the file does not exist or is not a black box of this format. The
         state is "unknown" if the process is in another PID namespace.
     """
     try:

@@ -50,7 +50,7 @@ def load_cluster(path: str | Path) -> Cluster:
     try:
         text = read_text(path, MAX_TOML_BYTES)
     except UsageError as error:
-        if not Path(path).suffix:  # A name, such as "a100".
+        if not Path(path).suffix:  # The path may be the name of a cluster, such as "a100".
             error.hint = f"schedir.planner.cluster_preset({str(path)!r}) returns a cluster by name"
         raise
     table = parse_toml(text, str(path))
@@ -95,7 +95,7 @@ def save_cluster(
         notes: Comments by field. Each is written after the value of its field.
 
     Raises:
-        UsageError: The file cannot be written, or a note has the name of no field.
+        UsageError: The file cannot be written, or a key of `notes` is not a field.
 
     Example:
         >>> from pathlib import Path

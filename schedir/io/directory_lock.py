@@ -41,7 +41,7 @@ class DirectoryLock:
 
     @property
     def is_held(self) -> bool:
-        """Return whether this object has the lock, and its file is still the one at `path`."""
+        """Return whether this object has the lock, and its file is still at `path`."""
         return self._file >= 0 and self._is_at_path()
 
     def acquire(self) -> str:

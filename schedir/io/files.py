@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 from schedir.errors import UsageError, describe, format_bytes
 
 MAX_TEXT_BYTES: Final = 2**28  # bytes of a text file: a larger one is probably a mistake
-_READ_SIZE: Final = 2**20  # bytes of one read, so that memory grows with the data
+_READ_SIZE: Final = 2**20  # bytes of one read: memory use grows with the bytes that were read
 _SPECIAL_FILE_KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -74,7 +74,7 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_prefix(file: BinaryIO, max_bytes: int) -> bytes:
-    """Read the first bytes of a file, with memory for the bytes that exist only.
+    """Read the first bytes of a file. Memory is allocated only for bytes that exist.
 
     Args:
         file: The open file.
@@ -138,7 +138,7 @@ def expand_paths(pattern: str | Path, list_directory: Callable[[Path], list[Path
         list is empty if there are none.
 
     Raises:
-        UsageError: The path is no path, or the system cannot read it.
+        UsageError: `pattern` is not a path, or the system cannot read it.
     """
     path = require_path(pattern)
     try:
@@ -180,7 +180,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-# The command that writes a file, by its suffix.
+# Suffix of a file -> the command that writes such files.
 _WRITING_COMMANDS: Final = {
     ".sched": "compile",
     ".timeline": "simulate",

@@ -27,12 +27,12 @@ from schedir.predict.timeline import Timeline, require_timelines
 
 Event = dict[str, Any]
 
-# Microseconds of a trace for each unit of time. A unit of costs is shown as a millisecond.
+# Unit of a timeline -> microseconds of a trace. A unit of cost ("") is shown as a millisecond.
 MICROSECONDS_PER_UNIT: Final = {
     "s": 1e6,
     "": 1e3,
 }
-_MAX_NANOSECONDS: Final = 2**53  # a float has every integer up to this
+_MAX_NANOSECONDS: Final = 2**53  # A float can represent every integer up to this number.
 _IDLE_TRACK: Final = "idle"
 
 
@@ -107,8 +107,10 @@ class _Tracks:
             self._to_nanoseconds(spans["start"]),
             self._to_nanoseconds(spans["end"]),
         )
-        self.second_of_pair = timeline.is_second_of_pair  # these share the slice of the first
-        # Thread ids are unique over all ranks. None equals a process id, which is a rank.
+        # The second instruction of a pair shares the slice of the first.
+        self.second_of_pair = timeline.is_second_of_pair
+        # (rank, track) -> thread id. Thread ids are unique over all ranks, and differ from the
+        # process ids, which are the ranks.
         self.thread_ids: dict[tuple[int, str], int] = {}
         self.span_threads = self._assign_spans()
         for rank in np.unique(self.idle["rank"]).tolist():
@@ -117,7 +119,7 @@ class _Tracks:
     def _to_nanoseconds(self, times: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return times as nanoseconds since the start of the timeline.
 
-        All times are rounded in the same way, so that spans that do not overlap still do not.
+        All times are rounded in the same way, so that rounding does not make spans overlap.
         """
         with np.errstate(over="ignore"):
             since = (times - self.timeline.start_time) * (1e3 * _find_time_scale(self.timeline))
@@ -133,9 +135,9 @@ class _Tracks:
         return self.thread_ids.setdefault((rank, name), self.timeline.ranks + len(self.thread_ids))
 
     def _assign_spans(self) -> list[int]:
-        """Return the thread of each span: the first one of its lane that is free at its start."""
+        """Return the first thread of the lane of each span that is free when the span starts."""
         spans = self.timeline.spans
-        # By rank and lane, the time from which each thread is free.
+        # (rank, track) -> the time from which each thread is free.
         free: dict[tuple[int, str], list[int]] = defaultdict(list)
         on = [0] * len(spans)
         order = np.lexsort((self.end, self.start))

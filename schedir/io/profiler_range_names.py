@@ -5,7 +5,7 @@ The names are:
 - `PP:0F3`, `PP:2SEND_F1`, `PP:(0F7;7B3)OVERLAP_F_B`: names of torch's runtime schedules
   (`_get_profiler_function_name` in torch.distributed.pipelining.schedules). `schedir.instrument`
   uses them too.
-- `PP:(0SEND_F1;0RECV_B0)BATCH_P2P`: messages that are issued as one.
+- `PP:(0SEND_F1;0RECV_B0)BATCH_P2P`: messages that are issued as one batch.
 - `PP:1WAIT_RECV_F3`: the wait for a message that was posted earlier.
 - `PP:` and an instruction as `schedir print` writes it: instructions for which torch has no name.
 - `Forward 3`, `Backward 3`: names of torch's ScheduleGPipe, which has one stage on each rank.
@@ -180,7 +180,7 @@ def _parse_single(name: str, text: str) -> RangeName:
     elif (match := _INSTRUCTION_PATTERN.fullmatch(text)) and match[1] in OPCODE_BY_TEXT:
         op = OPCODE_BY_TEXT[match[1]]
         first, second = (None if n is None else int(n) for n in match.group(2, 3))
-        # An instruction of a rank has the number of its update, unless it is the first.
+        # An instruction of a rank has the number of its update. The first update has no number.
         if INSTRUCTIONS[op].scope is Scope.RANK:
             return RangeName((NamedInstruction(op, 0, first or 0),))
         if first is not None and (

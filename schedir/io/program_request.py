@@ -1,6 +1,6 @@
 """Resolve a source and its options into a program, costs and sizes.
 
-The command line makes a Request from its options, and a training run makes one from its
+The command line creates a Request from its options. A training run creates it from its
 configuration.
 """
 
@@ -63,7 +63,7 @@ def _make_conflict_error(source: str, field: Field, actual: str, specified: str)
 
 
 def _refuse_forms_with_sizes(program: Program, sizes: Sizes) -> None:
-    """Raise UsageError if messages have a number of bytes that a cluster does not know."""
+    """Raise UsageError if the program changes messages to a size that a cluster ignores."""
     for op in program.used_opcodes & {*FORM_CHANGE_OPS}:
         size = FORMS[INSTRUCTIONS[op].form or 0].size
         if size and getattr(sizes, size) is not None:
@@ -80,10 +80,8 @@ def _refuse_forms_with_sizes(program: Program, sizes: Sizes) -> None:
 class Request:
     """A source and the options with which its program is compiled or predicted.
 
-    Each property is computed at its first use.
-
-    A lowered program in a file is used as it is. An option that contradicts it raises the error of
-    `make_conflict_error`. `lower_drafts` and `relower` change this.
+    By default, a lowered program in a file is not changed. An option that contradicts it raises the
+    error of `make_conflict_error`. `lower_drafts` and `relower` change this.
 
     Args:
         source: The schedule, program or run.
@@ -91,7 +89,7 @@ class Request:
         defaults: Values for the fields of a schedule's shape that are not in `specified`. `ranks`
             and `microbatches` must be in one of the two.
         costs: Costs of a prediction, per stage and microbatch. None uses the defaults of `Costs`.
-        cluster: Fills the costs that `costs` does not have, for this shape, in seconds.
+        cluster: Computes the costs that `costs` does not have, in seconds.
         sizes: Sizes of a prediction, per stage and microbatch.
         progress_model: The progress model. None means that the user did not set it.
         blocking_hosts: As for `compile`.
@@ -99,16 +97,16 @@ class Request:
         buffer_sharing: As for `compile`. None means that the user did not set it.
         memory_limit: As for `compile`, in bytes. None means no limit.
         compile_options: Other options of `compile`, by name.
-        draft: Return the draft of the program, without communication.
+        draft: Make `program` the draft, without communication.
         lower_drafts: Lower a draft in a file, with the attributes in `specified`. A lowered program
             in a file shares buffers as `buffer_sharing` requires.
         relower: Extract the compute of any program in a file, and lower it again. Options that are
             not set are inferred from the file, except `overlap`. The timeline of a run is then a
             prediction. It uses `costs`, or else the mean times of the run.
-        for_comparison: Compare schedules of one model. `costs` and `sizes` are then per rank, or
-            for any number of stages. They are divided evenly over the stages of the shape. Only
-            schedules for several stages per rank have several. Frozen stages count the model in as
-            many parts as there are ranks. Stage segments are per rank.
+        for_comparison: Compare schedules of one model that may have different numbers of stages.
+            `costs`, `sizes`, `frozen_stages` and `stage_segments` are then for one stage per rank.
+            `costs` and `sizes` may also be lists with any number of stages. All are converted to
+            the stages of the shape. `stages_per_rank` is ignored for a schedule that cannot use it.
         unit: The unit of `costs`, as in `Timeline`.
         make_conflict_error: Called with the source, the field, the value in the file and the
             specified value. It returns the error to raise.
@@ -142,11 +140,11 @@ class Request:
         if self.progress_model is not None:
             require_model(self.progress_model)
 
-    # ------------------------------------------------------------ what is resolved
+    # ------------------------------------------------------------ resolved values
 
     @property
     def source_timeline(self) -> Timeline | None:
-        """The run in a file, or None if the source is no run."""
+        """The run in a file, or None if the source is not a run."""
         return self.source.timeline
 
     @property
@@ -157,7 +155,7 @@ class Request:
 
     @cached_property
     def shape(self) -> PipelineShape:
-        """The shape of the program in a file, or the shape on which a schedule is expanded.
+        """The shape of the program in a file, or the shape for which a schedule is expanded.
 
         Raises:
             ShapeError: The shape is invalid.
@@ -171,7 +169,7 @@ class Request:
 
     @property
     def traits(self) -> dict[str, Any]:
-        """The attributes of the program, besides its shape, that the user set.
+        """The program attributes that the user set: name -> value. Shape fields are not included.
 
         Raises:
             ShapeError: Schedules are compared, and the frozen part of the model is not an integer
@@ -187,7 +185,7 @@ class Request:
         return attributes
 
     def _count_frozen_stages(self, parts: int, segmented_shape: PipelineShape) -> int:
-        """Return how many stages of a program are the first `parts` of as many parts as ranks."""
+        """Return the number of stages in the first `parts` of a model with one part per rank."""
         shape, segments, _ = self._find_unsegmented_shape(segmented_shape)
         frozen, rest = divmod(parts * shape.stages, shape.ranks)
         if rest:
@@ -208,7 +206,8 @@ class Request:
         shape, loaded, options = self.shape, self.source.schedule_or_program, dict[str, Any]()
         if not isinstance(loaded, Program):
             if not self.draft:  # refuse a large shape before the schedule is expanded
-                # A schedule of a user may have no backward. Built-in ones do, but `forward_only`.
+                # All built-in schedules except `forward_only` have a backward. It is unknown for
+                # the schedule of a user.
                 training = [
                     s for name, s in get_built_in_schedules().items() if name != "forward_only"
                 ]
@@ -239,7 +238,7 @@ class Request:
             self._require_compute_only()
             return loaded
         options |= {"overlap": self.overlap, **self.compile_options}
-        if self.for_comparison:  # schedules may have different numbers of stages
+        if self.for_comparison:  # The options must fit any number of stages.
             options = adapt_options(options | self._segment_options, loaded.shape)
         if self.buffer_sharing is not None:
             options["buffer_sharing"] = self.buffer_sharing
@@ -256,12 +255,12 @@ class Request:
 
     @property
     def specified_costs(self) -> Costs | None:
-        """The costs of each stage, as set or filled by a cluster. None if there are none."""
+        """The costs of each stage, or None if the user gave neither costs nor a cluster."""
         return None if self.costs is None and self.cluster is None else self.stage_costs
 
     @property
     def cluster_costs(self) -> Costs:
-        """The costs that the cluster fills, without those that the user set."""
+        """The costs that the cluster computes, without the costs that the user set."""
         user_costs = self._split_over_stages(self.costs or Costs()).specified
         all_costs = self.stage_costs.specified if self.cluster is not None else {}
         return Costs(**{name: cost for name, cost in all_costs.items() if name not in user_costs})
@@ -270,8 +269,8 @@ class Request:
     def timeline(self) -> Timeline:
         """The prediction for the program, or the run in a file.
 
-        A run is predicted instead of returned if it has `prediction_costs`. The prediction is in
-        the unit of the run.
+        If `prediction_costs` is not None, a run in a file is predicted with them, in the unit of
+        the run.
 
         Raises:
             UsageError: An option contradicts the run.
@@ -321,7 +320,7 @@ class Request:
 
     @cached_property
     def prediction_costs(self) -> Costs | None:
-        """The costs of each stage that `timeline` is predicted with, or None if it is measured."""
+        """The costs of each stage from which `timeline` is predicted, or None if it is measured."""
         source_run = self.source_timeline
         if source_run is None:
             return self.program_costs
@@ -332,7 +331,11 @@ class Request:
 
     @property
     def _resolved_progress_model(self) -> ProgressModel:
-        """The specified progress model, else that of a run to lower again, else "per_device"."""
+        """The progress model that the user set, or its default.
+
+        With `relower`, the default is the model of the run in the file. Otherwise it is
+        "per_device".
+        """
         default = (
             self.source_timeline.progress_model
             if self.relower and self.source_timeline is not None
@@ -342,10 +345,9 @@ class Request:
 
     @property
     def proven_progress_model(self) -> ProgressModel:
-        """The specified progress model, or one for which the program is already proven.
+        """The specified progress model, or else one for which the program is already proven.
 
-        Without a specified one it is "per_device", unless the program of a run is proven only for
-        other models.
+        This is "per_device", or another model if the program of a run is proven only for others.
         """
         proven = (
             {proof.progress_model for proof in self.source_timeline.program.proofs}
@@ -357,13 +359,12 @@ class Request:
             "per_device" if "per_device" in models or not models else models[0]
         )
 
-    # ------------------------------------------------------------ how
+    # ------------------------------------------------------------ helpers
 
     def _find_shape(self, schedule: Schedule) -> PipelineShape:
         """Return the shape that the user set, with the defaults of the schedule.
 
-        In a comparison, the number of stages per rank is ignored for a schedule that cannot have
-        it.
+        In a comparison, `stages_per_rank` is ignored for a schedule that cannot use it.
         """
         values = dict(self.defaults) | dict(self.specified)
         mark, fixed = get_placement_mark(schedule)
@@ -386,7 +387,7 @@ class Request:
                 f.field_type.resolve(f.name, self.specified[f.name], program.shape),
                 f.get_value(program),
             )
-            # Schedules are compared in microbatches that are not divided into chunks.
+            # In a comparison, the user counts microbatches before their division into chunks.
             if self.for_comparison and f.name == "microbatches":
                 actual = program.unsegmented_shape.microbatches
             of_parts = self.for_comparison and f.name == "frozen_stages"
@@ -431,7 +432,7 @@ class Request:
         return check(program, self._resolved_progress_model, blocking_hosts=self.blocking_hosts)
 
     def _check_memory_limit(self, program: Program) -> Program:
-        """Return a checked program. With a memory limit, check it against the limit first."""
+        """Return the program. If there is a memory limit, first check that the program fits."""
         return (
             program
             if self.memory_limit is None
@@ -442,7 +443,7 @@ class Request:
     def stage_costs(self) -> Costs:
         """The costs of each stage for a prediction.
 
-        The cluster prices offloads as if no activation were recomputed.
+        The cluster computes the cost of an offload as if no activation were recomputed.
         """
         return self._fill_costs(())
 
@@ -450,7 +451,8 @@ class Request:
     def program_costs(self) -> Costs:
         """The costs of each stage for the compiled program.
 
-        The cluster prices the offload of a recomputed microbatch by the checkpoint that it moves.
+        An offload of a recomputed microbatch moves only the saved inputs. The cluster computes its
+        cost from their size.
         """
         program = self.program
         if self.cluster is not None and "send" not in (self.costs or Costs()).specified:
@@ -511,9 +513,9 @@ class Request:
         return self.sizes and self._split_over_stages(self.sizes)
 
     def _split_over_stages(self, values: _CostsOrSizes) -> _CostsOrSizes:
-        """Return costs or sizes of a microbatch on a rank as those on one stage of it.
+        """Convert costs or sizes for one stage per rank to the stages and chunks of the program.
 
-        Without `for_comparison`, they are per stage already.
+        Without `for_comparison`, they are per stage already, and are returned unchanged.
         """
         if not self.for_comparison:
             return values
@@ -534,9 +536,9 @@ class Request:
         return self._find_unsegmented_shape(self.shape)
 
     def _find_unsegmented_shape(self, shape: PipelineShape) -> UnsegmentedShape:
-        """Return the shape without segments of stages and chunks of microbatches.
+        """Return the shape before stages are split into segments and microbatches into chunks.
 
-        The segment boundaries and chunks are specified, or else those of the program in the file.
+        The segment boundaries and chunks are set by the user, or else by the program.
         """
         program = (
             self.source.schedule_or_program
@@ -554,7 +556,7 @@ class Request:
 
     @property
     def _segment_options(self) -> dict[str, Any]:
-        """The `stage_segments` of each stage in a comparison, from those of a rank."""
+        """The option `stage_segments` per stage, from the value per rank. Empty if not set."""
         segments, shape = self.compile_options.get("stage_segments"), self.shape
         if segments is not None and max(self._unsegmented_shape.segments_per_stage) > 1:
             raise UsageError(

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from os import listdir
-from os.path import isdir, isfile  # unlike Path.is_file, it allows names of any length
+from os.path import isdir, isfile  # Unlike Path.is_file, these allow names of any length.
 from pathlib import Path
 from traceback import extract_tb
 from types import FunctionType, ModuleType
@@ -57,7 +57,7 @@ class Source(str):
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """The run, or None if the source is no run. Raises the errors of `load_timeline`."""
+        """The run, or None if the source is not a run. Raises the errors of `load_timeline`."""
         return load_timeline(self) if self.endswith(TIMELINE_SUFFIX) else None
 
     @cached_property
@@ -66,7 +66,8 @@ class Source(str):
         return load_source(self) if self.timeline is None else self.timeline.program
 
     def __reduce__(self) -> tuple[type[Source], tuple[str]]:
-        # A process that unpickles the source loads it again: functions cannot all be pickled.
+        # A process that unpickles the source loads it again, because not all functions can be
+        # pickled.
         return Source, (str(self),)
 
 
@@ -110,7 +111,7 @@ def load_source(source: str) -> Schedule | Program:
 
 
 def suggest_source(source: str) -> str:
-    """Return a hint for a source with a wrong form, or an empty string.
+    """Return a hint for a name that `load_source` does not accept, or an empty string.
 
     Args:
         source: The name of the source.
@@ -132,7 +133,7 @@ def suggest_source(source: str) -> str:
 
 
 def _find_timeline(source: str) -> str:
-    """Return the path of a run in a folder or in one of its folders, or an empty string.
+    """Return the path of a run in a folder or in one of its subfolders, or an empty string.
 
     Args:
         source: The path of the folder, or of the `summary.json` that `schedir train` writes to it.
@@ -229,7 +230,7 @@ def _load_function(path: str, name: str) -> Schedule:
 
 def _load_module(path: str) -> ModuleType:
     """Import a user's Python file, with its folder first on `sys.path` as in `python file.py`."""
-    open_regular_file(path).close()  # raises UsageError unless it is a regular file
+    open_regular_file(path).close()  # Raises UsageError if it is not a regular file.
     require_code_allowed(path)
     name = _MODULE_PREFIX + Path(path).stem
     spec = spec_from_file_location(name, path)
@@ -255,11 +256,11 @@ def find_error_origin(error: BaseException) -> str:
         error: An error with a cause. The chain of causes is searched.
 
     Returns:
-        "file:line: text", or "" if no frame of a cause is in a file of `load_source`.
+        "file:line: text", or "" if no cause was raised in a file that `load_source` has loaded.
     """
     files = {m.__file__ for name, m in list(sys.modules.items()) if name.startswith(_MODULE_PREFIX)}
     frames, cause = [], error.__cause__
-    while cause:  # causes may be nested: Python wraps a StopIteration in a RuntimeError
+    while cause:  # Causes may be nested: Python wraps a StopIteration in a RuntimeError.
         frames += [f for f in extract_tb(cause.__traceback__) if f.filename in files]
         cause = cause.__cause__
     if not frames:

@@ -1,6 +1,6 @@
 """Print tables, coloured programs, errors and JSON for the command line.
 
-Rich is imported in the functions that need it, so that --help does not wait for it.
+Rich is imported in the functions that need it, so that --help does not wait for the import.
 """
 
 from __future__ import annotations

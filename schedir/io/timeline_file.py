@@ -2,7 +2,7 @@
 
 The file is a zip archive with four members: `header.json`, `program.sched`, `start.npy` and
 `end.npy`. The last two have one number per instruction, in the order of the program. Nothing is
-pickled. A file that is no Timeline is refused before large memory is allocated.
+pickled. A file that is not a Timeline is refused before much memory is allocated.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _HEADER_FILE, _PROGRAM_FILE, _START_FILE, _END_FILE = (
     "start.npy",
     "end.npy",
 )
-_EXTRA_PROGRAM_BYTES = 2**16  # bytes of a program besides those of its instructions
-_MAX_HEADER_BYTES = 2**23  # bytes of a header, which may have a size per stage and microbatch
+_EXTRA_PROGRAM_BYTES = 2**16  # the most bytes of a program's text without its instructions
+_MAX_HEADER_BYTES = 2**23  # A header may have a size per stage and microbatch.
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> None:
@@ -124,9 +124,9 @@ def _encode_npy(values: NDArray[np.float64]) -> bytes:
 def load_timeline(path: str | Path) -> Timeline:
     """Read a Timeline from a file that `save_timeline` wrote.
 
-    The program is checked under the progress model of the run. In a prediction, an effect before
-    its cause is an error. In a measured run, clocks may be wrong, and `Timeline.causality_warning`
-    reports it.
+    The program is checked under the progress model of the run. If an effect comes before its cause
+    in a prediction, an error is raised. In a measured run, clocks may be wrong, so no error is
+    raised. `Timeline.causality_warning` then describes the problem.
 
     Args:
         path: The file.
@@ -135,7 +135,7 @@ def load_timeline(path: str | Path) -> Timeline:
         The timeline, with a checked program.
 
     Raises:
-        TraceError: The file is no Timeline.
+        TraceError: The file is not a Timeline.
         UsageError: The file cannot be read.
         SchedirError: `from_text` or `check` refuses the program.
 
@@ -178,7 +178,7 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 class _TimelineReader:
-    """Reads the members in order, each after a check of its size."""
+    """Reads the members of the archive in order. It checks the size of a member before it reads."""
 
     def __init__(self, archive: ZipFile) -> None:
         self.archive = archive
@@ -189,9 +189,9 @@ class _TimelineReader:
     def read_timeline(self) -> Timeline:
         header = self._read_header()
         n = header["instructions"]
-        # Sizes of the times are checked first. They bound the program: one line of its text can
-        # expand to millions of instructions. Times of half the width pass here, and their type is
-        # refused below.
+        # The sizes of the times are checked first. They limit the number of instructions, because
+        # one line of a program's text can expand to millions. float32 times pass this check, but
+        # `_read_times` refuses them.
         self._require_size(_START_FILE, 8 * n + 1024, 4 * n)
         self._require_size(_END_FILE, 8 * n + 1024, 4 * n)
         self._require_size(_PROGRAM_FILE, 32 * n + _EXTRA_PROGRAM_BYTES)
@@ -258,7 +258,10 @@ class _TimelineReader:
             raise TraceError(f"{name} is compressed by method {info.compress_type}, not deflate")
 
     def _read_member(self, name: str) -> bytes:
-        """Return a member, at most one byte more than its stated size, because of zip bombs."""
+        """Return the bytes of a member.
+
+        Because of zip bombs, this reads at most one byte more than the stated size.
+        """
         info = self.archive.getinfo(name)
         with self.archive.open(info) as member:
             return member.read(info.file_size + 1)
@@ -284,7 +287,7 @@ def _parse_sizes(value: Any, shape: PipelineShape) -> Sizes | None:
     names = [f.name for f in fields(Sizes)]
     if value is None:
         return None
-    if isinstance(value, dict):  # an older file may have old names
+    if isinstance(value, dict):  # An older file may have former names of sizes.
         current = {RENAMED_SIZES.get(name, name): size for name, size in value.items()}
         if len(current) < len(value):
             raise TraceError(f"sizes contain one size under two names: {value!r:.80}")
@@ -299,7 +302,7 @@ def _parse_sizes(value: Any, shape: PipelineShape) -> Sizes | None:
 def _require_valid_times(
     program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
 ) -> None:
-    """Raise TraceError if an instruction ends before it starts, or compute of a rank overlaps."""
+    """Raise TraceError if an instruction ends before it starts, or computes of a rank overlap."""
     if (end < start).any():
         k = int((end < start).argmax())
         raise TraceError(f"instruction {k} has the end {end[k]:g} before its start {start[k]:g}")

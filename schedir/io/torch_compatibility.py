@@ -108,14 +108,15 @@ def require_torch_support(
 
 
 def require_torch_pair(program: Program, rank: int, index: int) -> None:
-    """Raise GroupError if torch cannot run two instructions as one.
+    """Raise GroupError if torch cannot run two instructions as one action.
 
-    torch runs only a forward and a backward as one.
+    torch runs only a forward and a backward as one action.
 
     Args:
         program: The program.
         rank: The rank.
-        index: The index in the Stream of the second instruction. It is joined with the one before.
+        index: The index in the Stream of the second instruction. It is joined with the previous
+            instruction.
 
     Raises:
         GroupError: The two are not a forward and a backward, or more than two are joined.

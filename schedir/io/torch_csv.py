@@ -60,8 +60,9 @@ from schedir.ir.program import (
 __all__ = ["from_csv", "to_csv"]
 
 # The first format, compute only, is the same in all versions of torch. The second has the name of a
-# version of torch, because its actions change. REDUCE_GRAD was added late in 2025 (pytorch PR
-# 166449); without it torch does not scale gradients. Waits are being added (PRs 194121, 196725).
+# version of torch, because its actions differ between versions. REDUCE_GRAD was added late in 2025
+# (pytorch PR 166449). Without it, torch does not scale gradients. Waits are being added (PRs
+# 194121, 196725).
 CSV_FORMATS: Final = ("torch", "torch-2.13")
 
 _O = Opcode
@@ -80,9 +81,8 @@ _ACTION_TEXTS: Final = {op: action for action, op in ACTIONS.items()}
 # With ZeRO, gradients are reduced to shards. With zero 3, weights are sharded too.
 _SHARDED_REDUCE_ACTIONS: Final = {_O.ReduceScatter: "REDUCE_GRAD"}
 _SHARDED_ACTIONS: Final = _SHARDED_REDUCE_ACTIONS | {_O.Unshard: UNSHARD, _O.Reshard: RESHARD}
-# Actions that are ignored unless they are requested: unshards and reshards, which torch writes for
-# all stages, and waits, which our instructions include. The value is True if the action has a
-# microbatch.
+# Actions that are ignored by default -> True if the action has a microbatch. torch writes unshards
+# and reshards for all stages. Waits are not needed, because our instructions include them.
 IGNORED_ACTIONS: Final = {
     UNSHARD: False,
     RESHARD: False,
@@ -90,7 +90,8 @@ IGNORED_ACTIONS: Final = {
     "WAIT_SEND_B": True,
     "WAIT_REDUCE_GRAD": False,
 }
-# For each action, its word without stage and microbatch, and True if it has a microbatch.
+# Action -> its word without stage and microbatch (None if it is ignored), and True if it has a
+# microbatch.
 _ACTION_WORDS: Final[dict[str, tuple[int | None, bool]]] = {
     **{
         action: (int(op) << OP_SHIFT, INSTRUCTIONS[op].scope is Scope.MICROBATCH)
@@ -109,14 +110,15 @@ _PAIR_PATTERN = re.compile(r"\(([^()]*)\)(\w*)")
 def to_csv(program: Program, csv_format: str = "torch") -> str:
     """Return a program as a CSV of torch.distributed.pipelining.
 
-    The format "torch" has only compute. torch lowers it when it loads it, and adds the actions that
-    FSDP needs. All versions of torch read it.
+    The format "torch" has only compute. When torch loads the file, it lowers the schedule, and adds
+    the actions that FSDP needs. All versions of torch read this format.
 
-    The format "torch-2.13" has the transfers and reductions of the program too. torch loads it with
-    format="compute_comms". It is for stages without FSDP, or with zero 3 for stages with FSDP. With
-    zero 3 it has UNSHARD and RESHARD where the program has Unshard and Reshard. torch also needs an
-    unsharded stage for W and REDUCE_GRAD. If the program does not provide that, the actions are
-    placed again, with the same number of unsharded stages.
+    The format "torch-2.13" also has the transfers and reductions of the program. torch loads it
+    with format="compute_comms". A program with zero 3 is for stages with FSDP, other programs are
+    for stages without FSDP. With zero 3, the file has UNSHARD and RESHARD where the program has
+    Unshard and Reshard. torch also needs an unsharded stage for W and REDUCE_GRAD. If the program
+    does not provide that, UNSHARD and RESHARD are placed again, with the same number of unsharded
+    stages.
 
     Instructions without an action are left out: scatters and gathers, because torch sends full
     activations; optimizer steps; and moves of a value between tiers.
@@ -129,9 +131,9 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
         The text of the CSV, one row per rank.
 
     Raises:
-        CompletenessError: The program has no backward, and torch does not load it.
+        CompletenessError: The program has no backward, so torch does not load it.
         LoweringLevelError: The program is a draft, and the format has transfers.
-        GroupError: Instructions are issued as one that torch cannot issue as one.
+        GroupError: A group of instructions is not a pair that torch can run as one action.
         UsageError: The format is unknown, the program has frozen stages, or `require_torch_support`
             refuses it.
 
@@ -160,7 +162,8 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
 def format_cells(program: Program, csv_format: str = "torch") -> list[list[str]]:
     """Return the cells of each rank's row, as `to_csv` writes them.
 
-    The program may have no backward: torch's runtime runs it, but does not load it from a CSV.
+    A program without a backward is allowed. torch does not load it from a CSV, but its runtime runs
+    these actions.
 
     Args:
         program: The program.
@@ -241,11 +244,11 @@ def from_csv(
     r"""Return the program in a CSV of torch.distributed.pipelining, of either format.
 
     Ranks, stages, microbatches and the placement are inferred. A file that was cut off after some
-    rows gives a program of fewer ranks, unless its transfers or its placement show the error. Give
-    `ranks` to detect it always.
+    rows may give a program of fewer ranks. An error is raised only if the transfers or the
+    placement show the cut. Give `ranks` to always detect it.
 
     A CSV without transfers gives a draft. Its reductions are left out, because `schedir.compile`
-    places all of them. Waits are ignored. The program is not checked: use `check` for that.
+    adds all of them. Waits are ignored. The program is not checked: use `check` for that.
 
     Args:
         text: The text of the CSV.
@@ -317,16 +320,16 @@ def _parse_rows(text: str) -> list[list[str]]:
 
 
 class _CsvReader:
-    """Collects the cells that have been read."""
+    """Converts the cells of a CSV to words of instructions, row by row."""
 
     def __init__(self, sharded_actions: Mapping[Opcode, str]) -> None:
         self.sharded_actions = {
             action: int(op) << OP_SHIFT for op, action in sharded_actions.items()
         }
-        # The occurrences so far of each action that may occur several times for a stage.
+        # Word of a sharding action and its stage -> the number of its occurrences so far.
         self.occurrences = Counter[int]()
         self.rank_words: list[list[int]] = []
-        # By stage, the first cell of it, and the first message to or from it.
+        # Stage -> the first cell of the stage, and the first cell with a message to or from it.
         self.stage_cells: dict[int, _CellLocation] = {}
         self.peer_cells: dict[int, _CellLocation] = {}
         self.max_microbatch = -1
@@ -409,7 +412,7 @@ class _CsvReader:
         return word | mb
 
     def infer_shape(self) -> PipelineShape:
-        """Return the smallest shape with all cells. Each of its stages must have a cell."""
+        """Return the smallest shape that contains all cells. Each of its stages needs a cell."""
         last = max(self.stage_cells)
         for stage in range(last):
             if stage not in self.stage_cells:

@@ -20,7 +20,7 @@ def fit_unshards_to_torch(row: list[str], unsharded_stages: int) -> list[str]:
 
     Args:
         row: The cells of a rank.
-        unsharded_stages: The largest number of stages that may be unsharded at once.
+        unsharded_stages: The largest number of stages that may be unsharded at the same time.
 
     Returns:
         `row` itself if every stage is unsharded at each of its uses. Otherwise the cells with
@@ -53,5 +53,5 @@ def fit_unshards_to_torch(row: list[str], unsharded_stages: int) -> list[str]:
 
 
 def _find_used_stages(cell: str) -> tuple[int, ...]:
-    """Return the stages that a cell needs unsharded."""
+    """Return the stages that must be unsharded for a cell."""
     return tuple(map(int, _USE_PATTERN.findall(cell)))

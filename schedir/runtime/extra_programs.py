@@ -172,7 +172,7 @@ class ProgramOrder:
         if {each[3:] for each in told} != {(self.run_count, program_number)}:
             raise self._order_error(sorted(told))
         self.current_number = program_number
-        self.run_count: int = 1
+        self.run_count = 1
 
     def _order_error(self, reports: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
         """Create the error. A report of a rank is (dp_rank, tp_rank, rank, runs, next program)."""

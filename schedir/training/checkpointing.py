@@ -107,7 +107,7 @@ class TrainingCheckpoints:
         return step
 
     def should_save_now(self, step: int) -> bool:
-        """Return whether to save a step before the next step begins.
+        """Return whether to save the state after a step before the next step begins.
 
         Args:
             step: The step, from 1. The last step is always saved. Other steps are saved in this way
@@ -133,13 +133,14 @@ class TrainingCheckpoints:
     def save(self, step: int) -> None:
         """Save the state after a step, and return when the checkpoint is complete.
 
-        All processes must call this, after the numbers of the step were checked.
+        All processes must call this, after it is certain that the loss and the gradients of the
+        step are finite.
 
         Args:
             step: The step, from 1.
 
         Raises:
-            CheckpointError: This checkpoint or the one before it cannot be written.
+            CheckpointError: This checkpoint or the previous one cannot be written.
         """
         folder, began = self.train.checkpoint_dir, perf_counter()
         assert folder is not None
@@ -169,9 +170,9 @@ class TrainingCheckpoints:
     def write(self) -> None:
         """Begin to write a copied state, if there is one.
 
-        If there is none, report the previous checkpoint if it became complete. Call this after the
-        numbers of the copied step were checked. The losses are flushed to the disk before the
-        checkpoint is written.
+        If there is none, report the previous checkpoint if it became complete. Call this after it
+        is certain that the losses and gradients of the copied step are finite. The losses are
+        flushed to the disk before the checkpoint is written.
 
         Raises:
             CheckpointError: The previous checkpoint cannot be written.
@@ -185,13 +186,13 @@ class TrainingCheckpoints:
             self.wait()
 
     def handle_failed_step(self, step: int) -> None:
-        """Discard a copy of the state after a failed step, and complete the checkpoint before it.
+        """Discard a copy of the state after a failed step, and complete the previous checkpoint.
 
         Args:
-            step: The step, from 1, whose numbers are not finite.
+            step: The step, from 1, whose loss or gradients are not finite.
 
         Raises:
-            CheckpointError: The checkpoint before the step cannot be written.
+            CheckpointError: The previous checkpoint cannot be written.
         """
         if self.saver is not None:
             if self.pending_step >= step:
@@ -215,7 +216,7 @@ class TrainingCheckpoints:
                 self._report_saved(self.saver.saved_checkpoint)
 
     def close(self) -> None:
-        """Complete the checkpoint that is being written, for whatever reason the run ended.
+        """Complete the checkpoint that is being written, after any end of the run.
 
         With several processes this does nothing, because the others may have exited.
         """
@@ -224,7 +225,7 @@ class TrainingCheckpoints:
                 self.wait()
 
     def _flush_losses(self) -> None:
-        """Flush the losses to the disk, so that no checkpoint contains steps without losses."""
+        """Flush the losses to the disk, before a checkpoint with their steps is complete."""
         if self.losses is not None:
             self.losses.sync_to_disk()
 

@@ -66,7 +66,7 @@ def make_evaluation_programs(config: Config, program: Program) -> list[Program]:
 
 
 class Evaluation:
-    """The evaluation of the loss on the same held-out windows after certain steps.
+    """Evaluates the loss on the same held-out windows after certain steps.
 
     Each evaluation uses the first windows: `train.evaluate_batches` times the number of windows
     that a training step reads, or all if there are fewer. The last batch is filled up with targets

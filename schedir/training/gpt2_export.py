@@ -2,8 +2,8 @@
 
 Both models compute the same function: pre-LayerNorm, learned positions, exact GELU (with erf), and
 a head without bias. The names differ, and `transformers` stores linear weights transposed (Conv1D).
-Here, `qkv` has rows in the order (head, qkv, width). There, it has columns in the order (qkv, head,
-width).
+In schedir, `qkv` has rows in the order (head, qkv, width). In `transformers`, it has columns in the
+order (qkv, head, width).
 """
 
 from __future__ import annotations

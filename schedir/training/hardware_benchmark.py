@@ -1,11 +1,11 @@
 """Measure the machine as a Cluster for the planner.
 
-Several processes measure the same at the same time: one on each GPU, or any number on the
-processors. They measure matrix products, copies, layers of the trainer's GPT, and all-reduces.
+Several processes run the same measurements at the same time: one process on each GPU, or any number
+on the CPU. They measure matrix products, copies, layers of the trainer's GPT, and all-reduces.
 
-On processors, a compute time is the processor time of the thread, so the load of other programs
-does not count. It is multiplied by the number of processes that share a processor. On GPUs, a
-compute time is wall time.
+On a CPU, a compute time is the processor time of the thread, so the load of other programs does not
+count. It is multiplied by the number of processes that share a processor. On GPUs, a compute time
+is wall time.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.transports.local_processes import run_processes
 from schedir.transports.registry import DEVICES, Device, load_object
 
-TIMEOUT: Final = 300.0  # Seconds of a complete benchmark.
-# A tensor-parallel layer has two in the forward and two in the backward (arXiv 1909.08053, section
-# 3).
+TIMEOUT: Final = 300.0  # A benchmark that takes more seconds fails.
+# A tensor-parallel layer has two all-reduces in the forward and two in the backward (arXiv
+# 1909.08053, section 3).
 ALL_REDUCES_PER_LAYER: Final = 4
-# Seconds. The lower limit of an all-reduce within a layer: its time is a difference, which noise
-# can make negative.
+# The smallest time of an all-reduce within a layer, in seconds. This time is computed as a
+# difference, which noise can make negative.
 _MIN_SECONDS: Final = 1e-6
-# The share of the processors that other programs may take, and the relative difference between
-# rounds, above which there is a warning.
+# There is a warning if other programs use more than this share of the processors, or if the rounds
+# of a measurement differ by more than this share.
 BUSY_THRESHOLD: Final = 0.1
 
 
@@ -81,7 +81,10 @@ class BenchmarkExtent(NamedTuple):
 
 
 def _list_gemm_shapes(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Return the products of layers of shapes (tokens, width), and two of a sharded layer."""
+    """Return the products (m, k, n) of layers with these (tokens, hidden size).
+
+    The last two products are from a shard of the first layer.
+    """
     gemms = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
     m, h = shapes[0]
     return (*gemms, (m, h, h // 4), (m, h // 4, h))
@@ -115,7 +118,7 @@ class BenchmarkResult(NamedTuple):
 
     Args:
         cluster: The speeds and the memory of the machine.
-        notes: By field of the Cluster, the source of its number.
+        notes: Field of the Cluster -> the source of its value.
         table: Lines that compare each measurement with the prediction of the Cluster.
         warnings: Possible reasons why the measurements are wrong.
     """
@@ -138,9 +141,9 @@ def measure(
     It takes about half a minute.
 
     Args:
-        processes: The number of processes. None is one for each processor or GPU.
+        processes: The number of processes. By default one for each processor or GPU.
         device: The device, "cpu" or "cuda".
-        quick: Measure for a few seconds only. The result has little accuracy.
+        quick: Measure for a few seconds only. The result is less accurate.
         progress: Print each kind of measurement on standard error.
 
     Raises:
@@ -165,7 +168,7 @@ def measure(
 
 
 def count_processors() -> int:
-    """Return the number of processors that this process may use at once.
+    """Return the number of processors that this process may use at the same time.
 
     It is the number in the CPU affinity, limited by the CPU quota of the cgroup.
     """
@@ -178,7 +181,7 @@ def count_processors() -> int:
 
 
 def _compute_slowdown(processes: int, processor_count: int | None) -> float:
-    """Return the factor by which a process takes longer if all processes compute."""
+    """Return the factor by which a process is slower if all processes compute at the same time."""
     return 1.0 if processor_count is None else max(1.0, processes / processor_count)
 
 
@@ -197,8 +200,8 @@ class MeasuredSamples(NamedTuple):
         smallest_layers: Seconds of each of the smallest layers, in each round.
         layers: Seconds of each layer, in each round.
         copy_seconds: Seconds of the copy, in each round.
-        all_reduces: The processes of the group, the bytes, and the seconds in each round. There are
-            no seconds if this process was in no group.
+        all_reduces: For each all-reduce, the number of processes in the group, the bytes, and the
+            seconds in each round. There are no seconds if this process was in no group.
         memory_bytes: Bytes of memory of the process.
         processor_share: Processor time per wall time during the products.
     """
@@ -257,9 +260,9 @@ class _Stopwatch:
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     def time_rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
-        """Return the seconds per run in each round; with `wall`, wall time on processors, too.
+        """Return the seconds per run in each round: wall time on GPUs, processor time on CPUs.
 
-        All processes must call this, and run the same.
+        With `wall`, it is wall time on CPUs, too. All processes must call this with the same work.
         """
         wall = wall or self.device == "cuda"
         return [one[not wall] for one in self.time_wall_and_processor(run)]
@@ -272,7 +275,7 @@ class _Stopwatch:
         began = time.perf_counter()
         run()
         self._synchronize()
-        # All processes run it equally often, because it may contain collectives.
+        # All processes must run the function equally often, because it may contain collectives.
         run_count = torch.tensor(self.round_seconds / max(time.perf_counter() - began, 1e-7))
         dist.all_reduce(run_count, dist.ReduceOp.MIN)
         times = min(max(int(run_count), 1), 10_000)
@@ -307,8 +310,8 @@ def _make_layer_step(
 ) -> Callable[[], object]:
     """Return a function that runs a layer of the trainer's GPT forward and backward.
 
-    With a `group`, the layer is this rank's shard. The gradients are allocated once, as in a
-    training step.
+    With a `group`, the layer is this rank's shard. The gradients are allocated only once, as in
+    training.
     """
     config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=heads, context=sequence)
     block = gpt.Layer(config, 0, LayerParameters.from_config(config, 0, group, tensor_options))
@@ -336,8 +339,8 @@ def _measure_all_reduces(
     processor time of the thread.
 
     Yields:
-        The processes of the group, the bytes, and the seconds in each round. There are no seconds
-        if this process was in no group.
+        The number of processes in the group, the bytes, and the seconds in each round. There are no
+        seconds if this process was in no group.
     """
     world = dist.get_world_size()
     backend = "gloo" if watch.device == "cpu" else "nccl"

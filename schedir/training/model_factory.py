@@ -1,6 +1,6 @@
 """Build the modules of each kind of model that `schedir train` trains.
 
-Each entry belongs to the kind of the same name in `training/config/model_kinds.py`.
+Each entry of `MODELS` belongs to the kind of the same name in `training/config/model_kinds.py`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class ModelModule(Protocol):
 
 
 class TrainedModel(NamedTuple):
-    """A kind of model.
+    """The functions that build a kind of model.
 
     Args:
-        module: Its Python module.
+        module: The Python module of the kind.
         split_stage: Splits a stage into its segments. None if the kind has no segments.
         make_boundaries: Returns the boundaries between segments, by program stage. Its arguments
             are the segments of each stage, the boundary between unsegmented stages, the number of
@@ -64,7 +64,7 @@ MODELS: Final = {
 
 
 def get_trained_model(config: ModelConfig) -> TrainedModel:
-    """Return the kind of model to which a configuration belongs.
+    """Return the functions that build the model of a configuration.
 
     Args:
         config: The section [model] of a configuration.

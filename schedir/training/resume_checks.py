@@ -1,8 +1,9 @@
 """Check which checkpoints a run may resume from. Needs no torch.
 
-A run gets a random name when it begins. If it writes checkpoints, a file `run.json` with this name
-and all settings is in the checkpoint directory and in the output directory. Each checkpoint
-contains both, too. A run may continue in a directory whose `run.json` has the name of the run.
+A run gets a random name when it begins. A run with checkpoints writes this name and all settings to
+the file `run.json` in the checkpoint directory and in the output directory. Each checkpoint also
+contains the name and the settings. A run may continue in a directory if the `run.json` there has
+the name of the run.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from schedir.training.config.model_kinds import get_model_kind
 from schedir.training.config.run_config import Config
 
 RUN_FILE: Final = "run.json"
-# The name, among the settings of a run, of the size and the digest of its data.
+# The settings of a run contain the size and the digest of its data under this name.
 DATA_FACT: Final = "the data"
 # Prefixes of settings. A run cannot resume if one of these settings has changed.
 _FIXED_SETTINGS: Final = ("model.", "data.", DATA_FACT, "train.precision")
 _TOKENIZER_SETTING: Final = "data.tokenizer"  # A path, or "bytes".
-# Exceptions from `_FIXED_SETTINGS`: the digest in DATA_FACT covers the data.
+# These settings may change, although `_FIXED_SETTINGS` has their prefix. DATA_FACT has a digest of
+# the data, which may not change.
 _CHANGEABLE_SETTINGS: Final = ("data.source", "data.validation", "data.microbatch_size")
 # Prefixes of settings. A resumed run does not print their changes.
 _UNREPORTED_SETTINGS: Final = ("output.", "data.source", "data.validation", "train.checkpoint_dir",
@@ -63,7 +65,7 @@ class RunIdentity:
             data: `Corpus.facts` of the run.
 
         Raises:
-            UsageError: The data or a fixed setting differs from that of the run.
+            UsageError: The data or a fixed setting is not the same as in the resumed run.
         """
         settings = config.setting_texts | dict(data)
         before = find_resumed_run(config)
@@ -155,9 +157,9 @@ def require_resumable(config: Config) -> None:
         config: The configuration of the run.
 
     Raises:
-        UsageError: `train.resume` is "must" and there is no checkpoint; or it is "no", there are
-            checkpoints, and `output.overwrite` is false; or a fixed setting differs from that of
-            the run.
+        UsageError: `train.resume` is "must", and there is no checkpoint. Or `train.resume` is "no",
+            there are checkpoints, and `output.overwrite` is false. Or a fixed setting is not the
+            same as in the run of the checkpoints.
     """
     folder, resume = config.train.checkpoint_dir, config.train.resume
     if folder is None:
@@ -198,7 +200,7 @@ def _require_same_settings(
             and "bytes" not in {had, value}
             and data == settings.get(DATA_FACT, data)
         ):
-            continue  # The file has moved. Its tokens are the same.
+            continue  # The tokenizer file has moved. Its tokens are the same.
         what = f"the checkpoint of step {previous_run.step}" if previous_run.step else "the run"
         raise UsageError(
             f"{what} in {config.train.checkpoint_dir} has {name} {had}, but the configuration has "
@@ -211,11 +213,11 @@ def _require_same_settings(
 
 
 def _parse_settings(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a checkpoint by their present names."""
+    """Return the settings of a checkpoint by their current names."""
     stored_settings = state.get("settings")
     settings = {}
     for name, value in stored_settings.items() if isinstance(stored_settings, dict) else ():
-        # The checkpoint may be older than the present names.
+        # An older checkpoint has the former names.
         current = RENAMED_SETTINGS.get(str(name), str(name))
         settings[current] = get_current_value(current.rpartition(".")[2], str(value))
     return settings

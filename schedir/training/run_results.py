@@ -222,8 +222,8 @@ def claim_directories(config: Config) -> Iterator[None]:
         config: The configuration of the run.
 
     Raises:
-        UsageError: A directory cannot be written, or another run uses it; the run cannot resume
-            from the checkpoints; or there are results of an earlier run, and `output.overwrite` is
+        UsageError: A directory cannot be written, or another run uses it. Or the run cannot resume
+            from the checkpoints. Or there are results of an earlier run, and `output.overwrite` is
             false.
     """
     output = config.output
@@ -289,7 +289,7 @@ _DIRECTORY_KINDS: Final = {
 
 
 def _list_result_files(output: OutputConfig) -> list[Path]:
-    """Return the paths of all results that this run or an earlier one may write."""
+    """Return the paths of all results that runs with these settings may write."""
     own = [Path(output.dir, name) for name in (*RESULT_FILES, EVALUATIONS_FILE, TRACE_FILE)]
     return (
         own if output.trace is None else list(dict.fromkeys([*own, Path(output.trace, TRACE_FILE)]))
@@ -336,7 +336,7 @@ def _lock_directory(directory: str, setting: str) -> Iterator[None]:
 
 
 def save_results(result: RunResult, output: OutputConfig) -> None:
-    """Write the summary of a run, and if it was recorded, its picture and its timeline.
+    """Write the summary of a run. If the run was recorded, write its picture and timeline, too.
 
     Args:
         result: The results of the run.

@@ -1,8 +1,8 @@
 """Issue steps to the device, and read their losses one step later.
 
-If a step has a number that is not finite, the run may have to end. The host reads this after it has
-issued the next step. So the device skips the update of that next step without the host. The weights
-and the optimizer state remain those of the failed step, which can run again.
+If the loss or a gradient of a step is not finite, the run may have to end. The host reads this only
+after it has issued the next step. So the device skips the update of the next step without the host.
+The weights and the optimizer state remain those of the failed step, so this step can run again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from schedir.transports.gloo import ProcessTransport
 
 
 class IssuedStep(NamedTuple):
-    """The numbers of a step on one rank.
+    """The results of a step on one rank.
 
     Args:
         loss: This rank's part of the mean loss over all tokens.
@@ -48,7 +48,8 @@ class IssuedStep(NamedTuple):
 class _PendingStep(NamedTuple):
     """A step that the host has issued, but whose numbers it has not read.
 
-    `step_inputs` has inputs, targets and scale. `inverse_tokens` is 1 / the number of its tokens.
+    `step_inputs` has inputs, targets and scale. `inverse_tokens` is 1 / the number of tokens of the
+    step. `start_time` is in seconds of `perf_counter`.
     """
 
     step_inputs: tuple[Sequence[Tensor], Sequence[Tensor], float]
@@ -73,12 +74,12 @@ class _StepNumbers(NamedTuple):
 
 
 class StepQueue:
-    """The steps of a rank: it issues them, and reads their numbers later.
+    """Issues the steps of a rank, and reads their numbers (loss, gradient norm) later.
 
-    Only if the program clips gradients, the numbers of a step can be read after the next step was
-    issued (`can_read_late`). Then the norm shows a failure to all ranks on their devices. Without
-    the norm, each rank checks its own gradients. Other ranks would continue and update until the
-    hosts communicate.
+    If the program clips gradients, the numbers of a step can be read after the next step was issued
+    (`can_read_late`). The devices of all ranks then detect a failure by the global norm. Without
+    the norm, each rank checks only its own gradients. Other ranks would continue to update until
+    the hosts communicate.
 
     Args:
         executor: The executor of this rank.
@@ -117,7 +118,7 @@ class StepQueue:
         count = len(_StepNumbers._fields) + stops_on_nonfinite * len(self.residue)
         self.scalar_buffer = AsyncScalarBuffer(device, count, 2)
         self.zero = torch.zeros((), dtype=torch.float64, device=device)
-        # The next step adds this to its scale. With NaN it makes no update.
+        # The next step adds this to its scale. If it is NaN, the step makes no update.
         self.scale_offset = self.zero.float() if stops_on_nonfinite and self.can_read_late else None
 
     def issue(self, batch: TrainingBatch, learning_rate: float, start_time: float) -> None:
@@ -194,7 +195,10 @@ class StepQueue:
         return make_nonfinite_error(origin, self.executor.program, self.last_issued_step)
 
     def _stack_scalars(self, total: Tensor | None) -> Tensor:
-        """Return `_StepNumbers`, and `StepResidue.check_finite` if the run may stop, as float64."""
+        """Return the values of `_StepNumbers` as one float64 tensor.
+
+        If the run may stop, the result of `StepResidue.check_finite` follows.
+        """
         scale = self.loss_scale
         numbers = [  # In the order of the fields of `_StepNumbers`.
             self.zero if total is None else total,
@@ -213,8 +217,8 @@ class StepQueue:
     def _compute_scale_offset(self, total: Tensor | None) -> Tensor:
         """Return NaN if the step ends the run, else 0, on the device.
 
-        The next step adds it to its scale. Then all its gradients are NaN, and no rank makes an
-        update. It is enough if some ranks detect the failure.
+        The next step adds the result to its scale. NaN makes all its gradients NaN. If this occurs
+        on any rank, the global norm is NaN, and no rank makes an update.
         """
         fails = self.executor.finite_updates.logical_not().any()
         if self.loss_scale is not None:
@@ -230,7 +234,7 @@ class StepQueue:
         return self.executor.state.service(LossGradients).grad_scale
 
     def _should_stop(self, numbers: _StepNumbers) -> bool:
-        """Return whether a step that is not finite ends the run, the same on all processes."""
+        """Return whether a step ends the run. All processes get the same result."""
         if not self.stops_on_nonfinite:
             return False
         skipped = int(numbers.skipped_updates)
@@ -238,14 +242,14 @@ class StepQueue:
             skipped = _all_reduce_max(skipped)
         if not skipped or self.loss_scale is None:
             return skipped > 0
-        # A scale that is too large is normal, and is halved. But it does not change the loss, and a
-        # scale of at most 1 enlarges no gradient.
+        # Gradients may overflow because the scale is too large. This is normal, and the scale is
+        # then halved. It is not the reason if the loss is not finite, or if the scale is at most 1.
         return bool(
             _all_reduce_max(numbers.inverse_scale >= 1.0 or not math.isfinite(numbers.loss_sum))
         )
 
     def _roll_back(self, numbers: _StepNumbers) -> None:
-        """Restore the host's state after the step of these numbers, and drop later steps."""
+        """Restore the state that the host had after the step of `numbers`, and drop later steps."""
         self.last_issued_step -= len(self.pending_steps)
         self.executor.random_streams.step -= len(self.pending_steps)
         self.pending_steps.clear()

@@ -46,7 +46,7 @@ from schedir.training.run_results import LossLog, claim_directories, save_result
 if TYPE_CHECKING:
     from schedir.training.batches.text_batches import Corpus
 
-# Every torch optimizer imports torch._dynamo.
+# torch._dynamo is included because every torch optimizer imports it.
 _TRAINER_MODULES = (
     "torch._dynamo",
     "schedir.training.trainer",
@@ -78,7 +78,7 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
     with locate_setting_errors(path, overrides):
         program = build_program(config)
     check_memory(config, config.world_size)
-    _require_data_files(config)  # before results of an earlier run, which have another remedy
+    _require_data_files(config)  # Report missing data before results of an earlier run.
     with interrupt_on_signals(), claim_directories(config):
         return _train_or_launch(path, overrides, config, program)
 
@@ -102,7 +102,7 @@ def _train_or_launch(path: str, overrides: Sequence[str], config: Config, progra
         for samples in filter(None, (corpus.batches, corpus.held_out_batches)):
             samples.read_batch(0, samples.batch_size)
         if config.world_size > 1:
-            # This raises an error if the data is not that of the checkpoints.
+            # This raises an error if the checkpoints were trained on other data.
             RunIdentity.from_config(config, corpus.facts)
             arguments = [
                 "train",
@@ -149,11 +149,11 @@ def build_program(config: Config) -> Program:
 def check_memory(config: Config, processes: int) -> None:
     """Check that this machine has enough memory for a number of processes.
 
-    It counts a lower limit. On CPUs it is the share of each process of the model, the activations
-    of one microbatch, and the tokens of a step. The model includes gradients and AdamW's two
-    moments, sharded as `pipeline.zero` requires. But it counts at least as the unsharded weights,
-    because the modules are built unsharded. On GPUs, only the unsharded weights and the tokens
-    count.
+    The check uses a lower limit of the memory that a process needs. On CPUs, this is its share of
+    the model and of the activations of one microbatch, and the tokens of a step. The model includes
+    gradients and AdamW's two moments, sharded as `pipeline.zero` requires. It counts at least as
+    much as the unsharded weights, because the modules are built unsharded. On GPUs, only the
+    unsharded weights and the tokens count.
 
     Args:
         config: The configuration of the run.
@@ -209,7 +209,7 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
             _train(config, program, Corpus(config))
     except TerminationNotice as notice:
         exit_after_termination(str(notice))
-    except NonFiniteError as error:  # All ranks raise it, and only one prints it.
+    except NonFiniteError as error:  # All ranks raise it, but only one rank prints it.
         exit_with_error(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
         exit_with_error(str(error), is_peer_failure=_is_peer_failure(error))
@@ -233,7 +233,8 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
 def _import_modules(*modules: str) -> None:
     """Import modules without garbage collection, and exclude them from later collections.
 
-    The modules stay loaded. The collections took a fifth of the time of a process with few steps.
+    The modules stay loaded. In a process with few steps, garbage collection took a fifth of the
+    time.
     """
     if all(module in sys.modules for module in modules):
         return

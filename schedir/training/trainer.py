@@ -60,8 +60,8 @@ def train(
     """Train as one rank of a program.
 
     Call this within `join_process_group`. Rank 0 prints the progress and writes a line per step to
-    `losses`. A line has the step (from 1), the mean loss of its tokens, and the learning rate. The
-    gradient norm before clipping (empty without clipping) and the number of skipped updates follow.
+    `losses`. The columns are the step (from 1), the mean loss of its tokens, the learning rate, the
+    gradient norm before clipping (empty without clipping), and the number of skipped updates.
 
     Args:
         config: The configuration of the run.
@@ -71,7 +71,7 @@ def train(
         watchdog: The watchdog of this process. The trainer reports its phases to it.
 
     Returns:
-        The results on global rank 0, None on the others. None, too, if the run was complete before,
+        The results on global rank 0, None on the others. Also None if the run was complete before,
         and its summary exists.
 
     Raises:
@@ -79,14 +79,14 @@ def train(
         ModelError: The processes do not have the same program, settings or data.
         MemoryLimitError: No program fits into `memory.memory_limit`.
         CheckpointError: A checkpoint cannot be read or written.
-        NonFiniteError: In all processes, a loss or a gradient is not finite, and the run stops.
+        NonFiniteError: A loss or a gradient is not finite. All processes raise it.
         ExecutionError: The run fails in another way.
         TerminationNotice: The run ends after SIGTERM, and the last step is saved.
     """
     torch.set_num_threads(config.train.threads)
     try:
         return _Trainer(config, program, corpus, losses).run(watchdog)
-    except RuntimeError as error:  # An error within a step would be an ExecutionError.
+    except RuntimeError as error:  # Errors within a step are already ExecutionErrors.
         if is_caused_by_peer(error) and not describe_peer_exit(error):
             fact = f"another process has not answered for {config.train.timeout:g} s"
         elif isinstance(error, torch.OutOfMemoryError | dist.DistError):
@@ -174,7 +174,8 @@ class _Trainer:
         )
         self.checkpoints = TrainingCheckpoints(self.executor, config.train, self.batches, losses)
         self.unreported_steps: list[IssuedStep] = []
-        self.step_seconds: list[float] = []  # Without the first step, which connects and warms up.
+        # The seconds of each step except the first, which also connects and warms up.
+        self.step_seconds: list[float] = []
         self.data_crc = 0  # The CRC-32 of all samples that were read.
         self.has_warned = False  # True after a warning about allocations after the first step.
         self.counted_memory: tuple[int, ...] = ()
@@ -188,7 +189,7 @@ class _Trainer:
         if start_step >= train.steps:
             return self._finish_completed_run(start_step)
         self.step_queue.last_issued_step = start_step
-        if self.losses is not None:  # It is certain here that a step follows.
+        if self.losses is not None:  # `begin` may remove old results, so a step must follow.
             self.losses.begin(start_step)
         prefetch = Prefetch(
             self.batches,
@@ -226,9 +227,9 @@ class _Trainer:
                 enter(ProcessPhase.REPORT, step + 1)
                 if step == start_step:
                     self.allocation_count = count_allocations(self.device)
-                # The numbers of a step may be read after the next step has been issued. Those of
-                # the first step are read at once: it connects and warms up, and its time must not
-                # count for the second. Those of a step that is reported or saved are read before.
+                # The losses of a step may be read after the next step is issued. There are two
+                # exceptions. The first step connects and warms up, and its time must not count for
+                # the second step. A step that is reported or saved needs its losses now.
                 late = self.step_queue.can_read_late and step > start_step and not (logs or saves)
                 self._read_steps(int(late))
                 if self.unreported_steps and (logs or saves or self.checkpoints.pending_step):
@@ -248,7 +249,7 @@ class _Trainer:
     def _end_on_termination(
         self, step: int, enter: Callable[[ProcessPhase, int], None]
     ) -> NoReturn:
-        """Save the state after the last step, unless it is saved, and raise TerminationNotice."""
+        """Save the state after the last step if it is not saved yet. Raise TerminationNotice."""
         enter(ProcessPhase.REPORT, step)
         self._read_steps(0)
         self.executor.record_timestamps = False
@@ -290,7 +291,7 @@ class _Trainer:
         loss: Callable[..., Tensor],
         boundary: StageBoundaries,
     ) -> Sizes:
-        """Return the weights of each stage, and its sizes per microbatch, measured by one run."""
+        """Run one microbatch through the local stages, and return the sizes of all stages."""
         stages = range(self.program.shape.stages)
         inputs, targets = (
             one.to(self.device) for one in self.batches.read_batch(0, self.microbatch_size)
@@ -324,7 +325,7 @@ class _Trainer:
         return replace(sizes, **dict(zip(measured, map(tuple, each.tolist()), strict=True)))
 
     def _fit_program(self) -> Program:
-        """Return the program, or one that fits into the memory limit, if there is a limit.
+        """Return the program, compiled again if there is a memory limit, so that it fits.
 
         Process 0 prints which forwards are recomputed. Raises MemoryLimitError if no program fits.
         """
@@ -341,7 +342,7 @@ class _Trainer:
     def _predict_memory(self) -> tuple[float, ...]:
         """Return the predicted peak of each rank, in bytes.
 
-        Process 0 prints it, with the peaks on other tiers, and which values the replicas shard.
+        Process 0 prints these peaks, the peaks on other tiers, and which values the replicas shard.
         """
         peaks = tuple(
             float(rank.total_bytes.max()) for rank in compute_footprints(self.program, self.sizes)
@@ -360,14 +361,14 @@ class _Trainer:
         return peaks
 
     def _gather_counted_memory(self, max_bytes: int) -> tuple[int, ...]:
-        """Return the counted peak of each rank, in bytes. Process 0 prints it."""
+        """Return the peak that `LiveMemory` counted on each rank, in bytes. Process 0 prints it."""
         peaks = tuple(np.array(gather(max_bytes))[self.transport.mesh].max((0, 2)).tolist())
         if not dist.get_rank():
             print(f"counted memory of each rank: {', '.join(map(format_bytes, peaks))}")
         return peaks
 
     def _take_batch(self, prefetch: Prefetch, step: int) -> TrainingBatch:
-        """Return the batch of a step. If there is none, first report failures of earlier steps."""
+        """Return the batch of a step. If its read fails, first report failures of earlier steps."""
         try:
             batch = prefetch.take(step)
             self.data_crc = batch.data_crc
@@ -377,7 +378,7 @@ class _Trainer:
             raise
 
     def _read_steps(self, remaining: int) -> None:
-        """Read the numbers of all pending steps except the last `remaining` ones.
+        """Read the losses of all pending steps except the last `remaining` ones.
 
         Raises NonFiniteError if a step ends the run, after a report of the steps before it.
         """
@@ -408,8 +409,8 @@ class _Trainer:
         runs = self._make_timelines() if self.executor.record_timestamps else None
         if dist.get_rank():
             return None
-        # The order of the additions does not depend on how many steps are reported at once. So the
-        # losses always have the same bits.
+        # The order of the additions does not depend on the number of reported steps. So the losses
+        # have the same bits with any `log_every`.
         *losses, processes, _ = reduce(torch.add, all_numbers).tolist()
         if processes and not self.has_warned:
             self.has_warned = True
@@ -445,7 +446,10 @@ class _Trainer:
         )
 
     def _make_timelines(self) -> tuple[Timeline, Timeline] | None:
-        """Return the last step's timeline, and its prediction from mean times, on process 0."""
+        """Return the last step's timeline, and its prediction from mean times.
+
+        All processes must call this. It returns None except on process 0.
+        """
         timeline = gather_timeline(self.executor, self.transport)
         if timeline is None:
             return None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from schedir.transports.json_collectives import gather
 
-# The shortest of 16 requests has little delay by other traffic, and 16 take few milliseconds.
+# Other traffic delays the shortest of 16 requests only little. 16 requests take few milliseconds.
 ROUNDS: Final = 16
 
 
@@ -28,9 +28,9 @@ def measure_clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
         rounds: The number of requests that each process sends to process 0.
 
     Returns:
-        The offset and the error. A process subtracts the offset from its own `perf_counter` to get
-        the time of process 0. The real offset differs from it by at most the error, half of the
-        duration of the shortest request.
+        The offset and the error. A process subtracts the offset from its `perf_counter` to get the
+        time of process 0. The real offset differs from this one by at most the error. The error is
+        half of the duration of the shortest request.
 
     References:
         RFC 5905 (NTP), section 8, and the clock filter of section 10.

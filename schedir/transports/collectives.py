@@ -48,9 +48,9 @@ class CollectiveKind(NamedTuple):
         compute_outputs: Returns the output of each member for the inputs of all members. Both are
             in the order of ranks. Virtual ranks of one process use it.
         start: Starts the collective in a process group of torch.distributed. Its arguments are the
-            group, the output tensor, the input tensor, and whether it is asynchronous. It returns a
-            Work if it is asynchronous. Otherwise NCCL issues it to the current stream, and there is
-            no Work.
+            group, the output tensor, the input tensor, and whether the collective is asynchronous.
+            If it is, `start` returns a Work. Otherwise NCCL issues it to the current stream, and
+            there is no Work.
     """
 
     compute_outputs: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -81,7 +81,8 @@ def _view_as_real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-# The methods of a group are called where torch.distributed renames its functions between versions.
+# "all_gather" and "reduce_scatter" call methods of the group, because torch.distributed renames
+# these functions between versions.
 COLLECTIVES: Final[dict[CollectiveName, CollectiveKind]] = {
     "all_reduce": CollectiveKind(
         lambda own: [_sum_in_rank_order(own)] * len(own),
@@ -161,7 +162,7 @@ def run_collective(members: Sequence[CollectiveMember]) -> None:
 
 
 class PendingCollectives(Generic[P]):
-    """Collectives that some of their members have called, and others not yet.
+    """Collectives that only some of their members have called yet.
 
     A member may call several collectives before another member calls the first one.
     """

@@ -68,12 +68,12 @@ class ProcessTransport:
     The processes form a mesh (dp, pp, tp). tp is the innermost dimension, so tensor-parallel groups
     are adjacent processes. Groups for tensors on a GPU use NCCL.
 
-    The tensor-parallel group of collectives is separate from the group of the layers, and uses
-    another CUDA stream. A gather that waits for its message therefore does not delay a layer.
+    Instructions of the program and layers use separate tensor-parallel groups, and separate CUDA
+    streams. So a gather that waits for its message does not delay a layer.
 
     `torch.distributed` must be initialised with pp * tp * dp processes, or `group` must have that
-    number of processes. Then all members of `group`, and only they, must create this transport.
-    Other groups may create transports of their own.
+    number of processes. With `group`, only its members create this transport, and all of them must.
+    Other groups may create other transports.
 
     Args:
         program: The program that the transport runs.
@@ -89,13 +89,13 @@ class ProcessTransport:
     Raises:
         ModelError: The number of processes is not pp * tp * dp, the processes have different
             programs or transports, or an extra program has another mesh.
-        UsageError: A program is no `Program`, or `timeout` is no positive number.
+        UsageError: A program is not a `Program`, or `timeout` is not a positive number.
     """
 
     progress_model: ProgressModel
     is_grouped = False
     blocking_hosts = True
-    has_pipeline_group = False  # whether one group of all pipeline ranks carries the messages
+    has_pipeline_group = False  # True if one group of all pipeline ranks sends the messages
     side_stream: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
 
     def __init__(
@@ -150,7 +150,7 @@ class ProcessTransport:
         if self.has_pipeline_group:
             rows_of_ranks = self.mesh.swapaxes(1, 2).reshape(-1, pp)
             self.pipeline_group: Any = self._make_own_group(rows_of_ranks)
-        # The layers use this group. Gathers use a separate one, which is made below.
+        # The layers use this group. Instructions use a separate one, `self.groups["tp"]`.
         self.tp_group: Any = None
         if self.tp > 1:
             self.tp_group = self._make_own_group(self.mesh.reshape(-1, self.tp))
@@ -294,7 +294,7 @@ class ProcessTransport:
         """Do nothing, because messages are matched by their order in any program.
 
         Args:
-            program: The number of the program among those of `allocate_buffers`.
+            program: The index of the program in the `programs` of `allocate_buffers`.
         """
 
     def on_step_end(self) -> None:
@@ -430,7 +430,7 @@ class GlooTransport(ProcessTransport):
     has_pipeline_group = True
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """See `Transport.send`. Gloo sends run in threads of Gloo."""
+        """See `Transport.send`. A thread of Gloo sends the message."""
         # Calling the group directly avoids the lookups that dist.isend does for each message.
         return cast(Work, self.pipeline_group.send([tensor], peer, lane))
 

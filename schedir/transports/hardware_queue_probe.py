@@ -125,7 +125,8 @@ def find_shared_queues(
     # device.
     numbers = {edge: torch.zeros(1, device=transport.device) for edge in transport.edge_groups}
 
-    ranks = transport.mesh.shape[1]  # the ranks of each slice of each replica form a group
+    # The pipeline ranks with the same replica and tensor-parallel rank form a group.
+    ranks = transport.mesh.shape[1]
     hosts = process_groups.make_group(transport.mesh.swapaxes(1, 2).reshape(-1, ranks).tolist())
 
     def host_barrier() -> None:
@@ -176,7 +177,8 @@ def _find_late_queues(
 ) -> list[Queue]:
     """Return the queues whose operations do not end in time.
 
-    If the compute stream is blocked, messages are left out, because they wait for computation.
+    If the compute stream is blocked, queues of messages are left out, because messages wait for
+    computation.
     """
     over = time.monotonic() + timeout
     late = [*completion_checks]

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from schedir.errors import ModelError, describe
 
-MAX_BYTES: Final = 2**28  # bytes that a process may send, so that it cannot exhaust a peer's memory
-_MAX_FACT_LENGTH: Final = 120  # printed characters of a fact in which processes differ
+# A process may send at most this number of bytes. So it cannot exhaust the memory of a peer.
+MAX_BYTES: Final = 2**28
+_MAX_FACT_LENGTH: Final = 120  # the most characters of a fact in an error message
 RecordTypes = Sequence[type]  # NamedTuples, dataclasses and Enums
 
 

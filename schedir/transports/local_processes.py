@@ -85,7 +85,7 @@ def run_processes(
     """
     work: Any = fn, args
     if context.get_start_method() != "fork":
-        work = pickle.dumps(work)  # else multiprocessing passes tensors in shared memory
+        work = pickle.dumps(work)  # Otherwise multiprocessing passes tensors in shared memory.
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -99,7 +99,7 @@ def run_processes(
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
-                child_pipe.close()  # else the pipe stays open when the child dies
+                child_pipe.close()  # Otherwise the pipe stays open when the child dies.
                 pipes.append(pipe)
                 processes.append(process)
             return collect_results(pipes, processes, folder, timeout, grace_seconds)
@@ -183,17 +183,17 @@ def _run_child(
 ) -> None:
     """Run the function of `run_processes` in a child process, and send its report."""
     set_up_child()
-    # All processes of a machine share the clock. The start of this one may have taken seconds.
+    # All processes of a machine share the clock. The start of this process may take seconds.
     timeout = max(deadline - time.monotonic(), 0.1)
     call_in_group(rank, world_size, directory, timeout, pipe, pickled_call)
 
 
 def set_up_child() -> None:
-    """Give a child process one thread of torch, and let it end with its parent."""
+    """Let torch use one thread in a child process, and end the process with its parent."""
     torch.set_num_threads(1)
     Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    # Objects of the parent are not collected in a fork. The destructor of a process group would
-    # wait for threads that exist only in the parent.
+    # A fork must not collect objects of the parent. The destructor of a process group would wait
+    # for threads that exist only in the parent.
     gc.freeze()
 
 
@@ -211,7 +211,7 @@ def call_in_group(
         pickled_call: The function and its arguments, as a tuple or its pickle.
     """
     with _stack_path(directory, rank).open("w") as stack:
-        # A little before the parent's limit, so that the stacks are written when it reads them.
+        # The stacks are written a little before the parent's time limit, when it reads them.
         faulthandler.dump_traceback_later(max(timeout - 1, timeout / 2), file=stack)
         try:
             fn, args = (
@@ -223,8 +223,8 @@ def call_in_group(
                 init_method=Path(directory, "store").as_uri(),
                 rank=rank,
                 world_size=world_size,
-                # The parent names a rank that hangs. Operations of other ranks, which wait for it,
-                # must not end before that.
+                # The parent reports a rank that hangs. Operations of other ranks that wait for this
+                # rank must not time out earlier.
                 timeout=timedelta(seconds=2 * timeout + 60),
             )
             result = fn(rank, *args)

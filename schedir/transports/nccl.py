@@ -48,11 +48,10 @@ def count_streams(
 ) -> dict[str, int]:
     """Return the number of CUDA streams that a rank uses in a step over NCCL, by purpose.
 
-    Each communicator has a stream of its own, which follows the stream on which its kernels are
-    launched. torch has a launch stream for each group with messages, and one for the layers' group.
-    Gathers share one launch stream of the transport, and reductions share another. All-to-alls have
-    a launch stream and two communicators, one of them for the numbers of tokens. The group for the
-    numbers is launched on the stream of reductions.
+    A communicator uses two streams: a stream of NCCL, and the stream on which its kernels are
+    launched. Each group with messages, the layers' group and the gathers have such a pair. The
+    communicators of all reductions share one launch stream. All-to-alls have a pair, and a second
+    communicator for the numbers of tokens, which is launched on the stream of reductions.
 
     A step that is recorded uses one more stream for each queue of receives. These streams are
     always counted. Communicators that no step uses are not counted.
@@ -75,7 +74,7 @@ def count_streams(
         for e in edges
         if e.target == rank
     }
-    first = rank * program.tp  # of this rank's processes
+    first = rank * program.tp  # the first process of this rank
     groups = [
         group
         for group, rows in collect_group_rows(program, *extra_programs).items()
@@ -139,14 +138,14 @@ def require_enough_queues(
 
 
 BACKENDS = "cpu:gloo,cuda:nccl"  # Gloo exchanges the values that processes compare on the host.
-# Default values of environment variables. A default is not set if the environment has any of the
-# names, which are alternative names of one variable.
+# Alternative names of an environment variable -> its default value. The default is set only if the
+# environment has none of the names.
 DEFAULT_VARIABLES: Final[dict[tuple[str, ...], str]] = {
     (QUEUES_VARIABLE,): "32",
     # Without it the Gloo group connects all pairs of processes, which takes n x n reads of the
     # store.
     ("TORCH_GLOO_LAZY_INIT",): "1",
-    # torch would warn that messages of one communicator run in order, which is intended for an
+    # Otherwise torch warns that messages of one communicator run in order. This is intended for an
     # edge.
     ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",): "false",
     # With expandable segments the allocator does not free and reallocate memory, which would

@@ -9,8 +9,8 @@ the progress model.
   program are issued as one batch.
 
 Both work over any backend. All processes create groups, and send the first message of each edge, in
-one global order before the first step. Connections are made at first use, and a connection that is
-made while a kernel of the peer waits can hang (NVIDIA/nccl issue 783).
+one global order before the first step. The first message creates the connection. A connection that
+is created while a kernel of the peer waits can hang (NVIDIA/nccl issue 783).
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class EdgeGroups(ProcessTransport):
         super().__init__(program, timeout, device=device, extra_programs=extra_programs)
         self.edges: list[DirectedEdge] = directed_edges(*self.programs)
         self.device: torch.device | str = device
-        # By pipeline rank, the processes of the same replica and tensor-parallel rank as this one.
+        # The processes with the same replica and tensor-parallel rank as this one. The index is the
+        # pipeline rank.
         self.peer_processes: list[int] = self.mesh[self.dp_rank, :, self.tp_rank].tolist()
         self.edge_groups: dict[DirectedEdge, Any] = {}
         for some in partition_disjoint_edges(self.edges):
@@ -137,12 +138,12 @@ class EdgeGroups(ProcessTransport):
         )
 
     def _list_edge_ends(self, edge: DirectedEdge) -> list[list[int]]:
-        """Return the processes at the two ends of an edge, one pair for each replica and slice."""
+        """Return pairs of processes at the ends of an edge, by replica and tensor-parallel rank."""
         ends = self.mesh[:, [edge.source, edge.target]]
         return [sorted(map(int, pair)) for pair in ends.swapaxes(1, 2).reshape(-1, 2)]
 
     def start_transfer(self, edge: DirectedEdge, tensor: Tensor, *, is_send: bool) -> Any:
-        """Start to send to the other end of an edge, or to receive from it, in either direction.
+        """Start a transfer to or from the other end of an edge.
 
         Args:
             edge: An edge of this rank.
@@ -182,10 +183,10 @@ class _GroupedTransfer:
 
 
 class GroupedMessages(ProcessTransport):
-    """A transport with one group for all messages of the pipeline, with model `per_device`.
+    """A transport with one group for all messages of a pipeline. Its model is `per_device`.
 
     A group of the program is one `batch_isend_irecv`, and a single transfer is a batch of one. NCCL
-    fuses a batch, so both ends of a message must be in batches of the same transfers.
+    fuses a batch, so both ends of a message must be in batches with the same transfers.
 
     Args:
         program: The program that the transport runs.

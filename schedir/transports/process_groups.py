@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 # The seconds by which NCCL's watchdog waits longer than schedir's. It is torch's default timeout of
 # NCCL.
 WATCHDOG_MARGIN: Final = 600.0
-BYTES_PER_CTA: Final = 2 << 20  # bytes of a message for each multiprocessor, see choose_max_ctas
+BYTES_PER_CTA: Final = 2 << 20  # bytes of a message per multiprocessor, see choose_max_ctas
 DEFAULT_CTAS: Final = 4  # multiprocessors of an edge if the size of its messages is unknown
 MAX_CTAS: Final = 16  # the most multiprocessors of an edge
 
@@ -76,7 +76,7 @@ def make_group(
     Args:
         rows: The processes of each group, in ascending order. No process is in two rows.
         timeout: The time that the processes of a group wait for each other, in seconds. NCCL groups
-            wait `WATCHDOG_MARGIN` longer. By default it is torch's.
+            wait `WATCHDOG_MARGIN` longer. By default torch's timeout.
         device: The device of the tensors.
         max_ctas: The most multiprocessors that an NCCL group uses, or 0 for NCCL's default.
 
@@ -114,8 +114,8 @@ def get_backend_name(group: Any, device: torch.device) -> str:
 def get_nccl_progress_model(group: Any) -> ProgressModel:
     """Return the progress model of messages that are sent alone in an NCCL group.
 
-    If the group is bound to a device, they use its communicator ("per_device"). Otherwise torch
-    creates a communicator for each pair of ranks at their first message ("torch_lazy").
+    If the group is bound to a device, the messages use its communicator ("per_device"). Otherwise
+    torch creates a communicator for each pair of ranks at their first message ("torch_lazy").
 
     Args:
         group: The process group.
@@ -164,14 +164,15 @@ def _use_group_name(name: str) -> Iterator[None]:
 def _gloo_options(timeout: float | None) -> dict[str, Any]:
     options: dict[str, Any] = {"timeout": None if timeout is None else timedelta(seconds=timeout)}
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        options["backend"] = "gloo"  # by default it would have NCCL, too, as the default group has
+        options["backend"] = "gloo"  # Otherwise it would have NCCL, too, as the default group.
     return options
 
 
 def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
     """Return the arguments of `new_group` for an NCCL group.
 
-    Its kernels must not wait for compute kernels, and must not use too many multiprocessors.
+    The kernels of the group must not wait for compute kernels, and must not use too many
+    multiprocessors.
     """
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.split_share = 0  # with shared resources, groups would run one after the other
@@ -194,8 +195,8 @@ def choose_max_ctas(message_bytes: int) -> int:
     NCCL gives a message at least half of the channels that a communicator of two ranks may use,
     however small the message is (NCCL 2.30, scheduleP2pTasksToPlan). A channel occupies a
     multiprocessor, which compute kernels cannot use while a receive waits. One channel moves about
-    as much as an NVLink, 20.6 GB/s on an H100 (SM90_NVLINK_BW in NCCL's topo.h). So there is one
-    channel for each 2 MiB, which take 0.1 ms. These numbers are not measured yet.
+    as much as an NVLink, 20.6 GB/s on an H100 (SM90_NVLINK_BW in NCCL's topo.h). So a message gets
+    one channel for each 2 MiB. A channel sends 2 MiB in 0.1 ms. These numbers are not measured yet.
 
     Args:
         message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.
@@ -227,7 +228,7 @@ def _split_without_color(device: torch.device | str) -> None:
     """Take part in a split as a process that is in no row, because all processes must take part.
 
     It also creates an unused group. torch names the groups that a user creates by the number of
-    groups, so all processes must create as many.
+    groups, so all processes must create the same number.
     """
     world: Any = dist.group.WORLD
     if torch.device(device).type != "cpu" and world.bound_device_id is not None:

@@ -17,8 +17,9 @@ def gather_or_raise(
 ) -> list[_T]:
     """Return the value that each process of the group makes, by rank.
 
-    If processes raise a SchedirError, all processes raise that of the lowest rank. Its text has the
-    rank, unless all processes raise the same one. All processes of the group must call this.
+    If some processes raise a SchedirError, all processes raise the error of the lowest of these
+    ranks. The text names this rank, except if all processes raise the same error. All processes of
+    the group must call this.
 
     Args:
         make_value: Returns the value of this process: a plain value, or one of `record_types`.
@@ -54,7 +55,10 @@ def gather_or_raise(
 
 
 def _error_to_values(error: SchedirError) -> tuple[Any, ...]:
-    """Return an error as plain values; one with more fields is sent as all its lines."""
+    """Return an error as plain values.
+
+    If its class has more fields than SchedirError, the fact contains its complete text.
+    """
     sites = [InstructionSite(s.rank, s.index, str(s.instr), s.note) for s in error.sites]
     fact = error.fact
     if not _has_plain_fields(type(error)):
@@ -69,7 +73,11 @@ def _has_plain_fields(error_type: Any) -> bool:
 
 
 def _error_from_values(values: tuple[Any, ...]) -> SchedirError:
-    """Return the error that another process sent, of its type if that has only plain fields."""
+    """Return the error that another process sent.
+
+    It has the class of the original error. If that class has more fields than SchedirError, it is a
+    SchedirError.
+    """
     name, fact, program, sites, hint, fields = values
     error_type: Any = getattr(errors, str(name), None)
     kind: type[SchedirError] = error_type if _has_plain_fields(error_type) else SchedirError

@@ -1,7 +1,7 @@
 """The tables of transports and devices. This module does not import torch.
 
-To add a transport, add a subclass of `ProcessTransport` and a row of `TRANSPORTS`. A new kind of
-device also needs a row of `DEVICES`.
+To add a transport, add a subclass of `ProcessTransport` and a row of `_TRANSPORTS`. A new kind of
+device also needs a row of `_DEVICES`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ class TransportRow(NamedTuple):
         name: The name, as in the configuration of a training run.
         device: The name of the device.
         progress_model: The progress model of the transport.
-        blocking_hosts: True if instructions after a compute instruction wait for it, see
-            `Transport`.
+        blocking_hosts: See `Transport`.
         class_path: The module of this package and the class, as "module:class". The class is called
             with (program, timeout, device=, max_message_bytes=, extra_programs=).
-        doc: The end of the sentence "messages travel", for the documentation.
+        doc: The end of a sentence of the documentation that begins with "messages travel".
     """
 
     name: str
@@ -128,7 +127,7 @@ def choose_transport(name: str, device: str, *programs: Program) -> type[Process
 
     Args:
         name: The name of the transport, or "auto" for the first one that supports all programs. If
-            none does, it is the last one.
+            none supports them, the last one is returned.
         device: The name of the device.
         *programs: The programs that will run.
     """

@@ -2,8 +2,8 @@
 
 The slots in which a rank receives messages are mapped into the memory of its neighbours. A send
 copies the message into the receiver's slot, increments a counter, and writes a byte to a socket,
-which wakes a receiver that sleeps. No thread takes part. Gloo's threads compete with the ranks for
-the cores.
+which wakes a receiver that sleeps. This transport needs no threads. Gloo's threads compete with the
+ranks for the cores.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ from schedir.transports.transport import (
     view_tp_shard,
 )
 
-# ---------------------------------------------------------------- rings of shared memory
-
-# The memory that two processes share, and the messages in it.
+# ---------------------------------------------------------------- shared memory and its messages
 
 
 CACHE_LINE_BYTES: Final = 64  # Slots begin on cache lines, so that no two slots share one.
@@ -66,14 +64,14 @@ CACHE_LINE_BYTES: Final = 64  # Slots begin on cache lines, so that no two slots
 class SharedSegment:
     """The shared memory in which a rank receives messages: counters, then slots.
 
-    The first counter is the number of steps that the rank has ended. The others are the numbers of
-    messages that have arrived, one for each lane of each sender. A counter has 64 bits, and only
-    one process writes it.
+    The first counter is the number of steps that the rank has ended. Each other counter is the
+    number of messages that have arrived on one lane from one sender. A counter has 64 bits, and
+    only one process writes it.
 
     Args:
-        file_descriptor: The file descriptor of the memory, which is mapped.
+        file_descriptor: The file descriptor of the memory. The constructor maps this memory.
         ranks: The number of pipeline ranks.
-        buffer_sizes: The bytes of each slot, by kind.
+        buffer_sizes: The bytes of each slot, by kind of value.
     """
 
     def __init__(self, file_descriptor: int, ranks: int, buffer_sizes: BufferSizes) -> None:
@@ -98,11 +96,11 @@ class SharedSegment:
 
     @classmethod
     def compute_size(cls, ranks: int, buffer_sizes: BufferSizes) -> int:
-        """Return the bytes of a segment.
+        """Return the size of a segment in bytes.
 
         Args:
             ranks: The number of pipeline ranks.
-            buffer_sizes: The bytes of each slot, by kind.
+            buffer_sizes: The bytes of each slot, by kind of value.
         """
         return sum(
             map(
@@ -119,19 +117,19 @@ def _round_up_to_line(size: int) -> int:
 class OutgoingMessages:
     """The messages of one lane from this rank to another rank.
 
-    The messages of a step go into slots of the receiver in the order in which they are sent. Each
-    program has its own sequence of slots. The view of a slot that fits a message is made when the
-    first step of a program sends it.
+    A step writes its messages into slots of the receiver. The order of the slots is fixed for each
+    program. The first step of a program creates, for each message, a view of its slot with the
+    dtype and shape of the message. Later steps use the same views.
 
     Args:
         rank: The rank that receives.
         segment: The receiver's memory.
         counter_index: The index of the counter of these messages in the segment.
         connection: The socket that wakes the receiver.
-        slots_per_program: For each program the slots of a step's messages, in order. The flag is
+        slots_per_program: For each program, the slots of a step's messages, in order. The flag is
             True if a message is one tensor-parallel shard of the slot's value.
-        place_in_slot: Returns the view of a slot for a message. Its arguments are the slot, the
-            flag, and the message.
+        place_in_slot: Returns a view of a slot with the dtype and shape of a message. Its arguments
+            are the slot, the flag, and the message.
     """
 
     def __init__(
@@ -157,7 +155,7 @@ class OutgoingMessages:
         """Begin a step.
 
         Args:
-            program: The number of the step's program.
+            program: The index of the step's program in `slots_per_program`.
         """
         self.slots: Sequence[tuple[Tensor, bool]] = self.slots_per_program[program]
         self.views: list[Tensor] = self.views_per_program[program]
@@ -181,16 +179,17 @@ class OutgoingMessages:
         try:
             self.connection.send(b"\0", socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass  # The socket is full of bytes, which wake the receiver.
+            pass  # The socket is full of unread bytes, which wake the receiver, too.
         except OSError as error:
-            # A receiver with more ended steps has received this message, and may have ended.
+            # A receiver that has ended more steps than this rank has received this message. It may
+            # have exited after that.
             if self.counters[0] <= ended_steps:
                 raise _make_peer_left_error(self.rank) from error
 
     def wait_for_steps(self, ended_steps: int, timeout: float) -> None:
         """Wait until the receiver has ended a number of steps.
 
-        It then no longer reads the messages of these steps.
+        The receiver then no longer reads messages of these steps, so their slots can be reused.
 
         Args:
             ended_steps: The number of steps.
@@ -205,8 +204,8 @@ class OutgoingMessages:
             if monotonic() > deadline:
                 raise PeerLate(f"rank {self.rank} has not ended its step in {timeout:g} s")
             sleep(1e-4)
-            # The socket may have wake-up bytes of another lane. If it has none, this finds out
-            # whether the receiver has ended.
+            # This raises PeerLeft if the receiver has ended. It may also read wake-up bytes for
+            # messages from the receiver. No wait needs them, because waits read counters first.
             _receive_wakeup(self.connection, self.rank, socket.MSG_DONTWAIT)
 
 
@@ -248,8 +247,8 @@ class MessageArrival(NamedTuple):
     """The Work of a receive.
 
     Attributes:
-        messages: The messages of the lane and sender.
-        target_count: The number of messages that have arrived when this one has.
+        messages: The messages from the sender on this lane.
+        target_count: The value of the counter of these messages after this message has arrived.
     """
 
     messages: IncomingMessages
@@ -261,7 +260,10 @@ class MessageArrival(NamedTuple):
 
 
 def _receive_wakeup(connection: socket.socket, rank: int, flags: int = 0) -> bool:
-    """Read the bytes that wake this rank, or sleep until one comes, and return whether one came."""
+    """Wait for wake-up bytes and read them. Return False if none came within the timeout.
+
+    With the flag MSG_DONTWAIT, return immediately. Raises PeerLeft if the peer has ended.
+    """
     try:
         if connection.recv(4096, flags):
             return True
@@ -296,7 +298,7 @@ def start_listening(listener: socket.socket, backlog: int) -> str:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Return whether the peer process has this user, because any user can connect."""
+    """Return whether the peer process belongs to the same user. Any user can connect."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", peer)[1]) == os.getuid()
 
@@ -338,7 +340,7 @@ def connect_neighbours(
     Args:
         listener: The listening socket of this rank.
         socket_names: The names of the listening sockets, by rank.
-        this_rank: This rank.
+        this_rank: The rank of this process.
         neighbours: The ranks to connect to.
         timeout: The timeout of connections and receives, in seconds.
 
@@ -384,7 +386,7 @@ def connect_neighbours(
 def _set_receive_timeout(connection: socket.socket, timeout: float) -> None:
     """Set the receive timeout of a socket in the kernel.
 
-    With Python's own timeout each receive would need two system calls.
+    With `socket.settimeout`, each receive would need two system calls.
     """
     timeval = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
@@ -403,14 +405,14 @@ def close_connections(connections: Iterable[socket.socket]) -> None:
 # ---------------------------------------------------------------- the transport
 
 
-# On these machines stores become visible in their order. On others, a receiver might see a counter
-# before the message that it counts.
+# On these machines, other processes see the stores of a process in program order. On others, a
+# receiver might see a new counter before it sees the message.
 STORE_ORDERED_MACHINES: Final = ("x86_64",)
 # Files in the first directory are in memory. Files in the second one are on a disk and cached.
 MEMORY_DIRECTORIES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
 NETWORK_NAMESPACE = "/proc/self/ns/net"  # Abstract sockets connect only within one namespace.
-# For each receive, the kind of its value, and the instructions that gather the value if its message
-# is a tensor-parallel shard.
+# Opcode of a receive -> the kind of its value, and the opcodes of the instructions that gather the
+# value if its message is a tensor-parallel shard.
 RECEIVED_VALUES: Final = {
     op: (kind, [one for one in find_modifiers(kind) if one in TP_SPLIT_OPS])
     for op in RECV_OPS
@@ -435,8 +437,8 @@ def can_share_memory(group: dist.ProcessGroup | None = None) -> bool:
 def _identify_memory_domain() -> object:
     """Return a value that is equal for processes that can pass memory to each other, or None.
 
-    It identifies the kernel and the network namespace. The host name is not enough, because several
-    machines may have the same one, and so may containers of one machine.
+    The value identifies the kernel and the network namespace. A host name is not enough: several
+    machines, or containers of one machine, may have the same host name.
     """
     if sys.platform != "linux" or platform.machine() not in STORE_ORDERED_MACHINES:
         return None
@@ -449,9 +451,9 @@ def _identify_memory_domain() -> object:
 class SharedMemoryTransport(ProcessTransport):
     """The transport between processes of one machine that write into each other's memory.
 
-    Its progress model is `per_edge`. Each message of a step has a slot of its own. So a send waits
-    only until the receiver has ended the previous step, which does not depend on messages of this
-    step. Collectives use Gloo.
+    Its progress model is `per_edge`. Each message of a step has a separate slot. So a send waits
+    only until the receiver has ended the previous step. The end of that step does not depend on
+    messages of this step. Collectives use Gloo.
 
     Args:
         program: The program that the transport runs.
@@ -520,7 +522,7 @@ class SharedMemoryTransport(ProcessTransport):
             default_pg_timeout.total_seconds() if self.timeout is None else self.timeout
         )
         self.ended_steps: int = 0  # the number of steps that this rank has ended
-        self.segment: SharedSegment | None = None  # the memory in which this rank receives
+        self.segment: SharedSegment | None = None  # the memory for messages to this rank
         self.close_connections: Callable[[], object] = lambda: None
         self.outgoing: dict[tuple[Lane, int], OutgoingMessages] = {}
         self.incoming: dict[tuple[Lane, int], IncomingMessages] = {}
@@ -605,7 +607,7 @@ class SharedMemoryTransport(ProcessTransport):
         buffer_sizes_of_peers: list[BufferSizes],
         programs: Sequence[Program],
     ) -> None:
-        """Connect to the ranks with which this one exchanges messages, and map their memory."""
+        """Connect to the ranks with which this rank exchanges messages, and map their memory."""
         segment, ranks = self.segment, len(socket_names)
         assert segment is not None
         edges = directed_edges(*programs)
@@ -647,16 +649,19 @@ class SharedMemoryTransport(ProcessTransport):
         self.close_connections = weakref.finalize(self, close_connections, [*connections.values()])
 
     def _place_in_slot(self, slot: Tensor, is_shard: bool, tensor: Tensor) -> Tensor:
-        """Return the view of a slot for a message or a shard. The slot may be larger."""
+        """Return a view of a slot with the dtype and shape of a message.
+
+        The slot may be larger. If `is_shard`, the view is the shard of this tensor-parallel rank.
+        """
         size = tensor.nbytes
         view = view_tp_shard(self, slot[: size * self.tp]) if is_shard else slot[:size]
         return view.view(tensor.dtype).view(tensor.shape)
 
     def on_step_begin(self, program: int) -> None:
-        """Begin a step. Each program has its own order of messages.
+        """Begin a step of a program.
 
         Args:
-            program: The number of the program among those of `allocate_buffers`, from 0.
+            program: The index of the program in the `programs` of `allocate_buffers`.
         """
         for messages in self.outgoing.values():
             messages.begin_step(program)
@@ -711,9 +716,9 @@ class SharedMemoryTransport(ProcessTransport):
 def _list_received_slots(
     index: InstructionIndex, rank: int, sender: int
 ) -> dict[Lane, list[tuple[SlotKey, bool]]]:
-    """Return the slots of a sender's messages to a rank in a step, in order, by lane.
+    """Return, by lane, the slots of the messages that a sender sends to a rank in a step, in order.
 
-    A flag beside each slot is True if the message is a tensor-parallel shard that the rank gathers.
+    The flag of a slot is True if the message is a tensor-parallel shard that the rank gathers.
     """
     program = index.program
     stream, assigned = program.streams[rank], assign_slots(program, rank)

@@ -30,19 +30,20 @@ class Work(Protocol):
 class Transport(Protocol):
     """The transport of one rank.
 
-    Only methods whose documentation mentions it block the host. `Work.wait` may block, too.
+    Methods block the host only if their documentation mentions it. `Work.wait` may block, too.
     Messages of one lane between two ranks arrive in the order in which they are sent.
 
     Attributes:
         progress_model: The progress model of the transport. The executor refuses programs that are
             not proven under it.
-        blocking_hosts: True if the instructions after a compute instruction in a stream wait for
-            it. On a CPU the host itself waits. Over NCCL torch makes a message wait for all earlier
-            computation. Programs must be proven for this, too.
+        blocking_hosts: True if all instructions after a compute instruction in a stream wait for
+            the end of the compute. On a CPU, the host waits. Over NCCL, torch makes a message wait
+            for all earlier computation. Programs must be proven for this, too.
         is_grouped: True if the transfers of a group of the program are called between `start_group`
             and `end_group`, and are issued together.
-        uses_static_buffers: True if sent tensors are copied to memory that is allocated once. A
-            library with streams of its own would otherwise keep a sent tensor for an unknown time.
+        uses_static_buffers: True if sent tensors are copied to memory that is allocated once.
+            Otherwise a library that uses other streams would keep a sent tensor for an unknown
+            time.
         tp: The tensor-parallel size.
         dp: The number of replicas.
         tp_rank: The index of this process in its tensor-parallel group.
@@ -102,7 +103,7 @@ class Transport(Protocol):
         """Begin a step.
 
         Args:
-            program: The number of the step's program among those of `allocate_buffers`.
+            program: The index of the step's program in the `programs` of `allocate_buffers`.
         """
 
     def on_step_end(self) -> None:
@@ -150,8 +151,8 @@ class Transport(Protocol):
             kind: "all_reduce" outputs the sum of all inputs, which have the same shape.
                 "all_gather" outputs all inputs, concatenated in the order of ranks.
                 "reduce_scatter" splits the sum of all inputs into n equal parts, and outputs the
-                part of this rank. An `AllToAll` outputs the parts for this rank of all inputs,
-                concatenated in the order of ranks.
+                part of this rank. An `AllToAll` outputs the part of each input that is for this
+                rank, concatenated in the order of ranks.
             group: The group of ranks.
             output_tensor: The output. For "all_reduce" it may be `input_tensor`. For
                 "reduce_scatter" it may be the view of this rank's part in `input_tensor`.
@@ -200,17 +201,17 @@ def allocate_bytes(device: torch.device, size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-# Parts of the errors of Gloo, NCCL and torch's store if the peer of a connection has ended.
+# Phrases in the errors of Gloo, NCCL and torch's store when the peer of a connection has ended.
 _CLOSED_PHRASES = ("connection closed", "connection reset", "broken pipe", "socket closed",
            "remote process exited", "connection was likely closed")  # fmt: skip
-# Gloo's error for all other operations of a connection after one operation timed out.
+# Gloo raises this error for the other operations of a connection after one operation timed out.
 _GLOO_TIMEOUT_PHRASE = "application timeout caused pair closure"
 
 
 def describe_peer_exit(error: BaseException) -> str:
     """Return a description of an error that was caused by the end of a peer, or "".
 
-    Errors of a connection that a module of the model opened are other errors.
+    A `ConnectionError` of a socket that the model opened does not count.
 
     Args:
         error: The error.
@@ -284,7 +285,7 @@ class CompletedWork:
     """Work that has completed before it is returned."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class ChainedWork:

@@ -162,7 +162,7 @@ class RandomStreams:
     def _set_step_keys(self, numbers: Sequence[int], *key_parts: int) -> None:
         if self.seed is not None:
             step = derive_key(self.seed, *key_parts)
-            self.step_keys: list[int] = [mix_bits(step ^ number) for number in numbers]
+            self.step_keys = [mix_bits(step ^ number) for number in numbers]
 
     def make_seeded(
         self, purpose: int, stage: int, index: int, run: Callable[[], None] = lambda: None

@@ -148,7 +148,7 @@ class ShardedParameters:
         for p, view in self.full_views:
             p.grad = None
             p.data = view
-        self.versions: list[int] = [p._version for p, _ in self.full_views]
+        self.versions = [p._version for p, _ in self.full_views]
 
     def _require_shards(self) -> None:
         if self.summoned_flat:
@@ -186,7 +186,7 @@ class ShardedParameters:
         for work in self.gather_works:
             work.wait()
         if self.steps == 1 and not self.keeps_full_weights and not self.checksums:
-            self.checksums: list[int] = compute_checksums(self.flat)
+            self.checksums = compute_checksums(self.flat)
         self.gather_works.clear()
 
     def clone_if_in_weights(self, values: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -21,8 +21,8 @@ from torch import Tensor
 from schedir.runtime.recording.stream_events import make_event
 from schedir.training.batches.samples import Batches
 
-# One for the current step, one for the step before it, whose numbers may not have been read, and
-# one for the batch that is read.
+# One slot for the current step, one for the step before it, whose loss may not have been read yet,
+# and one for the batch that the thread reads.
 BATCH_SLOTS: Final = 3
 JOIN_TIMEOUT: Final = 1.0  # Seconds that the end of a run waits for the prefetch thread.
 
@@ -33,7 +33,7 @@ class TrainingBatch(NamedTuple):
     Args:
         inputs: The inputs, int64 (samples, context), on the device.
         targets: The targets, int64 (samples, context), on the device.
-        tokens: The number of targets in the batch of all replicas that the loss includes.
+        tokens: The number of targets that the loss includes, in the batch of all replicas.
         data_crc: The CRC-32 of all samples so far, of all replicas. It must be the same on all
             processes.
     """
@@ -45,7 +45,7 @@ class TrainingBatch(NamedTuple):
 
 
 class Prefetch:
-    """The batches of a run, one step after the other, as a context with a thread.
+    """A context in which a thread reads the batches of a run, one step after the other.
 
     A batch remains valid until the batch `BATCH_SLOTS` steps later is taken.
 
@@ -79,7 +79,7 @@ class Prefetch:
         self.first_sample = first_sample
         share = batches.batch_size // replicas
         self.replica_range = replica * share, (replica + 1) * share
-        self.slots: list[_Slot] = []  # Created with the first batch, which has the shapes.
+        self.slots: list[_Slot] = []  # Created with the first batch, from its shapes.
         self.device = device
         self.data_crc = 0
         self.next_batch: Future[tuple[int, int]] | None = None
@@ -103,10 +103,10 @@ class Prefetch:
         self.thread.join(JOIN_TIMEOUT)
 
     def count_samples(self, steps: int) -> int:
-        """Return the number of samples of the run that are used before a step.
+        """Return the number of samples that the first steps of the run use.
 
         Args:
-            steps: The number of complete steps.
+            steps: The number of steps.
         """
         return self.first_sample + (steps - self.first_step) * self.batches.batch_size
 

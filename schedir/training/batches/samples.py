@@ -27,7 +27,7 @@ class Batches:
     """The windows of a token stream, in an order that depends only on the seed.
 
     Sample k of a run is the same for any batch size and number of replicas. An epoch has each
-    window once, in an order of its own.
+    window once. Each epoch has another order.
 
     Args:
         tokens: The token stream.
@@ -74,8 +74,8 @@ class Batches:
     def description(self) -> str:
         """Return a text with the size and a digest of the data, and with the kind of windows.
 
-        The digest covers all bytes of up to 256 MiB. For more data, it covers evenly spaced blocks
-        of 256 MiB together.
+        If the data has at most 256 MiB, the digest covers all bytes. Otherwise it covers evenly
+        spaced blocks with 256 MiB in total.
         """
         data, digest = self.tokens.view(np.uint8), hashlib.blake2b(digest_size=8)
         blocks = -(-len(data) // _DIGEST_BLOCK_BYTES)

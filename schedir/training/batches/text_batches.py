@@ -23,7 +23,7 @@ class Corpus:
         config: The configuration of the run.
 
     Raises:
-        UsageError: At the first use, if the data cannot be used.
+        UsageError: The data cannot be used. This is raised when the data is first used.
     """
 
     def __init__(self, config: Config) -> None:
@@ -42,8 +42,8 @@ class Corpus:
     def held_out_batches(self) -> Batches | None:
         """Return the held-out text, one window per batch, None if there is none.
 
-        Windows keep the order of the text. Packed windows have one fixed random order, because
-        packing begins with long documents.
+        Windows keep the order of the text. With `packing = "best_fit"`, they have a fixed random
+        order instead, because packing puts long documents first.
         """
         documents, validation = self._documents.held_out_documents, self.config.data.validation
         if documents is None:

@@ -1,6 +1,6 @@
 """Read the configuration of a training run from TOML and `--set`. Needs no torch.
 
-Each error in it is reported here, with its position, before a process starts.
+Each error in the configuration is reported with its position, before any process starts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _SettingValue(NamedTuple):
         )
 
 
-# The keys are section and name.
+# (section, name) -> the value of the setting.
 _Settings = dict[tuple[str, str], _SettingValue]
 _Values = dict[tuple[str, str], Any]
 _MODEL_KIND_KEY: Final = ("model", "kind")  # Its value decides which settings [model] has.
@@ -121,7 +121,7 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
 @contextmanager
 def locate_setting_errors(path: str, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Add the position of a setting to an error about it, within this context.
+    """Within this context, add the position of a setting to an error about the setting.
 
     Args:
         path: The path of the configuration, a TOML file.
@@ -175,8 +175,8 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
 def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     """Return the settings that the schedule or the program file decides.
 
-    A setting must not contradict a program in a file. A schedule has defaults for settings that are
-    not set.
+    For a schedule, these are its defaults for settings that are not set. For a program in a file,
+    they are the settings of the program. A setting that contradicts the program is an error.
     """
     source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
     given = {
@@ -203,7 +203,7 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
             f.name: f.get_value(source.schedule_or_program) for f in ATTRIBUTE_FIELDS if f.in_config
         }
     elif isinstance(source.schedule_or_program, Program):
-        # The attributes of a draft count if no setting replaces them.
+        # The attributes of a draft apply if no setting replaces them.
         own = [
             f
             for f in ATTRIBUTE_FIELDS
@@ -218,7 +218,7 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
 
 
 def _find_sections(name: str) -> list[str]:
-    """Return the sections with a setting."""
+    """Return the sections that have a setting of this name."""
     kinds = get_section_classes("gpt").items()
     return [section for section, kind in kinds if name in get_setting_types(kind)]
 
@@ -254,7 +254,7 @@ def _require_known_name(
 
 @contextmanager
 def _locate_errors(path: str, settings: _Settings) -> Iterator[None]:
-    """Add to an error the position of the first of its fields that is among the settings."""
+    """Within this context, add to an error the position of the first setting that it names."""
     try:
         yield
     except ConfigError:
@@ -270,7 +270,7 @@ def _locate_errors(path: str, settings: _Settings) -> Iterator[None]:
 
 
 def _find_position(text: str, section: str, name: str = "") -> tuple[int, int]:
-    """Return line and column of a setting or section, (0, 0) if the pattern does not match it."""
+    """Return the line and column of a setting or section, from 1, or (0, 0) if it is not found."""
     table = ""
     wanted = f"{section}.{name}" if name else section
     for number, line in enumerate(text.splitlines(), 1):

@@ -35,7 +35,7 @@ class ModelKind(NamedTuple):
     """A kind of model.
 
     Args:
-        config_class: The class of its configuration.
+        config_class: The class of the section [model] for this kind.
         check_tp_split: Raises an error if this number of tensor-parallel ranks cannot share the
             model.
         layer_boundaries: The collectives between the segments of a layer, as the letters of

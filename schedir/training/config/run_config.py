@@ -93,8 +93,8 @@ class PipelineConfig:
       that is the default.
     - `optimizer_steps`: the number of optimizer steps in one program. The pipeline does not drain
       between them.
-    - `weight_delay`: how many optimizer steps old the weights are that a microbatch uses: one
-      number, or one per stage. The schedule `pipedream_2bw` sets it.
+    - `weight_delay`: the age of the weights that a microbatch uses, in optimizer steps: one number,
+      or one per stage. The schedule `pipedream_2bw` sets it.
     - `tp`: the number of ranks in a tensor-parallel group.
     - `dp`: the number of data-parallel replicas.
     - `ep`: the number of replicas that share the experts of a model of kind "moe". It divides `dp`.
@@ -109,17 +109,17 @@ class PipelineConfig:
     - `layers_per_stage`: the number of layers of each stage. By default, the layers are divided
       evenly.
     - `frozen_stages`: the number of first stages that are not trained.
-    - `zero`: the ZeRO level. The replicas shard the optimizer state (1), the gradients, too (2),
-      and the weights, too (3). With 0 they shard nothing.
+    - `zero`: the ZeRO level. With 0, the replicas shard nothing. With 1, they shard the optimizer
+      state; with 2, also the gradients; with 3, also the weights.
     - `reduce_scatter_at`: when the replicas reduce gradients: "update_end", once after the last
-      microbatch, or "each_backward", after each run of backwards of a stage. "each_backward" needs
-      `zero` 2 or 3.
+      microbatch, or "each_backward", after each group of consecutive backwards of a stage.
+      "each_backward" needs `zero` 2 or 3.
     - `sequence_parallel`: if true, tensor-parallel ranks also share the tokens between their linear
       layers. Each rank then saves and sends 1/tp of these activations.
     - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
       tensor-parallel collective, so n layers become 4 n + 1 segments. A model of kind "moe" is
-      split at its all-to-alls, into 2 n + 1 segments. A number, or a list with one
-      per stage, is the number of segments. By default, stages are not split.
+      split at its all-to-alls, into 2 n + 1 segments. A number is the number of segments of each
+      stage. A list has one number per stage. By default, stages are not split.
     - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
       `data.microbatch_size` / chunks samples. Stages and microbatches in [memory] are then segments
       and chunks. By default, microbatches are not split.
@@ -186,18 +186,18 @@ class MemoryConfig:
       "disk"`, such as "/nvme". Both require it.
     - `optimizer_placement`: the place of the optimizer state between steps.
       - "device" keeps it on the device.
-      - "host" keeps it in the memory of the host, and the device makes the step.
-      - "disk" keeps it in a file in `spill_dir`, and the device makes the step.
-      - "cpu_step" keeps it in the memory of the host, and the host makes the step, as in
+      - "host" keeps it in the memory of the host, and the device updates the weights.
+      - "disk" keeps it in a file in `spill_dir`, and the device updates the weights.
+      - "cpu_step" keeps it in the memory of the host, and the host updates the weights, as in
         ZeRO-Offload.
-    - `recompute_at`: when a forward runs again: "early", where it costs no time (the default), or
-      "late", just before the backward.
+    - `recompute_at`: when a forward runs again: "early", while the rank would be idle (the
+      default), or "late", just before the backward.
     - `optimizer_device_buffers`: with `optimizer_placement` "host" or "disk", the number of stages
       of a rank whose optimizer state is on the device at the same time. The default is 2.
     - `optimizer_host_buffers`: with `optimizer_placement` "disk", the number of stages of a rank
       whose optimizer state is on the host at the same time. The default is 2.
     - `unsharded_stages`: with `zero = 3`, the number of stages of a rank whose weights are
-      unsharded at once. The default is the stage that computes and the next one.
+      unsharded at the same time. The default is the stage that computes and the next one.
     - `unshard_prefetch`: with `zero = 3`, the number of computations of other stages between an
       unshard and its use. The default is 1.
     - `host_memory_limit`: the bytes of offloaded values that a rank may have on its host. By
@@ -279,7 +279,7 @@ class DataConfig:
       Python source of the standard library.
     - `tokenizer`: "bytes", or the path of a tokenizer.json.
     - `end_of_document`: the token of the tokenizer.json after each document. By default, it is the
-      token that has one of the usual names. The tokenizer "bytes" has its own.
+      token that has one of the usual names. The tokenizer "bytes" has its own such token.
     - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
       complete documents into windows.
     - `validation`: the data for evaluation, on which the run never trains: another source, or the
@@ -310,8 +310,8 @@ class DataConfig:
 class OutputConfig:
     """The files that a run writes, and the measurements for them.
 
-    - `dir`: the directory for results, which is created. Results of an earlier run there are
-      refused, unless `overwrite` is true.
+    - `dir`: the directory for results, which is created. If it has results of an earlier run,
+      `overwrite` must be true.
     - `overwrite`: if true, results of an earlier run are removed when the first step begins.
     - `trace`: a directory for the timeline of the last step. It requires `record = true`. By
       default, no timeline is written.
@@ -390,7 +390,7 @@ class Config:
 
     @property
     def request(self) -> Request:
-        """Return the request for the program, checked for the progress model of the transport."""
+        """Return the request for the program, without settings that need sizes of stages."""
         return self.request_with_sizes(None)
 
     def request_with_sizes(self, sizes: Sizes | None) -> Request:
@@ -415,8 +415,8 @@ class Config:
                 for number in self.segmentation.segments_per_stage
             )
         }
-        # A compiled program in a file has its snapshots, or none; then checkpoints are saved
-        # between steps.
+        # The snapshots of a compiled program in a file are not changed. If it has none,
+        # checkpoints are saved between steps.
         if found is not None and (not isinstance(found, Program) or found.is_draft):
             said["checkpoint_snapshots"] = True
         return Request(
@@ -473,7 +473,7 @@ class Config:
 
     @property
     def buffer_sharing(self) -> BufferSharing | None:
-        """Return how values share buffers, None if the buffers remain unchanged."""
+        """Return how values share buffers. None leaves the buffers of the program unchanged."""
         choice = self.pipeline.buffer_sharing
         if choice == AUTO:
             found = Source(self.pipeline.schedule).schedule_or_program
@@ -483,7 +483,7 @@ class Config:
 
     @property
     def setting_texts(self) -> dict[str, str]:
-        """Return every setting as text, by "section.name"."""
+        """Return all settings as text: "section.name" -> value."""
         texts = {
             f"{section}.{name}": str(value)
             for section, own in vars(self).items()

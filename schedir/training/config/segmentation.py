@@ -14,7 +14,7 @@ from schedir.ir.pipeline.stage_segments import split_letters_by_stage
 from schedir.models.partitioning import split_layers
 from schedir.passes.splitting.stage_segmentation import parse_segment_letters
 
-# Splits each stage at each tensor-parallel collective of its layers.
+# This value of `stage_segments` splits each stage at each collective of its layers.
 LAYER_SEGMENTATION: Final = "layers"
 
 
@@ -37,7 +37,7 @@ class StageSegmentation:
 
     @property
     def first_segments(self) -> list[int]:
-        """Return the program stage of the first segment of each stage, then the number of segments.
+        """Return the program stage of each stage's first segment, then the total of segments.
 
         Example:
             >>> StageSegmentation((1, 2), (5, 9), 1).first_segments
@@ -66,8 +66,8 @@ def make_segmentation(
         layers: The number of layers of the model.
         shape: The pipeline shape. If `segment_boundaries` is set, its stages are segments.
             Otherwise they are unsegmented stages.
-        layers_per_stage: The number of layers of each stage. None divides the layers evenly, or as
-            `segment_boundaries` shows.
+        layers_per_stage: The number of layers of each stage. None divides the layers as
+            `segment_boundaries` shows, or else evenly.
         microbatch_size: The samples of a microbatch before it is split into chunks.
         layer_boundaries: The collectives between the segments of a layer, as letters. "" if stages
             of this kind cannot be segmented.

@@ -23,7 +23,8 @@ def require_known(name: str, value: str, known: Sequence[str]) -> None:
         known: The possible values.
 
     Raises:
-        UsageError: The value is unknown. The hint is its present name, or the possible values.
+        UsageError: The value is unknown. If it was renamed, the hint has its current name.
+            Otherwise the hint has the possible values.
     """
     if value not in known:
         raise UsageError(

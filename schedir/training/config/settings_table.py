@@ -48,7 +48,7 @@ def get_setting_types(section: type) -> dict[str, Any]:
 SECTION_CLASSES: Final = get_section_classes("gpt")
 
 
-# The help of each option of programs and passes.
+# Name of a program field or a pass option -> its help.
 _OPTION_HELP: Final = {f.name: f.help for f in ATTRIBUTE_FIELDS} | {
     name: text for name, (_, text) in PASS_OPTIONS.items()
 }
@@ -60,7 +60,7 @@ class Setting(NamedTuple):
     Args:
         name: The name of the setting.
         accepted: A text with the values that it accepts.
-        default: The default as in TOML, or a text. "" if there is none.
+        default: The default as in TOML, or a text that describes it. "" if there is none.
         meaning: The meaning, from the docstring of the section, or else the help of the option. ""
             if there is neither.
     """
@@ -75,7 +75,7 @@ def list_settings() -> dict[str, tuple[str, list[Setting]]]:
     """Return the docstring and the settings of each section, by name.
 
     Returns:
-        The sections. The section "model" is that of a GPT. Each other kind of model has a section
+        The sections. The section "model" is for a GPT. Each other kind of model has a section
         "model of kind NAME".
     """
     found = {section: _list_section_settings(kind) for section, kind in SECTION_CLASSES.items()}
@@ -128,7 +128,7 @@ def format_heading(section: str) -> str:
 def _list_section_settings(section: type[Any]) -> tuple[str, list[Setting]]:
     types = get_setting_types(section)
     meanings: dict[str, str] = {}
-    for base in reversed(section.__mro__):  # A section describes only the settings that it adds.
+    for base in reversed(section.__mro__):  # A docstring has only the settings that a class adds.
         meanings |= split_docstring(str(getdoc(base)))[1]
     return str(getdoc(section)), [
         Setting(

@@ -57,14 +57,14 @@ class TrainConfig:
       step has a checkpoint, too.
     - `checkpoint_keep`: the number of newest checkpoints that are kept.
     - `resume`: "auto" resumes from the newest complete checkpoint, if there is one. "must" refuses
-      to start without a checkpoint. "no" refuses to start if there are checkpoints, unless
-      `output.overwrite` allows their removal at the first step.
+      to start without a checkpoint. "no" begins a new run. If there are checkpoints, it refuses to
+      start, or, if `output.overwrite` is true, removes them at the first step.
     - `shutdown_grace`: the time in which all processes finish and save the same step after SIGTERM,
       in seconds.
     - `evaluate_every`: the number of steps between two evaluations on `data.validation`, without
       dropout. The last step is evaluated, too. 0 disables evaluation.
-    - `evaluate_batches`: the size of an evaluation. Each evaluation reads the same
-      `evaluate_batches` times as many windows as a training step.
+    - `evaluate_batches`: the number of batches of an evaluation. A batch has as many windows as a
+      training step reads. Each evaluation reads the same windows.
     """
 
     steps: PositiveInteger = 100

@@ -3,10 +3,10 @@
 The watchdog receives the signal, and requests the stop. After the last step, the trainer saves the
 state and raises `TerminationNotice`.
 
-The steps have no cost for this. Each process has a thread that waits at the rendezvous store for a
-stop request. After a request, no process begins another step. Each process writes the last step
-that it has begun to the store. All processes then finish the largest of these steps, because a
-process within that step needs the others, which may not have begun it.
+This costs no time within a step. Each process has a thread that waits at the rendezvous store for a
+stop request. After a request, each process writes to the store the last step that it has begun.
+Until all have written it, no process begins another step. All processes then finish the largest of
+these steps. A process within this step needs the other processes, which may not have begun it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GracefulStop:
             Thread(target=self._listen, name="stop", daemon=True).start()
 
     def try_begin_step(self, step: int) -> bool:
-        """Begin a step, unless the processes stop before it, and return whether it has begun.
+        """Return True and begin a step, or return False if the processes stop before this step.
 
         After a stop request, this waits until the processes agree on the last step.
 
@@ -95,7 +95,7 @@ class GracefulStop:
         return bool(since) and monotonic() - min(since) > grace
 
     def request_stop(self) -> None:
-        """Request that all processes stop, and return at once."""
+        """Request that all processes stop, and return immediately."""
         self.signal_time = monotonic()
         if self.processes == 1:
             with self.condition:
@@ -106,14 +106,14 @@ class GracefulStop:
             Thread(target=self._send_request, daemon=True).start()
 
     def _send_request(self) -> None:
-        # If the process with the store has exited, there is no request. Then the other processes
-        # exit late.
+        # If the process with the store has exited, no request is sent. The other processes then
+        # exit later.
         with suppress(Exception):
             connect_store(STORE_TIMEOUT).set(make_store_key("stop request"), b"")
 
     def _listen(self) -> None:
         with suppress(Exception):
-            # A connection of its own, because any other call on it would wait for `wait`.
+            # A separate connection, because other calls on it would block until `wait` returns.
             store = connect_store(STORE_TIMEOUT)
             store.wait([make_store_key("stop request")], _FOREVER)
             with self.condition:

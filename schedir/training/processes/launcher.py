@@ -37,8 +37,8 @@ from schedir.training.processes.process_exit import (
     LAUNCHER_PID_VARIABLE,
 )
 
-MAX_PROCESSES: Final = 256  # Larger runs need several machines, and so torchrun.
-MAX_OUTPUT_BYTES: Final = 2**20  # Bytes of output of a process that are forwarded.
+MAX_PROCESSES: Final = 256  # Larger runs need several machines, so torchrun must start them.
+MAX_OUTPUT_BYTES: Final = 2**20  # At most this number of bytes of a process is forwarded.
 MAX_LINE_BYTES: Final = 2**13  # Bytes. Longer lines are split.
 REFUSED_EXIT_CODE: Final = 2  # The exit code of a process that refuses the configuration.
 
@@ -66,15 +66,17 @@ def launch(
     The standard output of process 0 is forwarded unchanged. All other output is forwarded line by
     line, with the number of the process in front, up to `MAX_OUTPUT_BYTES` per process.
 
-    When a process fails, its reason is printed. If it has none, its exit code or signal and its
-    position are printed. The other processes are then killed.
+    When a process fails, the launcher prints the reason that the process reported. If it reported
+    none, the launcher prints its exit code or signal, and its position. The launcher then kills the
+    other processes.
 
     Args:
         arguments: The arguments of schedir.
         layout: The numbers of ranks, tensor-parallel ranks and replicas.
         output_dir: The output directory, for the black boxes.
         grace: The seconds in which the processes must exit after a SIGTERM, which is forwarded to
-            them. A second SIGTERM ends them at once. With None, the first SIGTERM does.
+            them. A second SIGTERM ends them immediately. With None, the first SIGTERM ends them
+            immediately.
 
     Returns:
         The exit code: 0, 1 if a process failed, 2 if it refused the configuration, or 143 after
@@ -121,7 +123,7 @@ def launch(
         for number in range(world):
             process = subprocess.Popen(
                 [sys.executable, "-m", "schedir", *arguments],
-                stdin=subprocess.PIPE,  # It closes when this process ends.
+                stdin=subprocess.PIPE,  # It closes when this process ends. See `end_with_parent`.
                 stdout=subprocess.PIPE if number else None,
                 stderr=subprocess.PIPE,
                 env=environment | {"RANK": str(number), "LOCAL_RANK": str(number)},
@@ -174,7 +176,10 @@ _KILL_DELAY: Final = 5.0
 
 
 class _SignalForwarding:
-    """Forwards SIGTERM to processes. Without a `grace`, SIGTERM ends this process, and so them."""
+    """Forwards SIGTERM to the processes of a run.
+
+    Without a `grace`, SIGTERM ends this process. The processes of the run then end, too.
+    """
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], grace: float | None) -> None:
         self.processes = processes
@@ -200,7 +205,7 @@ class _SignalForwarding:
         self.forward_pending()
 
     def forward_pending(self) -> None:
-        """Send SIGTERM to all processes if it was received, also to those that started since."""
+        """If SIGTERM was received, send it to all processes, also to those that started later."""
         if self.has_received_signal:
             for process in self.processes:
                 process.terminate()
@@ -226,7 +231,10 @@ class _SignalForwarding:
 def _wait_for_failure(
     processes: Sequence[subprocess.Popen[bytes]], directory: Path, run_id: int
 ) -> FailedExit:
-    """Return the first process that failed, or exited with 0 too early; -1 if none did."""
+    """Wait until a process fails, or exits with 0 too early, and return its exit.
+
+    If all processes end normally, the process number of the result is -1.
+    """
     ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
 
     def watch(number: int, process: subprocess.Popen[bytes]) -> None:
@@ -237,7 +245,7 @@ def _wait_for_failure(
     for _ in processes:
         number, code = ended.get()
         black_boxes = read_black_boxes(directory, run_id)
-        # A process that ended well has removed its black box.
+        # A process that ended normally has removed its black box.
         if code or (number in black_boxes and not black_boxes[number][BlackBoxField.HAS_ENDED]):
             return FailedExit(number, code, black_boxes)
     return FailedExit(-1, 0, {})

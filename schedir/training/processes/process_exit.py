@@ -6,7 +6,7 @@ prints the reason. Under `launch` it is the launcher. Otherwise it is the first 
 which the rendezvous store decides.
 
 A process that is stopped, or that never arrives, blocks the others. The process that reports it
-also kills it. So the launcher or torchrun receives the exit of the process that is the cause first.
+also kills it. So the launcher or torchrun first receives the exit of the process that is the cause.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from schedir.io.black_box import (
 from schedir.ir.program import Program
 from schedir.training.processes.rendezvous_store import connect_store
 
-EXIT_TIMEOUT: Final = 1.0  # Seconds in which a process exits that has closed its connections.
-EXIT_GRACE: Final = 5.0  # Seconds in which the first process that fails ends the others.
-LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Contains the process id of `launch`.
+EXIT_TIMEOUT: Final = 1.0  # Seconds within which a process exits after its connections close.
+EXIT_GRACE: Final = 5.0  # Seconds within which the first process that fails ends the others.
+LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Its value is the process id of `launch`.
 _PR_SET_PDEATHSIG: Final = 1  # From linux/prctl.h.
 
 
@@ -54,8 +54,8 @@ class RunMember:
     Attributes:
         black_box: The black box of this process.
         program: The program of the run. None during the set-up.
-        has_lost_peers: True if the process failed because others did not arrive. It then is no
-            longer at the position in its black box.
+        has_lost_peers: True if the process failed because others did not arrive. The position in
+            its black box is then out of date.
         known_processes: The processes whose black boxes were read.
         is_single_machine: True if all processes run on this machine.
     """
@@ -85,7 +85,7 @@ class RunMember:
         return self.black_box.values[BlackBoxField.PID] == os.getpid()
 
     def set_program(self, program: Program) -> None:
-        """Set the program, and write it to the directory of the black boxes, for their readers.
+        """Set the program, and write it to the directory for readers of the black boxes.
 
         Args:
             program: The program of the run.
@@ -157,18 +157,18 @@ def join_run(member: RunMember) -> None:
 
 
 def is_launched() -> bool:
-    """Return whether `launch` started this process, and so reports how it ends."""
+    """Return whether `launch` started this process. If so, `launch` reports how it ends."""
     return LAUNCHER_PID_VARIABLE in os.environ
 
 
-_REPORT_LOCK = Lock()  # The first thread that fails acquires it and never releases it.
-_TERMINATION_EVENT = Event()  # This process must exit without waiting for others.
+_REPORT_LOCK = Lock()  # The first thread that fails acquires the lock, and never releases it.
+_TERMINATION_EVENT = Event()  # It is set if this process must exit without waiting for others.
 
 
 def exit_with_error(
     reason: str | None, code: int = 1, *, is_peer_failure: bool = False
 ) -> NoReturn:
-    """Report an error, and end this process at once.
+    """Report an error, and end this process immediately.
 
     A normal exit would first close connections, and other processes would seem to fail.
 
@@ -222,7 +222,7 @@ def exit_with_cause(member: RunMember, cause: StallCause, code: int = 1) -> NoRe
 
 
 def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
-    """Return the text about another process, None if that process has reported on this machine."""
+    """Return the text about another process. None if that process reports it on this machine."""
     if cause.kind is not StallKind.SAID:
         return str(cause)
     return None if cause.process in member.known_processes else cause.message
@@ -231,7 +231,7 @@ def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
 def report_and_exit(
     member: RunMember, text: str | None, code: int, cause: StallCause | None
 ) -> NoReturn:
-    """Print a text if no process has printed one, kill the cause, and end this process.
+    """Print a text if no other process has, kill the process that is the cause, and exit.
 
     Args:
         member: This process.
@@ -272,7 +272,7 @@ def _write_agent_error(text: str) -> None:
 
 def _kill_culprit(member: RunMember, cause: StallCause) -> None:
     """Kill a process of this machine that is stopped or busy, and so blocks the others."""
-    # This reads the present state of the process from the system.
+    # The process may have ended since `cause` was found. So its state is read again.
     snapshot = member.collect_black_boxes().get(cause.process)
     is_blocking = snapshot is not None and cause.kind in (StallKind.STOPPED, StallKind.BUSY)
     if is_blocking and snapshot is not None and snapshot.state in ("runs", "stopped"):
@@ -282,9 +282,9 @@ def _kill_culprit(member: RunMember, cause: StallCause) -> None:
 
 
 def _find_cause(member: RunMember, reason: str) -> StallCause | None:
-    """Return the process that blocks this one.
+    """Return the process for which this process waits.
 
-    This retries for `EXIT_TIMEOUT` seconds, because the connections of a process close before it
+    This retries for `EXIT_TIMEOUT` seconds, because a process closes its connections before it
     exits.
     """
     deadline = time.monotonic() + EXIT_TIMEOUT
@@ -326,7 +326,7 @@ def exchange_black_boxes(
     absent: list[int],
     timeout: float = EXIT_TIMEOUT,
 ) -> dict[int, BlackBoxSnapshot]:
-    """Write the black boxes of this machine to a store, and read those of other machines.
+    """Write the black boxes of this machine to a store, and read the boxes of other machines.
 
     Args:
         store: The rendezvous store.
@@ -397,7 +397,7 @@ def end_with_parent() -> None:
 
 
 def exit_cleanly() -> NoReturn:
-    """End this process with exit code 0, at once.
+    """End this process immediately, with exit code 0.
 
     A normal exit tears down the interpreter. Threads of torch that still run sometimes abort it
     ("terminate called without an active exception", in 1 of 62 runs).

@@ -23,7 +23,7 @@ from schedir.transports.transport import describe_peer_exit
 _RESULTS_KEY = "schedir has written results"
 _HEARTBEAT_KEY = "schedir writes results"
 HEARTBEAT_INTERVAL = 0.5  # Seconds between heartbeats of process 0.
-RESULTS_TIMEOUT = 60.0  # Minimum seconds that others wait for a heartbeat or the results.
+RESULTS_TIMEOUT = 60.0  # Other processes wait for process 0 at least this number of seconds.
 
 
 def require_device(config: Config) -> None:
@@ -59,7 +59,7 @@ def join_process_group(
 
     Raises:
         ExecutionError: A process does not arrive in time, or another process exits.
-        ModelError: In all processes, facts differ.
+        ModelError: Facts differ. All processes raise it.
     """
     black_box = black_box or BlackBox()
     black_box.enter_phase(ProcessPhase.RENDEZVOUS)
@@ -88,9 +88,9 @@ def join_process_group(
             wait_for_results(store, max(timeout, RESULTS_TIMEOUT))
         else:
             store.set(_RESULTS_KEY, b"")
-        # The barrier prevents that a process closes a connection from which another still reads. A
-        # failure after it does not affect other processes. It is the method of the group, because
-        # torch's function requires a group with Gloo only, and this group has NCCL, too.
+        # After the barrier, no process reads from a connection that another process may close. A
+        # failure after the barrier does not affect other processes. This calls the method of the
+        # group, because torch's function refuses a group that has NCCL, too.
         world: Any = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=max(timeout, RESULTS_TIMEOUT)))
         done = True

@@ -11,7 +11,7 @@ from schedir.errors import ExecutionError
 
 
 def connect_store(timeout: float, *, is_master: bool = False) -> Any:
-    """Connect to the store of the environment, or create it.
+    """Connect to the store that the environment variables name, or create it.
 
     torch's own timeout is longer. If another server listens at the port and does not answer, torch
     waits without a limit.

@@ -77,7 +77,7 @@ def require_same_data(crcs: Sequence[int], step: int) -> None:
 
     Args:
         crcs: The CRC-32 of the samples of each process.
-        step: The step up to which they have read, from 1.
+        step: The step up to which the processes have read, from 1.
 
     Raises:
         ModelError: Two processes differ.
@@ -97,10 +97,10 @@ def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
         timeout: The seconds that the processes wait for each other.
 
     Returns:
-        The store, the number of this process, and the number of processes.
+        The arguments `store`, `rank` and `world_size`.
 
     Raises:
-        ModelError: In all processes, facts differ, or two processes have the same number.
+        ModelError: Facts differ, or two processes have the same number. All processes raise it.
         ExecutionError: A process does not arrive in time.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -127,7 +127,7 @@ def compare_facts(
         timeout: The seconds that the processes wait for each other.
 
     Raises:
-        ModelError: In all processes, facts differ, or two processes have the same number.
+        ModelError: Facts differ, or two processes have the same number. All processes raise it.
         ExecutionError: A process does not arrive in time.
     """
     if store.add(f"came {rank}", 1) > 1:
@@ -142,7 +142,7 @@ def compare_facts(
     read = store.add("read", 1)
     if verdict == _NO_DIFFERENCE:
         return
-    if rank == 0:  # The store may be in this process, so it waits until the others have read.
+    if rank == 0:  # The store may be in this process. Wait until the others have read the verdict.
         deadline = monotonic() + _READ_TIMEOUT
         while (
             read < sum(store.check([f"came {k}"]) for k in range(world)) and monotonic() < deadline
@@ -181,7 +181,10 @@ def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, 
 
 
 def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
-    """Return the value that a process sets. Raises ModelError if two have the same number."""
+    """Wait until a process sets a key, and return the value.
+
+    Raises ModelError if two processes have the same number, ExecutionError after the deadline.
+    """
     while not store.check([key]):
         if store.check(["twice"]):
             raise ModelError(store.get("twice").decode(errors="replace"))

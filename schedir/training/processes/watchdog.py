@@ -1,8 +1,8 @@
 """The watchdog: a thread that detects a hang from the black boxes of all processes.
 
-It runs ten times per second. It also runs at once when a process of its machine exits, or when this
-process receives SIGTERM. If a step makes no progress, it finds the process that is the cause in the
-black boxes.
+It runs ten times per second. It also runs immediately when a process of its machine exits, or when
+this process receives SIGTERM. If a step makes no progress, it reads the black boxes to find the
+process that is the cause.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from schedir.training.processes.process_exit import (
 )
 
 GPU_ANSWER_TIMEOUT: Final = 1.0  # Seconds to wait for the progress of a GPU.
-POLL_INTERVAL: Final = 0.1  # Seconds.
+POLL_INTERVAL: Final = 0.1  # Seconds between two rounds of the watchdog.
 # Seconds between two checks for stopped processes during a long save.
 SAVE_CHECK_INTERVAL: Final = 1.0
 # Seconds in which two SIGTERMs count as one, because a batch system and torchrun each send one.
@@ -62,15 +62,15 @@ _WAIT_PATTERN: Final = re.compile(
 class Watchdog:
     """The thread that monitors this process and its peers.
 
-    After SIGTERM, a process usually exits at once. If it has a `graceful_stop` and runs steps, it
-    first saves a step. After a second SIGTERM, it exits at once.
+    After SIGTERM, a process usually exits immediately. If it has a `graceful_stop` and runs steps,
+    it first saves a step. After a second SIGTERM, it exits immediately.
 
     Args:
         member: This process.
         timeout: The seconds without progress within a step after which the run fails.
-        graceful_stop: The end of the run after a common step. None if the run writes no
+        graceful_stop: Ends the run after the same step on all processes. None if the run writes no
             checkpoints.
-        grace: The seconds to save after SIGTERM.
+        grace: The seconds that are allowed to save after SIGTERM.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Watchdog:
         self.box_values = member.black_box.values
         self.executor: Executor | None = None
         self.gpu: _Device | None = None
-        self.peer_pidfds: dict[int, int] = {}  # The process of each pidfd.
+        self.peer_pidfds: dict[int, int] = {}  # pidfd -> the number of the process
         self.exit_thread: Thread | None = None
-        self.last_save_check = 0  # CLOCK_MONOTONIC, in nanoseconds.
+        self.last_save_check = 0  # The time of CLOCK_MONOTONIC, in nanoseconds.
         self.is_stopped = False
         self.signal_pipe, tell = os.pipe()
         os.set_blocking(tell, False)
@@ -174,9 +174,9 @@ class Watchdog:
                 ):
                     self.last_save_check = now
                     self._handle_stall(is_saving=True)
-            elif progress[0]:  # `watch` may have begun since, and the next round notices it
+            elif progress[0]:  # Not `self.executor`, which `watch` may have set meanwhile.
                 stalled_for = now - progress_time
-            else:  # In set-up, only a process that waits for others can be stalled.
+            else:  # In set-up, only a process that waits for others counts as stalled.
                 is_waiting_in_set_up = (
                     self.box_values[BlackBoxField.IS_WAITING]
                     and self.box_values[BlackBoxField.PHASE] < ProcessPhase.DATA_WAIT
@@ -190,7 +190,7 @@ class Watchdog:
         values = self.box_values
         if self.gpu is not None:
             self.gpu.write_progress(values)
-        # The begin of `watch` counts as progress, so the time of the set-up does not.
+        # The begin of `watch` counts as progress, so the timeout does not include the set-up.
         watched = self.executor is not None
         lanes = [*values[FIRST_LANE_FIELD : FIRST_LANE_FIELD + len(Lane)]]
         return (
@@ -220,7 +220,7 @@ class Watchdog:
         )
 
     def _handle_peer_exit(self, process: int) -> None:
-        """Report the exit of a peer, if no other process has reported it or will."""
+        """Report the death of a peer on this machine, if there is no launcher that reports it."""
         if is_launched():  # `launch` reports it, with the exit code.
             return
         standstill = self.member.inspect_stall()
@@ -231,10 +231,10 @@ class Watchdog:
                 self._start_exit(found)
 
     def _handle_termination(self) -> None:
-        """Save a step and exit after SIGTERM, or exit at once.
+        """Save a step and exit after SIGTERM, or exit immediately.
 
         When a process fails, torchrun sends SIGTERM to the others, and prints only the number of
-        the failed process. So this reports the failure first.
+        the failed process. So this method reports the failure before the exit.
         """
         code, standstill = TERMINATED_EXIT_CODE, self.member.inspect_stall()
         found = standstill.find_cause()
@@ -251,7 +251,7 @@ class Watchdog:
             if monotonic() - stop.signal_time < SAME_SIGNAL_SECONDS:
                 return
         stop_waiting()
-        if self._is_exiting():  # The thread that exits has waited for this.
+        if self._is_exiting():  # The exit thread no longer waits, and ends this process.
             return
         why = f"received SIGTERM, {standstill.describe_location(self.member.process)}"
         if found is not None and found.kind is StallKind.DIED:
@@ -262,7 +262,7 @@ class Watchdog:
         exit_with_error(None if found is not None and found.kind is StallKind.SAID else why, code)
 
     def _handle_stall(self, is_saving: bool = False) -> None:
-        """Report the process that blocks this one, and exit.
+        """Report the process for which this process waits, and exit.
 
         During a save, only a process that was stopped for the complete timeout is reported.
         """
@@ -298,7 +298,7 @@ class Watchdog:
             self._start_exit(found)
 
     def _start_exit(self, cause: StallCause) -> None:
-        """Report the cause and exit in another thread. This one can then still handle SIGTERM."""
+        """Report the cause and exit in another thread. This thread must still handle SIGTERM."""
         if not self._is_exiting():
             self.exit_thread = Thread(
                 target=exit_with_cause, args=(self.member, cause), daemon=True
@@ -311,7 +311,7 @@ class Watchdog:
     def _note_location(self, last_note: int) -> int:
         """Record the position of the main thread in user code, and whether it waits for others.
 
-        Returns a number for the present position in the code.
+        Returns a number that identifies the current position in the code.
         """
         frame = sys._current_frames().get(main_thread().ident or 0)
         if frame is None or self.member.has_lost_peers:
@@ -328,7 +328,7 @@ def _ignore_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _mask_sigterm(mask_action: int) -> None:
-    """Block or unblock SIGTERM around a fork in user code."""
+    """Block or unblock SIGTERM around a fork in user code, if the watchdog handles SIGTERM."""
     if signal.getsignal(signal.SIGTERM) is _ignore_signal:
         signal.pthread_sigmask(mask_action, [signal.SIGTERM])
 
@@ -403,7 +403,7 @@ def make_stall_error(
         executor: The executor of this rank.
         step: The step of the host, from 1.
         progress: The progress of the GPU. None on CPUs.
-        gpu_step: The last answer of the GPU. None on CPUs.
+        gpu_step: The last progress that the GPU reported. None on CPUs.
     """
     runner = executor.current_runner
     stream, program, notes = runner.state.stream, runner.program, dict[int, str]()
@@ -419,9 +419,10 @@ def make_stall_error(
 
 
 class _Device:
-    """The progress of a GPU, which a separate thread queries.
+    """The progress of a GPU.
 
-    While the host waits in the driver, for example for memory, the driver may not answer.
+    A separate thread queries it. While the host waits in the driver, for example for memory, a
+    query may block.
     """
 
     def __init__(self, progress: GpuProgress, device: torch.device) -> None:

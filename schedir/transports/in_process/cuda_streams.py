@@ -81,7 +81,7 @@ class _MessageSide(NamedTuple):
     Attributes:
         tensor: The tensor to send or to receive into.
         ready_point: The point from which the tensor may be used.
-        end_point: The point at which the message ends. It is recorded with the copy.
+        end_point: The point at which the message ends. It is recorded after the copy.
         lane_stream: The stream of the directed edge.
     """
 

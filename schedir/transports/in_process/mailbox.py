@@ -96,7 +96,7 @@ class Mailbox:
         return self.hub.payloads
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """See `Transport.send`. It copies the tensor to the receiver at once."""
+        """See `Transport.send`. It copies the tensor immediately."""
         key = lane, self.rank, peer
         if self.hub.awaited_receives[key]:
             self.hub.awaited_receives[key].popleft().copy_(tensor)
@@ -118,7 +118,7 @@ class Mailbox:
     ) -> Work:
         """See `Transport.start_collective`. The last member to call runs it for all members.
 
-        Inputs are added in the order of ranks, in any order of calls.
+        Inputs are added in the order of ranks. The order of the calls does not matter.
         """
         own_part = _CollectivePart(kind, output_tensor, input_tensor)
         came = self.hub.pending_collectives.arrive(
