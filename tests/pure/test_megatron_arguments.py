@@ -50,6 +50,21 @@ def test_a_script_has_the_model_of_the_preset(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        "if large; then\n  --num-layers 48\nfi",
+        "LAYERS=32\nif large; then\n  LAYERS=48\nfi\n--num-layers $LAYERS",
+    ],
+)
+def test_two_values_of_an_option_are_refused(tmp_path: Path, second: str) -> None:
+    """Which branch of a script runs is not known."""
+    with pytest.raises(ConfigError, match="2 values of --num-layers: 32, 48") as caught:
+        read(tmp_path, f"{SCRIPT}\n{second}")
+    assert caught.value.fields == ("num-layers",)
+    assert read(tmp_path, f"{SCRIPT}\n--num-layers 32") == LLAMA
+
+
 def test_defaults_are_those_of_megatron(tmp_path: Path) -> None:
     base = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,9 +50,9 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
     """Return the fields of a model from a file with arguments of Megatron-LM.
 
     The file is a script that starts Megatron-LM, or a list of its arguments. The value of an option
-    is a number, or a shell variable to which the file assigns a number. Other text is ignored. If
-    `--vocab-size` is missing, Megatron-LM takes the vocabulary from the tokenizer, and the result
-    has no `vocab`.
+    is a number, or a shell variable to which the file assigns a number. Other text is ignored, also
+    the conditions of `if`. If `--vocab-size` is missing, Megatron-LM takes the vocabulary from the
+    tokenizer, and the result has no `vocab`.
 
     Args:
         path: The path of the file.
@@ -60,12 +62,12 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: The file cannot be read.
-        ConfigError: The file has no `--num-layers`, the value of an option is not a number, or the
-            planner does not support the model.
+        ConfigError: The file has no `--num-layers`, the value of an option is not a number, the
+            file has two values of an option, or the planner does not support the model.
     """
     text = _NOT_ARGUMENTS.sub("", read_text(path, MAX_SCRIPT_BYTES))
-    found = {match[1]: match[2] or "" for match in _OPTION.finditer(text)}
-    options = {name: value for name, value in found.items() if value.lower() != "false"}
+    found = [(match[1], match[2] or "") for match in _OPTION.finditer(text)]
+    options = {name: value for name, value in found if value.lower() != "false"}
     if "num-layers" not in options:
         raise ConfigError(
             "the file has no --num-layers",
@@ -81,14 +83,17 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
                 location=str(path),
                 fields=[option],
             )
-    values = dict(_ASSIGNMENT.findall(text))
+    assignments: dict[str, set[str]] = defaultdict(set)
+    for variable, number in _ASSIGNMENT.findall(text):
+        assignments[variable].add(number)
     fields: dict[str, Any] = {
         "gated": "swiglu" in options,
         "tied": "untie-embeddings-and-output-weights" not in options,
     }
     for option, field in _FIELD_BY_OPTION.items():
         if option in options:
-            fields[field] = _parse_number(option, options[option], values, path)
+            texts = [value for name, value in found if name == option]
+            fields[field] = _parse_number(option, texts, assignments, path)
     if "group-query-attention" not in options:
         fields.pop("kv_heads", None)
     elif "kv_heads" not in fields:
@@ -98,19 +103,34 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _parse_number(option: str, value: str, values: dict[str, str], path: Path) -> int:
+def _parse_number(
+    option: str, texts: list[str], assignments: Mapping[str, Collection[str]], path: Path
+) -> int:
     """Return the value of an option as a number.
 
-    `values` has the numbers that the file assigns to shell variables.
+    `texts` has the value at each place of the option. `assignments` has variable -> the numbers
+    that the file assigns to it.
     """
-    plain = value.strip("\"',;")
-    if variable := _VARIABLE.fullmatch(plain):
-        plain = values.get(variable[1], plain)
-    if not plain.isdecimal() or len(plain) > 18:
+    numbers: set[int] = set()
+    for text in texts:
+        plain = text.strip("\"',;")
+        variable = _VARIABLE.fullmatch(plain)
+        assigned = assignments.get(variable[1]) if variable else None
+        for number in assigned or [plain]:
+            if not number.isdecimal() or len(number) > 18:
+                raise ConfigError(
+                    f"--{option} is {describe(text)}, which is not a number",
+                    hint="write the number, or assign it to the variable in this file",
+                    location=str(path),
+                    fields=[option],
+                )
+            numbers.add(int(number))
+    if len(numbers) > 1:
         raise ConfigError(
-            f"--{option} is {describe(value)}, which is not a number",
-            hint="write the number, or assign it to the variable in this file",
+            f"the file has {len(numbers)} values of --{option}: "
+            + ", ".join(map(str, sorted(numbers))),
+            hint="write the arguments of one run to a file of their own",
             location=str(path),
             fields=[option],
         )
-    return int(plain)
+    return numbers.pop()
