@@ -104,7 +104,7 @@ def compile(
             `schedir.find_tied_weights(stages)`, or tuples of stages such as `((0, 3), (1, 2))`.
             True means the first and the last stage.
         clip_grad_norm: If True, gradients are clipped by their global norm.
-        skips: Skip connections, as pairs of source and target stage: `((0, 3), (1, 2))`.
+        skips: Skip connections, as pairs of source and target stage: `((0, 5), (1, 4))`.
         boundary: Layout of the activations between stages on tensor-parallel ranks. A "replicated"
             activation is scattered before the send and gathered after it. A "sharded" activation is
             sent as it is. The default is "sharded" with `sequence_parallel=True`, and "replicated"

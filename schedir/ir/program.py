@@ -106,7 +106,7 @@ class Program:
         clip_grad_norm: True if gradients are clipped by their global norm.
         frozen_stages: Number of first stages that are not trained.  These stages have no backward,
             and no gradient is sent to them.  Stage `frozen_stages` has no gradient of its input.
-        skips: The skip connections, each as (sending stage, receiving stage): `((0, 3), (1, 2))`.
+        skips: The skip connections, each as (source stage, target stage): `((0, 5), (1, 4))`.
         norm_check: "before_step": an optimizer step that clips waits for the gradient norm.
             "after_step": the step runs before the norm is known, and does not clip.  If the norm
             then shows that gradients had to be clipped, the step is undone and repeated

@@ -19,7 +19,7 @@
   `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.
 - `tied_weights yes` means that the first and the last stage share weights. `tied_weights 0=2,1=3`
   lists other stages that share weights.
-- `skips 0=3,1=2` means that a second value passes from stage 0 to stage 3, and one from 1 to 2.
+- `skips 0=5,1=4` means that a second value passes from stage 0 to stage 5, and one from 1 to 4.
 """
 
 from __future__ import annotations
