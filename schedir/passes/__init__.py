@@ -6,6 +6,6 @@
 - "messages": add the sends, receives and tensor-parallel collectives.
 - "ends": add the gradient reductions, the optimizer step, and other instructions at the end of an
   update.
-- "memory": add offloads, and limit the buffers of gradients, optimizer states and saved activations.
+- "memory": add offloads, and limit the numbers of buffers of values that stay on a rank.
 - "better": change the order of transfers, or reduce the numbers of buffers.
 """
