@@ -146,8 +146,8 @@ def find_mismatched_sends(
 ) -> Positions:
     """Return the sends that never match, because the receive uses another communicator.
 
-    This can happen only in models with batch queues, if one of the two is in a batched group and
-    the other is not.
+    This can happen only in models with batch queues, if one end of the message is in a batched
+    group and the other end is not.
 
     Args:
         index: The index of the program.

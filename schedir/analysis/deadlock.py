@@ -243,7 +243,7 @@ def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool
 
 
 def _find_queue_heads(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, int]:
-    """Return number of a queue -> position of its first instruction that never ends."""
+    """Return the first instruction of each queue that never ends, as {queue: position}."""
     stuck = np.flatnonzero(~finished)
     queues, first = np.unique(graph.queue[stuck], return_index=True)
     return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))
@@ -269,13 +269,14 @@ def _find_unmet_values(
 def _find_unmet_waits(
     graph: Graph, finished: NDArray[np.bool_]
 ) -> dict[int, list[tuple[int, int]]]:
-    """Return head of a queue -> its waits, as pairs of another head and the needed instruction.
+    """Return a dict from the head of each queue to its waits.
 
-    The head of a queue is its first unfinished instruction. The needed instruction is in the queue
-    of the other head. It produces a missing value, or is the other end of a message or collective.
-    All members of a group start together, when each member is the head of its queue and has its
-    values. If both ends of a message are heads, and one of them lacks something on its rank, this
-    end does not wait for the other end.
+    A wait is a pair of the head of another queue and the needed instruction in this queue.
+    The head of a queue is its first unfinished instruction. The needed instruction produces a
+    missing value, or is the other end of a message or collective. All members of a group start
+    together, when each member is the head of its queue and has its values. If both ends of a
+    message are heads, and one of them lacks something on its rank, this end does not wait for the
+    other end.
     """
     heads = _find_queue_heads(graph, finished)
     together = {head: _find_group_members(graph, head) for head in heads.values()}
@@ -297,7 +298,7 @@ def _find_unmet_waits(
             if sent in graph.eager_sends and not finished[sent]:
                 waits.add(sent)  # the receive of an eager message still waits for its send
         waits -= own | (there if lacks[head] else ready)
-        waits |= lacks[head]  # includes members of the group that free a slot that it needs
+        waits |= lacks[head]  # can include members of the group, if they free a slot for the head
         unmet[head] = [(heads[int(graph.queue[n])], n) for n in sorted(waits)]
     return unmet
 
@@ -329,8 +330,8 @@ def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-de
 def _make_window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
     """Return instructions of the second rank in the cycle, as sites of the error.
 
-    They lead to the instruction that the first rank waits for. Of a long range, only its begin and
-    its end are included.
+    They lead to the instruction that the first rank waits for. Only the begin and the end of a long
+    range are included.
     """
     first, second = steps[0], steps[1 % len(steps)]
     stream = graph.program.streams[first.needed_rank]

@@ -1,4 +1,4 @@
-"""The dependency graph of a program: what must end before each instruction starts.
+"""The dependency graph of a program: the instructions that each instruction waits for.
 
 A program finishes under a progress model if and only if this graph has no cycle. The longest path
 is the predicted time, and any topological order is a legal execution. `check`, `simulate`, the
@@ -73,9 +73,9 @@ class Graph:
             message of a gather, as on CPUs. While the host waits, it issues nothing, so all later
             instructions of the Stream wait, too, in every queue. Over NCCL the device waits, and
             the host does not.
-        host_device_sync: True if the host also waits for all issued instructions each time that it
-            launches anything but a message. cudaMalloc, cudaFree and the first use of a kernel may
-            do so. Implies `blocking_hosts`.
+        host_device_sync: True if the host also waits for all issued instructions at each launch of
+            an instruction that is not a message. cudaMalloc, cudaFree and the first use of a kernel
+            can cause such waits. Implies `blocking_hosts`.
         eager_messages: Messages whose send can end before the receive is posted. None if there are
             none.
 
@@ -156,12 +156,12 @@ class Graph:
 
     @cached_property
     def slot_reuses(self) -> dict[Value, tuple[Positions, Positions]]:
-        """Kind of value -> (positions that fill a used slot, positions that free the slot)."""
+        """The instructions that fill a used slot, and those that free the slot, for each kind."""
         return find_slot_reuses(self.program)
 
     @cached_property
     def host_slot_reuses(self) -> dict[str, tuple[Positions, Positions]]:
-        """Name of host slots -> (positions that fill a used slot, positions that free the slot)."""
+        """The same as `slot_reuses` for slots on the host, for each name of such slots."""
         return find_host_slot_reuses(self.program)
 
     @cached_property

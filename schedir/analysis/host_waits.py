@@ -23,7 +23,7 @@ from schedir.ir.program import Program
 def find_host_waits(
     program: Program, entry_nodes: Positions, host_device_sync: bool
 ) -> NDArray[np.int32]:
-    """Return what a blocking host has waited for before it issues each instruction.
+    """Return the instructions that a blocking host has waited for before each instruction.
 
     There is a row for each lane at which the host waits (`LaneRow.host_action`):
 
@@ -132,9 +132,10 @@ def _find_drain_ops(program: Program, lane: Lane) -> list[Opcode]:
 
 
 def _find_lane_waits(program: Program, lane: Lane, lines: NDArray[np.int64]) -> Positions | None:
-    """Return what a host last waited for on a lane before each instruction; None if it never waits.
+    """Return the last instruction of a lane that a host has waited for before each instruction.
 
-    The result has the shape (n,), with -1 if there is no earlier wait.
+    The result has the shape (n,), with -1 if there is no earlier wait. It is None if the host never
+    waits for the lane.
     """
     index = InstructionIndex.from_program(program)
     drains, waits = (

@@ -2,7 +2,7 @@
 
 numba is optional (`schedir[fast]`). The import of numba and its compiled loops takes some tenths of
 a second. A small command needs less time for its computation. So a process starts without numba,
-and adds up the time of its walks of the graph. If the next walk would bring this sum to the time of
+and adds up the time of its longest-path walks. If the next walk would bring this sum to the time of
 the import, the process imports numba before this walk. So a process takes at most about twice the
 shortest possible time, and a command with one small walk never imports numba. Results with and
 without numba are bitwise equal. `enable_numba` imports numba immediately.
@@ -36,7 +36,7 @@ _uncompiled_seconds = [0.0]  # seconds that this process spent in loops without 
 
 
 def add_uncompiled_time(seconds: float) -> None:
-    """Add the time of a walk of the graph without compiled loops to the sum of this process.
+    """Add the time of a longest-path walk without compiled loops to the sum of this process.
 
     Args:
         seconds: The time of the walk.

@@ -90,7 +90,7 @@ def compile(
         tp: Size of the tensor-parallel groups. The default is the draft's, or 1.
         dp: Number of data-parallel replicas. The default is the draft's, or 1.
         progress_model: The progress model under which the program must finish. See `check`.
-        costs: Times of instructions. They decide the order of messages. Options such as
+        costs: Times of instructions. They determine the order of messages. Options such as
             `buffer_sharing="latency_preserving"` and `recompute="fit"` use them, too.
         ranks: Number of pipeline ranks. This and the next six arguments are the fields of `shape`.
         microbatches: Number of microbatches of the program.

@@ -72,7 +72,7 @@ class CompileOptions(TypedDict, total=False):
 
 
 def _list_option_types(explicit: Container[str]) -> dict[str, str]:
-    """Return option -> source text of its type, for options that are not in `explicit`."""
+    """Return the source text of the type of each option that is not in `explicit`."""
     types = {field.name: field.field_type for field in ATTRIBUTE_FIELDS}
     types |= {name: field_type for name, (field_type, _) in PASS_OPTIONS.items()}
     return {

@@ -68,7 +68,7 @@ class StaleRead(NamedTuple):
 
     Attributes:
         needer: Position of the instruction that reads the value.
-        culprit: Position of the last instruction before the reader that touched the value.
+        culprit: Position of the last instruction before the reader that changed or freed the value.
         value: The kind of value.
     """
 
@@ -142,7 +142,7 @@ class ValueStates(NamedTuple):
         end: Position of the next instruction that changes or frees the value.
         tier: Memory tier of the value, as an index into TIERS.
         form: The field of `Sizes` with the bytes of the value, as an index into
-            `ValueChains.forms`.  NO_FORM stands for the size in the value's row of `VALUES`.
+            `ValueChains.forms`.  NO_FORM means the size in the value's row of `VALUES`.
         is_created: True if `begin` makes the value.
         is_freed: True if `end` frees the value.
     """
@@ -387,7 +387,7 @@ class Dataflow:
                 near = self._find_latest_before(index.compute_keys(per, gives), gives, key, needer)
                 early = (final[key] != needer) & (near != NO_POSITION)
                 found[early] = near[early]
-                before = self._find_latest_before(key, needer, key, needer)  # the occurrence before
+                before = self._find_latest_before(key, needer, key, needer)  # previous occurrence
                 again = (before != NO_POSITION) & (found < before)
                 self._stale_reads += map(
                     StaleRead, needer[again], before[again], [value] * int(again.sum())

@@ -77,8 +77,8 @@ class InstructionIndex:
             if begin < end
         ]
         numbers = [self.mb[at] for row, at in found if row.scope is Scope.OCCURRENCE]
-        # An invalid program may have a very large number of an occurrence.  So the number of
-        # instructions limits the size of the tables.
+        # A wrong program may contain a very large occurrence number.  So the number of instructions
+        # limits the size of the tables.
         most = max((int(mb.max()) + 1 for mb in numbers), default=0)
         self.occurrences: int = max(1, min(sum(map(len, numbers)), most))
         self.key_count: dict[Scope, int] = {

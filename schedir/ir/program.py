@@ -450,7 +450,7 @@ class Program:
 
     @property
     def joined(self) -> NDArray[np.bool_]:
-        """Return whether each instruction is issued together with the one before it."""
+        """Return whether each instruction is issued together with the previous one."""
         return self.words.view(WORD_DTYPE)["joined"].astype(bool)
 
     @cached_property

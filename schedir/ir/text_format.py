@@ -15,7 +15,7 @@
   `+4` adds four, and `-` subtracts one.
 - `&` joins instructions that are issued together.
 - `#` begins a comment.
-- If slots are shared, each rank gives its numbers of slots:
+- If slots are shared, the line of each rank lists its numbers of slots:
   `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.
 - `tied_weights yes` means that the first and the last stage share weights. `tied_weights 0=2,1=3`
   lists other stages that share weights.

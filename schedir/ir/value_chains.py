@@ -144,7 +144,7 @@ class ValueChains(NamedTuple):
     def find_givers(
         self, key: Ints, needer: Positions, change: Change | None
     ) -> tuple[Positions, list[tuple[int, int]]]:
-        """Return which instructions give a value, and which leave it in a wrong state.
+        """Return the givers of values, and the events that leave a value in a wrong state.
 
         The giver is the nearest earlier event if the value has the required state after it,
         otherwise the next event with that state.  If there is no such event, but the value is made

@@ -204,6 +204,6 @@ def make_selection_type(requirement: str) -> FieldType:
     """Return the field type of an option that takes a selection.
 
     Args:
-        requirement: Text for errors that says what the option selects.
+        requirement: Text for errors with the purpose of the option.
     """
     return FieldType(requirement, parse_selection, str, metavar="WHAT", argument_type="Selection")

@@ -83,9 +83,9 @@ def find_separate_ends(program: Program) -> UpdateEnds:
 def find_joint_ends(graph: Graph) -> UpdateEnds:
     """Return the last position of each update except the last, for ends with collectives.
 
-    An update ends at the first positions with which no instruction before an end needs an
-    instruction after an end. In a draft, an instruction needs the producers of its values on other
-    ranks. In a program, it needs the other ends of messages.
+    The ends are as early as possible, but no instruction before an end may need an instruction
+    after an end. In a draft, an instruction needs the producers of its values on other ranks. In a
+    program, it needs the other ends of messages.
 
     Args:
         graph: The dependency graph of a program or a draft.

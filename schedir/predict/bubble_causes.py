@@ -92,7 +92,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
       rank starts. It is COOLDOWN from the end of its last forward on, but not before its first
       backward. Between these times, it is PEER.
     - IMBALANCE: With any order, a rank is idle for the difference between its work and that of the
-      busiest rank. So much time of its waits for other ranks has this cause. It is taken first from
+      busiest rank. This part of its waits for other ranks has this cause. It is taken first from
       PEER waits, then from waits after the rank's first instruction, then from waits before it.
 
     Before the first instruction of a rank the causes are the same, but each wait for another rank
@@ -141,10 +141,10 @@ def sum_by_cause(idle: NDArray[Any], ranks: int) -> Floats:
 
 
 def find_ready_gaps(timeline: Timeline) -> Floats:
-    """Return the idle times between two computes of which the second waits for nothing.
+    """Return the idle time before each compute that waits for no input.
 
-    The two are consecutive instructions of a compute lane. All inputs of the second one are ready
-    when the first one ends. The idle time is from this end to the start of the second one.
+    All inputs of such a compute are ready when the previous instruction of its compute lane ends.
+    The idle time is from this end to the start of the compute.
 
     Args:
         timeline: A run of a program with its transfers.

@@ -372,10 +372,10 @@ class Timeline:
 
     @property
     def static_memory(self) -> dict[str, NDArray[np.float64]]:
-        """Name in `Sizes`, or label of a sharded state -> bytes that each rank uses all the time.
+        """The bytes that each rank uses all the time, shape (ranks,), for each part of `sizes`.
 
-        The bytes have shape (ranks,). The result is empty without sizes, or if `sizes` has only
-        `model_states` and not its parts.
+        The keys are names of `Sizes`, or labels of sharded states. The dict is empty without sizes,
+        or if `sizes` has only `model_states` and not its parts.
         """
         if self.sizes is None or not self.sizes.specified_parts:
             return {}

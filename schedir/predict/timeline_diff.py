@@ -63,7 +63,7 @@ def compare_timelines(first: Timeline, second: Timeline) -> list[TimeDifference]
 
 
 def _sum_times(timeline: Timeline) -> dict[tuple[int, str], float]:
-    """Return (rank, activity) -> time. The times of a rank add up to the span."""
+    """Return the time of each (rank, activity). The times of a rank add up to the span."""
     spans = timeline.spans
     work = spans[(spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair]
     found: dict[tuple[int, str], float] = {}

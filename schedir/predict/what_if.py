@@ -124,7 +124,7 @@ class ChangeRow(NamedTuple):
     """One change of the run.
 
     Args:
-        kind: The group of the row. Of each kind, only the row that saves most time is reported.
+        kind: The group of the row. Only the row of a group that saves most time is reported.
         description: The change in words.
         costs: The costs at which the changed run is simulated.
         draft: The draft to compile, or None to keep the program.
@@ -170,7 +170,7 @@ class SimulatedChange:
 
     @property
     def memory(self) -> dict[str, float]:
-        """Tier -> peak bytes of the rank that uses most of it. Empty if the run has no sizes."""
+        """The peak bytes of the fullest rank for each tier. Empty if the run has no sizes."""
         if self.run.sizes is None:
             return {}
         return {

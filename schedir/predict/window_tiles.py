@@ -150,7 +150,7 @@ class AxisTiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether windows begin and end between tiles. Causal windows need only begin so."""
+        """Return whether windows begin between tiles and, if not causal, also end between tiles."""
         if not self.axis.causal:
             return bool(np.array_equal(self.visited_ranges, self.full_ranges))
         return bool((self._key_bounds[2] <= self.visited_ranges[:, 0] * self.kv_tile).all())
@@ -201,7 +201,7 @@ class Tiles:
 
     @property
     def worst_tile_speedup(self) -> float:
-        """The speedup of the query tile with most computed tiles: the bound in appendix B.1."""
+        """The speedup of the query tile with most computed tiles (the bound in appendix B.1)."""
         most = (
             (
                 _compute_sizes(a.dense_tiles.visited_ranges).max(),
@@ -295,7 +295,7 @@ def compute_tiles(
     key tile is skipped if no query of the tile attends to any of its keys.
 
     Args:
-        length: The number of queries and of keys. Its length is the number of dimensions.
+        length: The number of queries and of keys. It has one number for each dimension.
         window: The number of keys in a window.
         stride: The number of consecutive queries that share a window.
         q_tile: Queries of a tile.

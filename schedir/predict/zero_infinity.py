@@ -144,8 +144,8 @@ def compute_efficiency(
     """Return the share of time that a device computes, ait bw / (ait bw + peak) (equation 6).
 
     The equation is for transfers that do not overlap with compute. If all of them overlap, the
-    longer of the two decides: min(1, ait bw / peak). The programs of schedir have both kinds of
-    transfers; docs/how-to/offload-to-the-host.md lists them.
+    share is min(1, ait bw / peak). The programs of schedir have both kinds of transfers;
+    docs/how-to/offload-to-the-host.md lists them.
 
     Args:
         intensity: Operations per byte moved.

@@ -125,9 +125,9 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
     The order is that of PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can run.
-    Groups are those of `interleaved`. If P divides m, each rank idles for the time of `zb_h1` at
-    the costs of one stage, which is v times less. There are v P stage activations in flight on each
-    rank.
+    Groups are those of `interleaved`. If P divides m, each rank idles as long as with `zb_h1` at
+    the costs of one stage. With v stages per rank, this is 1/v of the idle time of `zb_h1`. There
+    are v P stage activations in flight on each rank.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -87,7 +87,7 @@ def _number_recomputes(
     # An R needs a backward after that of the previous R of its stage, so `at - k` never decreases.
     k = np.arange(len(r))
     least = np.searchsorted(cell[r], cell[r])  # Index of the first R of the same stage.
-    own = cell[r] * 2 * span  # This offset makes the running maximum start anew for each stage.
+    own = cell[r] * 2 * span  # With this offset, the running maximum restarts at each stage.
     at = np.maximum.accumulate(ahead - (k - least) + own) - own + (k - least)
     there = at < np.searchsorted(cell[b], cell[r], side="right")
     free = specified[r] == AUTO_MICROBATCH

@@ -124,11 +124,11 @@ def check(
 ) -> Program:
     """Verify that a program is complete, in order and free of deadlocks, and return it.
 
-    A correct program is complete: every stage runs every microbatch forward and backward once,
-    every message has a send and a receive, and each update reduces the gradients once and has one
-    optimizer step per rank. Each rank produces a value before it uses it, and has a free slot for
-    it. Ranks do not wait for each other in a cycle under the progress model. Messages arrive in the
-    order in which they are sent.
+    A correct program is complete: every stage runs every microbatch forward and backward once, and
+    every message has a send and a receive. Each update reduces the gradients and has one optimizer
+    step per rank. Each rank produces a value before it uses it, and has a free slot for it. Ranks
+    do not wait for each other in a cycle under the progress model. Messages arrive in the order in
+    which they are sent.
 
     The program stores each proof in `Program.proofs`, so a second check with the same arguments
     returns immediately.

@@ -139,7 +139,7 @@ def _require_plausible_size(program: Program) -> None:
 
 
 def _require_valid_words(program: Program) -> None:
-    """Refuse words that do not encode an instruction. Only words made by hand can be so wrong."""
+    """Refuse words that do not encode an instruction. Only words made by hand can be wrong."""
     words, fields = program.words, program.words.view(WORD_DTYPE)
     known = (fields["joined"] <= 1) & (fields["op"] < len(INSTRUCTIONS))
     known &= (fields["stage"] == 0) | ~is_op(fields["op"], _RANK_OPS)

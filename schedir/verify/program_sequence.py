@@ -44,7 +44,7 @@ class _SequenceStep(NamedTuple):
 
     run: _ProgramRun
     step_number: int  # in the sequence of the rank, from 1
-    first_position: int  # position of its first instruction in the channel
+    first_position: int  # position of the first instruction that uses the channel
 
 
 def check_program_sequence(
@@ -182,7 +182,7 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield each channel of a program, with a dict: rank -> position of its first use."""
+        """Yield each channel of a program, with a dict from its ranks to their first positions."""
         index = graph.index
         got, channel = find_channels(index, graph.partner, graph.rules)
         sent = graph.partner[got]

@@ -36,11 +36,11 @@ class EarliestTimes:
     """The earliest start and end of each instruction, by position.
 
     Attributes:
-        start: Earliest start of each instruction, shape (n,), in the unit of the costs; infinite if
-            the instruction is never reached.
-        end: Earliest end of each instruction, shape (n,); infinite if it is never reached.
+        start: Earliest start of each instruction, shape (n,), in the unit of the costs; infinite
+            for an instruction that never ends because of a cycle.
+        end: Earliest end of each instruction, shape (n,); infinite for the same instructions.
         level: One more than the largest level among the predecessors of the instruction, and 1 if
-            it has none. 0 if it is never reached.
+            it has none. 0 if it never ends.
     """
 
     start: Times

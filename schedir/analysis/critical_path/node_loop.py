@@ -57,8 +57,8 @@ def solve_by_loop(
 
     Returns:
         The start of each node, shape (nodes,); and its level. The level is one more than the
-        largest level among the predecessors, 1 for a node without predecessors, and 0 for a node
-        that is never reached.
+        largest level among the predecessors, and 1 for a node without predecessors. It is 0 for a
+        node of a cycle, and for a node after a cycle.
     """
     edges, node_mask, *given = problem
     nodes, (sources, targets) = len(node_mask), zip(*edges, strict=True)

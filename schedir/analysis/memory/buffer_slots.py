@@ -100,7 +100,7 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         left = _find_previous_users(lives, count)
         if (
             VALUES[kind].scope is Scope.STAGE
-        ):  # one lane frees them all, so the later of two frees implies the other
+        ):  # one lane frees all of them in order, so the later of two frees comes after both
             left = np.maximum(left, _find_previous_frees(program, lives))
         if (again := left != NO_POSITION).any():
             found[kind] = lives.filled_at[again], left[again]
@@ -110,8 +110,8 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
 def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positions]]:
     """Return the instructions that fill a used host slot, and those that free the slot before.
 
-    A value uses a host slot from the start of the instruction that moves the value to the host
-    until the end of the instruction that moves it from the host.
+    A value uses a host slot from the start of its move to the host until the end of its move from
+    the host.
 
     Args:
         program: The program.
@@ -145,7 +145,7 @@ def find_host_values(program: Program, slot_name: str = "host") -> ValueLives:
 
 
 def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> Positions:
-    """Return the instruction that frees the slot of each value before; -1 for an unused slot."""
+    """Return, for each value, the instruction that freed its slot; -1 for an unused slot."""
     values = np.diff(lives.rank_offsets)
     room = np.repeat(np.where(slot_counts == UNSHARED_SLOTS, values, slot_counts), values)
     taken = np.arange(len(lives.filled_at)) - room
@@ -156,7 +156,7 @@ def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> P
 
 
 def _read_slot_counts(program: Program) -> dict[Value, NDArray[np.int64]]:
-    """Return kind of value -> numbers of slots of each rank, as the program specifies them."""
+    """Return a dict from the kind of value to the numbers of slots that the program specifies."""
     return dict(zip(SLOT_VALUES, np.array(program.slots, np.int64).T, strict=False))
 
 
@@ -279,7 +279,7 @@ def group_by_form(
     Args:
         program: The program.
         kind: A kind of output.
-        positions: Positions of instructions, each of the stage and the microbatch of one value.
+        positions: Position of an instruction for each value, with its stage and microbatch.
 
     Yields:
         The opcodes that change the form of some of the values, in execution order; and a mask of
@@ -375,7 +375,8 @@ def _look_up_sizes(
         InstructionIndex.from_program(program),
         sizes.per_microbatch(size_name, program.shape),
     )
-    if row.peer is not None and not row.peer.is_downstream:  # `Sizes` lists it by earlier stage
+    # `Sizes` lists bytes under the earlier of the two stages.
+    if row.peer is not None and not row.peer.is_downstream:
         each = each[program.neighbor_stages(row.peer)]
     return look_up(each, index.stage[positions], index.mb[positions])
 

@@ -464,7 +464,7 @@ def compute_footprints(
             kept[_get_memory_name(kind)] = kept_on()
     if tier == TIERS[0] and len((handed := _find_handover_memory(program, sizes)).positions):
         kept[_HANDED_OVER_NAME] = handed
-    # At the same key, values that are freed come before values that start.
+    # With equal `order_key`, values that are freed come before values that start.
     comes = np.concatenate([k.byte_change > 0 for k in kept.values()])
     order = np.lexsort((comes, np.concatenate([k.order_key for k in kept.values()])))
     at = np.concatenate([k.positions for k in kept.values()])[order]

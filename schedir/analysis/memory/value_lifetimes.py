@@ -76,7 +76,7 @@ def compute_value_lifetimes(
     one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
     if made_of := VALUES[
         kind
-    ].converted_from:  # during the conversion only the bytes beyond the other value count
+    ].converted_from:  # while it is converted, only its bytes beyond those of the source count
         first = np.flatnonzero(comes & made)
         more = sizes.per_microbatch(made_of[1], shape) - sizes.per_microbatch(
             VALUES[made_of[0]].size, shape

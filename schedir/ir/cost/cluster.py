@@ -43,8 +43,8 @@ class Cluster:
     A machine without GPUs has `processors` instead. Each "GPU" is then a process that computes on
     the processors. The same process issues its kernels, so that nothing runs in parallel to its
     compute. If a node has more processes than processors, they share the processors. All rates are
-    those of a process while all processes of its node compute. A process that computes alone is
-    `solo_speedup` times as fast.
+    the rates of one process while all processes of its node compute. A process that computes alone
+    is `solo_speedup` times as fast.
 
     Args:
         nodes: Number of nodes.
@@ -323,7 +323,7 @@ class Cluster:
     def small_all_reduce_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of an all-reduce of a few bytes by recursive doubling, in seconds.
 
-        Use this time for tensors so small that the latency decides.
+        Use this time for tensors that are so small that the latency dominates.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -514,8 +514,8 @@ class Cluster:
           without copies of 16-bit weights also moves the weights with the gradients. These bytes
           are not included.
         - With `offload`: `offload` and `reload`, copies of the `saved` bytes of a microbatch
-          (`host_transfer_time`). Of a microbatch in `recomputed`, the `recompute_inputs` bytes are
-          copied instead.
+          (`host_transfer_time`). A microbatch in `recomputed` has copies of its `recompute_inputs`
+          bytes instead.
         - With `offload_to_disk`: `offload_to_disk` and `reload_from_disk`, copies of the same bytes
           to the disk and back (`disk_transfer_time`).
         - `I` and `W`: half of B each, if only B is given.

@@ -73,5 +73,5 @@ def parse_decimal(text: str) -> float:
 
 
 def _describe_digits(text: str) -> str:
-    """Return the end of an error message: a text with digits of other scripts needs a reason."""
+    """Return the end of an error message: a remark if the text is not ASCII, or else ""."""
     return "" if text.isascii() else " in the digits 0 to 9"

@@ -125,7 +125,7 @@ FORM_CHANGE_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.form is not
 TP_SPLIT_OPS: Final = tuple(
     op for op in FORM_CHANGE_OPS if FORMS[INSTRUCTIONS[op].form or 0].is_tp_split
 )
-# Collectives of the tensor-parallel group on a value that crosses between stages or segments.
+# Collectives of the tensor-parallel group on a value that passes between stages or segments.
 BOUNDARY_COLLECTIVE_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS
     if row.ring is not None and row.ring.members == "tp" and row.scope is Scope.MICROBATCH

@@ -26,7 +26,7 @@ class Scope(Enum):
 
 
 class ProducerRule(Enum):
-    """How `schedir/ir/dataflow.py` finds the instruction that gives a value."""
+    """The rule with which `schedir/ir/dataflow.py` finds the instruction that gives a value."""
 
     ONCE = (
         "the one that makes it; those that change it follow in the order of the instruction table"

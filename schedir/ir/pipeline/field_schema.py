@@ -1,4 +1,4 @@
-"""Schema of the fields of a program: how they are parsed, printed and offered as options.
+"""Schema of the fields of a program, for parsing, printing and options.
 
 `PipelineShape` and `Program` declare each field with `make_field_metadata`. `collect_fields` makes
 `Field` records from these declarations. `HEADER_FIELDS` in `schedir/ir/program.py` lists all

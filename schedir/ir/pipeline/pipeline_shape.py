@@ -227,7 +227,8 @@ class PipelineShape:
         """Return an equal shape whose values a schedule cannot replace.
 
         Returns:
-            This shape if all fields were given, and otherwise a copy without `default_fields`.
+            This shape if all fields were given, and otherwise a copy whose `default_fields` are
+            empty.
         """
         plain: dict[str, Any] = {}
         for name in self.default_fields:

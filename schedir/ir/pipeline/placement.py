@@ -54,7 +54,7 @@ NAMED_PLACEMENTS: Final = {
 
 
 def find_named_placement(placement: str) -> NamedPlacement:
-    """Return the placement with a name.
+    """Look up a named placement.
 
     Args:
         placement: A key of `NAMED_PLACEMENTS`.

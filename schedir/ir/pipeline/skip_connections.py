@@ -82,7 +82,7 @@ def normalize_skips(value: object, shape: PipelineShape) -> Skips:
 
 
 def _describe_route(first: int, second: int, third: int) -> str:
-    """Return a hint: replace a skip from the first to the third stage by a way over the second."""
+    """Return text with the skips of a value that passes through three stages, for a hint."""
     way = [pair for pair in pairwise((first, second, third)) if pair[1] > pair[0] + 1]
     neighbours = "" if len(way) == 2 else ", and a boundary of several tensors between neighbours"
     return f"skips={tuple(way)}{neighbours}"

@@ -69,7 +69,7 @@ def reduce_scatter(program: Program) -> Program:
 
 
 def limit_unsharded_grads(program: Program) -> Program:
-    """Set a limit of the number of unsharded gradients on each rank.
+    """Limit the number of unsharded gradients on each rank.
 
     The limit is the smallest possible number plus one. So backwards can continue while one gradient
     is reduced. The program is returned unchanged if no rank has more unsharded gradients than that.

@@ -76,7 +76,7 @@ def start_gathers_early(program: Program, computes_ahead: int = 1) -> Program:
 
 
 def _find_computes(index: InstructionIndex) -> NDArray[np.intp]:
-    """Return the positions of computes. Of a joined pair, only the first one is included."""
+    """Return the positions of computes. A joined pair is included once, by its first compute."""
     return np.flatnonzero(index.is_op(COMPUTE_OPS) & ~index.joined)
 
 

@@ -136,7 +136,7 @@ def _number_instructions(
     """Return the global order: a number for each instruction, and one for each produced value.
 
     Instructions are ordered by their start, and produced values by the end of their producer. At
-    equal times the level of the walk decides, and then the position.
+    equal times the order is that of `EarliestTimes.level`, and then that of the position.
     """
     program = graph.program
     place = np.argsort(producer_positions, kind="stable")

@@ -148,9 +148,9 @@ def _predict_compute_times(
 def _find_earlier_positions(
     program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
 ) -> dict[int, int]:
-    """Return position of an R -> position of an earlier forward with a wait as long as the R.
+    """Find, for each R that delays its backward, an earlier forward with a wait as long as the R.
 
-    Only R that delay their backward are included.
+    Returns a dict from the position of the R to the position of the forward.
     """
     forward, address = np.isin(program.op, FORWARD_OPS), program.words & ADDRESS_MASK
     begins = {*program.offsets.tolist()}

@@ -49,8 +49,8 @@ _MICROBATCH_END_OPS: Final = (
     *FULL_BACKWARD_OPS,
     *BACKWARD_WEIGHT_OPS,
 )
-# Value of the option -> opcodes that may fill a wait.  Of several tuples, the pass keeps the one
-# with the best result.
+# Value of the option -> tuples of opcodes that may fill a wait.  The pass tries each tuple, and
+# keeps the best result.
 _FILL_OPS: Final = {
     "W": (BACKWARD_WEIGHT_OPS,),
     "F": (FORWARD_OPS,),
@@ -248,7 +248,7 @@ class _ProgramSimulation:
         self.ready_nodes: list[set[int]] = [
             set() for _ in self.rank_computes
         ]  # nodes of each rank that can start
-        self.end_times: dict[int, float] = {}  # of the nodes that have started
+        self.end_times: dict[int, float] = {}  # node that has started -> time of its end
         self.finished_nodes: set[int] = set()
         # The number of forwards without their backwards on each rank: now, and after each position
         # in the order of the rank.
@@ -282,7 +282,7 @@ class _ProgramSimulation:
         """
         order = self._simulate()
         here = [k for k, computes in enumerate(self.is_compute) if computes]
-        place = {at: k for k, at in enumerate(here)}  # position in the draft
+        place = {at: k for k, at in enumerate(here)}  # node -> position in the draft
         moved = np.array([place[at] for own in order for at in own], np.intp)
         if (moved == np.arange(len(moved))).all():
             return draft
@@ -293,7 +293,7 @@ class _ProgramSimulation:
         order: list[list[int]] = [[] for _ in self.rank_computes]
         self.remaining_computes = [deque(own.tolist()) for own in self.rank_computes]
         events: list[tuple[float, int]] = []
-        collectives: list[deque[int]] = [deque() for _ in order]  # ready to start on each rank
+        collectives: list[deque[int]] = [deque() for _ in order]  # collectives that can start
         busy, in_collective = [False] * len(order), [False] * len(order)
 
         def begin(at: int, now: float) -> None:
