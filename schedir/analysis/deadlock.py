@@ -243,7 +243,7 @@ def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool
 
 
 def _find_queue_heads(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, int]:
-    """Return the first instruction of each queue that never ends, as {queue: position}."""
+    """Return the first unfinished instruction of each queue, as {queue: position}."""
     stuck = np.flatnonzero(~finished)
     queues, first = np.unique(graph.queue[stuck], return_index=True)
     return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))

@@ -72,8 +72,8 @@ _I: Final = BACKWARD_INPUT
 _COMPUTE_COSTS: Final = (*(COST_BY_OPCODE[op] for op in COMPUTE_OPS), "FB")
 _SEGMENT_SUMS: Final = "sums of segments"
 _ALL_TO_ALLS: Final = "all-to-alls of experts"
-# `program.sequence_parallel` -> the row of `_FREE_COSTS` that also sets `tp_gather` to 0. With
-# sequence parallelism a gather is a part of the sums, and without it a part of a message.
+# `program.sequence_parallel` -> the row of `_FREE_COSTS` that also sets `tp_gather` to 0. A gather
+# is a part of a sum with sequence parallelism, and a part of a message without it.
 _FREE_GATHER_ROW: Final = {False: "messages", True: _SEGMENT_SUMS}
 _COPY_LANES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
 # Name in the description of a row -> the costs that the row sets to 0.

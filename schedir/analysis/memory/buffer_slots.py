@@ -190,8 +190,9 @@ def find_stages(program: Program, kind: Value, rank: int) -> NDArray[np.int64]:
 def count_slots(program: Program) -> NDArray[np.int64]:
     """Return the number of slots of each rank and kind.
 
-    If the program does not specify a number, each value, or each stage for a value per stage, has a
-    separate slot. Kinds that only compute fills and frees have the smallest possible number.
+    If the program does not specify a number, each value has a separate slot. Values per stage have
+    one slot for each stage. Kinds that only compute fills and frees have the smallest possible
+    number.
 
     Args:
         program: The program.

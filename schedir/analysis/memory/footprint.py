@@ -275,7 +275,7 @@ class Footprint(NamedTuple):
         positions: Indices in the Stream of the instructions that change the memory.
         is_at_start: True if the change is at the start of the instruction, False if at its end.
         dynamic_memory: Name -> (number of values, their bytes), each as an array with one entry per
-            change. The entry holds from this change to the next one.
+            change. The entry is valid from this change to the next one.
     """
 
     static_memory: dict[str, tuple[int, float]]

@@ -181,8 +181,8 @@ TRAINED_STAGE_OPS: Final = tuple(
     and TRAINING_VALUES & {*row.needs, *row.gives}
 )  # fmt: skip
 
-# Kind of an input from another stage -> (kind of that stage's output, rule that leads to it).  Two
-# stages on one rank exchange values without messages, so the input and the output are one tensor.
+# Kind of an input from another stage -> (kind of that stage's output, rule that finds that stage).
+# Two stages on one rank exchange no messages: the input and the output are the same tensor.
 LOCAL_HANDOVER: Final = {
     row.value: (row.local_source, row.peer)
     for row in VALUES

@@ -198,7 +198,7 @@ def _warn_of_no_effect(named: set[tuple[int, ...]], option: str, chosen: Words) 
 
 
 def _find_candidates(program: Program) -> Words:
-    """Return the addresses with other compute between the forward and the first use."""
+    """Return the addresses with other compute between the forward and its value's first use."""
     own = find_lifetimes(program)
     work = np.cumsum(np.isin(program.op, COMPUTE_OPS) & ~program.joined)
     found: Words = own.address[work[own.first_user] - work[own.producer] > 1]
@@ -372,7 +372,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
-    """Return the options that describe the moves of a program, as pairs of (stage, microbatch)."""
+    """Return the options `offload` and `offload_to_disk` that select the moves of a program."""
     found = {}
     for option, trip in (("offload", HOST_TRIP), ("offload_to_disk", DISK_TRIP)):
         stage, mb = split_addresses((program.words & ADDRESS_MASK)[program.op == trip.offload_op])
