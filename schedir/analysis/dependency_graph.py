@@ -156,7 +156,7 @@ class Graph:
 
     @cached_property
     def slot_reuses(self) -> dict[Value, tuple[Positions, Positions]]:
-        """The instructions that fill a used slot, and those that free the slot, for each kind."""
+        """The instructions that fill a slot again, and those that free it before, for each kind."""
         return find_slot_reuses(self.program)
 
     @cached_property
@@ -352,7 +352,7 @@ class Graph:
 
     @property
     def node_mask(self) -> NDArray[np.bool_]:
-        """A mask of the nodes, shape (node_id_limit,)."""
+        """A mask of the numbers that are nodes, shape (node_id_limit,)."""
         there = np.zeros(self.node_id_limit, bool)
         there[: len(self)] = self.node == np.arange(len(self), dtype=np.int32)
         if self.index.has_joined:

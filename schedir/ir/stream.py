@@ -115,7 +115,7 @@ class Stream(Sequence[Instr]):
 
     @classmethod
     def from_instructions(cls, instrs: Iterable[Instr]) -> Self:
-        """Return a Stream of instructions without joined ones.
+        """Return a Stream of these instructions. No instruction is joined to another.
 
         Args:
             instrs: The instructions, in order.

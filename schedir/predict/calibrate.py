@@ -365,7 +365,8 @@ def _params_per_gradient_byte(sizes: Sizes, stages: int) -> float | NDArray[np.f
 def round_costs(costs: Costs) -> Costs:
     """Return costs rounded to 6 digits, as `format_costs` writes them.
 
-    If all stages have the same cost, one stage remains. The same applies to microbatches.
+    If all stages have the same cost, the result has one number for all of them. The same applies to
+    microbatches.
 
     Args:
         costs: The costs.

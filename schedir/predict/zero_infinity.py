@@ -92,7 +92,7 @@ def checkpoint_bytes(
 
 
 def largest_operator_bytes(hidden: int) -> float:
-    """Return the bytes of the largest operator's model states, 4 hd 4hd (equation 4).
+    """Return the bytes of the largest operator's model states, 4 * hd * 4hd (equation 4).
 
     The operator is a linear layer from hd to 4hd, with its parameters and gradients. These bytes
     must be on the device at the same time, even if all other model states are offloaded.

@@ -284,7 +284,7 @@ class _ProgramSequence:
         node_offsets: dict[_ProgramRun, int],
         is_done: NDArray[np.bool_],
     ) -> InstructionSite | None:
-        """Return the first instruction of a rank that never ends, or None."""
+        """Return the first instruction of a rank that never ends, or None if all end."""
         for number, step in enumerate(runs, 1):
             graph = self.graphs[step.program_index]
             own = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])

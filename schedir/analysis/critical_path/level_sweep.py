@@ -19,7 +19,7 @@ from schedir.analysis.critical_path.node_loop import Levels, LongestPathProblem,
 from schedir.ir.instruction_index import Positions
 
 _MAX_INT32 = np.iinfo(np.int32).max
-_WIDTH: Final = 3  # columns of the table of successors; few nodes of a program have more
+_WIDTH: Final = 3  # columns of the table of successors; few nodes have more successors
 
 
 def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
@@ -93,7 +93,8 @@ class _Successors:
     def from_edges(cls, nodes: int, edges: Iterable[tuple[Positions, Positions]]) -> _Successors:
         """Put each edge into the first free place of its source's row, or else into the CSR list.
 
-        Equal edges are stored at least once. `count_predecessors` counts the stored edges.
+        An edge that is given several times may be stored once. `count_predecessors` counts the
+        stored edges.
         """
         rows = np.full((nodes + 1, _WIDTH), nodes, np.int32)
         rest = [np.empty((2, 0), np.int32)]
@@ -127,7 +128,7 @@ class _Successors:
 def _place_edges(
     source: Positions, target: Positions, column: Positions, empty: int
 ) -> tuple[Positions, Positions]:
-    """Put edges into free places of `column`, and return the edges that did not fit."""
+    """Put edges into free places of `column`, and return the edges that it does not contain."""
     free = column[source] == empty
     column[source[free]] = target[free]
     left = column[source] != target

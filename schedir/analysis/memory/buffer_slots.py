@@ -81,7 +81,7 @@ def number_groups(index: InstructionIndex) -> Positions:
 
 
 def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions]]:
-    """Return the instructions that fill a used device slot, and those that free the slot before.
+    """Return the instructions that fill a device slot again, and those that free the slot before.
 
     Args:
         program: The program.
@@ -108,7 +108,7 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
 
 
 def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positions]]:
-    """Return the instructions that fill a used host slot, and those that free the slot before.
+    """Return the instructions that fill a host slot again, and those that free the slot before.
 
     A value uses a host slot from the start of its move to the host until the end of its move from
     the host.
@@ -145,7 +145,7 @@ def find_host_values(program: Program, slot_name: str = "host") -> ValueLives:
 
 
 def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> Positions:
-    """Return, for each value, the instruction that freed its slot; -1 for an unused slot."""
+    """Return, for each value, the instruction that freed its slot; -1 if its slot is new."""
     values = np.diff(lives.rank_offsets)
     room = np.repeat(np.where(slot_counts == UNSHARED_SLOTS, values, slot_counts), values)
     taken = np.arange(len(lives.filled_at)) - room

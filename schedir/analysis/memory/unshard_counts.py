@@ -19,7 +19,7 @@ _STATE_NAMES: Final = {
     "params": "weights",
     "grads": "gradients",
     "optimizer": "optimizer state",
-}  # field of `Sizes` -> text
+}  # field of `Sizes` -> name in texts
 
 
 class UnshardCounts(NamedTuple):

@@ -126,7 +126,7 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     n = len(stage)
     order = np.argsort(stage, kind="stable")
     same = stage[order][1:] == stage[order][:-1]
-    if len(order) - int(same.sum()) <= max_unsharded:  # all stages fit, so each stays to its end
+    if len(order) - int(same.sum()) <= max_unsharded:  # all stages fit, so each has one stay
         first = np.append(True, ~same)[:n]
         last = np.append(~same, True)[:n]
         found = np.stack([order[first], order[last]], 1)

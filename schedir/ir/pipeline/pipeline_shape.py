@@ -69,7 +69,7 @@ _STAGES_PER_RANK = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
     "number of stages per rank (1; 2 for a schedule with a parameter v)",
     is_always_shown=True,
-    digest=lambda _, __: (),  # The entry of the placement implies this number.
+    digest=lambda _, __: (),  # The digest has the placement, which determines this number.
 )
 _PLACEMENT = make_field_metadata(
     PLACEMENT_TYPE,

@@ -148,9 +148,10 @@ def _predict_compute_times(
 def _find_earlier_positions(
     program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
 ) -> dict[int, int]:
-    """Find, for each R that delays its backward, an earlier forward with a wait as long as the R.
+    """Find an earlier place for each R that delays its backward.
 
-    Returns a dict from the position of the R to the position of the forward.
+    The place is before a forward of the rank that waits at least as long as the R takes. Returns a
+    dict from the position of the R to the position of this forward.
     """
     forward, address = np.isin(program.op, FORWARD_OPS), program.words & ADDRESS_MASK
     begins = {*program.offsets.tolist()}
@@ -186,8 +187,8 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
 
     `compute_footprints` predicts the memory. At each position of the Stream at which a rank exceeds
     the limit, the function chooses the address that saves most memory above the limit. If all
-    stages save the same number of bytes, this is the address whose activations are saved longest,
-    and no smaller number of addresses keeps the limit.
+    stages save the same number of bytes, this is the address whose activations are saved longest.
+    Then no smaller number of addresses keeps the limit.
     """
     if options.memory_limit is None or options.sizes is None:
         raise missing_limit_error("recompute", options.sizes, "memory_limit", options.memory_limit)
@@ -209,10 +210,11 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
 def _place_with_offload(program: Program, candidates: Words, options: Options) -> Program:
     """Insert R into a draft in which both recomputation and offload can reduce memory.
 
-    The function searches the choice of R with the shortest simulated step. The first choices are no
-    R, as many R as are needed without offload, and a half or a quarter of these, evenly spaced. For
-    each stage, the search then changes the best choice to all or no R of this stage. The search
-    stops at a choice that makes the step no longer.
+    The function searches the choice of R that keeps the memory limit with the shortest simulated
+    step. The first choices are no R, then a quarter, a half and all of the R that are needed
+    without offload. The search then changes the best choice stage by stage: it removes all R of the
+    stage, or adds all if there are none. It stops when a choice keeps the limit and the step takes
+    no longer than without recomputation and offload.
     """
     alone = replace(
         options,
@@ -301,7 +303,7 @@ def _choose_for_rank(
 
 
 def _find_positions(address: Words, mask: NDArray[np.bool_], targets: Words) -> Positions:
-    """Return the index of the instruction of each target among those in the mask, or else -1."""
+    """Return the index of the first instruction in `mask` with each target address, or else -1."""
     at = np.flatnonzero(mask)
     order = at[np.argsort(address[at], kind="stable")]
     found = np.searchsorted(address[order], targets)

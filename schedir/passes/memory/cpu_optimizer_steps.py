@@ -91,7 +91,8 @@ def delay_host_steps(program: Program) -> Program:
     index, n, updates = (
         InstructionIndex.from_program(program), len(program), program.shape.optimizer_steps
     )  # fmt: skip
-    first_user = np.full(n, n)  # position of a giver -> its first user, or n without a later user
+    # Position of an instruction -> position of the first user of its results, or n without a user.
+    first_user = np.full(n, n)
     for giver in Dataflow.from_program(program).givers:
         # `check` refuses a program in which a giver comes after its user.
         users = np.flatnonzero((giver != NO_POSITION) & (giver < np.arange(n)))

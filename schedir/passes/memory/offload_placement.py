@@ -225,7 +225,7 @@ def _insert_round_trip(
             mine = np.arange(*program.offsets[one : one + 2])
             mine, here = mine[compute[mine]], rank == one
             first = np.searchsorted(end[mine], late[here], side="right")
-            place[here] = mine[np.minimum(first, len(mine) - 1)]  # maybe no compute ends later
+            place[here] = mine[np.minimum(first, len(mine) - 1)]  # the last one if none ends later
         place = groups[np.searchsorted(groups, place, side="right") - 1]
         return back_at(np.maximum.accumulate(np.clip(place, leaves, needed)))
 
