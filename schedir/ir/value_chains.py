@@ -146,9 +146,9 @@ class ValueChains(NamedTuple):
     ) -> tuple[Positions, list[tuple[int, int]]]:
         """Return the givers of values, and the events that leave a value in a wrong state.
 
-        The giver is the nearest earlier event if the value has the required state after it,
-        otherwise the next event with that state.  If there is no such event, but the value is made
-        later, the giver is the first maker.
+        The giver is the nearest earlier event, if it leaves the value in the required state.
+        Otherwise the giver is the next event that does so.  If there is no such event, and no
+        earlier event, the giver is the first maker.
 
         Args:
             key: Key of the value that each instruction needs, shape (needers,).

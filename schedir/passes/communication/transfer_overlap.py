@@ -121,8 +121,8 @@ def group_opposite_transfers(program: Program) -> Program:
     """Join a send and the receive of the opposite direction, if this is legal on both ranks.
 
     Two messages between two ranks, one each way, are joined on both ranks if they are adjacent in
-    both Streams. No path leads from one message to the other through a third instruction. So the
-    pass adds no cycle, under any model.
+    both Streams. Then no path of the dependency graph leads from one message to the other through a
+    third instruction. So the pass adds no cycle, under any model.
 
     Args:
         program: A lowered program.
