@@ -47,8 +47,8 @@ def count_parameters(layers: int, hidden: int) -> float:
 def zero_model_states(layers: int, hidden: int) -> float:
     """Return the bytes of parameters, gradients and optimizer state, 240 nl hd^2 (equation 2).
 
-    These are 20 bytes per parameter. With `schedir.zero_model_states`, there are usually 16 bytes,
-    because its optimizer state has no gradient in 32 bits.
+    These are 20 bytes per parameter. The 16 bytes in the documentation of
+    `schedir.zero_model_states` do not include the gradient in 32 bits.
 
     Args:
         layers: Number of blocks.

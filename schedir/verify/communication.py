@@ -24,7 +24,7 @@ from schedir.verify.inspector import Inspector
 _GRADIENT_MOVE_OPS = tuple(op for op in BOUNDARY_GRAD_OPS if op not in COMPUTE_OPS)
 _FORWARD_SENDS = tuple(
     send for send in SEND_OPS if send not in BOUNDARY_GRAD_OPS
-)  # sends that a program without a backward can have.
+)  # sends that a program without a backward can have
 # Triples: the opcode that converts a value to a form, the send, and the opcode that converts it
 # back after the receive.
 _SENDS_WITH_FORM = tuple(

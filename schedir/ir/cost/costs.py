@@ -221,8 +221,8 @@ class Costs(CostFields):
             shape: Shape of the pipeline.
 
         Returns:
-            True if `FB` is given and is less than F plus the longer backward for any stage and
-            microbatch.
+            True if `FB` is given and is less than F plus the longer backward for at least one stage
+            and microbatch.
 
         Raises:
             CostsError: See `for_opcode`.

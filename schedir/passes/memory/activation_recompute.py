@@ -150,8 +150,8 @@ def _find_earlier_positions(
 ) -> dict[int, int]:
     """Find an earlier place for each R that delays its backward.
 
-    The place is before a forward of the rank that waits at least as long as the R takes. Returns a
-    dict from the position of the R to the position of this forward.
+    The place is before a forward that waits at least as long as the R takes. Returns a dict from
+    the position of the R to the position of this forward.
     """
     forward, address = np.isin(program.op, FORWARD_OPS), program.words & ADDRESS_MASK
     begins = {*program.offsets.tolist()}
