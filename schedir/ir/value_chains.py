@@ -77,10 +77,10 @@ class ValueChains(NamedTuple):
     def from_members(
         cls, members: Sequence[ChainMember], *, accumulated: bool = False, initial_tier: str = ""
     ) -> ValueChains:
-        """Sort the instructions of some rows into chains.
+        """Sort instructions into the chains of their values.
 
         Args:
-            members: The instructions of each row.
+            members: The instructions of each row of the instruction table that uses the values.
             accumulated: True for values that several instructions add to.  The first instruction
                 that gives such a value makes it.
             initial_tier: The memory tier on which the values exist from the start; "" if
