@@ -427,7 +427,7 @@ class Dataflow:
         order = giver_keys * span + givers
         sort = np.argsort(order)
         event = np.searchsorted(order[sort], needer_keys * span + needers) - 1
-        near = np.append(sort, 0)[event]  # event -1 reads the appended 0
+        near = np.append(sort, 0)[event]  # index -1, no event, reads the appended 0
         if not len(givers):
             return np.full(len(needers), NO_POSITION, np.int32)
         fits = (event >= 0) & (giver_keys[near] == needer_keys)
@@ -464,7 +464,7 @@ class Dataflow:
     def _needs_chains(self, value: Value) -> bool:
         if VALUES[value].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL):
             return True
-        # A look-up finds changes of form: the rows of the table have the order of these changes.
+        # Changes of form need no chains: they are always in the order of the rows of the table.
         forms = find_form_changes(value)
         changed = [
             op
