@@ -25,7 +25,7 @@ from schedir.ir.isa.instructions import (
 _NON_MICROBATCH_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH
 )
-# Each lane without messages has a queue of its own under every model. All lanes with messages share
+# Each lane without messages has a separate queue under every model. All lanes with messages share
 # the last number, because the models divide them further.
 _SEPARATE_LANES: Final = [row.lane for row in LANES if not row.has_messages]
 LINE_BY_LANE: Final = {
@@ -34,7 +34,8 @@ LINE_BY_LANE: Final = {
 }
 _LANE_BY_OPCODE: Final = np.array([row.lane for row in INSTRUCTIONS])
 LINE_BY_OPCODE: Final = np.array([LINE_BY_LANE[row.lane] for row in INSTRUCTIONS])
-_BATCH_OPCODE: Final = len(INSTRUCTIONS)  # replaces the opcode of a transfer in a batched group
+# Replaces the opcode of a transfer in a batched group, which has both sends and receives.
+_BATCH_OPCODE: Final = len(INSTRUCTIONS)
 _LINE_BY_CELL: Final = np.append(LINE_BY_OPCODE, len(_SEPARATE_LANES))
 
 
@@ -65,7 +66,7 @@ def assign_queues(
         index: The index of the program.
         rules: The row of the progress model.
         shared_numbers: True to give a queue the same number in all programs with the same number of
-            ranks. By default the numbers may be compacted.
+            ranks. If False, the numbers can be replaced by consecutive numbers.
 
     Returns:
         Queue numbers of shape (n,). Instructions with equal numbers run in the order of the Stream.
@@ -74,7 +75,8 @@ def assign_queues(
     if not rules.has_lane_queues:
         return index.rank.astype(np.uint16)
     # The table has the queue of every possible instruction, by opcode, replica row and stage. A
-    # queue number encodes the rank, the line, the peer (1 + its rank), and the kind or direction.
+    # queue number encodes the rank, the lane (`LINE_BY_LANE`), the peer (1 + its rank), and the
+    # kind or direction.
     lines = len(_SEPARATE_LANES) + 1
     held = shape.replica_ranks * lines + _LINE_BY_CELL[:, None, None]
     for op in TRANSFER_OPS:
@@ -90,7 +92,7 @@ def assign_queues(
                 + (row.op in RECV_OPS) * rules.has_direction_queues
             )
             own += shape.ranks * lines * (1 + shape.ranks) * way
-    # Any rank can have these, so the table above does not cover them.
+    # Any rank can have these instructions, so the table does not contain them.
     late = index.find_all_positions(_NON_MICROBATCH_OPS)
     of_late = index.rank[late] * lines + LINE_BY_OPCODE[index.op[late]]
     if held.max() >= 2**16 and not shared_numbers:  # consecutive numbers usually fit in 16 bits
@@ -112,11 +114,11 @@ def assign_queues(
 def find_channels(
     index: InstructionIndex, partner: Positions, rules: ModelRow
 ) -> tuple[Positions, Positions]:
-    """Return the matched receives, sorted by channel, and the channel of each.
+    """Return the receives that have a send, sorted by channel, and the channel of each.
 
-    Messages of one channel match by position. A channel is an ordered pair of ranks. A model with a
-    queue for each kind of message has a channel for each kind, too. A model with batch queues has a
-    separate channel for batched receives.
+    Messages of one channel match by position. There is a channel for each ordered pair of ranks. A
+    model with a queue for each kind of message has a channel for each kind, too. A model with batch
+    queues has a separate channel for batched receives.
 
     Args:
         index: The index of the program.
@@ -142,10 +144,10 @@ def find_channels(
 def find_mismatched_sends(
     index: InstructionIndex, partner: Positions, rules: ModelRow
 ) -> Positions:
-    """Return the sends whose two ends use different communicators, so that they never match.
+    """Return the sends that never match, because the receive uses another communicator.
 
-    This can happen only in models with batch queues: one end is in a batched group, and the other
-    is not.
+    This can happen only in models with batch queues, if one end of the message is in a batched
+    group and the other end is not.
 
     Args:
         index: The index of the program.
@@ -166,11 +168,11 @@ def find_mismatched_sends(
 def find_communicators(
     index: InstructionIndex, partner: Positions, rules: ModelRow
 ) -> tuple[Positions, NDArray[np.int64]]:
-    """Return the matched transfers and the communicator of each.
+    """Return the transfers that have a partner, and the communicator of each.
 
     If a rank has a queue for each peer, a communicator has two ranks. Otherwise it has all ranks,
-    and its number is negative. A kind of message or a direction with a queue of its own has a
-    communicator of its own.
+    and its number is negative. If kinds of messages or directions have separate queues, they also
+    have separate communicators.
 
     Args:
         index: The index of the program.

@@ -44,9 +44,9 @@ _DEVICE_SYNC_HINT = (
 def find_order_error(graph: Graph) -> OrderError | None:
     """Return the error for the first instruction that uses a value before its rank produces it.
 
-    Each value must be produced earlier in the Stream, and not by an instruction of the same group.
-    Lanes run independently, but the host issues a Stream in order. A lane cannot wait for an
-    instruction that the host has not issued yet.
+    The producer must come earlier in the Stream, and be in another group. Lanes run independently,
+    but the host issues a Stream in order. A lane cannot wait for an instruction that the host has
+    not issued yet.
 
     Args:
         graph: The dependency graph of a program or a draft. In a draft, values from other ranks are
@@ -134,9 +134,9 @@ def _suggest_weight_delay(graph: Graph) -> str:
 
 
 def explain_deadlock(graph: Graph, earliest_times: EarliestTimes) -> SchedirError:
-    """Return the error that shows the shortest cycle among the waiting ranks.
+    """Return the error that shows the shortest cycle of waits.
 
-    A draft has not been checked for order, so its error can be an OrderError of one rank.
+    The order of a draft has not been checked before, so its error can be an OrderError.
 
     Args:
         graph: The dependency graph of a program that does not finish.
@@ -180,7 +180,7 @@ def make_deadlock_error(
         graph: The dependency graph of the program.
         fact: The message of the error.
         steps: The waits along the cycle.
-        num_executed: Number of instructions that had ended or been issued.
+        num_executed: Number of instructions that ended, or that the hosts issued.
         hint: The remedy that the error suggests; may be empty.
     """
     return DeadlockError(
@@ -200,8 +200,8 @@ def list_cycle_waits(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[
 
     Args:
         graph: The dependency graph of the program.
-        waits: A graph of positions. The attribute `needed` of an edge is the position that its
-            source waits for.
+        waits: A graph of positions. The attribute `needed` of an edge is the position of the
+            instruction that its source waits for.
         cycle: The positions along the cycle.
     """
     steps, locate = [], graph.index.locate
@@ -233,7 +233,7 @@ def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
 
 
 def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool_]:
-    """Return a mask of the instructions that end together with all of their group."""
+    """Return a mask of the instructions that end, together with all members of their group."""
     done = earliest_times.is_done
     if not graph.index.has_joined:
         return done
@@ -243,7 +243,7 @@ def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool
 
 
 def _find_queue_heads(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, int]:
-    """Return the first instruction of each queue that never ends, by queue."""
+    """Return the first unfinished instruction of each queue, as {queue: position}."""
     stuck = np.flatnonzero(~finished)
     queues, first = np.unique(graph.queue[stuck], return_index=True)
     return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))
@@ -258,7 +258,7 @@ def _find_group_members(graph: Graph, head: int) -> NDArray[np.intp]:
 def _find_unmet_values(
     graph: Graph, finished: NDArray[np.bool_], members: NDArray[np.intp]
 ) -> list[int]:
-    """Return the unfinished instructions on the same rank that some instructions need.
+    """Return the unfinished instructions on the same rank that members of a group need.
 
     Predecessors in a queue are not included.
     """
@@ -269,17 +269,20 @@ def _find_unmet_values(
 def _find_unmet_waits(
     graph: Graph, finished: NDArray[np.bool_]
 ) -> dict[int, list[tuple[int, int]]]:
-    """Return the waits of each queue head, as pairs of another head and the instruction needed.
+    """Return a dict from the head of each queue to its waits.
 
-    The needed instruction is in the queue of the other head. The needed instruction produces a
+    A wait is a pair of the head of another queue and the needed instruction in this queue.
+    The head of a queue is its first unfinished instruction. The needed instruction produces a
     missing value, or is the other end of a message or collective. All members of a group start
     together, when each member is the head of its queue and has its values. If both ends of a
-    message are heads, an end that lacks something on its own rank does not wait for the other.
+    message are heads, and one of them lacks something on its rank, this end does not wait for the
+    other end.
     """
     heads = _find_queue_heads(graph, finished)
     together = {head: _find_group_members(graph, head) for head in heads.values()}
     lacks: dict[int, set[int]] = {}
-    # `there`: instructions at the head of their queue. `ready`: those whose group lacks nothing.
+    # `there`: instructions at the head of their queue. `ready`: instructions in groups that lack
+    # nothing on their rank.
     there, ready = set[int](), set[int]()
     for head, members in together.items():
         own, first = {*members.tolist()}, [heads[queue] for queue in graph.queue[members].tolist()]
@@ -295,13 +298,13 @@ def _find_unmet_waits(
             if sent in graph.eager_sends and not finished[sent]:
                 waits.add(sent)  # the receive of an eager message still waits for its send
         waits -= own | (there if lacks[head] else ready)
-        waits |= lacks[head]  # includes its own group, if that would free the slot that it needs
+        waits |= lacks[head]  # can include members of the group, if they free a slot for the head
         unmet[head] = [(heads[int(graph.queue[n])], n) for n in sorted(waits)]
     return unmet
 
 
 def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821
-    """Return the shortest cycle of a graph, or the first one if several are equally short.
+    """Return the shortest cycle of a graph, and the first of several shortest cycles.
 
     Args:
         waits: A directed graph of positions that has a cycle.
@@ -325,7 +328,11 @@ def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-de
 
 
 def _make_window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
-    """Return the instructions of the second rank up to the one that the first rank waits for."""
+    """Return instructions of the second rank in the cycle, as sites of the error.
+
+    They lead to the instruction that the first rank waits for. Only the begin and the end of a long
+    range are included.
+    """
     first, second = steps[0], steps[1 % len(steps)]
     stream = graph.program.streams[first.needed_rank]
     lo, hi = first.current_index, first.needed_index

@@ -1,4 +1,4 @@
-"""The dependency graph of a program, with all that must end before an instruction starts.
+"""The dependency graph of a program: the instructions that each instruction waits for.
 
 A program finishes under a progress model if and only if this graph has no cycle. The longest path
 is the predicted time, and any topological order is a legal execution. `check`, `simulate`, the
@@ -7,13 +7,13 @@ lowering and the in-process executor all use this graph.
 An instruction waits for four kinds of predecessors:
 
 - `needs`: the instructions that produce its values (`ir/dataflow.py`).
-- `slot_reuses`: the last reader of the slot that it fills, if slots are shared.
+- `slot_reuses`: the instruction that frees the slot that it fills, if slots are shared.
 - `queue_predecessor`: the instruction before it in its queue.
 - `partner`: the other end of a message.
 
-`edges` gives the graph of nodes. A send and its receive are one node, and all members of a
-collective are one node. An eager send is a node of its own, and its receive comes after it. A
-message with mismatched communicators has an edge to itself.
+`edges` yields the edges between nodes. A send and its receive are one node, and all members of a
+collective are one node. An eager send and its receive are two nodes, with an edge to the receive. A
+message with mismatched communicators has an edge to itself, so that it never ends.
 
 A group of transfers that are issued together has a node at which it starts and a node at which it
 is complete. The nodes of its transfers are between these two nodes. If the group had only one node,
@@ -63,7 +63,7 @@ from schedir.ir.program import Program, Proof
 class Graph:
     """The dependency graph of a program under a progress model.
 
-    The graph of a draft has no messages. In it, each value that crosses ranks takes the time
+    The graph of a draft has no messages. In it, each value that passes between ranks takes the time
     `Costs.send`, and uses no queue.
 
     Args:
@@ -73,9 +73,9 @@ class Graph:
             message of a gather, as on CPUs. While the host waits, it issues nothing, so all later
             instructions of the Stream wait, too, in every queue. Over NCCL the device waits, and
             the host does not.
-        host_device_sync: True if the host also waits for all issued instructions each time that it
-            launches anything but a message. cudaMalloc, cudaFree and the first use of a kernel may
-            do so. Implies `blocking_hosts`.
+        host_device_sync: True if the host also waits for all issued instructions at each launch of
+            an instruction that is not a message. cudaMalloc, cudaFree and the first use of a kernel
+            can cause such waits. Implies `blocking_hosts`.
         eager_messages: Messages whose send can end before the receive is posted. None if there are
             none.
 
@@ -111,10 +111,10 @@ class Graph:
         host_device_sync: bool = False,
         eager_messages: EagerMessages | None = None,
     ) -> Graph:
-        """Return the dependency graph of a program, from the cache of the program if it is there.
+        """Return the dependency graph of a program. The program caches it.
 
-        A graph with eager messages is not cached, because the search for an eager limit builds
-        many.
+        A graph with eager messages is not cached, because the search for an eager limit builds many
+        graphs.
 
         Args:
             program: The program or draft.
@@ -136,7 +136,7 @@ class Graph:
 
     @property
     def proof(self) -> Proof:
-        """The proof that the program finishes, which is valid if this graph has no cycle."""
+        """The conditions under which the program finishes if this graph has no cycle."""
         return Proof(
             self.progress_model,
             self.blocking_hosts,
@@ -156,22 +156,25 @@ class Graph:
 
     @cached_property
     def slot_reuses(self) -> dict[Value, tuple[Positions, Positions]]:
-        """By kind: fills of a slot that had a value before, and the last reader of that value."""
+        """The instructions that fill a slot again, and those that free it before, for each kind."""
         return find_slot_reuses(self.program)
 
     @cached_property
     def host_slot_reuses(self) -> dict[str, tuple[Positions, Positions]]:
-        """By name of the slots on the host: fills of a used slot, and what emptied the slot."""
+        """The same as `slot_reuses` for slots on the host, for each name of such slots."""
         return find_host_slot_reuses(self.program)
 
     @cached_property
     def all_slot_reuses(self) -> list[tuple[Positions, Positions]]:
-        """All pairs of fills and emptying instructions, of device and host slots."""
+        """All values of `slot_reuses` and `host_slot_reuses`."""
         return [*self.slot_reuses.values(), *self.host_slot_reuses.values()]
 
     @cached_property
     def local_waits(self) -> NDArray[np.int32]:
-        """Positions that each instruction waits for on its rank outside its queue, shape (k, n)."""
+        """Positions that each instruction waits for on its rank, shape (k, n).
+
+        The predecessors in the queues are not included.
+        """
         more = []
         for fill, free in self.all_slot_reuses:
             more.append(np.full((1, len(self)), NO_POSITION, np.int32))
@@ -207,7 +210,7 @@ class Graph:
 
     @cached_property
     def eager_sends(self) -> Positions:
-        """Positions of the sends that leave without their receiver."""
+        """Positions of the sends that do not wait for their receive."""
         if self.eager_messages is None:
             return np.empty(0, np.int32)
         at = self.index.find_all_positions(SEND_OPS)
@@ -220,12 +223,12 @@ class Graph:
 
     @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:
-        """The in-order queue of each instruction, shape (n,): equal numbers run in Stream order."""
+        """The number of the in-order queue of each instruction, shape (n,)."""
         return assign_queues(self.index, self.rules)
 
     @cached_property
     def queue_predecessor(self) -> Positions:
-        """Position of the previous instruction in the queue, shape (n,); -1 for the first."""
+        """Position of the previous instruction in the same queue, shape (n,); -1 for the first."""
         order = np.argsort(self.queue, kind="stable").astype(np.int32)
         queue = self.queue[order]
         before = np.full(len(order), NO_POSITION, np.int32)
@@ -233,10 +236,10 @@ class Graph:
         return before
 
     def find_last_predecessors(self, end_times: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the predecessor of each instruction that ends last.
+        """Return, for each instruction, the predecessor that ends last.
 
-        The predecessors include those of its partners and of the members of its group. If several
-        end at the same time, the first one counts.
+        The predecessors of its partner and of the members of its group are included. If several
+        predecessors end at the same time, the one with the lowest position counts.
 
         Args:
             end_times: The end of each instruction, shape (n,).
@@ -259,13 +262,13 @@ class Graph:
     # ------------------------------------------------------------ costs
 
     def get_cost_table(self, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
-        """Return the costs of instructions as a table, and the entry of each instruction in it.
+        """Return a table of costs, and the index of each instruction's cost in it.
 
         Args:
             costs: The costs.
 
         Returns:
-            The distinct costs, shape (k,); and for each instruction an index into them, shape (n,).
+            The table, shape (k,), and the indices, shape (n,).
 
         Raises:
             UsageError: `costs` is not a `Costs`.
@@ -289,9 +292,9 @@ class Graph:
     def collective_groups(self) -> list[Positions]:
         """The positions of the members of each collective.
 
-        All instructions of one kind and update are one collective, with two exceptions. The
-        replicas of each stage have their own collective. Ranks that share no tied weight have
-        separate collectives (`number_tied_groups`).
+        All instructions of one opcode and update are one collective, with two exceptions. For a
+        collective of stage replicas, each stage has a separate collective. Ranks that share no tied
+        weight have separate collectives (`number_tied_groups`).
         """
         meetings: list[Positions] = []
         shape = self.program.shape
@@ -340,10 +343,7 @@ class Graph:
 
     @cached_property
     def node_id_limit(self) -> int:
-        """A number above all node numbers and positions.
-
-        Not every number below it is a node.
-        """
+        """A number above all node numbers and positions. Some numbers below it are not nodes."""
         return (
             len(self)
             if not self.index.has_joined
@@ -352,7 +352,7 @@ class Graph:
 
     @property
     def node_mask(self) -> NDArray[np.bool_]:
-        """A mask of the numbers below `node_id_limit` that are nodes."""
+        """A mask of the numbers that are nodes, shape (node_id_limit,)."""
         there = np.zeros(self.node_id_limit, bool)
         there[: len(self)] = self.node == np.arange(len(self), dtype=np.int32)
         if self.index.has_joined:
@@ -362,7 +362,7 @@ class Graph:
     def edges(self) -> Iterator[tuple[Positions, Positions]]:
         """Yield the edges between nodes as arrays of sources and targets, one kind at a time.
 
-        An edge can come twice.
+        The same edge can be yielded twice.
         """
         enter, leave = self.entry_exit_nodes
         after = np.flatnonzero(self.queue_predecessor != NO_POSITION)

@@ -15,11 +15,11 @@ from schedir.ir.isa.instructions import SEND_OPS
 
 
 def find_min_eager_limit(graph: Graph, sizes: Sizes) -> float | None:
-    """Return the smallest eager limit with which a program that hangs would finish.
+    """Return the smallest eager limit with which a hanging program finishes.
 
     Messages of at most this size do not wait for their receive. The limit is the size of one of the
-    messages. A larger limit removes edges from the graph and adds none, so a binary search finds
-    the smallest.
+    messages. A larger limit removes edges from the graph and adds none. So a binary search finds
+    the smallest limit.
 
     Args:
         graph: The dependency graph of the program.
@@ -54,7 +54,7 @@ def find_min_eager_limit(graph: Graph, sizes: Sizes) -> float | None:
 
 
 def describe_eager_limit(limit: float) -> str:
-    """Return the hint that a program finishes with an eager limit, exact to the byte.
+    """Return a hint that the program finishes with an eager limit, which is exact to the byte.
 
     Args:
         limit: The limit in bytes.

@@ -23,24 +23,24 @@ from schedir.ir.program import Program
 def find_host_waits(
     program: Program, entry_nodes: Positions, host_device_sync: bool
 ) -> NDArray[np.int32]:
-    """Return what a blocking host has waited for before it issues each instruction.
+    """Return the instructions that a blocking host has waited for before each instruction.
 
     There is a row for each lane at which the host waits (`LaneRow.host_action`):
 
-    - The host runs some lanes itself. The row contains, for each instruction, the last instruction
-      of the lane before it.
+    - The host runs the instructions of some lanes itself. The row contains, for each instruction,
+      the last instruction of the lane before it.
     - On other lanes, the host waits for the inputs of an instruction and then starts it. An example
       is the gather of a received activation. When the host starts it, the message and the earlier
       instructions of the lane have ended. Nothing else can delay the gather, so the row contains
       the last instruction that the host started. Collectives between segments are left out, because
       the host computes their inputs itself.
-    - Before some instructions the host drains their lane (`Row.host_sync`). After the drain, all
-      instructions before it have ended.
+    - Before some instructions, the host waits until their lane is empty (`Row.host_sync`). Then all
+      earlier instructions of the lane have ended.
     - Some instructions wait for another lane (`Row.host_sync_lanes`). After such an instruction,
       all earlier instructions of the other lane have ended.
 
-    Instructions of one lane follow each other anyway, so a lane has no entries for its own
-    instructions.
+    Instructions of one lane run in order in any case. So the row of a lane has no entries for
+    instructions of the same lane.
 
     Args:
         program: The program.
@@ -63,18 +63,18 @@ def find_known_ends(
 ) -> Positions:
     """Return the position at which a blocking host first observes the end of each instruction.
 
-    The host observes the end of an instruction that it runs itself at once, at its own position. If
-    the host only starts an instruction, it observes the end before the first instruction that waits
-    for this instruction, or for a later one of its lane. If no instruction waits, the position is
-    that of the last instruction of the Stream.
+    If the host runs the instruction itself, this is the position of the instruction. If the host
+    only starts it, this is the first instruction that waits for this instruction, or for a later
+    one of its lane. If no instruction waits, it is the last instruction of the Stream.
 
     Args:
         program: The program.
         positions: Positions of the instructions.
-        count_drains: False to ignore that the host drains lanes, for hosts that do not block.
+        count_drains: False to ignore that the host waits for empty lanes, for hosts that do not
+            block.
 
     Returns:
-        Positions, of the shape of `positions`.
+        Positions, in the shape of `positions`.
     """
     index, flow = InstructionIndex.from_program(program), Dataflow.from_program(program)
     left = np.array([LANES[row.lane].host_action == "starts" for row in INSTRUCTIONS])[index.op]
@@ -103,7 +103,7 @@ def _find_device_waits(program: Program, entry_nodes: Positions) -> list[Positio
     """Return rows of waits of a host that waits for its device at each launch.
 
     A launch waits for the previous launch, and for each message since then. A message is issued
-    after the last launch has waited. Each row has one predecessor per instruction.
+    after the waits of the last launch before it. Each row has one predecessor per instruction.
     """
     index = InstructionIndex.from_program(program)
     own = np.arange(len(index), dtype=np.int32)
@@ -123,7 +123,7 @@ def _find_device_waits(program: Program, entry_nodes: Positions) -> list[Positio
 
 
 def _find_drain_ops(program: Program, lane: Lane) -> list[Opcode]:
-    """Return the opcodes of a lane before which a host drains the lane."""
+    """Return the opcodes of a lane before which a host waits until the lane is empty."""
     return [
         row.op for row in INSTRUCTIONS
         if row.lane is lane and row.host_sync
@@ -132,7 +132,11 @@ def _find_drain_ops(program: Program, lane: Lane) -> list[Opcode]:
 
 
 def _find_lane_waits(program: Program, lane: Lane, lines: NDArray[np.int64]) -> Positions | None:
-    """Return the last wait of a host on a lane before each instruction; None if it never waits."""
+    """Return the last instruction of a lane that a host has waited for before each instruction.
+
+    The result has the shape (n,), with -1 if there is no earlier wait. It is None if the host never
+    waits for the lane.
+    """
     index = InstructionIndex.from_program(program)
     drains, waits = (
         _find_drain_ops(program, lane),

@@ -1,9 +1,9 @@
 """Check that every rank reaches the first use of each communicator that NCCL creates lazily.
 
 A lazy communicator is created at its first use by all its ranks together. The host of each rank
-blocks at this first use until the other ranks have arrived, and issues nothing meanwhile. At all
-other times, hosts do not wait. So only the order of the first uses decides whether the hosts pass
-all of them, and the other waits of the program are irrelevant.
+blocks at its first use until the other ranks have reached theirs, and issues nothing during this
+time. At all other times, hosts do not wait. So only the order of the first uses determines whether
+all hosts pass them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def find_first_use_error(graph: Graph) -> SchedirError | None:
     at, communicator = find_communicators(index, graph.partner, graph.rules)
     key = communicator * ranks + index.rank[at]
     _, first = np.unique(key, return_index=True)
-    uses: list[list[int]] = [[] for _ in range(ranks)]  # positions of first uses, by rank
-    parties: dict[int, dict[int, int]] = defaultdict(dict)  # by communicator: rank to position
+    uses: list[list[int]] = [[] for _ in range(ranks)]  # positions of the first uses of each rank
+    parties: dict[int, dict[int, int]] = defaultdict(dict)  # communicator -> rank -> first use
     name = dict(zip(at[first].tolist(), communicator[first].tolist(), strict=True))
     for position in sorted(name):
         rank = int(index.rank[position])
@@ -69,7 +69,7 @@ def find_first_use_error(graph: Graph) -> SchedirError | None:
 
 
 def _make_absence_error(graph: Graph, members: dict[int, int]) -> ChannelMismatchError:
-    """Return the error for a communicator of all ranks that some rank never uses."""
+    """Return the error for a communicator of all ranks that a rank never uses."""
     away = next(r for r in range(graph.program.shape.ranks) if r not in members)
     first = graph.index.locate(min(members.values()))
     return ChannelMismatchError(
@@ -84,7 +84,7 @@ def _make_absence_error(graph: Graph, members: dict[int, int]) -> ChannelMismatc
 def _make_cycle_error(
     graph: Graph, stop_positions: dict[int, int], uses: dict[int, dict[int, int]]
 ) -> DeadlockError:
-    """Return the error for hosts that each wait at another communicator."""
+    """Return the error for hosts that wait for each other at different communicators."""
     import networkx as nx
 
     waits = nx.DiGraph()

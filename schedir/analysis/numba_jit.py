@@ -1,11 +1,11 @@
 """Compile loops to machine code with numba, if that saves time.
 
 numba is optional (`schedir[fast]`). The import of numba and its compiled loops takes some tenths of
-a second, which is more than a small command computes. So a process starts without numba and adds up
-the time of its walks of the graph. When the next walk would bring this sum to the time of the
-import, the process imports numba before that walk. So a process takes at most about twice the
-possible time, and a command with one small walk never imports numba. Results with and without numba
-are equal to the last bit. `enable_numba` imports numba at once.
+a second. A small command needs less time for its computation. So a process starts without numba,
+and adds up the time of its longest-path walks. If the next walk would bring this sum to the time of
+the import, the process imports numba before this walk. So a process takes at most about twice the
+shortest possible time, and a command with one small walk never imports numba. Results with and
+without numba are bitwise equal. `enable_numba` imports numba immediately.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ IMPORT_SECONDS: Final = (
     0.2  # seconds to import numba and load a loop from its cache; 0.4 on the first import
 )
 MIN_COMPILE_SECONDS: Final = (
-    8.0  # seconds; a shorter search does not pay for compiling its loops, which takes about 5
+    8.0  # seconds; a shorter search does not compile its loops, which takes about 5 seconds
 )
-MIN_LOAD_SECONDS: Final = 0.4  # seconds; a shorter search does not pay for loading cached loops
+MIN_LOAD_SECONDS: Final = 0.4  # seconds; a shorter search does not load cached loops
 _uncompiled_seconds = [0.0]  # seconds that this process spent in loops without numba
 
 
 def add_uncompiled_time(seconds: float) -> None:
-    """Record the time of a walk that compiled loops would have made almost free.
+    """Add the time of a longest-path walk without compiled loops to the sum of this process.
 
     Args:
         seconds: The time of the walk.
@@ -45,11 +45,11 @@ def add_uncompiled_time(seconds: float) -> None:
 
 
 def compile_if_worthwhile(loops: tuple[Loop, ...], seconds: float = 0.0) -> tuple[Loop, ...] | None:
-    """Return `loops` as machine code, or None if numba is missing or does not pay yet.
+    """Return `loops` as machine code, or None if numba is missing or not worth its import yet.
 
     Args:
         loops: Python functions that numba can compile.
-        seconds: Estimated time of the caller without machine code.
+        seconds: Estimated seconds of the caller's next walk without machine code.
     """
     return _compile(loops) if _uncompiled_seconds[0] + seconds >= IMPORT_SECONDS else None
 
@@ -57,12 +57,13 @@ def compile_if_worthwhile(loops: tuple[Loop, ...], seconds: float = 0.0) -> tupl
 def compile_within(
     loops: tuple[Loop, ...], seconds: float
 ) -> tuple[tuple[Loop, ...] | None, NumbaStatus]:
-    """Return `loops` as machine code, or None, and the reason.
+    """Return `loops` as machine code if the time suffices, and the status.
 
     Args:
         loops: Python functions that numba can compile.
-        seconds: Time that the caller has left. Loops that this process has compiled, or that are in
-            numba's cache on disk, need `MIN_LOAD_SECONDS`. Others need `MIN_COMPILE_SECONDS`.
+        seconds: Seconds that the caller has left. Loops that this process has compiled, or that are
+            in numba's cache on disk, need `MIN_LOAD_SECONDS`. Other loops need
+            `MIN_COMPILE_SECONDS`.
 
     Returns:
         The compiled loops or None, and the status.

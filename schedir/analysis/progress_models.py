@@ -19,19 +19,20 @@ ProgressModel = Literal[
 class ModelRow(NamedTuple):
     """A row of the table of progress models.
 
-    A channel, in which messages match by position, is an ordered pair of ranks. With
-    `has_kind_queues`, each kind of message between them has its own channel.
+    Messages of one channel match by position. There is a channel for each ordered pair of ranks.
+    With `has_kind_queues`, each kind of message between the two ranks has a separate channel.
 
     Attributes:
         name: The name of the model.
-        has_lane_queues: True if transfers have queues apart from other instructions of the rank.
+        has_lane_queues: True if transfers and other instructions of the rank have separate queues.
         has_peer_queues: True if a rank has a queue for each peer rank.
         has_kind_queues: True if activations and gradients have separate queues.
         has_direction_queues: True if sends and receives have separate queues.
-        has_batch_queues: True if a group with both sends and receives has its own queue per rank,
-            on a communicator of all ranks. Transfers in other groups are then issued one by one.
+        has_batch_queues: True if groups with both sends and receives have a separate queue per
+            rank, on a communicator of all ranks. Transfers in other groups are then issued one by
+            one.
         description: The queues of transfers, as text for users.
-        transports: The transports that behave so, as text for users.
+        transports: The transports that this model describes, as text for users.
     """
 
     name: ProgressModel
@@ -84,7 +85,7 @@ assert get_args(ProgressModel) == MODELS
 
 
 def require_model(progress_model: ProgressModel) -> ProgressModel:
-    """Return `progress_model` if it names a progress model.
+    """Verify that `progress_model` is the name of a progress model, and return it.
 
     Args:
         progress_model: The name.

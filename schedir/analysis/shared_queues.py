@@ -18,13 +18,13 @@ QueuePair = tuple[int, int]
 class SharedQueueGraph(Graph):
     """The dependency graph of a program in which some pairs of queues of a rank are merged.
 
-    Streams that share a hardware queue wait for each other in the order in which the host issues to
-    them. The host issues in the order of the rank's Stream.
+    CUDA streams that share a hardware queue run their instructions in the order in which the host
+    issues them. This is the order of the rank's Stream.
 
     Args:
         program: The program.
         progress_model: See `Graph`.
-        queue_pairs: Pairs of numbers of `Graph.queue`, each of one rank.
+        queue_pairs: Pairs of numbers in `Graph.queue`. Both queues of a pair are of one rank.
         blocking_hosts: See `Graph`.
     """
 
@@ -41,7 +41,7 @@ class SharedQueueGraph(Graph):
 
     @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:
-        """The queue of each instruction, where merged queues have the smallest of their numbers."""
+        """The queue of each instruction. Merged queues have the smallest of their numbers."""
         queue = Graph.from_program(
             self.program, self.progress_model, blocking_hosts=self.blocking_hosts
         ).queue.copy()
@@ -52,7 +52,7 @@ class SharedQueueGraph(Graph):
         return queue
 
     def _find_merged_number(self, queue: NDArray[np.unsignedinteger], number: int) -> int:
-        """Return the current number of a queue in `queue`."""
+        """Return the number in `queue` of the queue that had `number` before the merges."""
         original = Graph.from_program(
             self.program, self.progress_model, blocking_hosts=self.blocking_hosts
         ).queue

@@ -1,8 +1,8 @@
 """Find one order of all instructions that every rank can follow.
 
-Each rank follows its part of the order, and starts an instruction after the previous one has ended.
-Then no rank can hang, even if other ranks are late: the first unfinished instruction of the order
-has no unfinished predecessor on any of its ranks. So the order needs no progress model, and works
+Each rank runs its instructions in this order, and starts an instruction after the previous one has
+ended. Then no rank can hang, even if other ranks are late: the first unfinished instruction of the
+order has no unfinished predecessor on any rank. So the order works with every progress model, and
 with hosts that wait for their device.
 """
 
@@ -23,11 +23,10 @@ from schedir.ir.isa.instructions import RECV_OPS
 def find_total_order(graph: Graph) -> tuple[Positions, ...]:
     """Return the instructions of each rank in one order that all ranks can follow.
 
-    Computes of a rank and messages of a queue keep their order, and a slot is emptied before it is
-    filled. Transfers that the program issues together are issued separately. A receive has the
-    place of its send in the order. All other instructions keep the order of the Stream, so that
-    memory use is that of a normal step. If there are too few slots for the order of the Stream,
-    this order is not kept.
+    Computes of a rank and messages of a queue keep their order, and a slot is freed before it is
+    filled again. Transfers of a group become separate. A receive has the same place in the order as
+    its send. All other instructions keep the order of the Stream, so that the memory is the same as
+    in a normal step. If there are too few slots for this, they can have another order.
 
     Args:
         graph: The dependency graph of a program that is proven to finish.
@@ -48,7 +47,7 @@ def find_total_order(graph: Graph) -> tuple[Positions, ...]:
 
 
 def _make_stream_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
-    """Yield edges from each instruction but receives to the next such instruction of its rank."""
+    """Yield an edge from each instruction, except receives, to the next one of its rank."""
     at = np.flatnonzero(~graph.index.is_op(RECV_OPS))
     here = graph.index.rank[at[1:]] == graph.index.rank[at[:-1]]
     before, after = graph.node[at[:-1][here]], graph.node[at[1:][here]]

@@ -90,33 +90,35 @@ def compile(
         tp: Size of the tensor-parallel groups. The default is the draft's, or 1.
         dp: Number of data-parallel replicas. The default is the draft's, or 1.
         progress_model: The progress model under which the program must finish. See `check`.
-        costs: Times of instructions. They decide the order of messages. Options such as
+        costs: Times of instructions. They determine the order of messages. Options such as
             `buffer_sharing="latency_preserving"` and `recompute="fit"` use them, too.
         ranks: Number of pipeline ranks. This and the next six arguments are the fields of `shape`.
         microbatches: Number of microbatches of the program.
         stages_per_rank: Number of stages on each rank.
         placement: The rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a list of
             ranks.
-        optimizer_steps: Number of optimizer steps of the program. There is no flush between them.
-        weight_delay: The number of optimizer steps by which the weights of a microbatch are old.
+        optimizer_steps: Number of optimizer steps of the program. The pipeline does not drain
+            between them.
+        weight_delay: Age of the weights that a microbatch uses, in optimizer steps.
         sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch.
         tied_weights: The stages that have copies of one weight. Give the result of
             `schedir.find_tied_weights(stages)`, or tuples of stages such as `((0, 3), (1, 2))`.
             True means the first and the last stage.
         clip_grad_norm: If True, gradients are clipped by their global norm.
-        skips: Skip connections, as pairs of source and target stage: `((0, 3), (1, 2))`.
+        skips: Skip connections, as pairs of source and target stage: `((0, 5), (1, 4))`.
         boundary: Layout of the activations between stages on tensor-parallel ranks. A "replicated"
             activation is scattered before the send and gathered after it. A "sharded" activation is
-            sent as it is. The default is "sharded" with `sequence_parallel=True`, and "replicated"
-            without it.
-        overlap: If True, opposite transfers are grouped. Other receives and gathers start early.
+            sent without a change. The default is "sharded" with `sequence_parallel=True`, and
+            "replicated" without it.
+        overlap: If True, opposite transfers are grouped, and other receives and gathers start
+            early.
         buffer_sharing: The way in which values share static buffers. "minimal" uses the fewest
-            buffers. "latency_preserving" uses the fewest buffers that do not lengthen the step at
-            these costs. If messages are free, it assumes that a message takes half a forward. By
-            default each value has its own buffer.
+            buffers. "latency_preserving" uses the fewest buffers that do not lengthen the step with
+            these costs. If messages have cost 0, it assumes that a message takes half a forward. By
+            default each value has a separate buffer.
         sizes: Bytes of values. `memory_limit` needs them.
-        memory_limit: Limit on the memory of each rank, in bytes. None means no limit.
-        blocking_hosts: If True, the host of each rank waits for its inputs itself, as on CPUs.
+        memory_limit: Limit on the device memory of each rank, in bytes. None means no limit.
+        blocking_hosts: If True, the host waits for the inputs of each compute, as on CPUs.
         debug: If True, the program is checked after each pass that leaves it complete.
         **extra_options: Further attributes of the program, such as `zero` and `frozen_stages` (the
             number of first stages that are not trained), and options of passes.
@@ -221,10 +223,10 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
 
 
 def resolve_shape(example: str, shape: PipelineShape | None, **fields: Any) -> PipelineShape | None:
-    """Return `shape`, or a shape that is made of keywords.
+    """Return `shape`, or make a shape from keywords.
 
     Args:
-        example: A correct call of the function that has these keywords, for errors.
+        example: A correct call of the function that accepts these keywords, for errors.
         shape: The shape that the user gave, or None.
         **fields: Fields of `PipelineShape`. None means that a field is not given.
 
@@ -256,7 +258,7 @@ def resolve_shape(example: str, shape: PipelineShape | None, **fields: Any) -> P
 
 
 def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -> Program:
-    """Return the draft of a schedule, or the given draft."""
+    """Expand a schedule to a draft, or verify a given draft and return it."""
     if isinstance(schedule, str):
         schedule = find_schedule(schedule)
     if not isinstance(schedule, Program):
@@ -284,7 +286,10 @@ def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -
 
 
 def _require_complete_draft(program: Program) -> Program:
-    """Return a complete draft, and explain an error if later stages of each rank are missing."""
+    """Verify that a draft is complete, and return it.
+
+    If each rank has instructions of its first stage only, the error gets a hint.
+    """
     try:
         return check_draft(program)
     except CompletenessError as error:
@@ -311,7 +316,7 @@ def _require_complete_draft(program: Program) -> Program:
 
 
 def _supports_placement(schedule: Schedule, shape: PipelineShape) -> bool:
-    """Return whether a schedule is made for the placement of a shape, or for every placement."""
+    """Return whether a schedule works with the placement and the stages per rank of a shape."""
     placement, stages_per_rank = get_placement_mark(schedule)
     return placement in (None, shape.placement) and stages_per_rank in (
         None,
@@ -322,13 +327,13 @@ def _supports_placement(schedule: Schedule, shape: PipelineShape) -> bool:
 def check_memory(
     program: Program, sizes: Sizes | None, limit: float, tier: str = "device"
 ) -> Program:
-    """Return a program if no rank exceeds a memory limit.
+    """Verify that no rank exceeds a memory limit, and return the program.
 
     Args:
         program: A program that `check` has accepted.
         sizes: Bytes of values.
         limit: The limit of each rank, in bytes, or a text such as "40GB".
-        tier: The memory that is limited: "device", "host" or "disk".
+        tier: The memory to which the limit applies: "device", "host" or "disk".
 
     Returns:
         `program` itself.
@@ -388,7 +393,7 @@ def check_memory(
 
 
 def _parse_byte_limit(limit: object, name: str) -> float:
-    """Return a limit in bytes. Raises UsageError if it is not a number, or is negative."""
+    """Convert a limit to bytes. Raises UsageError if it is not a number, or is negative."""
     try:
         size = parse_bytes(limit) if isinstance(limit, str) else to_float(limit)
     except ValueError:
@@ -418,7 +423,7 @@ def lower(
     """Lower a complete draft: add its transfers, reductions and optimizer steps.
 
     Without `overlap` and `buffer_sharing`, the result is legal under every progress model. With one
-    of them, the result is made for `progress_model`, and the caller must check it.
+    of them, the passes optimize for `progress_model`, and the caller must check the result.
 
     Args:
         program: A complete draft.
@@ -484,7 +489,7 @@ def finish_lowering(program: Program) -> Program:
 def _apply_remaining_passes(
     passes: Sequence[Pass], options: Options, program: Program, **extra_options: Any
 ) -> Program:
-    """Apply the passes that follow another pass. `extra_options` replaces some options."""
+    """Apply the passes that come after a pass. `extra_options` replaces some of the options."""
     merged_options = {**options.extra_options, **extra_options}
     return _apply_passes(
         program,

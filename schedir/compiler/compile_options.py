@@ -1,7 +1,7 @@
 """The options of `compile` that are attributes of programs or options of passes, with their types.
 
-`compile_options.pyi` has them for type checkers and editors. After a change of an option, generate
-it again with `python -m schedir.compiler.compile`.
+`compile_options.pyi` lists the options for type checkers and editors. After a change of an option,
+generate this file again with `python -m schedir.compiler.compile`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STUB_PATH: Final = Path(__file__).with_suffix(".pyi")
 
 
 def list_options_in_signature(function: _Function) -> _Function:
-    """Replace `**extra_options` in the signature that `help` and notebooks show by the options.
+    """Make `help` and notebooks show all options instead of `**extra_options` in a signature.
 
     Args:
         function: A function whose last parameter is `**extra_options: Unpack[CompileOptions]`.
@@ -72,7 +72,7 @@ class CompileOptions(TypedDict, total=False):
 
 
 def _list_option_types(explicit: Container[str]) -> dict[str, str]:
-    """Return the type of each option that `compile` does not name itself, as source text."""
+    """Return the source text of the type of each option that is not in `explicit`."""
     types = {field.name: field.field_type for field in ATTRIBUTE_FIELDS}
     types |= {name: field_type for name, (field_type, _) in PASS_OPTIONS.items()}
     return {

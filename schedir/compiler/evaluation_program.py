@@ -1,4 +1,4 @@
-"""Derive the forward-only program that evaluates on the stages of a training program."""
+"""Derive a forward-only program for evaluation from a training program."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def evaluation_program(
     overlap: bool = False,
     buffer_sharing: BufferSharing | None = None,
 ) -> Program:
-    """Return a program with the forwards of a training program, in its order.
+    """Return a program that runs only the forwards of a training program, in the same order.
 
-    The program has the placement and the ranks of `program`, and its own transfers. An executor
-    that is created with it in `extra_programs` can evaluate with it.
+    The new program has the ranks and the placement of `program`, and other transfers. To evaluate,
+    create the executor with the new program in `extra_programs`.
 
     Args:
         program: The training program.

@@ -53,11 +53,11 @@ def infer_options(
     Args:
         program: A lowered program.
         progress_model: The progress model for which it was lowered.
-        draft: The draft that you want to lower with the options. Options that do not apply to its
-            attributes are left out. By default the attributes of `program` decide.
+        draft: The draft that you want to lower with the options. Options without an effect on this
+            draft are left out. The default is `program`.
 
     Returns:
-        The value of each option, by the name of the argument of `compile`.
+        Name of the argument of `compile` -> value.
     """
     options: dict[str, Any] = {}
     for each in LOWERING_PASSES:
@@ -69,16 +69,16 @@ def infer_options(
 
 
 def adapt_options(options: Mapping[str, Any], shape: PipelineShape) -> dict[str, Any]:
-    """Return the options of a program for another shape.
+    """Adapt the options of a program to another shape.
 
-    If a rank of the shape has fewer stages, `unsharded_stages` is reduced to their number.
+    `unsharded_stages` becomes at most the largest number of stages of a rank of the shape.
 
     Args:
         options: The options that `infer_options` returned.
         shape: The other shape.
 
     Returns:
-        The options, by name.
+        Name of the argument of `compile` -> value.
     """
     max_local_stages = max(map(len, shape.stages_on_rank))
     return {
@@ -88,9 +88,9 @@ def adapt_options(options: Mapping[str, Any], shape: PipelineShape) -> dict[str,
 
 
 def remove_recompute(draft: Program) -> Program:
-    """Return a draft without its recompute instructions (R).
+    """Remove the recompute instructions (R) from a draft.
 
-    An instruction that was joined to the R before it is no longer joined.
+    An instruction that was joined to a previous R is no longer joined.
 
     Args:
         draft: The draft. It is not changed.
@@ -137,7 +137,7 @@ class Lowering:
     Attributes:
         reference: The reference program.
         progress_model: The progress model.
-        options: The options of the reference, by the name of the argument of `compile`.
+        options: The options of the reference: name of the argument of `compile` -> value.
     """
 
     def __init__(self, program: Program, progress_model: ProgressModel) -> None:
@@ -169,7 +169,7 @@ class Lowering:
         traits = {f.name: getattr(reference, f.name) for f in ATTRIBUTE_FIELDS}
         ops = reference.used_opcodes - draft.used_opcodes
         forced_options = {"recompute": "all"} if RECOMPUTE in ops else {}
-        # The reference's choice of forwards applies to its own shape only.
+        # The selection of forwards that the reference offloads is valid only for its shape.
         if draft.shape != reference.shape:
             forced_options |= {
                 name: "all" for name in ("offload", "offload_to_disk") if self.options.get(name)

@@ -1,4 +1,4 @@
-"""Recognize the built-in schedule that a program is, or that begins as the program does."""
+"""Find the built-in schedule with the compute order of a program, or with the most similar one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from schedir.schedules.schedule_expansion import expand_schedule
 
 
 class Recognition(NamedTuple):
-    """The built-in schedule that a program is, or that begins as the program does.
+    """The built-in schedule whose compute order equals or begins like that of a program.
 
     Attributes:
         schedule: The name of the schedule, or "" if no built-in schedule begins like the program.
-        agreeing: The number of compute instructions before the first difference of each rank.
+        agreeing: The number of compute instructions before the first difference, summed over ranks.
         total: The number of compute instructions of the program.
         rank: The rank of the first difference, or -1 if there is none.
         compute_index: The index of this difference among the compute instructions of its rank, or
             -1.
-        actual: The instruction of the program there, or "the end".
-        expected: The instruction of the schedule there, or "the end".
+        actual: The instruction of the program at this index, or "the end".
+        expected: The instruction of the schedule at this index, or "the end".
     """
 
     schedule: str
@@ -41,7 +41,7 @@ class Recognition(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """True if the program has the compute of the schedule, in its order."""
+        """True if the program has the same compute as the schedule, in the same order."""
         return bool(self.schedule) and self.rank < 0
 
     def __str__(self) -> str:
@@ -57,18 +57,17 @@ class Recognition(NamedTuple):
 
 
 def recognize(program: Program) -> Recognition:
-    """Return the built-in schedule with the same compute in the same order, or the nearest one.
+    """Find the built-in schedule with the same compute order as a program, or the most similar one.
 
-    The nearest one agrees with the program in the most compute instructions before the first
-    difference of each rank. Recomputed forwards are left out of the comparison. Messages and
-    reductions do not count.
+    The most similar schedule has the most compute instructions in common with the program before
+    the first difference of each rank. R instructions, messages and reductions are not compared.
 
     Args:
         program: A lowered program or a draft.
 
     Returns:
-        The schedule, and the first difference: the one with the smallest `compute_index`, and of
-        several with this index the one on the first rank.
+        The schedule, and the first difference. This is the difference with the smallest
+        `compute_index`, and of several of these the one on the lowest rank.
 
     Raises:
         UsageError: `program` is no Program.
@@ -91,8 +90,9 @@ def recognize(program: Program) -> Recognition:
     delays = bool(np.any(program.shape.weight_delay))
     for name, schedule in sorted(
         get_built_in_schedules().items(),
-        # Schedules that delay weights as the program does come first. With one stage per rank, some
-        # schedules with a parameter v are the same as one without it, which comes before them.
+        # If the program delays weights, schedules that delay weights come first, and otherwise the
+        # others. With one stage per rank, some schedules with a parameter v equal a schedule
+        # without it. The schedule without v comes first.
         key=lambda item: (
             delays != (get_weight_delay_mark(item[1]) is not None),
             has_free_v(item[1]),

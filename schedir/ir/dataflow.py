@@ -6,10 +6,11 @@ the memory estimate and the error messages all take these chains from this modul
 of a kind of value are in its row of `VALUES`.  The effect of an instruction on values is in its
 row of `INSTRUCTIONS`.
 
-The giver of a value is the nearest earlier instruction of the Stream that gives it.  If each value
-is made once and changed at most once, a table look-up finds the giver: the change if there is one,
-otherwise the maker.  The look-up also returns a giver that comes later in the Stream.  `check` then
-reports the two instructions that are in the wrong order.
+The giver of a value is the instruction that makes or changes the value that another instruction,
+the needer, reads.  It is the nearest such instruction before the needer in the Stream.  If each
+value of a kind is made once and changed at most once, a table look-up finds the giver: the change
+if there is one, otherwise the maker.  The look-up also finds a giver after the needer.  `check`
+then reports the two instructions that are in the wrong order.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ require_tables()
 
 Keys = NDArray[np.int64]
 
-# The instructions that free each value.  The rule leads from the stage that made the value to the
-# stage that frees it; it is None if they are the same.  A value that a stage passes to the next
-# stage on the same rank is freed by that stage.
+# Kind of value -> the instructions that free it, each with a rule or None.  The rule leads from the
+# stage that made the value to the stage that frees it.  It is None if both are the same stage.  If
+# a stage passes a value to the next stage on the same rank, the next stage frees the value.
 FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
     kind: [(row.op, None) for row in INSTRUCTIONS if kind in row.frees]
     + [
@@ -63,11 +64,11 @@ FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
 
 
 class StaleRead(NamedTuple):
-    """A read of a value that another instruction has freed or moved to another state.
+    """A read of a value after another instruction has freed it or moved it to another state.
 
     Attributes:
         needer: Position of the instruction that reads the value.
-        culprit: Position of the last instruction before the reader that touched the value.
+        culprit: Position of the last instruction before the reader that changed or freed the value.
         value: The kind of value.
     """
 
@@ -77,11 +78,11 @@ class StaleRead(NamedTuple):
 
 
 class ValueLives(NamedTuple):
-    """The lifetimes of all values of one kind, ordered by the position that fills each.
+    """The lifetimes of all values of one kind, ordered by `filled_at`.
 
     Attributes:
-        filled_at: Position that fills each value, ascending, shape (values,).
-        freed_at: Position that frees each value, shape (values,).
+        filled_at: Position of the instruction that writes each value, ascending, shape (values,).
+        freed_at: Position of the instruction that frees each value, shape (values,).
         sorted_freed_at: The positions of `freed_at`, ascending.
         rank_offsets: The values of rank r have the indices `rank_offsets[r]` to
             `rank_offsets[r + 1] - 1`; shape (ranks + 1,).
@@ -93,7 +94,7 @@ class ValueLives(NamedTuple):
     rank_offsets: NDArray[np.intp]
 
     def get_rank_slice(self, rank: int) -> slice:
-        """Return the slice of the arrays that has the values of one rank.
+        """Return the slice of the arrays for the values of one rank.
 
         Args:
             rank: Number of the rank.
@@ -101,9 +102,9 @@ class ValueLives(NamedTuple):
         return slice(self.rank_offsets[rank], self.rank_offsets[rank + 1])
 
     def count_peak(self, groups: Positions) -> NDArray[np.int64]:
-        """Return the most values of each rank that exist at once.
+        """Return the largest number of values that exist on each rank at the same time.
 
-        This is the least number of slots with which the rank can run its Stream.
+        This is the smallest number of slots with which the rank can run its Stream.
 
         Args:
             groups: Number of the issue group of each instruction, ascending, shape
@@ -118,7 +119,7 @@ class ValueLives(NamedTuple):
         return self.max_per_rank(alive)
 
     def max_per_rank(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the largest number of each rank.
+        """Return the maximum of some numbers over the values of each rank.
 
         Args:
             values: A number for each value, shape (values,).
@@ -134,14 +135,14 @@ class ValueLives(NamedTuple):
 
 
 class ValueStates(NamedTuple):
-    """The states of all values of one kind, between instructions that touch the same value.
+    """The states of all values of one kind between the instructions that change them.
 
     Attributes:
         begin: Position of the instruction after which the value has this state, ascending.
         end: Position of the next instruction that changes or frees the value.
         tier: Memory tier of the value, as an index into TIERS.
         form: The field of `Sizes` with the bytes of the value, as an index into
-            `ValueChains.forms`.  NO_FORM is the size in the value's row of `VALUES`.
+            `ValueChains.forms`.  NO_FORM means the size in the value's row of `VALUES`.
         is_created: True if `begin` makes the value.
         is_freed: True if `end` frees the value.
     """
@@ -168,7 +169,7 @@ class Dataflow:
 
     @classmethod
     def from_program(cls, program: Program) -> Dataflow:
-        """Return the flow of a program, which is computed once and cached.
+        """Return the flow of a program. The program caches it.
 
         Args:
             program: The program.
@@ -179,12 +180,11 @@ class Dataflow:
 
     @cached_property
     def givers(self) -> NDArray[np.int32]:
-        """Return the positions that give the values that each instruction needs.
+        """Return the positions of the givers of each instruction, shape (rows, instructions).
 
-        Shape (k, instructions).  An entry is -1 if the value exists from the start.  Row k belongs
-        to the k-th value of `Row.needs` that the program has.  Further rows are used in two cases:
-        a value has givers on several lanes, or an instruction makes a value again after another one
-        freed it.
+        Row k is for the k-th kind of value in `Row.needs` that the program has.  An entry is -1 if
+        the value exists from the start.  The rows after these are used in two cases: a value has
+        givers on several lanes, or an instruction makes a value again after another one freed it.
         """
         found: list[tuple[int, Positions, Positions]] = []
         for row, needer in self.index.iterate_rows():
@@ -210,9 +210,9 @@ class Dataflow:
         return needs
 
     def find_missing_giver(self) -> tuple[int, Value] | None:
-        """Return the first instruction whose value no instruction gives, and the value, or None.
+        """Return the first instruction that needs a value without a giver, and this value, or None.
 
-        Values with states are left out, because `stale_reads` covers these values. Instructions
+        Values with chains are left out, because `stale_reads` covers these values. Instructions
         that run a stage are left out, because some of their values are optional.
         """
         for row, needer in self.index.iterate_rows():
@@ -228,7 +228,7 @@ class Dataflow:
 
     @property
     def stale_reads(self) -> list[StaleRead]:
-        """Return the reads of values that do not exist at that moment and will not exist later."""
+        """Return the reads of values that were freed or changed before and are not made later."""
         return self._stale_reads if self.givers.size else []
 
     def find_value(self, needer: int, giver: int) -> Value | None:
@@ -253,7 +253,10 @@ class Dataflow:
         return [kind for kind in row.needs if self.index.program.uses_value(kind)]
 
     def _find_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
-        """Yield the givers of a value for instructions of a row; one array for each lane."""
+        """Yield the givers of a value for the instructions of a row.
+
+        If givers are on several lanes, each lane yields one array, in the shape of `needer`.
+        """
         rule = VALUES[value].producer_rule
         if rule is ProducerRule.ALL:
             yield from self._find_last_givers(row, value, needer)
@@ -270,7 +273,10 @@ class Dataflow:
             yield self._find_single_givers(row, value, needer)
 
     def _find_single_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
-        """Return the givers of values that are made once: the last in the chain that exists."""
+        """Return the givers of values that are made once.
+
+        The giver is the last instruction of the value's chain that the program has.
+        """
         giver = self._find_first_present(
             find_possible_givers(row.op, value), self.index.key[needer]
         )
@@ -282,7 +288,7 @@ class Dataflow:
         return giver
 
     def _find_first_present(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
-        """Return the positions of the first of `ops` that exists, for each key; else -1."""
+        """Return, for each key, the position of the first of `ops` that exists, or else -1."""
         tables = [op for op in ops if op in self.index.position_by_key]
         if not tables:
             return np.full(len(key), NO_POSITION, np.int32)
@@ -292,12 +298,12 @@ class Dataflow:
         return giver
 
     def _find_version_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
-        """Return the givers of weights, by the version that each instruction uses.
+        """Return the givers of the weights version that each instruction uses.
 
-        The giver is the instruction that changes this version, otherwise the one that makes it.
-        The giver is -1 for weights from before the program, and always for the weights of a frozen
-        stage.  The instruction of update u makes version u + 1, and an instruction that changes
-        weights changes version u.
+        The giver is the instruction that changes this version, or otherwise the instruction that
+        makes it.  The giver is -1 for the weights from before the program, and for the weights of
+        a frozen stage.  The optimizer step of update u makes version u + 1.  An instruction of
+        update u that changes weights changes version u.
         """
         index, shape = self.index, self.index.program.shape
         changed = [
@@ -330,7 +336,7 @@ class Dataflow:
         return giver
 
     def _add_late_reads(self, row: Row, value: Value, needer: Positions) -> None:
-        """Record the reads of weights after the only optimizer step has changed them."""
+        """Record reads of weights after the optimizer step, in a program with one update."""
         index = self.index
         if row.scope is not Scope.RANK:
             needer = needer[index.stage[needer] >= index.program.frozen_stages]
@@ -348,8 +354,8 @@ class Dataflow:
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the last giver on each lane, for values that several instructions add to.
 
-        The last giver is the last one of the stage, or of the rank if the row or a giver is per
-        rank.
+        The givers are those of the needer's stage.  If the row or a giver is per rank, the givers
+        are those of all stages of the rank.
         """
         index = self.index
         ops = find_possible_givers(row.op, value)
@@ -364,7 +370,7 @@ class Dataflow:
             {INSTRUCTIONS[op].lane for op in ops if op in index.position_by_key}
         ) or [row.lane]:
             gives = index.find_all_positions(op for op in ops if INSTRUCTIONS[op].lane is lane)
-            if row.group == "tied_weights":  # it sums all copies on the rank
+            if row.group == "tied_weights":  # the instruction sums all tied weights of the rank
                 tied = [s for stages in index.program.trained_ties for s in stages]
                 gives = gives[np.isin(index.stage[gives], tied)]
             last = np.full(index.key_count[per], NO_POSITION, np.int32)
@@ -374,14 +380,14 @@ class Dataflow:
             if per is Scope.STAGE:
                 found = np.maximum(found, self._find_tied_sums(ops, lane, needer))
             if row.scope is Scope.OCCURRENCE:
-                # The last occurrence takes the last giver, earlier ones the nearest giver before
-                # them.
+                # The last occurrence takes the last giver.  An earlier occurrence takes the nearest
+                # giver before it.
                 final = np.full(index.key_count[per], NO_POSITION, np.int32)
                 final[key] = needer
                 near = self._find_latest_before(index.compute_keys(per, gives), gives, key, needer)
                 early = (final[key] != needer) & (near != NO_POSITION)
                 found[early] = near[early]
-                before = self._find_latest_before(key, needer, key, needer)  # the occurrence before
+                before = self._find_latest_before(key, needer, key, needer)  # previous occurrence
                 again = (before != NO_POSITION) & (found < before)
                 self._stale_reads += map(
                     StaleRead, needer[again], before[again], [value] * int(again.sum())
@@ -389,10 +395,10 @@ class Dataflow:
             yield found
 
     def _find_tied_sums(self, ops: tuple[Opcode, ...], lane: Lane, needer: Positions) -> Positions:
-        """Return the last sum of tied weights on the rank of each instruction; else -1.
+        """Return the last sum of tied weights on the rank of each instruction.
 
-        One such instruction sums all tied weights of its rank.  The result is -1 for an instruction
-        of a stage without a tied weight.
+        One such instruction sums all tied weights of its rank.  The result is -1 if the rank has
+        no such sum, or if the instruction's stage has no tied weight.
         """
         index = self.index
         last = np.full(index.key_count[Scope.RANK], NO_POSITION, np.int32)
@@ -407,7 +413,7 @@ class Dataflow:
         return np.where(np.isin(index.stage[needer], tied), found, np.int32(NO_POSITION))
 
     def _find_prior_frees(self, value: Value, needer: Positions) -> Positions:
-        """Return the last instruction that freed the value before it is made again; else -1."""
+        """Return the last instruction that freed each value before it is made again, or else -1."""
         freers = self.index.find_all_positions(op for op, _ in FREEING_OPS[value])
         key = self._compute_keys(value, freers)
         return self._find_latest_before(key, freers, self._compute_keys(value, needer), needer)
@@ -416,12 +422,12 @@ class Dataflow:
     def _find_latest_before(
         giver_keys: Keys, givers: Positions, needer_keys: Keys, needers: Positions
     ) -> Positions:
-        """Return for each needer the last earlier giver with the same key; else -1."""
+        """Return, for each needer, the last earlier giver with the same key, or else -1."""
         span = max(int(givers.max(initial=0)), int(needers.max(initial=0))) + 1
         order = giver_keys * span + givers
         sort = np.argsort(order)
         event = np.searchsorted(order[sort], needer_keys * span + needers) - 1
-        near = np.append(sort, 0)[event]  # event -1 reads the appended 0
+        near = np.append(sort, 0)[event]  # index -1, no event, reads the appended 0
         if not len(givers):
             return np.full(len(needers), NO_POSITION, np.int32)
         fits = (event >= 0) & (giver_keys[near] == needer_keys)
@@ -430,7 +436,10 @@ class Dataflow:
     def _find_nearest_givers(
         self, chains: ValueChains, row: Row, value: Value, needer: Positions
     ) -> Positions:
-        """Return the nearest earlier givers of values that are made again or change their state."""
+        """Return the nearest earlier givers, for values that are made again or change state.
+
+        Also record the stale reads.
+        """
         giver, stale = chains.find_givers(
             self._compute_keys(value, needer), needer, find_change(row.op, value)
         )
@@ -446,7 +455,7 @@ class Dataflow:
             value: The kind of value.
 
         Returns:
-            The chains, or None if the order of the instruction table is enough to find the givers.
+            The chains, or None if a look-up in the order of the instruction table finds the givers.
         """
         if value not in self._chains:
             self._chains[value] = self._build_chains(value) if self._needs_chains(value) else None
@@ -455,7 +464,7 @@ class Dataflow:
     def _needs_chains(self, value: Value) -> bool:
         if VALUES[value].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL):
             return True
-        # Changes of form happen in the order of the table, at any position in the Stream.
+        # Changes of form need no chains: they are always in the order of the rows of the table.
         forms = find_form_changes(value)
         changed = [
             op
@@ -493,9 +502,9 @@ class Dataflow:
     def _compute_keys(
         self, value: Value, positions: Positions, peer_rule: PeerRule | None = None
     ) -> Keys:
-        """Return the key of the value that each instruction touches.
+        """Return the key of the value that each instruction makes, changes, reads or frees.
 
-        With `peer_rule` it is a value of the stage that this rule leads to.
+        With `peer_rule`, the value belongs to the stage to which this rule leads.
         """
         if peer_rule is not None:
             return self.index.find_neighbor_keys(peer_rule, positions).astype(np.int64)
@@ -506,10 +515,10 @@ class Dataflow:
         )
 
     def find_lifetimes(self, value: Value, tier: int = 0) -> ValueLives:
-        """Return where the values of a kind are filled on a memory tier, and where they are freed.
+        """Return the positions that start and end the values of a kind on a memory tier.
 
-        A value that is offloaded and reloaded fills a slot of the device twice.  A value that
-        several instructions add to is filled by the first of them.
+        A value that is offloaded and reloaded has two lifetimes on the device.  If several
+        instructions add to a value, the first of them starts it.
 
         Args:
             value: The kind of value.
@@ -517,7 +526,7 @@ class Dataflow:
 
         Returns:
             The lifetimes.  Values that are never freed, or are freed on another rank, are left out.
-            For a kind of value that takes no memory of its own, the result is empty.
+            The result is empty if `Program.takes_memory` is False for the kind.
         """
         index = self.index
         chains = self.get_chains(value)
@@ -536,7 +545,7 @@ class Dataflow:
         return ValueLives(fill, freed, np.sort(freed), first)
 
     def _find_frees(self, value: Value, fill: Positions) -> Positions:
-        """Return the position that frees each value that is made once; -1 if there is none."""
+        """Return the position that frees each value, for values that are made once, or else -1."""
         index = self.index
         freed = np.full(len(fill), NO_POSITION, np.int32)
         for op, hop in FREEING_OPS[value]:

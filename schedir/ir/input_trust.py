@@ -3,8 +3,8 @@
 A shape of a few words may expand to billions of instructions.  A schedule that is given as
 `file.py:function` is Python code, which runs when schedir loads it.
 
-By default, programs from files and everything that a command does have a limit of instructions.  A
-program that Python code builds is limited only by memory, unless `input_limits` sets a limit.
+By default, programs from files and programs of commands have a limit of instructions.  A program
+that Python code builds has no limit by default.  `input_limits` sets one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Final
 
 from schedir.errors import ShapeError, UsageError
 
-# The most instructions of a program from a file or a command.  A program of this size takes about
-# 1 GB of memory and a few seconds.
+# The largest number of instructions of a program from a file or a command.  A program of this size
+# takes about 1 GB of memory and a few seconds.
 DEFAULT_MAX_INSTRUCTIONS: Final = 10**7
 RAISE_LIMIT_HINT: Final = (
     "raise the limit with --max-instructions N, or `with schedir.input_limits(max_instructions=N)`"
@@ -29,8 +29,8 @@ class InputTrust:
     """The limits that this process sets on its input.
 
     Attributes:
-        max_instructions: The most instructions of a program.  None means
-            `DEFAULT_MAX_INSTRUCTIONS` for a program from a file, and no limit for others.
+        max_instructions: The largest number of instructions of a program.  None means
+            `DEFAULT_MAX_INSTRUCTIONS` for a program from a file, and no limit for other programs.
         allow_code: True if schedules may be loaded from Python files.
     """
 
@@ -56,11 +56,11 @@ def input_limits(
     the block apply again.
 
     Args:
-        max_instructions: The most instructions of a program.  None keeps the present limit.
-            Without a limit, a program from a file may have 10^7 instructions, and a program that
-            Python code builds is limited by memory alone.
-        allow_code: False refuses a schedule that is given as `file.py:function` before it runs.
-            None keeps the present setting.
+        max_instructions: The largest number of instructions of a program.  None keeps the present
+            limit.  If no limit is set, a program from a file may have 10^7 instructions, and a
+            program that Python code builds may have any number.
+        allow_code: If False, a schedule that is given as `file.py:function` is refused before it
+            runs.  None keeps the present setting.
 
     Yields:
         None.
@@ -100,7 +100,7 @@ def format_trust_options() -> list[str]:
 
 
 def get_max_file_instructions() -> int:
-    """Return the most instructions that a program from a file may have."""
+    """Return the largest number of instructions that a program from a file may have."""
     return (
         DEFAULT_MAX_INSTRUCTIONS
         if _current_trust.max_instructions is None
@@ -116,7 +116,7 @@ def require_instruction_limit(
     Args:
         count: A lower bound for the number of instructions of the program.
         subject: The part of the program that has `count` instructions, as the subject of the
-            error's sentence.
+            error message.
         fields: Names of the shape's fields that determine `count`.
         max_instructions: The limit.  None means the limit of this process for programs that Python
             code builds.
@@ -136,7 +136,7 @@ def require_instruction_limit(
 
 
 def require_code_allowed(source: str) -> None:
-    """Raise an error if schedules must not be loaded from Python files.
+    """Raise an error if loading schedules from Python files is forbidden.
 
     Args:
         source: The schedule as the user wrote it, for the error message.

@@ -24,7 +24,8 @@ class InstructionIndex:
     """Tables with the positions of all instructions of a program.
 
     The position of an instruction is its index in the Streams of all ranks, one rank after the
-    other.  The key of an instruction is a number for the place where it exists once:
+    other.  The key of an instruction is a number that differs between the instructions of one
+    opcode:
 
     - per microbatch: `stage * microbatches + mb`;
     - per stage: `row * stages + stage`, where `row` is the stage's row in the placement;
@@ -33,8 +34,8 @@ class InstructionIndex:
     For instructions per stage or per rank, the keys of update 0 come first, then those of update 1,
     and so on.  For instructions per occurrence, the occurrence replaces the update.
 
-    Programs that differ only in their slots share one index.  So do not read the slots of
-    `program`.
+    Programs that differ only in their slots share one index.  So the slots of `program` may be
+    those of another program.  Do not read them.
 
     Args:
         program: The program.
@@ -44,13 +45,13 @@ class InstructionIndex:
         op: Opcode of each instruction, shape (instructions,).
         stage: Stage of each instruction, shape (instructions,).
         mb: Microbatch, update or occurrence of each instruction, shape (instructions,).
-        joined: True for an instruction that is issued together with the one before it.
+        joined: True for an instruction that is issued together with the previous one.
         valid: False for an instruction with a stage, microbatch, update or occurrence out of range.
         key: Key of each instruction, shape (instructions,).
-        key_count: Number of keys for each scope.
-        occurrences: Number of occurrences that the keys of a stage have, at least 1.
-        positions: For each opcode, the positions of its valid instructions, ascending.
-        position_by_key: For each opcode, the position of each key; -1 if there is none.
+        key_count: Scope -> number of possible keys.
+        occurrences: Number of occurrences of a stage that have keys, at least 1.
+        positions: Opcode -> positions of its valid instructions, ascending.
+        position_by_key: Opcode -> position of the instruction with each key; -1 if there is none.
         is_all_valid: True if all instructions are valid.
         has_no_duplicates: True if no valid instruction exists twice.
     """
@@ -76,8 +77,8 @@ class InstructionIndex:
             if begin < end
         ]
         numbers = [self.mb[at] for row, at in found if row.scope is Scope.OCCURRENCE]
-        # An invalid program may have a very large number.  The count of instructions limits the
-        # size of the tables.
+        # A wrong program may contain a very large occurrence number.  So the number of instructions
+        # limits the size of the tables.
         most = max((int(mb.max()) + 1 for mb in numbers), default=0)
         self.occurrences: int = max(1, min(sum(map(len, numbers)), most))
         self.key_count: dict[Scope, int] = {
@@ -96,8 +97,8 @@ class InstructionIndex:
         if not self.is_all_valid:
             found = [(row, at[self.valid[at]]) for row, at in found]
         self.positions: dict[Opcode, Positions] = {row.op: at for row, at in found if len(at)}
-        # One array has the tables of all opcodes.  NO_POSITION comes before and after each table,
-        # so that `find_positions` can clip keys that are out of range.
+        # One array contains the tables of all opcodes.  An entry NO_POSITION comes before and after
+        # each table, so that `find_positions` can clip keys that are out of range.
         begins, total = np.zeros(256, np.int64), 1
         for op in self.positions:
             begins[op] = total
@@ -123,7 +124,7 @@ class InstructionIndex:
 
     @classmethod
     def from_program(cls, program: Program) -> InstructionIndex:
-        """Return the index of a program, which is computed once and cached.
+        """Return the index of a program. The program caches it.
 
         Args:
             program: The program.
@@ -131,11 +132,11 @@ class InstructionIndex:
         return program.cached("index", cls)
 
     def iterate_rows(self) -> Iterator[tuple[Row, Positions]]:
-        """Yield each row that has valid instructions, and their positions, ascending."""
+        """Yield each row that has valid instructions, with their positions in ascending order."""
         return ((INSTRUCTIONS[op], at) for op, at in self.positions.items())
 
     def find_all_positions(self, ops: Iterable[Opcode]) -> Positions:
-        """Return the positions of all valid instructions with any of some opcodes, ascending.
+        """Return the positions of all valid instructions with one of the opcodes, ascending.
 
         Args:
             ops: The opcodes.
@@ -146,7 +147,7 @@ class InstructionIndex:
     def compute_keys(
         self, scope: Scope, positions: NDArray[Any], number: NDArray[Any] | None = None
     ) -> NDArray[np.int64]:
-        """Return the keys of the stages or the ranks of some instructions.
+        """Return the keys per stage or per rank for some instructions.
 
         Args:
             scope: `Scope.RANK` for keys of ranks, any other scope for keys of stages.
@@ -172,7 +173,7 @@ class InstructionIndex:
         return key
 
     def find_updates(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the update that each of some instructions belongs to, from 0.
+        """Return the number of the update, from 0, to which each instruction belongs.
 
         Args:
             positions: Positions of the instructions.
@@ -189,7 +190,7 @@ class InstructionIndex:
         """Return the keys of the same microbatches at a neighbouring stage.
 
         Args:
-            peer_rule: The way from the stage of an instruction to the other stage.
+            peer_rule: The rule that leads from the stage of an instruction to the other stage.
             positions: Positions of instructions per microbatch.
 
         Returns:
@@ -197,11 +198,11 @@ class InstructionIndex:
         """
         there = self.program.neighbor_stages(peer_rule)
         shift = (there - np.arange(len(there))) * self.program.shape.microbatches
-        shift[there < 0] = -(2**30)  # below 0 for every key
+        shift[there < 0] = -(2**30)  # makes every key negative
         return np.asarray(self.key[positions] + shift.astype(np.int32)[self.stage[positions]])
 
     def is_op(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
-        """Return a mask of the instructions that have one of some opcodes.
+        """Return a mask of the instructions that have one of the opcodes.
 
         Args:
             ops: The opcodes.
@@ -213,14 +214,14 @@ class InstructionIndex:
 
     @cached_property
     def has_joined(self) -> bool:
-        """Return whether any instruction is issued together with the one before it."""
+        """Return whether any instruction is issued together with the previous one."""
         return bool(self.joined.any())
 
     @property
     def rank(self) -> Positions:
         """Return the rank of each instruction, shape (instructions,).
 
-        For a program of more than 65536 instructions, the array is computed at each call, to save
+        For a program of more than 65536 instructions, each access computes the array again, to save
         memory.
         """
         if self._rank is not None:
@@ -252,8 +253,8 @@ class InstructionIndex:
         The numbers are those of `Program.message_order`.
 
         Returns:
-            The numbers, shape (instructions,); -1 if an instruction is no transfer or has no
-            number.
+            The numbers, shape (instructions,); -1 for an instruction that is not a transfer or has
+            no number.
         """
         number = np.full(len(self), NO_POSITION, np.int32)
         for send, numbers in self.program.message_order.items():

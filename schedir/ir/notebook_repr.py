@@ -1,7 +1,8 @@
 """Register the function that shows results in notebooks.
 
-A notebook calls `_repr_html_` of an object.  The code that draws pictures is in `schedir.viz`,
-which imports these classes.  So `schedir.viz` registers its function here.
+A notebook calls `_repr_html_` of a result, such as a Program.  The code that draws results is in
+`schedir.viz`, which imports their classes.  To avoid a circular import, `schedir.viz` registers its
+function here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def register_renderer(render: Callable[[object], str]) -> None:
     """Set the function that makes the HTML of results.
 
     Args:
-        render: Takes a result, such as a Program or a Timeline, and returns its HTML.
+        render: A function from a result, such as a Program or a Timeline, to its HTML.
     """
     _RENDERERS[:] = [render]
 
@@ -25,6 +26,6 @@ def render_html(value: object) -> str:
     """Return the HTML that a notebook shows for an object.
 
     Args:
-        value: A result whose class calls this in `_repr_html_`.
+        value: A result whose class calls this function in `_repr_html_`.
     """
     return _RENDERERS[0](value)

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 MessageOrder = Mapping[Opcode, NDArray[np.int32]]
 
-# The most instructions of a program that caches derived objects.  The derived objects of a larger
-# program would use too much memory.
+# The largest number of instructions of a program that caches derived objects.  The derived objects
+# of a larger program would use too much memory.
 _MAX_CACHED_INSTRUCTIONS: Final = 2**22
 _T = TypeVar("_T")
 
@@ -101,48 +101,52 @@ class Program:
         streams: The instructions of each rank, in the order in which the rank issues them.
         tp: Size of the tensor-parallel groups that run each Stream.
         dp: Number of data-parallel replicas that run each Stream.
-        tied_weights: For each weight that several stages have a copy of, these stages, ascending:
-            `((0, 3),)`.  True means the first and the last stage.
+        tied_weights: One tuple for each tied weight, with the stages that have a copy of it,
+            ascending: `((0, 3),)`.  True means the first and the last stage.
         clip_grad_norm: True if gradients are clipped by their global norm.
         frozen_stages: Number of first stages that are not trained.  These stages have no backward,
             and no gradient is sent to them.  Stage `frozen_stages` has no gradient of its input.
-        skips: The stages, from and to, between which a second value passes: `((0, 3), (1, 2))`.
+        skips: The skip connections, each as (source stage, target stage): `((0, 5), (1, 4))`.
         norm_check: "before_step": an optimizer step that clips waits for the gradient norm.
-            "after_step": the step runs as if nothing was clipped.  If the norm then shows that
-            gradients had to be clipped, the step is undone and repeated (post-validation, arXiv
-            2401.10241, section 4).
+            "after_step": the step runs before the norm is known, and does not clip.  If the norm
+            then shows that gradients had to be clipped, the step is undone and repeated
+            (post-validation, arXiv 2401.10241, section 4).
         zero: Level of ZeRO (arXiv 1910.02054), 0 to 3.  Each replica has a part of the optimizer's
             state from level 1 on, and a part of the gradients from level 2 on.  At level 3, each
             replica has a part of the weights, which Unshard gathers.
-        reduce_scatter_at: When sharded gradients are reduced: once, at the "update_end", or at
-            "each_backward", so that no full gradient uses memory between runs of backwards.
-        checkpoint_snapshots: True if a checkpoint can copy the weights and the optimizer state
-            while the forwards of a step run, before the step changes them.
+        reduce_scatter_at: When sharded gradients are reduced.  "update_end": once per update.
+            "each_backward": after each run of backwards of a stage, so that full gradients use no
+            memory between these runs.
+        checkpoint_snapshots: True if the program can copy the weights and the optimizer state for
+            a checkpoint while the forwards of a step run, before the step changes them.
         optimizer_placement: Memory tier of the optimizer's state between steps.  With "host", each
             update ends with a load, a step and a store of each trained stage.  With "disk", a read
             comes before the load, and a write after the store.  With "cpu_step" the state stays on
-            the host, which does the step: gradients are copied to the host, and weights come back
-            (ZeRO-Offload, arXiv 2101.06840).
-        segment_boundaries: A letter for each boundary between two stages, if stages of the program
-            are segments of a stage: "fgfg-fgfg".  See `schedir/ir/pipeline/stage_segments.py`.
-        chunks_per_microbatch: Number of the program's microbatches that are chunks of one
-            microbatch.
+            the host, which runs the step: gradients are copied to the host, and weights are copied
+            back (ZeRO-Offload, arXiv 2101.06840).
+        segment_boundaries: "fgfg-fgfg": a letter for each boundary between two stages of the
+            program, if these are segments of the model's stages.  See
+            `schedir/ir/pipeline/stage_segments.py`.
+        chunks_per_microbatch: Number of chunks into which each microbatch is divided.  Each chunk
+            is a microbatch of the program.
         sequence_parallel: True if tensor-parallel ranks also split the tokens (arXiv 2205.05198).
-            Each rank sends its part, and gradients of weights that all ranks have are summed.
+            Each rank sends its part.  The ranks sum the gradients of weights that all of them have.
         ep: Size of the expert-parallel groups.  A group has `ep` consecutive data-parallel
             replicas, and each of them has 1/ep of the experts.  The letters d and c of
             `segment_boundaries` need ep > 1.
-        slots: The numbers of static buffers of each rank; empty if each value has its own.
-        message_order: The numbers of messages in the order of the lowering, for each kind of send
-            by `stage * microbatches + mb`; -1 if there is no message.  This order makes `check`
-            faster, and `check` verifies it. A pass need not update it.
+        slots: The numbers of static buffers of each rank; empty if each value has a separate
+            buffer.
+        message_order: Opcode of a send -> the number of each message in the order in which the
+            lowering added it, or -1 if there is no message.  The index of an entry is
+            `stage * microbatches + mb`.  This order makes `check` faster, and `check` verifies it.
+            A pass need not update it.
 
     Attributes:
         words: The instructions of all Streams, one Stream after the other.
         offsets: Index of the first instruction of each Stream in `words`, and the length of
             `words`; shape (ranks + 1,).
-        proofs: The conditions under which `check` has proven the program.  A copy made by
-            `dataclasses.replace`, `copy` or `pickle` has none.
+        proofs: The conditions under which `check` has proven the program.  A copy that
+            `dataclasses.replace`, `copy` or `pickle` makes has no proofs.
 
     Raises:
         ShapeError: The name is not allowed, or `slots` are not valid numbers for each rank.  Or the
@@ -237,7 +241,7 @@ class Program:
         object.__setattr__(self, "offsets", streams.offsets)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy runs the constructor again: it has all words in one array, and no proofs.
+        # A copy runs the constructor again. So it has all words in one array, and no proofs.
         arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return partial(type(self), **arguments | {"streams": tuple(self.streams)}), ()
 
@@ -253,16 +257,16 @@ class Program:
 
     @property
     def shares_slots(self) -> bool:
-        """Return whether values that cross boundaries share slots.
+        """Return whether values that pass between stages share slots.
 
-        If not, each value has a slot of its own.
+        If False, each of these values has a separate slot.
         """
         across = SlotCounts._fields[: len(BOUNDARY_VALUES)]
         return any(not {*across}.isdisjoint(slots.specified()) for slots in self.slots)
 
     @property
     def slots_per_rank(self) -> Sequence[SlotCounts]:
-        """The numbers of static buffers of each rank; unspecified if the program has none."""
+        """The numbers of static buffers of each rank, or `SlotCounts.unspecified()` without any."""
         return self.slots or [SlotCounts.unspecified()] * self.shape.ranks
 
     def with_slots(self, slots: Sequence[SlotCounts]) -> Self:
@@ -286,7 +290,7 @@ class Program:
         """Return a program with other numbers of one kind of static buffers.
 
         Args:
-            slot_name: A field of `SlotCounts`.
+            slot_name: The kind of buffers, as the name of a field of `SlotCounts`.
             slot_counts: The numbers, shape (ranks,).
 
         Raises:
@@ -299,13 +303,13 @@ class Program:
         """Return an object that is derived from the program, and cache it.
 
         A program of more than 2^22 instructions caches nothing.  `make` gets a twin of the program,
-        which has the same Streams, the same proofs and a copy of the cache.  So the cache has no
-        reference to the program itself, and both are freed without a reference cycle.  Objects that
-        `make` caches in the twin stay there, and are copied to the cache of the program.
+        which has the same Streams, the same proofs and a copy of the cache.  So the cached object
+        has no reference to the program, and there is no reference cycle that delays freeing both.
+        Objects that `make` caches in the twin are also copied to the cache of the program.
 
         Args:
             key: The name of the object in the cache.
-            make: Takes a program, and returns the object.
+            make: A function from a program to the object.
 
         Returns:
             The cached object, or a new one from `make`.
@@ -328,26 +332,26 @@ class Program:
         self._cache.clear()
 
     def neighbor_stages(self, peer_rule: PeerRule) -> NDArray[np.int32]:
-        """Return the neighbour of each stage.
+        """Return the stage to which a peer rule leads from each stage.
 
         Args:
-            peer_rule: The way from a stage to its neighbour.
+            peer_rule: The rule, such as NEXT or PREVIOUS.
 
         Returns:
-            The neighbour of each stage, shape (stages,); -1 if it has none.
+            The neighbour of each stage, shape (stages,); -1 for a stage without one.
         """
         return find_neighbor_stages(peer_rule, self.shape.stages, self.skips)
 
     def peer_stage(self, value: Value, stage: int) -> int:
-        """Return the stage that a stage exchanges a value with.
+        """Return the stage with which a stage exchanges a value.
 
         Args:
             value: A kind of value that passes between stages.
             stage: Number of the stage.
 
         Returns:
-            The other stage, or -1 if there is none.  A frozen stage exchanges no values of
-            training.
+            The other stage, or -1 if there is none.  The result is also -1 if the value is for
+            training only and the other stage is frozen.
         """
         across = VALUES[value].peer
         assert across is not None
@@ -367,9 +371,9 @@ class Program:
     def uses_value(self, value: Value) -> bool:
         """Return whether the program can have values of a kind.
 
-        A value that crosses boundaries needs a stage on its other side.  A value with a
-        `ValueRow.program_attribute` needs a program with this attribute.  An optional value needs
-        an instruction that uses it.
+        A value that passes between stages needs a stage on its other side.  A value with a
+        `ValueRow.program_attribute` needs a program in which this attribute is set.  An optional
+        value needs an instruction that uses it.
 
         Args:
             value: The kind of value.
@@ -403,10 +407,10 @@ class Program:
         return tier if tier in TIERS else row.initial_tier
 
     def takes_memory(self, value: Value) -> bool:
-        """Return whether values of a kind take memory of their own.
+        """Return whether each value of a kind uses memory while it exists.
 
-        Weights and gradients take no memory of their own, because a stage has them all the time. If
-        replicas have parts of the weights or gradients (ZeRO), these values take memory.
+        Weights and gradients usually do not count, because a stage has their memory all the time.
+        They count if replicas have only parts of them (ZeRO).
 
         Args:
             value: The kind of value, a member of `schedir.ir.isa.instructions.Value`.
@@ -427,10 +431,10 @@ class Program:
         return self.uses_value(value) and size != "" and not is_unsharded
 
     def has_static_buffers(self, value: Value) -> bool:
-        """Return whether the number of slots of a kind of value can be chosen.
+        """Return whether `slots` can set the number of buffers for a kind of value.
 
-        The number can be chosen for values that cross boundaries, and for values that an
-        instruction of the program uses off the compute lane.
+        It can for values that pass between stages, and for values that an instruction of another
+        lane than compute uses.
 
         Args:
             value: The kind of value.
@@ -446,13 +450,13 @@ class Program:
 
     @property
     def joined(self) -> NDArray[np.bool_]:
-        """Return whether each instruction is issued together with the one before it."""
+        """Return whether each instruction is issued together with the previous one."""
         return self.words.view(WORD_DTYPE)["joined"].astype(bool)
 
     @cached_property
     def used_opcodes(self) -> frozenset[int]:
         """Return the opcodes that occur in the program."""
-        # bincount needs eight bytes for each instruction, so it gets 65536 at a time.
+        # bincount needs 8 bytes per instruction, so it counts 65536 instructions per call.
         parts = (self.op[at : at + 2**16] for at in range(0, len(self), 2**16))
         return frozenset().union(*(np.flatnonzero(np.bincount(part)).tolist() for part in parts))
 
@@ -463,7 +467,7 @@ class Program:
 
     @property
     def has_backward(self) -> bool:
-        """Return whether the program has any backward; a program without one evaluates."""
+        """Return whether the program has a backward. A program without one is an evaluation."""
         return not self.used_opcodes.isdisjoint(GRAD_ADDING_OPS)
 
     @property
@@ -482,8 +486,8 @@ class Program:
     def first_stage(self, op: int) -> int:
         """Return the first stage that can have instructions with an opcode.
 
-        This is the first trained stage for backwards, for messages with gradients and for
-        reductions, and stage 0 for all other opcodes.
+        For backwards, messages with gradients and reductions, this is the first trained stage. For
+        all other opcodes, it is stage 0.
 
         Args:
             op: The opcode.
@@ -492,7 +496,7 @@ class Program:
 
     @property
     def trained_ties(self) -> TiedStages:
-        """Return the entries of `tied_weights` that are trained: their gradients are summed.
+        """Return the entries of `tied_weights` that are trained.
 
         An entry is left out if its first stage is frozen.
         """
@@ -502,8 +506,8 @@ class Program:
     def reduces_in_microbatch_order(self) -> bool:
         """Return whether each stage adds to every gradient in ascending microbatch order.
 
-        It is False if stages have replicas: each replica has its own sum, and adding these sums is
-        another order.
+        The result is False if stages have replicas. Each replica sums the gradients of its
+        microbatches, and adding these sums is another order.
         """
         if self.shape.placement_rows > 1:
             return False
@@ -518,12 +522,12 @@ class Program:
 
     @cached_property
     def digest(self) -> str:
-        """Return the sha256 of everything that decides how the program runs.
+        """Return the SHA-256 of the shape, the attributes, the slots and the Streams.
 
-        The name of the program is not part of it.
+        The name of the program is not included.
         """
-        # Fields that later versions added come last, and only if they are not the default.  So the
-        # digests of older programs stay the same.
+        # Fields without a `digest` function are newer.  They come last, and only if their value is
+        # not the default.  So the digests of older programs stay the same.
         first = [
             item
             for f in HEADER_FIELDS
@@ -535,7 +539,7 @@ class Program:
             for f in HEADER_FIELDS
             if not (f.digest or f.is_default(self))
         ]
-        # `SlotCounts` was called `Slots`, and its text is part of the digest.
+        # The digest contains the text of `SlotCounts`, whose name was `Slots` in older versions.
         header = repr((*first, self.slots, *later)).replace("SlotCounts(", "Slots(")
         sha = hashlib.sha256(header.encode())
         for s in self.streams:

@@ -28,10 +28,11 @@ OPCODES: Final = tuple(Opcode)
 
 
 def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
-    """Return instructions as packed words.
+    """Pack instructions into words.
 
     Args:
-        op: The opcodes: a number, or an array of the same length as the others.
+        op: The opcodes.  Each of the three arguments is a number or an array of shape
+            (instructions,).
         stage: The stages.
         mb: The microbatches, updates or occurrences.
 
@@ -43,7 +44,7 @@ def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
 
 
 def replace_opcode(words: Words, op: Opcode) -> Words:
-    """Return instructions of another opcode, for the same stages and microbatches.
+    """Return the same instructions with another opcode.
 
     Args:
         words: Packed instructions.
@@ -63,10 +64,10 @@ def _make_op_mask(ops: tuple[int, ...]) -> NDArray[np.bool_]:
 
 
 def is_op(op: NDArray[Any], ops: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Return a mask of the opcodes that are among some others.
+    """Return a mask of the entries of `op` that are in `ops`.
 
     Args:
-        op: Opcodes, of any shape.
+        op: Opcodes, in an array of any shape.
         ops: The opcodes to find.
 
     Returns:
@@ -88,7 +89,7 @@ def unpack(word: int) -> Instr:
 class Stream(Sequence[Instr]):
     """The instruction list of one rank: a sequence of Instr, stored as int64 words.
 
-    `words` is not copied, so do not write to that array afterwards.
+    The constructor does not copy `words`, so do not change that array afterwards.
 
     Args:
         words: The packed instructions, shape (instructions,).
@@ -114,7 +115,7 @@ class Stream(Sequence[Instr]):
 
     @classmethod
     def from_instructions(cls, instrs: Iterable[Instr]) -> Self:
-        """Return a Stream of instructions, none of them joined.
+        """Return a Stream of these instructions. No instruction is joined to another.
 
         Args:
             instrs: The instructions, in order.
@@ -139,11 +140,11 @@ class Stream(Sequence[Instr]):
 
     @property
     def joined(self) -> NDArray[np.bool_]:
-        """Return whether each instruction is issued together with the one before it."""
+        """Return whether each instruction is issued together with the previous one."""
         return np.asarray(self.words & JOINED_BIT, bool)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # pickle and copy would make a writable array, so they call the constructor.
+        # pickle and copy would make a writable array.  So they call the constructor instead.
         return type(self), (self.words,)
 
     def __len__(self) -> int:
@@ -188,9 +189,9 @@ class StreamSlices(tuple[Stream, ...]):
 
     @classmethod
     def from_words(cls, words: Words, offsets: Words) -> Self:
-        """Return the slices of an array of words.
+        """Split an array of words into Streams.
 
-        The array is not copied, and becomes read-only.
+        The method does not copy the array, and makes it read-only.
 
         Args:
             words: The instructions of all Streams.
@@ -204,7 +205,7 @@ class StreamSlices(tuple[Stream, ...]):
 
     @classmethod
     def from_streams(cls, streams: Iterable[Stream]) -> Self:
-        """Return Streams as slices of one array.
+        """Join Streams in one array.
 
         Args:
             streams: The Streams.  A StreamSlices is returned unchanged, and other Streams are

@@ -15,11 +15,11 @@
   `+4` adds four, and `-` subtracts one.
 - `&` joins instructions that are issued together.
 - `#` begins a comment.
-- If slots are shared, each rank gives its numbers of slots:
+- If slots are shared, the line of each rank lists its numbers of slots:
   `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.
 - `tied_weights yes` means that the first and the last stage share weights. `tied_weights 0=2,1=3`
   lists other stages that share weights.
-- `skips 0=3,1=2` means that a second value passes from stage 0 to stage 3, and one from 1 to 2.
+- `skips 0=5,1=4` means that a second value passes from stage 0 to stage 5, and one from 1 to 4.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from schedir.retired_names import (
 
 FORMAT_VERSION = 1
 _FIELD_BY_NAME = {f.name: f for f in HEADER_FIELDS}
-# Instructions that a text may have beyond four times those of its shape.
+# A text may have four times the instructions of its shape, plus this number.
 _EXTRA_INSTRUCTIONS = 1000
 
 # ---------------------------------------------------------------- program to text
@@ -102,7 +102,7 @@ def to_text(program: Program, folded: bool = True) -> str:
 def _format_header(program: Program) -> Iterator[str]:
     """Yield the lines of the header.
 
-    Fields that all texts have and fields that few texts have are on different lines.
+    Fields that every text has are on other lines than fields that only some texts have.
     """
     for (_, always), fields in groupby(
         HEADER_FIELDS, lambda f: (f.is_shape_field, f.is_always_shown)
@@ -147,10 +147,14 @@ def _format_instruction(word: int, step: int) -> str:
 
 
 def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
-    """Split a Stream into runs: (repetitions, first repetition, step of each microbatch).
+    """Split a Stream into runs of repeated instructions.
 
-    The search is greedy: each step takes the run that saves most, and the shortest of several that
-    save equally much.
+    The search is greedy: it takes the run that saves most instructions from the text, and among
+    equal runs the one with the fewest instructions per repetition.
+
+    Yields:
+        The number of repetitions, the words of the first repetition, and the number that each
+        repetition adds to the microbatch of each word.
     """
     head, mb = words >> STAGE_SHIFT, words & 0xFFFFFFFF
     joined = (words & JOINED_BIT) != 0
@@ -185,7 +189,10 @@ def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words
 
 
 def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
-    """Return how often k instructions from i on repeat, with equal steps of their microbatches."""
+    """Return how often the k instructions from index i on occur in a row.
+
+    Each repetition must add the same numbers to the microbatches.
+    """
     if not np.array_equal(head[i : i + k], head[i + k : i + 2 * k]):
         return 1
     step = mb[i + k : i + 2 * k] - mb[i : i + k]
@@ -219,8 +226,8 @@ class _Line(NamedTuple):
 
 _NAME_PATTERN = re.compile(r"\s*(program)\b\s*(.*)")
 _PAIR_PATTERN = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
-# A rank gives its numbers of slots in the order of `SlotCounts`.  For values between neighbouring
-# stages, a rank gives all these numbers or none.
+# The line of a rank lists its numbers of slots in the order of `SlotCounts`.  For values between
+# neighbouring stages, it lists either all numbers or none.
 _NEIGHBOR_SLOTS = SlotCounts._fields[: len(NEIGHBOR_VALUES)]
 _OPTIONAL_SLOTS = SlotCounts._fields[len(NEIGHBOR_VALUES) :]
 _SLOTS_PATTERN = "".join(rf"\s+{kind}\s+(\d{{1,9}})" for kind in _NEIGHBOR_SLOTS)
@@ -232,18 +239,18 @@ _REPEAT_PATTERN = re.compile(r"\s*(\d{1,9})\s+x\s", re.ASCII)
 _INSTRUCTION_PATTERN = re.compile(
     r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,10})(?:\.(\d{1,10}))?([+-]\d{0,9})?)?\s*$", re.ASCII
 )
-_HeaderValues = dict[str, tuple[Any, _Line, int]]  # by key: its value, line and column
+_HeaderValues = dict[str, tuple[Any, _Line, int]]  # name of a field -> (value, line, column)
 
 
 def from_text(text: str, max_instructions: int | None = None) -> Program:
-    """Return the Program of a text.
+    """Parse the text form of a program.
 
-    It does not check whether the program is correct: `schedir.check` does.
+    This function does not check whether the program is correct.  Call `schedir.check` for that.
 
     Args:
         text: The text form of a program, as `to_text` returns it.
-        max_instructions: The most instructions that the program may have after its repetitions are
-            unfolded.  The default is 10^7, or the limit that `input_limits` sets.
+        max_instructions: The largest number of instructions that the program may have after its
+            repetitions are expanded.  The default is 10^7, or the limit that `input_limits` sets.
 
     Raises:
         ParseError: The text does not follow the grammar, its shape or attributes are not allowed,
@@ -306,14 +313,14 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
 
 
 def _locate_error(error: ShapeError, found: _HeaderValues, default_key: str) -> ParseError:
-    """Return the error at the first field of the header that caused it."""
+    """Convert an error to a ParseError at the first field of the header that caused it."""
     key = next((name for name in error.fields if name in found), default_key)
     _, line, at = found[key]
     return line.make_error(error.fact, at, error.hint)
 
 
 def _parse_header(lines: list[_Line], first_line: _Line) -> _HeaderValues:
-    """Return the fields of the header by key, each with its value, line and column."""
+    """Return the fields of the header: name -> (value, line, column)."""
     found: _HeaderValues = {}
     for line in lines:
         name = _NAME_PATTERN.match(line.text)
@@ -330,7 +337,7 @@ def _parse_header(lines: list[_Line], first_line: _Line) -> _HeaderValues:
                 raise line.make_error(f"{key} is given twice", pair.start(1))
             if not value:
                 raise line.make_error(f"{key} has no value", pair.start(1))
-            if key == "program" and not name:  # its value is the rest of the line
+            if key == "program" and not name:  # the name of the program is the rest of the line
                 raise line.make_error("program must be the first field of its line", pair.start(1))
             at = pair.start(2)
             found[key] = (
@@ -426,7 +433,7 @@ def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -
 
 
 def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
-    """Return an instruction's word, and the step of its microbatch at each repetition."""
+    """Return an instruction's word, and the number that each repetition adds to its microbatch."""
     column += len(part) - len(part.lstrip())
     found = _INSTRUCTION_PATTERN.match(part)
     # An older file may have the old name of an instruction.

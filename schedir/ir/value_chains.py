@@ -1,9 +1,9 @@
-"""Find all instructions that touch a value, in the order of the Stream.
+"""Find the instructions that make, change and free each value, in the order of the Stream.
 
 This module is for kinds of values that are made again, or that change their state.  A state is a
-memory tier or a form (a field of `Sizes`).  The instruction that makes a value leaves it in the
-form that the first change needs.  A reader needs the value on the first tier, in the form after the
-last change.  A reader that needs another state has a `Change` in its row.
+memory tier or a form (a field of `Sizes`).  A new value has the form that its first change needs.
+A reader needs the value on the first tier, in the form after the last change.  A reader that needs
+another state has a `Change` in its row.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _UNCHANGED: Final = -2  # an event that does not change the state
 
 
 class ChainMember(NamedTuple):
-    """The instructions of one row, and the values that they touch.
+    """The instructions of one row, and the values that they make, change or free.
 
     Attributes:
         positions: Position of each instruction.
-        keys: Key of the value that each instruction touches.
+        keys: Key of the value of each instruction.
         is_giver: True if the instructions give the values, False if they free the values.
         is_producer: True if the instructions make the values.
         change: The change of the values' state; None if there is none.
@@ -56,8 +56,8 @@ class ValueChains(NamedTuple):
         tier: Memory tier after each event, as an index into TIERS.
         form: Form after each event, as an index into `forms`; NO_FORM is the size in the value's
             row of `VALUES`.
-        final_form: Form after the last change of the value's life, in the same numbers.
-        forms: Fields of `Sizes`.
+        final_form: Form of the value of each event after its last change, as an index into `forms`.
+        forms: The forms of the values, as names of fields of `Sizes`.
         initial_tier: The memory tier on which the values exist from the start; "" if instructions
             make them.
     """
@@ -77,12 +77,12 @@ class ValueChains(NamedTuple):
     def from_members(
         cls, members: Sequence[ChainMember], *, accumulated: bool = False, initial_tier: str = ""
     ) -> ValueChains:
-        """Return the events of some rows of instructions.
+        """Sort instructions into the chains of their values.
 
         Args:
-            members: The instructions of each row.
-            accumulated: True for values that several instructions add to.  The first one that gives
-                such a value makes it.
+            members: The instructions of each row of the instruction table that uses the values.
+            accumulated: True for values that several instructions add to.  The first instruction
+                that gives such a value makes it.
             initial_tier: The memory tier on which the values exist from the start; "" if
                 instructions make them.
         """
@@ -110,7 +110,7 @@ class ValueChains(NamedTuple):
         begins = np.flatnonzero(makes | first)
 
         def state(names: Sequence[str], rest: int) -> tuple[Ints, Ints, Mask]:
-            """Return the state after each event and after its life, and the events that set it."""
+            """Return the state after each event, the final state, and which events set a state."""
             places = {name: k for k, name in enumerate(names)}
             ends = [_get_change_states(part.change) or ("", "") for part in members]
             before, after = (
@@ -132,7 +132,7 @@ class ValueChains(NamedTuple):
         return cls(at[sort], key, gives, makes, moves, tier, form, last, forms, initial_tier)
 
     def _has_required_state(self, events: Ints, change: Change | None) -> Mask:
-        """Return whether the next reader can use the value as each event leaves it."""
+        """Return a mask of the events after which a reader with `change` can use the value."""
         tier = TIERS.index(change.before) if change and change.before in TIERS else 0
         fits: Mask = self.is_giver[events] & (self.tier[events] == tier)
         if change is None:
@@ -144,11 +144,11 @@ class ValueChains(NamedTuple):
     def find_givers(
         self, key: Ints, needer: Positions, change: Change | None
     ) -> tuple[Positions, list[tuple[int, int]]]:
-        """Return which instructions give a value, and which leave it in a wrong state.
+        """Return the givers of values, and the events that leave a value in a wrong state.
 
-        The giver is the nearest earlier event if the value has the required state after it,
-        otherwise the next event with that state.  If there is no such event, but the value is made
-        later, the giver is the first maker.
+        The giver is the nearest earlier event, if it leaves the value in the required state.
+        Otherwise the giver is the next event that does so.  If there is no such event, and no
+        earlier event, the giver is the first maker.
 
         Args:
             key: Key of the value that each instruction needs, shape (needers,).
@@ -157,8 +157,9 @@ class ValueChains(NamedTuple):
 
         Returns:
             The positions of the givers, shape (needers,), and a list of pairs of positions: an
-            instruction, and the event that left its value in a wrong state.  A giver is -1 if no
-            instruction touches the value, if its initial state is right, or if it has such a pair.
+            instruction, and the event that left its value in a wrong state.  A giver is -1 if the
+            value has no events, if its initial state is right, or if the list has a pair for the
+            instruction.
         """
         giver = np.full(len(needer), NO_POSITION, np.int32)
         stale: list[tuple[int, int]] = []
@@ -186,10 +187,10 @@ class ValueChains(NamedTuple):
         return giver, stale
 
     def find_overwrites(self) -> list[tuple[int, int]]:
-        """Return instructions that make a value before its last one is freed.
+        """Return the instructions that make a value again before it is freed.
 
         Returns:
-            Pairs of positions: the instruction, and the one before it that touched the value.
+            Pairs of positions: the instruction, and the previous event of the value.
         """
         again = self.is_producer[1:] & self.is_giver[:-1] & (self.keys[1:] == self.keys[:-1])
         return [
@@ -203,9 +204,9 @@ class ValueChains(NamedTuple):
         return [int(at) for at in self.positions[end & self.is_giver]]
 
     def _find_intervals(self, events: Ints) -> tuple[Ints, Ints]:
-        """Return the events that give a value, each with the next event of the value's life.
+        """Return the events that make or change a value, and for each the next event of the value.
 
-        Only the given events count.
+        Events that are not in `events` are ignored. The next event does not make the value again.
         """
         one, two = events[:-1], events[1:]
         same_life = self.is_giver[one] & (self.keys[one] == self.keys[two]) & ~self.is_producer[two]
@@ -214,7 +215,7 @@ class ValueChains(NamedTuple):
         return one[sort], two[sort]
 
     def find_tier_intervals(self, tier: int) -> tuple[Positions, Positions]:
-        """Return the times that values spend on a memory tier.
+        """Return the intervals in which values are on a memory tier.
 
         Args:
             tier: The memory tier, as an index into TIERS.

@@ -4,7 +4,8 @@
 
 - "draft": change the compute of a draft (frozen stages, segments, recomputation).
 - "messages": add the sends, receives and tensor-parallel collectives.
-- "ends": add the gradient reductions, the optimizer step, and all else that ends an update.
-- "memory": add offloads, and choose where values are kept.
-- "better": change the order of transfers or the number of buffers.
+- "ends": add the gradient reductions, the optimizer step, and other instructions at the end of an
+  update.
+- "memory": add offloads, and limit the numbers of buffers of values that stay on a rank.
+- "better": change the order of transfers, or reduce the numbers of buffers.
 """

@@ -12,7 +12,7 @@ from schedir.ir.program import Program, StreamSlices, Words
 
 
 def insert_after(program: Program, positions: NDArray[Any], words: Words) -> Program:
-    """Return the program with words inserted after given positions.
+    """Insert words after given positions.
 
     A word for a position inside a group comes after the group.
 
@@ -29,7 +29,7 @@ def insert_after(program: Program, positions: NDArray[Any], words: Words) -> Pro
 
 
 def insert_before(program: Program, positions: NDArray[Any], words: Words) -> Program:
-    """Return the program with words inserted before given positions.
+    """Insert words before given positions.
 
     A word for a position inside a group comes before the group.
 
@@ -46,7 +46,7 @@ def insert_before(program: Program, positions: NDArray[Any], words: Words) -> Pr
 
 
 def append_to_streams(program: Program, ranks: Words, words: Words) -> Program:
-    """Return the program with words appended to the Streams of given ranks.
+    """Append words to the Streams of given ranks.
 
     Args:
         program: The program.
@@ -63,14 +63,14 @@ def _find_ranks(program: Program, positions: NDArray[Any]) -> Words:
 def insert_at_positions(
     program: Program, positions: NDArray[Any], ranks: Words, words: Words
 ) -> Program:
-    """Return the program with words of given ranks inserted before given positions.
+    """Insert words of given ranks before given positions.
 
     Words at the same position are sorted by rank, and words of one rank keep their given order.
 
     Args:
         program: The program.
-        positions: The position that each word comes before, shape (k,). The end of a Stream is a
-            valid position.
+        positions: The position before which each word is inserted, shape (k,). The position after
+            the last instruction of a Stream is valid.
         ranks: The rank of each word, shape (k,).
         words: The words to insert, shape (k,).
     """

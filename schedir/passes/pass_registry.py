@@ -1,8 +1,8 @@
 """The ordered list of passes that lower a draft to a program.
 
-`compile` runs these passes, `check` counts the instructions that they require, and `relower`
+`compile` runs these passes, `check` verifies the instructions that they require, and `relower`
 repeats them for another draft. A module of this folder, or of its sub-folders, registers its passes
-in `PASSES`. Each record has its place in the order (`Pass.phase`, `Pass.order`).
+in a constant `PASSES`. The fields `Pass.phase` and `Pass.order` determine the order of the passes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOWERING_PASSES: Final[tuple[Pass, ...]] = tuple(
     )
 )
 
-# Options of passes, beyond the options of all lowering: by name, the type and the help text.
+# Name of an option that a pass defines -> (type, help text).
 PASS_OPTIONS: Final[Mapping[str, tuple[FieldType, str]]] = {
     option: (
         each.option_types.get(option, YES_OR_NO_TYPE),
@@ -38,12 +38,11 @@ PASS_OPTIONS: Final[Mapping[str, tuple[FieldType, str]]] = {
     for each in LOWERING_PASSES
     for option in each.option_names
 }
-# By opcode: the option with which a program was lowered if it has this instruction
-# (`Pass.opcodes`).
+# Opcode -> option of the pass that inserts this instruction (`Pass.opcodes`).
 OPTION_BY_OPCODE: Final[Mapping[int, str]] = {
     op: option for each in LOWERING_PASSES for op in each.opcodes for option in each.option_names
 }
-# The section of a configuration that has each of these options.
+# Name of an option that a pass defines -> section of a configuration that has the option.
 OPTION_SECTIONS: Final = {
     option: each.section for each in LOWERING_PASSES for option in each.option_names
 }

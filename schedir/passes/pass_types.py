@@ -29,18 +29,19 @@ class Options:
     """The options of a lowering.
 
     Args:
-        costs: The costs of instructions, which order the messages; None for unit costs.
+        costs: The costs of instructions, which determine the order of messages; None for unit
+            costs.
         progress_model: The progress model under which the program must finish.
         boundary: Layout of activations between stages: "replicated" over tensor-parallel ranks, or
             "sharded".
         overlap: True to group opposite transfers, and to post receives and gathers early.
-        buffer_sharing: The rule for the number of static buffers; None gives each value its own
+        buffer_sharing: The rule for the number of static buffers; None gives each value a separate
             buffer.
-        extra_options: The options that passes define, by name.
+        extra_options: The options that passes define: name -> value.
         sizes: The sizes of values, for `memory_limit`.
-        memory_limit: The limit in bytes of the device memory of a rank.
-        run_later_passes: Runs the later passes on a program, for a pass that evaluates the final
-            program. The keywords of a call replace entries of `extra_options`.
+        memory_limit: The limit of the device memory of a rank in bytes; None for no limit.
+        run_later_passes: A function that runs the later passes on a program. A pass uses it to
+            evaluate the final program. Keywords of the call replace entries of `extra_options`.
     """
 
     costs: Costs | None = None
@@ -62,10 +63,10 @@ class ExpectedInstructions(NamedTuple):
         required: A mask over the keys of the opcode (`InstructionIndex.key`): True if the program
             must have the instruction with this key. A mask with only the keys of update 0, or of
             occurrence 0, applies to all updates or occurrences.
-        reason: The reason why the program may have no other such instruction.
-        hint: The correct state, as a hint of the error for a missing instruction.
-        counterpart: An opcode with an instruction of the same key, which the error for a missing
-            instruction shows.
+        reason: The reason for the error if the program has another instruction of this opcode.
+        hint: The hint of the error if an instruction is missing.
+        counterpart: The opcode of a related instruction with the same key. The error for a missing
+            instruction shows this instruction.
     """
 
     op: Opcode
@@ -94,20 +95,21 @@ class Pass:
         name: The name of the pass.
         phase: The phase of the pass. See `schedir.passes`. A program is valid without the passes of
             "memory" and "better", so `check` expects their instructions only if some are there.
-        lower: Runs the pass with the options of the lowering.
-        should_run: Returns whether the pass runs for a program and options.
-        list_expected: Lists the instructions that `check` must find. The second argument of this
-            function returns the mask of an opcode's instructions (`Inspector.is_present`).
-        read_options: Returns the options with which a program was lowered, as far as the program
-            shows them.
+        lower: The function that runs the pass with the options of the lowering.
+        should_run: A function that returns whether the pass runs for a program and options.
+        list_expected: A function that yields the instructions that `check` must find. Its second
+            argument is a function from an opcode to a mask of the keys that have an instruction
+            (`Inspector.is_present`).
+        read_options: A function that returns the options with which a program was lowered, as far
+            as its instructions and slots show them.
         option_names: The names of the options in `Options.extra_options` that the pass uses.
         opcodes: For a pass whose only option is yes or no, the instructions that no other pass
             inserts. A program that has one of these instructions was lowered with the option. So
             `--relower` sets the option, and errors name it.
-        applies_to: Returns whether the options have an effect for a program.
-        option_types: The type of an option by its name; options that are missing are yes or no.
+        applies_to: A function that returns whether the options have an effect for a program.
+        option_types: Name of an option -> its type. Options that are missing here are yes or no.
         description: The help text of the options in `--help`.
-        option_descriptions: The help text of an option by its name, instead of `description`.
+        option_descriptions: Name of an option -> its help text, instead of `description`.
         section: The section of a `schedir train` configuration that has the options.
         order: The order of the pass among the passes of its phase, ascending.
     """

@@ -1,8 +1,8 @@
 """Parse selections such as "all", "half", "fit", stages, or pairs of stage and microbatch.
 
 "half" is every other microbatch of each stage, and "fit" is as few as a memory limit requires.
-"none" selects nothing, and "full" is another name of "all", because plans have these two values. A
-selection can also be a function of stage and microbatch that returns a boolean.
+"none" selects nothing, and "full" means "all". Plans use these two words. A selection can also be a
+function of stage and microbatch that returns a boolean.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALLOWED_SELECTIONS: Final = (
 
 
 def is_fit(selection: object) -> bool:
-    """Return whether a selection is "fit", so that a memory limit selects.
+    """Return whether a selection is "fit", so that a memory limit determines what is selected.
 
     Args:
         selection: The selection.
@@ -122,7 +122,7 @@ def find_named_pairs(
 
 
 def _require_integer(value: Any) -> int:
-    """Return an integer, or raise TypeError for any other type, a boolean included."""
+    """Return an integer. Raise TypeError for any other type, and for a boolean."""
     if isinstance(value, bool):
         raise TypeError
     return index(value)
@@ -204,6 +204,6 @@ def make_selection_type(requirement: str) -> FieldType:
     """Return the field type of an option that takes a selection.
 
     Args:
-        requirement: Text of errors that states the purpose of the option.
+        requirement: Text for errors with the purpose of the option.
     """
     return FieldType(requirement, parse_selection, str, metavar="WHAT", argument_type="Selection")

@@ -1,4 +1,4 @@
-"""Find runs of consecutive instructions of the same stages."""
+"""Find runs of instructions that use the same stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 class StageRuns(NamedTuple):
     """The stages of each run, over all ranks.
 
-    A group of joined instructions belongs to one run with all its stages.
+    If a run consists of groups of joined instructions, it has all stages of such a group.
 
     Attributes:
         rank: The rank of each entry, shape (entries,).
@@ -38,9 +38,10 @@ class StageRuns(NamedTuple):
 
 
 def find_stage_runs(program: Program, ops: Sequence[Opcode]) -> StageRuns:
-    """Return the runs of instructions of trained stages with given opcodes.
+    """Find the runs of instructions with given opcodes, on trained stages.
 
-    Instructions with other opcodes do not end a run.
+    A run ends before an instruction with such an opcode on another stage. Instructions with other
+    opcodes do not end a run.
 
     Args:
         program: The program.
@@ -71,7 +72,7 @@ def find_stage_runs(program: Program, ops: Sequence[Opcode]) -> StageRuns:
 
 
 def number_occurrences(keys: Ints) -> Ints:
-    """Return for each number of a list how often it occurred before.
+    """Return, for each number of a list, how often it occurs earlier in the list.
 
     Args:
         keys: The numbers, shape (k,).

@@ -1,8 +1,8 @@
 """Find the end of each update on each rank.
 
-If all ranks take part in a collective at the end of an update, the ends divide the program in two.
-Then no instruction before the ends may wait for one after an end on any rank. Otherwise the ranks
-would wait for each other.
+If ranks have a collective at the end of an update, the ends on all ranks divide the program in two
+parts. An instruction of the first part must not wait for an instruction of the second part.
+Otherwise the ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
 from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, Scope
 from schedir.ir.program import Program
 
-UpdateEnds = NDArray[np.int64]  # position of the last instruction, shape (updates - 1, ranks)
+# Position of the last instruction of each update except the last, shape (updates - 1, ranks).
+UpdateEnds = NDArray[np.int64]
 _NON_MICROBATCH_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH
 )
 
 
 def has_update_barriers(program: Program) -> bool:
-    """Return whether the ends of updates before the last have collectives over the ranks.
+    """Return whether updates before the last one end with a collective over pipeline ranks.
 
     Args:
         program: The program.
@@ -38,13 +39,14 @@ def has_update_barriers(program: Program) -> bool:
 
 
 def find_update_ends(program: Program) -> UpdateEnds:
-    """Return the position at which each rank ends each update, the last one included.
+    """Return the positions at which to insert the instructions that end each update.
 
     Args:
         program: The program.
 
     Returns:
-        Positions of shape (updates, ranks). The end of an update comes before its position.
+        Positions, shape (updates, ranks). The last instruction of an update comes before its
+        position.
     """
     final = program.offsets[1:]
     if program.shape.optimizer_steps == 1:
@@ -61,12 +63,12 @@ def find_update_ends(program: Program) -> UpdateEnds:
 
 
 def find_separate_ends(program: Program) -> UpdateEnds:
-    """Return the last position of each update but the last, for ends without collectives.
+    """Return the last position of each update except the last, for ends without collectives.
 
-    A rank ends an update before the first compute after its last work on it. So the rank sends its
-    results first, because other ranks may need these results to end their own update. A rank that
-    only runs forwards may finish a later update before an earlier one. Such a rank still ends its
-    updates in order, and within its Stream.
+    A rank ends an update right before the first compute after its last work on it. So the rank
+    sends its results first, because other ranks may need them to end the update. A rank with frozen
+    stages only may finish a later update before an earlier one. Such a rank still ends its updates
+    in order, and within its Stream.
 
     Args:
         program: The program.
@@ -79,10 +81,11 @@ def find_separate_ends(program: Program) -> UpdateEnds:
 
 
 def find_joint_ends(graph: Graph) -> UpdateEnds:
-    """Return the last position of each update but the last, for ends with collectives.
+    """Return the last position of each update except the last, for ends with collectives.
 
-    An update ends as soon as no later instruction is needed by an earlier one. In a draft, an
-    update needs values from other ranks. In a program, it needs the other ends of messages.
+    The ends are as early as possible, but no instruction before an end may need an instruction
+    after an end. In a draft, an instruction needs the producers of its values on other ranks. In a
+    program, it needs the other ends of messages.
 
     Args:
         graph: The dependency graph of a program or a draft.
@@ -103,10 +106,9 @@ def find_joint_ends(graph: Graph) -> UpdateEnds:
 
 
 def _find_last_work(index: InstructionIndex) -> UpdateEnds:
-    """Return the position of each rank's last work on each update but the last.
+    """Return the position of each rank's last work on each update except the last.
 
-    A rank that trains adds to the gradients of the update, or ends it. A rank with only frozen
-    stages runs its forwards.
+    Work is a compute, or an instruction that is not per microbatch.
     """
     shape = index.program.shape
     at = np.flatnonzero(index.is_op(COMPUTE_OPS + _NON_MICROBATCH_OPS))

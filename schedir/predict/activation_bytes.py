@@ -1,4 +1,4 @@
-"""Activation bytes that a transformer layer saves per microbatch.
+"""Compute the bytes of activations that a transformer layer saves per microbatch.
 
 References:
     Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
@@ -18,13 +18,14 @@ class Term(NamedTuple):
     """One tensor that a layer saves for its backward (arXiv 2205.05198, section 4.1).
 
     With sequence s, microbatch size b, hidden size h and a heads, a tensor has s b h elements. A
-    quadratic one has a s^2 b.
+    quadratic tensor has a s^2 b elements.
 
     Attributes:
         name: The tensor, in words.
-        bytes_per_element: Bytes for each element. A term may count several tensors of this size.
-        is_tp_sharded: True if each of t tensor-parallel ranks saves 1/t of it. Sequence parallelism
-            shards the other terms too (section 4.2).
+        bytes_per_element: Bytes for each element. A term can stand for several tensors, and then
+            has the sum of their bytes.
+        is_tp_sharded: True if each of t tensor-parallel ranks saves 1/t of it. With sequence
+            parallelism, the other terms are sharded, too (section 4.2).
         is_quadratic: True if the size grows with the square of the sequence.
     """
 
@@ -62,7 +63,7 @@ def compute_layer_terms(
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
 ) -> dict[str, float]:
-    """Return the bytes of each tensor that `activation_bytes_per_layer` adds up.
+    """Return the bytes of each tensor in the sum of `activation_bytes_per_layer`.
 
     Args:
         sequence: Tokens of a sequence.
@@ -74,7 +75,7 @@ def compute_layer_terms(
         sequence_parallel: True if the tensor-parallel ranks use sequence parallelism.
 
     Returns:
-        Bytes on one tensor-parallel rank, by the name of the tensor.
+        Name of the tensor -> bytes on one tensor-parallel rank.
 
     Raises:
         UsageError: A size is not an integer of at least 1, or `recompute` is not one of the three.
@@ -119,7 +120,7 @@ def activation_bytes_per_layer(
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
 ) -> float:
-    """Return the activation bytes that a transformer layer saves per microbatch and rank.
+    """Return the bytes of activations that a transformer layer saves per microbatch and rank.
 
     Activations have 16 bits, and dropout masks one byte. With s, b, h, a and t for sequence,
     microbatch size, hidden size, heads and tensor-parallel size:
@@ -130,7 +131,7 @@ def activation_bytes_per_layer(
 
     This is the layer of the paper. A layer of `schedir.training` saves other tensors:
 
-    - Its attention is one operation. It saves 4abs bytes instead of the terms with as^2b.
+    - Its attention is one fused operation. It saves 4abs bytes instead of the terms with as^2b.
     - It saves no masks if there is no dropout.
     - Each norm saves 2 numbers per token, which the paper leaves out.
 
@@ -144,7 +145,8 @@ def activation_bytes_per_layer(
         heads: Attention heads.
         tp: Tensor-parallel size.
         recompute: "none" saves all terms. "selective" recomputes softmax and dropout of attention,
-            and leaves out the terms with 5as (equation 6). "full" saves the input only, 2sbh bytes.
+            and leaves out the terms with 5as (equation 6). "full" saves only the input of the
+            layer, 2sbh bytes.
         sequence_parallel: True if the tensor-parallel ranks use sequence parallelism.
 
     Returns:

@@ -48,7 +48,7 @@ class IdleCause(IntEnum):
         return self.name.lower()
 
 
-# By opcode: the cause for a rank that waits while the instruction runs.
+# Opcode -> cause of the idle time of a rank that waits while the instruction runs.
 _CAUSE_OF_OP: Final = [
     IdleCause[(row.idle_cause or LANES[row.lane].idle_cause).upper()] for row in INSTRUCTIONS
 ]
@@ -68,10 +68,10 @@ WAIT_DTYPE: Final = np.dtype(
 def idleness(timeline: Timeline) -> NDArray[Any]:
     """Return all idle intervals of all ranks, each with one cause.
 
-    Between two instructions of its compute lane, a rank waits for the inputs of the second one. The
-    search begins at the start of the second instruction, and goes back in time. Each step goes to
-    the predecessor that ended last (`Graph.find_last_predecessors`). The search ends where the gap
-    begins. The causes are:
+    Between two instructions of its compute lane, a rank waits for the inputs of the second
+    instruction. The search begins at the start of the second instruction, and goes back in time.
+    Each step goes to the predecessor that ended last (`Graph.find_last_predecessors`). The search
+    ends at the beginning of the gap. The causes are:
 
     - MESSAGE: The rank waits for a transfer or a gather that is in progress.
     - SUM: The rank waits for a collective between the segments of a stage (TPReduceAct,
@@ -88,24 +88,24 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     - HOST: All predecessors have ended, and the instruction has not started. A prediction of a
       program with its transfers has no such interval.
     - WARMUP, PEER, COOLDOWN: The rank waits for an instruction of another rank's compute lane. This
-      instruction is the awaited one for the rest of the gap. The cause is WARMUP until the first
-      backward of the waiting rank starts. It is COOLDOWN from the end of its last forward, but not
-      before its first backward. It is PEER in between.
-    - IMBALANCE: A rank with less work than the busiest one is idle for the difference in any order.
-      That much of its waits for other ranks has this cause: first of its PEER waits, then of its
-      waits after its first instruction, then of those before it.
+      wait covers the rest of the gap. The cause is WARMUP until the first backward of the waiting
+      rank starts. It is COOLDOWN from the end of its last forward on, but not before its first
+      backward. Between these times, it is PEER.
+    - IMBALANCE: With any order, a rank is idle for the difference between its work and that of the
+      busiest rank. This part of its waits for other ranks has this cause. It is taken first from
+      PEER waits, then from waits after the rank's first instruction, then from waits before it.
 
     Before the first instruction of a rank the causes are the same, but each wait for another rank
-    is WARMUP. After its last instruction the cause is COOLDOWN, and no instruction is awaited.
+    is WARMUP. After its last instruction, the cause is COOLDOWN, and `awaits` is -1.
 
     Args:
         timeline: A predicted or measured run.
 
     Returns:
         A structured array with the fields of `IDLE_DTYPE`, sorted by rank and start. `cause` is an
-        IdleCause. `awaits` is the index in `timeline.spans` of the awaited instruction, or -1; for
-        HOST, of the instruction that starts late. The intervals of a rank do not overlap, and their
-        lengths add up to `timeline.idle[rank]`.
+        IdleCause. `awaits` is the index in `timeline.spans` of the awaited instruction, or -1. For
+        HOST, it is the index of the instruction that starts late. The intervals of a rank do not
+        overlap, and their lengths add up to `timeline.idle[rank]`.
 
     Raises:
         UsageError: `timeline` is not a Timeline.
@@ -141,10 +141,10 @@ def sum_by_cause(idle: NDArray[Any], ranks: int) -> Floats:
 
 
 def find_ready_gaps(timeline: Timeline) -> Floats:
-    """Return the idle times between computes that wait for nothing.
+    """Return the idle time before each compute that waits for no input.
 
-    Each is for two consecutive instructions of a compute lane. All inputs of the second one are
-    ready when the first one ends. The idle time is from this end to the start of the second one.
+    All inputs of such a compute are ready when the previous instruction of its compute lane ends.
+    The idle time is from this end to the start of the compute.
 
     Args:
         timeline: A run of a program with its transfers.
@@ -164,15 +164,15 @@ def find_ready_gaps(timeline: Timeline) -> Floats:
 def find_steady_phase(timeline: Timeline) -> tuple[Floats, Floats]:
     """Return the start and end of each rank's steady phase, between warmup and cooldown.
 
-    The phase is from the start of the first backward to the end of the last forward, if that is
-    later.
+    The phase starts at the start of the rank's first backward. It ends at the end of its last
+    forward. If this is earlier, the phase has no length.
 
     Args:
         timeline: A predicted or measured run.
 
     Returns:
-        Starts and ends in the times of `timeline.spans`, each of shape (ranks,). A rank without a
-        backward has infinite ones.
+        Starts and ends, shape (ranks,) each, on the time axis of `timeline.spans`. Both are
+        infinite for a rank without a backward.
     """
     spans = timeline.spans
     begins, ends = np.full(timeline.ranks, np.inf), np.full(timeline.ranks, -np.inf)
@@ -229,10 +229,10 @@ def _find_gaps(timeline: Timeline) -> NDArray[Any]:
 def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
     """Return the waits of all gaps, in any order, with the fields of `WAIT_DTYPE`.
 
-    The loop walks all gaps at once, from their ends to their beginnings. At each step, `now` is the
-    instruction that waits, and `time` is the latest time that has no cause yet. First comes the
-    time between the end of the predecessor and `time`. Then comes the time in which the predecessor
-    ran.
+    The loop walks through all gaps in parallel, from their ends to their beginnings. At each step,
+    `now` is the instruction that waits, and the time before `time` has no cause yet. A step gives
+    causes to two intervals: from the end of the predecessor to `time`, and before that the time in
+    which the predecessor ran.
     """
     spans, latest = timeline.spans, _find_latest(timeline)
     nothing_follows = gaps["after"] == NO_POSITION
@@ -250,7 +250,8 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
         gap, begin, now, time = gap[on], begin[on], awaited[on], ended[on]
 
         cause = _explain_running(timeline, now)
-        # A wait for another rank's compute is not resolved further, and covers the rest of the gap.
+        # For a wait for another rank's compute, no earlier causes are searched. It covers the rest
+        # of the gap.
         began = np.where(cause == IdleCause.PEER, -np.inf, spans["start"][now])
         began = np.clip(began, begin, time)
         found.append(_make_waits(gap, cause, now, began, time))
@@ -270,9 +271,9 @@ def _make_waits(
 
 
 def _explain_late_start(timeline: Timeline, waiting: Ints, awaited: Ints) -> tuple[Ints, Ints]:
-    """Return the cause and the awaited instruction if the predecessor has ended.
+    """Return the cause and the awaited instruction of the time after the predecessor has ended.
 
-    In a draft, which has no message instructions, the cause is a message between two ranks.
+    If both are computes of different ranks, as in a draft, the cause is the message between them.
     Otherwise it is the host.
     """
     lane, rank = timeline.spans["lane"], timeline.spans["rank"]
@@ -291,7 +292,10 @@ def _explain_running(timeline: Timeline, awaited: Ints) -> Ints:
 
 
 def _find_latest(timeline: Timeline) -> Ints:
-    """Return the predecessor of each instruction that ends last; of equal ones, a compute."""
+    """Return, for each instruction, the predecessor that ends last.
+
+    If several predecessors end at the same time, the result is a compute.
+    """
     spans = timeline.spans
     order = np.lexsort((spans["lane"] == Lane.COMPUTE, spans["end"]))
     place = np.full(len(spans) + 1, -1.0)  # the last entry is that of NO_POSITION
@@ -311,9 +315,9 @@ def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
 
 
 def _mark_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) -> NDArray[Any]:
-    """Mark waits for other ranks as IMBALANCE.
+    """Change the cause of some waits for other ranks to IMBALANCE.
 
-    A rank has as much of it as its busy time is below that of the busiest rank.
+    The total time of these waits is the busy time of the busiest rank minus that of the rank.
     """
     rank = idle["rank"]
     begins = np.full(timeline.ranks, -np.inf)  # start of the first instruction

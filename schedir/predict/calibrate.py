@@ -32,11 +32,12 @@ from schedir.predict.timeline import Timeline, require_timelines
 
 Floats = NDArray[np.float64]
 
-# Share of the span of a run. A prediction with a larger error does not explain its run.
+# Largest error of a predicted span, as a share of the span of the run. A prediction with a larger
+# error does not explain the run.
 MAX_PREDICTION_ERROR: Final = 0.1
 MIN_REPORTED_SHARE: Final = 0.01  # Share of ranks x span. Smaller shares are noise.
 TIME_TOLERANCE: Final = 1e-9  # Share of a time. Smaller differences come from rounding.
-HOST_GAP_QUANTILE: Final = 0.9  # Share of the host's gaps that count as usual.
+HOST_GAP_QUANTILE: Final = 0.9  # Share of the gaps of a host that count as usual; see `calibrate`.
 _OPS_OF_COST: Final = {
     name: [op for op in COST_BY_OPCODE if COST_BY_OPCODE[op] == name]
     for name in COST_BY_OPCODE.values()
@@ -56,47 +57,49 @@ _LANE_CAUSES: Final = (
 
 
 def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
-    """Return the costs at which a simulation reproduces a run.
+    """Compute the costs with which a simulation reproduces a run.
 
-    With these costs, a simulation has the same span as the run, and its ranks wait where those of
-    the run waited.
+    With these costs, a simulation has about the same span as the run, and its ranks wait at the
+    same instructions.
 
     Costs of instructions on other lanes than compute, such as messages, gathers and reductions:
 
-    - The duration of each instruction is within an interval. If a rank waited for the instruction,
-      its end is exact. Its duration is then at most its span. It is at least the part of the span
-      that comes after the previous instruction of its queue has ended.
+    - The span of an instruction is the time from its recorded start to its recorded end. From it
+      follows an interval for the duration of the instruction.
+    - If a rank waited for the instruction, its end is exact. Its duration is then at most its span.
+      It is at least the part of the span after the previous instruction of the queue has ended.
     - If no rank waited for it, its end may be recorded late. Its duration is then between 0 and its
       span.
     - In a prediction, all durations are equal to the spans.
-    - The cost is the time with the smallest sum of distances to all intervals. If there are
-      several, it is the smallest one.
+    - The cost is the time with the smallest sum of distances to all intervals. If several times
+      have this sum, it is the smallest of them.
     - A wait counts if it is longer than usual gaps of the host and than the clock error. A gap of
-      the host is the time between two computes in which nothing is awaited. It is usual if it is
-      not longer than the quantile `HOST_GAP_QUANTILE` of them.
+      the host is the time between two computes in which the rank waits for nothing. A gap is usual
+      if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
 
     Costs of all other instructions are mean times:
 
-    - F, B, I, W, R and pairs have one for each stage, and instructions of a rank, such as the step,
-      one for each rank. The step of one rank may run in parallel to a neighbour's backwards. All
-      other kinds have one number.
+    - F, B, I, W, R and pairs have one cost for each stage. Instructions per rank, such as the step,
+      have one cost for each rank, because the step of one rank may run in parallel to a
+      neighbour's backwards. All other instructions have one cost.
     - The time of an instruction is its span plus the unexplained delay before it. To find this
       delay, a simulation lets all computes end as in the run, and all messages take the costs
-      above. The delay is the difference of the starts. It comes from the host, slow messages and
-      noise. It is negative after a message that was faster than its cost.
+      above. The delay is the recorded start minus the simulated start. It comes from the host, slow
+      messages and noise. It is negative after a message that was faster than its cost.
     - A cost is never less than the shortest span.
-    - A stage with several replicas has the mean of all of them.
-    - Means hide differences between microbatches, such as a first one that touches new memory. A
-      simulation is too short if other ranks waited for the slow ones, and too long if no rank did.
+    - The cost of a stage with several replicas is the mean over all replicas.
+    - Means hide differences between microbatches. For example, the first microbatch may be slow
+      because it uses new memory. A simulation is too short if other ranks waited for the slow
+      microbatches, and too long if no rank did.
 
-    Instructions that a stage or the program does not have cost 0. Only the cost of R is left out
-    then, and is equal to that of F.
+    Instructions that a stage or the program does not have cost 0. Without R in the program, the
+    cost of R is not set, so R takes the time of F.
 
     Args:
         measured: A measured run, or a prediction.
-        per_microbatch: True to return the costs of F, B, I, W, R and pairs as arrays by stage and
-            microbatch. This is for packed data and sequence segments, whose microbatches take
-            different times.
+        per_microbatch: True to return the costs of F, B, I, W, R and pairs as arrays of shape
+            (stages, microbatches). Use this for packed data and sequence chunks, whose microbatches
+            take different times.
 
     Returns:
         Costs in the unit of `measured`.
@@ -138,7 +141,7 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
 
 
 def simulate_at_mean_times(run: Timeline, costs: Costs | None = None) -> Timeline:
-    """Simulate the program of a run at the mean times of the run.
+    """Simulate the program of a run with the mean times of the run as costs.
 
     Args:
         run: The measured run.
@@ -165,17 +168,17 @@ def compute_prediction_error(predicted: Timeline, run: Timeline) -> float:
         run: The measured run.
 
     Returns:
-        How much longer the prediction is, as a share of the run's span; negative if it is shorter.
-        0 if the run's span is 0.
+        The difference of the spans as a share of the run's span. It is negative if the prediction
+        is shorter than the run, and 0 if the run's span is 0.
     """
     return predicted.span / run.span - 1 if run.span else 0.0
 
 
 def compute_unexplained_share(predicted: Timeline, run: Timeline) -> float:
-    """Return the share of ranks x span that the prediction counts as work, and the run does not.
+    """Return the busy time of the prediction minus that of the run, as a share of ranks x span.
 
-    This is time of the host, of late messages and of noise, which `calibrate` adds to the costs of
-    computes.
+    The difference is time of the host, late messages and noise. `calibrate` adds this time to the
+    costs of computes.
 
     Args:
         predicted: The prediction at the calibrated costs of the run.
@@ -189,10 +192,10 @@ def compute_unexplained_share(predicted: Timeline, run: Timeline) -> float:
 
 
 def format_bubbles(run: Timeline, predicted: Timeline) -> str:
-    """Return the bubble of a run and of its prediction in words.
+    """Describe the bubble of a run and of its prediction in words.
 
-    The text has no predicted bubble if the prediction error is above `MAX_PREDICTION_ERROR`. It has
-    the unexplained share if that is at least `MIN_REPORTED_SHARE`.
+    The text has no predicted bubble if the prediction error is above `MAX_PREDICTION_ERROR`. It
+    includes the unexplained share if this share is at least `MIN_REPORTED_SHARE`.
 
     Args:
         run: The measured run.
@@ -208,9 +211,9 @@ def format_bubbles(run: Timeline, predicted: Timeline) -> str:
 
 
 def _bounded_mean(durations: Floats) -> float:
-    """Return the mean of times with delays, but at least the shortest time without delay.
+    """Return the mean of times with delays, but at least the shortest time without delays.
 
-    `durations` has shape (2, n): times with delays, and without.
+    `durations` has shape (2, n): row 0 has the times with delays, and row 1 the times without.
     """
     times, lasted = durations
     return max(float(lasted.min()), float(times.mean())) if len(times) else 0.0
@@ -219,7 +222,10 @@ def _bounded_mean(durations: Floats) -> float:
 def _collect_microbatches(
     mean: Cost, measured: Timeline, durations: Floats, mask: NDArray[np.bool_]
 ) -> Cost:
-    """Return the masked durations by stage and microbatch, and the stage's mean for all others."""
+    """Return costs of shape (stages, microbatches): the durations of the instructions in `mask`.
+
+    A stage and microbatch without such an instruction gets the mean of the stage.
+    """
     shape, spans = measured.program.shape, measured.spans[mask]
     each = np.repeat(to_grid(mean), shape.microbatches, 1)
     each[spans["stage"], spans["mb"]] = durations[:, mask].max(0)
@@ -227,12 +233,12 @@ def _collect_microbatches(
 
 
 def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_]) -> Cost:
-    """Return the mean of an instruction of each rank, or one number if all means are equal.
+    """Return the mean duration of an instruction on each rank, or one number if all are equal.
 
-    If there are fewer stages than ranks, the last number is for all other ranks.
+    If there are fewer stages than ranks, the last number is for all remaining ranks.
     """
     shape = measured.program.shape
-    column = np.minimum(measured.spans["rank"], shape.stages - 1)  # the column in `Costs`
+    column = np.minimum(measured.spans["rank"], shape.stages - 1)  # index of the number in `Costs`
     each = range(min(shape.ranks, shape.stages)) if mask.any() else ()
     means = [_bounded_mean(durations[:, mask & (column == k)]) for k in each]
     if not means or np.ptp(means) <= TIME_TOLERANCE * max(means):
@@ -241,9 +247,9 @@ def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_
 
 
 def _average_unpaired(name: str, durations: Floats, paired: NDArray[np.bool_]) -> float:
-    """Return the mean of instructions outside of pairs.
+    """Return the mean duration of the instructions that are not in pairs.
 
-    If all are in pairs, F takes a third of the pair, and B two thirds.
+    If all are in pairs, the result is a third of the mean pair for F, and two thirds for backwards.
     """
     if paired.all():
         return _bounded_mean(durations) * (1 / 3 if name == "F" else 2 / 3)
@@ -251,7 +257,7 @@ def _average_unpaired(name: str, durations: Floats, paired: NDArray[np.bool_]) -
 
 
 def _bound_durations(measured: Timeline) -> Floats:
-    """Return the least and the most time that each instruction can have taken, shape (2, n)."""
+    """Return the shortest and the longest possible duration of each instruction, shape (2, n)."""
     spans, graph, idle = measured.spans, measured.graph, idleness(measured)
     idle = idle[np.isin(idle["cause"], _LANE_CAUSES)]
     # If the awaited instruction ended after the wait, another instruction ended the wait.
@@ -276,9 +282,9 @@ def _bound_durations(measured: Timeline) -> Floats:
 
 
 def _find_nearest_time(bounds: Floats) -> float:
-    """Return the least of the times with the smallest sum of distances to all intervals.
+    """Return the smallest time with the smallest sum of distances to all intervals.
 
-    Each end of an interval has the same weight, so this is the lower median of all ends.
+    Each bound of an interval has the same weight, so this is the lower median of all bounds.
     """
     count = bounds.shape[1]
     return float(np.sort(bounds, axis=None)[count - 1]) if count else 0.0
@@ -287,7 +293,7 @@ def _find_nearest_time(bounds: Floats) -> float:
 def _measure_unexplained(measured: Timeline, costs: Costs) -> Floats:
     """Return the unexplained delay before each instruction of the compute lane.
 
-    The delay is the difference between its start and its earliest start. The earliest start follows
+    The delay is the recorded start minus the earliest possible start. The earliest start follows
     from the recorded ends of computes, and from `costs` for all other instructions.
     """
     spans, compute = measured.spans, measured.spans["lane"] == Lane.COMPUTE
@@ -297,9 +303,9 @@ def _measure_unexplained(measured: Timeline, costs: Costs) -> Floats:
 
 
 def fill_missing_backwards(costs: Costs, program: Program) -> Costs:
-    """Return costs that also have the backwards that the run did not have.
+    """Add the costs of backwards that the run did not have.
 
-    B costs I + W. Without I and W in the run, each of them costs half of B.
+    If the run has no B, B costs I + W. If it has no I, then I and W each cost half of B.
 
     Args:
         costs: The costs of a run.
@@ -315,20 +321,21 @@ def fill_missing_backwards(costs: Costs, program: Program) -> Costs:
 
 
 def adjust_for_zero(costs: Costs, program: Program, zero: int, sizes: Sizes | None = None) -> Costs:
-    """Return the costs of a program for another ZeRO level.
+    """Convert the costs of a program to another ZeRO level.
 
     An all-reduce takes the time of a reduce-scatter and an all-gather (arXiv 1910.02054, section
-    7.1), so each of the two takes half of it. The all-gather of weights is longer or shorter by the
-    ratio of the bytes of weights and gradients. A sharded optimizer step takes 1/dp of the time.
+    7.1), so each of the two takes half of this time. The time of the all-gather is multiplied by
+    the bytes of weights divided by the bytes of gradients. A sharded optimizer step takes 1/dp of
+    the time.
 
-    Costs are changed only if exactly one of the two levels is 0. A cost that is given and not 0 is
-    kept, except that of the step.
+    Costs are changed only if exactly one of the two levels is 0. A cost that is given and not 0
+    stays unchanged, except the cost of the step.
 
     Args:
         costs: The costs of `program`.
         program: The program.
         zero: The other ZeRO level.
-        sizes: The sizes, for the bytes of weights and gradients. If None, these are equal.
+        sizes: The sizes, for the bytes of weights and gradients. If None, both are assumed equal.
     """
     if bool(zero) == bool(program.zero):
         return costs
@@ -348,7 +355,7 @@ def adjust_for_zero(costs: Costs, program: Program, zero: int, sizes: Sizes | No
 
 
 def _params_per_gradient_byte(sizes: Sizes, stages: int) -> float | NDArray[np.float64]:
-    """Return the bytes of weights over those of gradients for each stage; 1 if one is unknown."""
+    """Return bytes of weights / bytes of gradients for each stage; 1 if one of them is unknown."""
     params, grads = (sizes.for_stages(name, stages)[:, None] for name in ("params", "grads"))
     has_both = (params > 0) & (grads > 0)
     each = np.where(has_both, params / np.where(has_both, grads, 1.0), 1.0)
@@ -358,7 +365,8 @@ def _params_per_gradient_byte(sizes: Sizes, stages: int) -> float | NDArray[np.f
 def round_costs(costs: Costs) -> Costs:
     """Return costs rounded to 6 digits, as `format_costs` writes them.
 
-    If all stages or all microbatches have the same cost, they become one number.
+    If all stages have the same cost, the result has one number for all of them. The same applies to
+    microbatches.
 
     Args:
         costs: The costs.
@@ -380,10 +388,10 @@ def round_costs(costs: Costs) -> Costs:
 
 
 def format_costs(costs: Costs) -> str:
-    """Return the given costs as a value of the option `--costs`.
+    """Format costs as a value of the option `--costs`.
 
     Args:
-        costs: The costs. Those that were not given are left out.
+        costs: The costs. Costs that are not given are left out.
 
     Example:
         >>> format_costs(Costs(F=(1.5, 2.0), B=3.0, I=1.0, W=2.0, send=0.25))

@@ -32,12 +32,12 @@ def simulate_on_cpus(
     progress_model: ProgressModel = "per_edge",
     blocking_hosts: bool = True,
 ) -> Timeline:
-    """Return the Timeline of a program on a machine whose ranks share processors.
+    """Simulate a program on a machine whose ranks share processors.
 
-    If more ranks compute than there are processors, each rank runs at processors/ranks of its
-    speed. This is the ideal processor sharing of a fair thread scheduler. Sums and
-    gathers of several processes use processors too, because they copy and add bytes. Messages use
-    none. With as many processors as ranks, the result is that of `simulate`.
+    If n ranks compute on fewer than n processors, each rank runs at processors/n of its speed. This
+    is the ideal processor sharing of a fair thread scheduler. Sums and gathers of several processes
+    use processors too, because they copy and add bytes. Messages use no processor. With as many
+    processors as ranks, the result is that of `simulate`.
 
     Args:
         program: A lowered program.
@@ -85,8 +85,9 @@ def simulate_on_cpus(
 def _share_processors(graph: Graph, costs: Costs, processors: float) -> tuple[Times, Times]:
     """Return the start and the end of each instruction.
 
-    All running computes have the same speed. So one number, `progress`, is enough: the work that a
-    compute would have received since time 0. A compute ends when `progress` has grown by its cost.
+    All running computes have the same speed at any time. So one number is enough for all of them:
+    `progress`, the work that a compute would have done since time 0. A compute ends when `progress`
+    has grown by its cost.
     """
     problem = build_problem(graph, costs)
     runs = [row.lane in CPU_LANES for row in INSTRUCTIONS]
@@ -100,10 +101,10 @@ def _share_processors(graph: Graph, costs: Costs, processors: float) -> tuple[Ti
             missing[b] += 1
     cost, shares = problem.cost.tolist(), computes.tolist()
     start, end = np.zeros(graph.node_id_limit), np.zeros(graph.node_id_limit)
-    waiting: list[tuple[float, int]] = []  # instructions without a processor, by their end
-    working: list[
-        tuple[float, int]
-    ] = []  # instructions with a processor, by `progress` at their end
+    # Heap of running instructions that use no processor: (end, node).
+    waiting: list[tuple[float, int]] = []
+    # Heap of running instructions that use a processor: (`progress` at the end, node).
+    working: list[tuple[float, int]] = []
     ready = [a for a in np.flatnonzero(problem.node_mask).tolist() if not missing[a]]
     now = progress = 0.0
     while ready or waiting or working:

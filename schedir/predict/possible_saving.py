@@ -8,7 +8,7 @@ RELATIVE_TOLERANCE: Final = 1e-9  # Share of a span. Smaller differences come fr
 
 
 def compute_saving(span: float, lower_bound: float) -> float:
-    """Return the share of a span that is above a lower bound.
+    """Return the part of a span above a lower bound, as a share of the span.
 
     Args:
         span: The time of a schedule.
@@ -21,7 +21,7 @@ def compute_saving(span: float, lower_bound: float) -> float:
 
 
 def format_percent(saving: float) -> str:
-    """Return a saving as a percentage for a table.
+    """Format a saving as a percentage for a table.
 
     Args:
         saving: The saving, as a share from 0 to 1.
@@ -36,7 +36,7 @@ def format_percent(saving: float) -> str:
 
 
 def describe_saving(saving: float) -> str:
-    """Return a saving in words for a sentence.
+    """Format a saving in words for a sentence.
 
     Args:
         saving: The saving, as a share from 0 to 1.

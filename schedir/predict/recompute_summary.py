@@ -8,13 +8,13 @@ from schedir.passes.memory.offload_placement import DISK_TRIP, HOST_TRIP
 
 
 def describe_recompute(program: Program) -> str:
-    """Return in words which forwards a program recomputes.
+    """Describe which forwards a program recomputes.
 
     Args:
         program: The program.
 
     Returns:
-        The text; an empty string if it recomputes nothing.
+        The text; an empty string if the program recomputes nothing.
 
     Example:
         >>> from schedir import PipelineShape, compile, schedules
@@ -26,13 +26,13 @@ def describe_recompute(program: Program) -> str:
 
 
 def describe_forwards(program: Program) -> str:
-    """Return in words which forwards are recomputed, offloaded and spilled to the disk.
+    """Describe which forwards are recomputed, offloaded to the host, and spilled to the disk.
 
     Args:
         program: The program.
 
     Returns:
-        One line for each of the three. A line is left out if the program does this with no forward.
+        One line for each of the three. A line without forwards is left out.
     """
     done = {
         "recomputed": RECOMPUTE,
@@ -44,7 +44,7 @@ def describe_forwards(program: Program) -> str:
 
 
 def _describe_op_forwards(program: Program, op: Opcode) -> str:
-    """Return in words for which forwards a program has this instruction."""
+    """Describe for which stages and microbatches a program has instructions with an opcode."""
     found: dict[int, list[int]] = {}
     for stream in program.streams:
         for i in stream:
@@ -63,7 +63,7 @@ def _describe_op_forwards(program: Program, op: Opcode) -> str:
 
 
 def _format_ranges(numbers: list[int]) -> str:
-    """Return ascending numbers in words: consecutive ones as a range, such as `0-2 and 5`."""
+    """Format ascending numbers, with consecutive numbers as a range, such as `0-2 and 5`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

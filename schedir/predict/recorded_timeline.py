@@ -22,11 +22,11 @@ def build_timeline(
     *,
     blocking_hosts: bool = False,
 ) -> Timeline:
-    """Return a measured Timeline from the recorded start and end of each instruction.
+    """Build a measured Timeline from the recorded start and end of each instruction.
 
-    Instructions of one node of the dependency graph have one common span. A message and a
-    collective start when the last member starts. A pair that runs together starts when its first
-    member starts. All end when the last member ends. Times begin at 0.
+    Instructions of one node of the dependency graph get the same start and end. A message or a
+    collective starts when its last member starts. A pair that runs together starts when its first
+    member starts. All of them end when their last member ends. The first start becomes time 0.
 
     Args:
         program: The program.

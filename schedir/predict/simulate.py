@@ -31,15 +31,15 @@ def simulate(
     sizes: Sizes | None = None,
     skip_checks: bool = False,
 ) -> Timeline:
-    """Return the Timeline that a program has at given costs.
+    """Predict the Timeline of a program from the costs of its instructions.
 
-    Each instruction starts when its queue, its inputs and its partners allow it.
+    Each instruction starts as soon as its queue is free, its inputs exist, and its partners are
+    ready.
 
     Args:
         program: A program, a schedule function, or the name of a built-in schedule. A draft or a
             schedule is compiled first, for this progress model and these costs. The messages of a
-            program keep the order that its own compilation chose, so pass the same costs to
-            `compile` for the best order.
+            program keep their order. For the best order, pass the same costs to `compile`.
         costs: The cost of each instruction. The default is `Costs()`.
         ranks: Number of pipeline ranks. A schedule needs this and `microbatches`.
         microbatches: Number of microbatches.
@@ -49,8 +49,8 @@ def simulate(
         blocking_hosts: True if hosts are blocking, as on CPUs. Then a message waits for the
             computes before it in its Stream.
         sizes: The sizes of values. With sizes, the memory of the Timeline is in bytes.
-        skip_checks: True to skip the proof that the program computes the right values. It must
-            still be complete and free of deadlocks.
+        skip_checks: True to skip the checks of the order of values, slots and messages. The program
+            must still be complete and free of deadlocks.
 
     Raises:
         SchedirError: `check` refuses the program. A program that `check` has proven is not checked

@@ -1,8 +1,8 @@
-"""Compute the step period of many consecutive steps.
+"""Compute the step period: the mean time of a step among many consecutive steps.
 
-The span of one step does not give this time. A rank that ends its step early can begin the next one
-while other ranks are busy. It has to wait only for messages, and for collectives of all ranks, such
-as the norm of the gradients before a step (`Program.norm_check`).
+The step period can be shorter than the span of one step. A rank that ends its step early can begin
+the next step while other ranks are busy. It waits only for messages, and for collectives of all
+ranks, such as the norm of the gradients before a step (`Program.norm_check`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 from schedir.verify.check import check
 
-# Instructions that read weights on another lane than that of the update. No queue orders them after
-# the update.
+# Instructions that read weights on another lane than compute, which has the update. No queue orders
+# them after the update.
 _WEIGHT_READS: Final = tuple(
     op for op in find_consumers(Value.PARAMS) if INSTRUCTIONS[op].lane is not Lane.COMPUTE
 )
@@ -46,10 +46,10 @@ def compute_step_period(
     """Return the mean time of a step among many consecutive steps, in the unit of the costs.
 
     Each queue runs one step after the other. An instruction on another lane than compute that reads
-    weights, such as an Unshard, waits for the update before it. A step whose update is validated
-    later waits before its own update for the norm of the step before. No update has to be repeated
-    here. A blocking host begins a step when all messages and reductions of the step before are
-    over.
+    weights, such as an Unshard, waits for the update of the previous step. With norm_check=
+    "after_step", an update waits for the norm of the previous step. The simulation assumes that no
+    update must be repeated. A blocking host begins a step when all messages and reductions of the
+    previous step have ended.
 
     Args:
         program: A lowered program.
@@ -93,7 +93,7 @@ def compute_step_period(
 
 
 def _iter_step_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
-    """Yield edges from the nodes of a step to those of the next step."""
+    """Yield edges from the nodes of a step to the nodes of the next step."""
     index, (enter, leave) = graph.index, graph.entry_exit_nodes
     _, first = np.unique(graph.queue, return_index=True)
     _, back = np.unique(graph.queue[::-1], return_index=True)
@@ -112,5 +112,5 @@ def _iter_step_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
             mine, next_ones = (at[index.rank[at] == rank] for at in (waited, first))
             yield np.repeat(leave[mine], len(next_ones)), np.tile(enter[next_ones], len(mine))
     validations = np.flatnonzero(validates)
-    if len(validations):  # each rank has one of both
+    if len(validations):  # each rank has one validation and one update
         yield leave[validations], enter[updates]

@@ -39,10 +39,10 @@ Times = NDArray[np.float64]
 TimelineKind = Literal["predicted", "measured"]
 
 TIMELINE_KINDS: Final[tuple[TimelineKind, ...]] = get_args(TimelineKind)
-# The units of a Timeline, and the resolution of its clocks in this unit. "" is the unit of the
-# costs. CUDA events have a resolution of half a microsecond.
+# Unit of a Timeline -> resolution of its clocks in this unit. "" is the unit of the costs. CUDA
+# events have a resolution of half a microsecond.
 TIME_UNITS: Final = {"": 0.0, "s": 1e-6}
-MAX_TIME: Final = 1e300  # The latest time. Sums of later times over ranks may overflow a float.
+MAX_TIME: Final = 1e300  # The latest possible time. Sums of later times may overflow a float.
 
 SPAN_DTYPE: Final = np.dtype(
     [("rank", "i4"), ("stage", "i4"), ("mb", "i4"), ("lane", "i2"), ("op", "i2"),
@@ -94,12 +94,13 @@ def require_timelines(timelines: object) -> None:
 
 
 class CausalityViolations(NamedTuple):
-    """The instructions that come before one of their causes.
+    """The instructions whose times are before the times of one of their causes.
 
     Attributes:
-        amount: The time by which each instruction comes before a cause, shape (n,); 0 if it does
-            not.
-        cause: The index in `spans` of this cause, shape (n,), or -1.
+        amount: For each instruction, the time by which it comes before a cause, shape (n,); 0 for
+            an instruction without a violation.
+        cause: The index in `spans` of this cause, shape (n,); -1 for an instruction without a
+            violation.
     """
 
     amount: NDArray[np.float64]
@@ -132,9 +133,10 @@ class Timeline:
         kind: "predicted" or "measured".
         unit: The unit of times: "" for the unit of the costs, or "s" for seconds.
         progress_model: The progress model of the prediction, or of the transport of a measured run.
-        clock_error: The most by which the clocks of two ranks may differ, in `unit`. It is 0 in a
+        clock_error: The largest difference between the clocks of two ranks, in `unit`. It is 0 in a
             prediction, and if all ranks read the same clock.
-        sizes: The sizes of values. With sizes, memory is in bytes.
+        sizes: The sizes of values. With sizes, memory is in bytes. Without them, it is a number of
+            activations.
         blocking_hosts: True if hosts are blocking, as on CPUs.
 
     Raises:
@@ -152,7 +154,7 @@ class Timeline:
         1 to 2: F 1.0
         2 to 2: recv_act 1.1
         2 to 4: B 1.0
-        >>> run.critical_path[:4]  # what decides the span: indices into `spans`
+        >>> run.critical_path[:4]  # indices into `spans`
         array([ 0, 18, 19, 21])
     """
 
@@ -190,7 +192,8 @@ class Timeline:
 
         Returns:
             The columns rank, lane, op, stage, microbatch, start and end. The times are in `unit`.
-            An instruction that has no stage or no microbatch has -1 there.
+            The stage of an instruction per rank is 0. For an instruction that is not per
+            microbatch, `microbatch` is the number of the update or of the occurrence.
 
         Raises:
             MissingPackageError: pandas is not installed.
@@ -228,7 +231,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> NDArray[np.float64]:
-        """The time that each rank's compute lane is in use, shape (ranks,).
+        """The time in which each rank's compute lane is busy, shape (ranks,).
 
         A pair that runs together counts once.
         """
@@ -242,29 +245,29 @@ class Timeline:
 
     @cached_property
     def is_second_of_pair(self) -> NDArray[np.bool_]:
-        """A mask of the spans that are the second of a pair that runs together, shape (n,).
+        """A mask of the second instruction of each pair that runs together, shape (n,).
 
-        The time of the pair is that of the first.
+        The first instruction has the same start and end, so one of the two counts.
         """
         second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE_OPS)
         return second
 
     @cached_property
     def idle(self) -> NDArray[np.float64]:
-        """The time within the span that each rank's compute lane is not in use, shape (ranks,)."""
+        """The time within the span in which each rank's compute lane is idle, shape (ranks,)."""
         return self.span - self.busy
 
     @property
     def bubble(self) -> float:
-        """The idle share of ranks x span, from 0 to 1."""
+        """The idle time of all ranks as a share of ranks x span, from 0 to 1."""
         total = self.span * self.ranks
         return float(self.idle.sum()) / total if total else 0.0
 
     @property
     def bubble_over_ideal(self) -> float:
-        """The idle time over the busy time.
+        """The idle time of all ranks divided by their busy time.
 
-        This is the bubble of the papers: (P-1)/m for 1F1B (Narayanan et al., SC21, section 2.2.1).
+        Papers call this the bubble: (P-1)/m for 1F1B (Narayanan et al., SC21, section 2.2.1).
         """
         ideal = float(self.busy.sum())
         return float(self.idle.sum()) / ideal if ideal else 0.0
@@ -292,10 +295,10 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> float:
-        """The largest activation memory of a rank, in microbatches through all stages of a rank.
+        """The largest activation memory of a rank, in microbatches.
 
-        An activation of half of a rank's stages counts as half. Each segment of a stage has an
-        equal share of the stage's activations.
+        A microbatch in all stages of a rank counts as 1, and in half of the stages as 0.5. Each
+        segment of a stage has an equal share of the stage's activations.
         """
         program = self.program
         segments, peak = program.segments_per_stage, self.peak_in_flight
@@ -306,22 +309,22 @@ class Timeline:
 
     @cached_property
     def peak_in_flight(self) -> NDArray[np.int64]:
-        """The most (stage, mb) in flight at once on each rank, shape (ranks,).
+        """The largest number of (stage, microbatch) pairs in flight on each rank, shape (ranks,).
 
-        They are in flight from F to B, or to W if the backward is split.
+        A pair is in flight from F to B, or to W if the backward is split.
         """
         return peak_in_flight(self.program)
 
     @cached_property
     def peak_weight_versions(self) -> NDArray[np.int64]:
-        """The most weight versions that each rank needs at once, shape (ranks,)."""
+        """The largest number of weight versions that each rank needs at the same time, (ranks,)."""
         return count_peak_versions(self.program)
 
     @cached_property
     def memory(self) -> tuple[MemoryHistory, ...]:
-        """The memory of each rank's device over time, in bytes, or in activations without sizes.
+        """The device memory of each rank over time, in bytes, or without sizes in activations.
 
-        An activation is one (stage, mb) in flight.
+        An activation is one (stage, microbatch) pair in flight.
         """
         if self.sizes is None:
             curves = (self.count_in_flight(rank) for rank in range(self.ranks))
@@ -357,7 +360,8 @@ class Timeline:
         spans = self.spans[int(self.program.offsets[rank]) :][footprint.positions]
         times = np.where(footprint.is_at_start, spans["start"], spans["end"])
         times[0] = self.start_time
-        # Other lanes run in parallel to compute, so their changes are not in the order of time.
+        # Other lanes run in parallel to compute. So their changes can have another order in time
+        # than in the Stream.
         if (spans["lane"][1:] != Lane.COMPUTE).any():
             footprint, times = footprint.order_by_time(times), np.unique(times)
         parts = {
@@ -368,10 +372,10 @@ class Timeline:
 
     @property
     def static_memory(self) -> dict[str, NDArray[np.float64]]:
-        """The bytes that each rank uses all the time, by the parts of `sizes`.
+        """The bytes that each rank uses all the time, shape (ranks,), for each part of `sizes`.
 
-        Each part has shape (ranks,). The result is empty without sizes, or if `sizes` does not
-        specify the parts.
+        The keys are names of `Sizes`, or labels of sharded states. The dict is empty without sizes,
+        or if `sizes` has only `model_states` and not its parts.
         """
         if self.sizes is None or not self.sizes.specified_parts:
             return {}
@@ -379,10 +383,7 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> NDArray[np.float64]:
-        """The peak memory of each rank's device, shape (ranks,).
-
-        It is in bytes, or without sizes in activations of one (stage, mb).
-        """
+        """The peak of `memory` of each rank, in the same unit, shape (ranks,)."""
         return np.array([curve.total.max(initial=0.0) for curve in self.memory])
 
     @property
@@ -393,7 +394,7 @@ class Timeline:
         return float(np.cumsum(np.concatenate(changes)[at]).max(initial=0.0))
 
     def count_in_flight(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return how many (stage, mb) are in flight on a rank over time.
+        """Return the number of (stage, microbatch) pairs in flight on a rank over time.
 
         Args:
             rank: The rank.
@@ -409,21 +410,21 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> NDArray[np.int64]:
-        """The instructions that decide the span: indices into `spans`, in order."""
+        """The instructions that determine the span: indices into `spans`, in order of time."""
         if not len(self):
             return np.empty(0, np.int64)
         return self.critical_path_to(int(self.spans["end"].argmax()))
 
     def critical_path_to(self, position: int) -> NDArray[np.int64]:
-        """Return the instructions that decide when an instruction starts.
+        """Return the instructions that determine when an instruction starts.
 
-        The predecessor of each one is the last to end of all that it waited for.
+        Each instruction of the path is preceded by its `critical_predecessor`.
 
         Args:
             position: The index of the instruction in `spans`.
 
         Returns:
-            Indices into `spans` in order; the last is `position`.
+            Indices into `spans`, in order of time; the last is `position`.
         """
         path = [position]
         while (before := int(self.critical_predecessor[path[-1]])) >= 0:
@@ -432,19 +433,19 @@ class Timeline:
 
     @cached_property
     def critical_predecessor(self) -> NDArray[np.int64]:
-        """The index of the instruction that ended last of all that each span waited for, or -1."""
+        """For each instruction, the index of the predecessor that ended last, or -1; shape (n,)."""
         return self.graph.find_last_predecessors(self.spans["end"])
 
     @cached_property
     def causality_violations(self) -> CausalityViolations:
-        """The instructions that come before one of their causes, so that the times cannot be right.
+        """The instructions that come before one of their causes. Their times must be wrong.
 
-        Times can be right only if they follow these rules:
+        Correct times follow these rules:
 
         - The inputs of an instruction end before it starts.
-        - The end of a measured message or reduction may be recorded late. Only its start must come
-          before the instruction that waits for it.
-        - In a measured pair that runs together, inputs need only end before the pair ends.
+        - The end of a measured message or reduction may be recorded late. So only its start must
+          come before the instruction that waits for it.
+        - The inputs of a measured pair that runs together end before the pair ends.
         - A receive does not end before its send starts.
         - A collective does not end before its last member starts.
 
@@ -483,19 +484,19 @@ class Timeline:
 
     @property
     def causality_warning(self) -> str:
-        """A warning if times cannot be right, or an empty string."""
+        """A warning if times must be wrong (`causality_violations`), or an empty string."""
         worst = float(self.causality_violations.amount.max(initial=0.0))
         return f"effects up to {worst:.3g} {self.unit}".rstrip() + " before causes" if worst else ""
 
     @property
     def description(self) -> str:
-        """The text that views show after the name: the kind, and the number of stages per rank."""
+        """The text that charts show after the name: the kind, and the number of stages per rank."""
         shape = self.program.shape
         return self.kind + (f", {shape.stages_per_rank_text}" if shape.stages_per_rank > 1 else "")
 
     @property
     def caption(self) -> str:
-        """The description and the causality warning, which every view must show."""
+        """The description and the causality warning, which every chart must show."""
         return ", ".join(filter(None, [self.description, self.causality_warning]))
 
     @cached_property

@@ -30,12 +30,12 @@ class TimeDifference(NamedTuple):
 
     @property
     def increase(self) -> float:
-        """The second time minus the first. The sum over a rank is the difference of the spans."""
+        """The second time minus the first. The increases of a rank add up to that of the span."""
         return self.second_time - self.first_time
 
 
 def compare_timelines(first: Timeline, second: Timeline) -> list[TimeDifference]:
-    """Return how long each rank spends on each activity in two runs.
+    """Compare the time that each rank spends on each activity in two runs.
 
     Args:
         first: A run.
@@ -63,7 +63,7 @@ def compare_timelines(first: Timeline, second: Timeline) -> list[TimeDifference]
 
 
 def _sum_times(timeline: Timeline) -> dict[tuple[int, str], float]:
-    """Return the time of each rank's activities; those of a rank add up to the span."""
+    """Return the time of each (rank, activity). The times of a rank add up to the span."""
     spans = timeline.spans
     work = spans[(spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair]
     found: dict[tuple[int, str], float] = {}

@@ -1,9 +1,9 @@
 """Simulate changes of a run, and report their effects.
 
-`_Table` yields the changes. `iter_time_changes` yields changes that may take less time, and
-`iter_memory_changes` changes of the memory of ranks. A row changes the costs, the progress model,
-options of `compile` or the draft, and describes the change in words. To try another change, add a
-row.
+`_Table` yields each change as a `ChangeRow`. `iter_time_changes` yields changes that may take less
+time, and `iter_memory_changes` yields changes of the memory of ranks. A row describes the change in
+words. It changes the costs, the progress model, options of `compile`, or the draft. To try another
+change, add a row.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ from schedir.schedules.schedule_algebra import Schedule, get_placement_mark, get
 from schedir.schedules.schedule_expansion import expand_schedule
 
 MIN_SAVING: Final = 0.005  # Share of a time or of bytes. Smaller differences are not reported.
-# Instructions. For a longer program, compiling changed programs would take too long.
+# Number of instructions of a program. Compiling changes of a longer program takes too long.
 MAX_COMPILED_INSTRUCTIONS: Final = 100_000
 _I: Final = BACKWARD_INPUT
 _COMPUTE_COSTS: Final = (*(COST_BY_OPCODE[op] for op in COMPUTE_OPS), "FB")
 _SEGMENT_SUMS: Final = "sums of segments"
 _ALL_TO_ALLS: Final = "all-to-alls of experts"
-# The row of `_FREE_COSTS` that also makes `tp_gather` free, by `program.sequence_parallel`. With
-# sequence parallelism a gather is a part of the sums, and without it a part of a message.
+# `program.sequence_parallel` -> the row of `_FREE_COSTS` that also sets `tp_gather` to 0. A gather
+# is a part of a sum with sequence parallelism, and a part of a message without it.
 _FREE_GATHER_ROW: Final = {False: "messages", True: _SEGMENT_SUMS}
 _COPY_LANES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
-# The costs that a row sets to 0, by their name in the row's description.
+# Name in the description of a row -> the costs that the row sets to 0.
 _FREE_COSTS: Final[dict[str, tuple[str, ...]]] = {
     "messages": ("send", "tp_scatter"),
     _SEGMENT_SUMS: ("tp_reduce",),
@@ -98,8 +98,8 @@ _FREE_COSTS: Final[dict[str, tuple[str, ...]]] = {
         if row.lane in _COPY_LANES and Value.SNAPSHOT not in row.gives
     ),
 }
-# Options of `compile` that change the memory of ranks: those of saved activations, and those of
-# ZeRO. Rows that `compile` refuses are not reported, such as "fit" without a limit, or more
+# Options of `compile` that change the memory of ranks: options of saved activations and of ZeRO.
+# If `compile` refuses a row, it is not reported. Examples are "fit" without a limit, and more
 # unsharded stages than a rank has.
 _MEMORY_OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {}, {"offload": "half"}, {"offload": "all"}, {"recompute": "all"},
@@ -124,16 +124,17 @@ class ChangeRow(NamedTuple):
     """One change of the run.
 
     Args:
-        kind: The group of the row. The row of a kind that saves most is reported.
+        kind: The group of the row. Only the row of a group that saves most time is reported.
         description: The change in words.
         costs: The costs at which the changed run is simulated.
         draft: The draft to compile, or None to keep the program.
         transfer_costs: The costs for which `compile` orders the transfers of the draft.
         options: The options of `compile` that differ from those of the program.
         progress_model: The progress model, or None to keep that of the run.
-        max_activations: The largest peak of activations at which the row is reported.
-        baseline_kind: Another kind, whose rows come earlier. The row is reported only if it takes
-            less time than the best of these.
+        max_activations: The row is reported only if the changed run's `peak_activations` is at most
+            this number.
+        baseline_kind: The kind of some earlier rows. This row is reported only if it takes less
+            time than the best of them. "" compares it with no other kind.
     """
 
     kind: str
@@ -169,7 +170,7 @@ class SimulatedChange:
 
     @property
     def memory(self) -> dict[str, float]:
-        """The peak bytes of the fullest rank on each tier; empty without sizes."""
+        """The peak bytes of the fullest rank for each tier. Empty if the run has no sizes."""
         if self.run.sizes is None:
             return {}
         return {
@@ -187,7 +188,7 @@ class SimulatedChange:
 
 
 class Advice(NamedTuple):
-    """A simulation of the run without a change, and simulations of its changes.
+    """The simulation of the unchanged run, and the simulations of changed runs.
 
     Args:
         baseline: The simulation without a change.
@@ -231,8 +232,8 @@ def advise(
         schedule: The schedule from which the program was compiled. If None, a built-in schedule
             that gives the same program takes its place. If there is none, more microbatches are not
             tried.
-        memory_limit: The most bytes that a rank may use on the device. Changes of the memory of
-            ranks are reported only if they are within this limit.
+        memory_limit: The largest number of bytes that a rank may use on the device. A change of the
+            memory of ranks is reported only if every rank is within this limit.
 
     Raises:
         UsageError: `timeline` is not a Timeline.
@@ -391,14 +392,14 @@ class _Table:
                 )
 
     def simulate_row(self, row: ChangeRow) -> SimulatedChange | None:
-        """Compile and simulate a row, or return None if its program or its costs are refused."""
+        """Compile and simulate a row. Return None if this raises a SchedirError."""
         program, sizes = self.program, self.baseline.sizes
         model = row.progress_model or self.baseline.progress_model
         try:
             if row.draft is not None:
                 program = self.lowering.compile_draft(row.draft, row.transfer_costs, **row.options)
             costs = adjust_for_zero(row.costs, self.program, program.zero, sizes)
-            if program.shape != self.shape:  # the sizes are for the other shape
+            if program.shape != self.shape:  # `sizes` is for the shape of the run
                 sizes = None
             run = simulate(
                 program,
@@ -418,19 +419,19 @@ class _Table:
         )
 
     def _make_cost_row(self, kind: str, description: str, **costs: Cost) -> ChangeRow:
-        """Return a row of the same program at other costs."""
+        """Return a row that simulates the same program with other costs."""
         return ChangeRow(kind, description, replace(self.costs, **costs))
 
     def _make_draft_row(
         self, kind: str, description: str, draft: Program, **options: Any
     ) -> ChangeRow:
-        """Return a row of a draft at the costs of the run."""
+        """Return a row that compiles a draft and simulates it with the costs of the run."""
         return ChangeRow(kind, description, self.costs, draft, self.costs, options)
 
     def _make_memory_row(
         self, description: str, draft: Program, options: Mapping[str, Any]
     ) -> ChangeRow:
-        """Return a row of a draft compiled with other options for the memory of ranks."""
+        """Return a row that compiles a draft with other options for the memory of ranks."""
         limit = (
             {"sizes": self.baseline.sizes, "memory_limit": self.memory_limit}
             if self.memory_limit is not None
@@ -439,7 +440,7 @@ class _Table:
         return ChangeRow("held", description, self.costs, draft, self.costs, {**options, **limit})
 
     def _iter_even_stages(self) -> Iterator[ChangeRow]:
-        """Yield a row in which every stage takes the mean time, if one takes longer now."""
+        """Yield a row in which every stage takes the mean time, if a stage takes longer now."""
         table = self.costs.for_opcode(FORWARD, self.shape) + self.costs.for_opcode(
             BACKWARD, self.shape
         )
@@ -473,7 +474,10 @@ class _Table:
             yield ChangeRow("microbatches", what, costs, drafted, costs)
 
     def _iter_other_schedules(self) -> Iterator[ChangeRow]:
-        """Yield a row for each built-in schedule. It must not use more activation memory."""
+        """Yield rows for the built-in schedules.
+
+        A row is reported only if the schedule needs no more activation memory than the run.
+        """
         unsegmented, max_activations = (
             self.program.unsegmented_shape,
             self.baseline.peak_activations,
@@ -493,7 +497,7 @@ class _Table:
                         name == self.program.name
                         or drafted.has_backward != self.program.has_backward
                     )
-                    # Placements with other numbers of rows have other numbers of model copies.
+                    # A placement with another number of rows has another number of stage replicas.
                     if same or shape.placement_rows != self.shape.placement_rows:
                         continue
                     costs = self._split_costs_into(drafted.shape.stages)
@@ -514,7 +518,7 @@ class _Table:
         )
 
     def _iter_greedy_orders(self) -> Iterator[ChangeRow]:
-        """Yield greedy orders with as many activations on each rank, and with one more."""
+        """Yield a greedy order with the run's activations in flight, and one with one more."""
         if not self.program.has_backward:
             return
         letters = "IFW" if _I in self.program.used_opcodes else "BF"
@@ -535,7 +539,7 @@ class _Table:
 
 
 def _double_microbatches(costs: Costs) -> Costs:
-    """Return the costs for twice as many microbatches, repeating those of each microbatch."""
+    """Return the costs for twice as many microbatches. Costs per microbatch are repeated."""
     again = {
         name: from_grid(np.tile(to_grid(c), 2))
         for name, c in costs.specified.items()

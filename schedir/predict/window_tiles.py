@@ -1,4 +1,4 @@
-"""Count the tiles that windowed attention computes, and the computation that it saves.
+"""Count the tiles that windowed attention computes, and the operations that it saves.
 
 The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922). Each
 query attends to `window` keys around it, and the window moves only every `stride` queries. Stride 1
@@ -27,20 +27,23 @@ PerDimension = int | Sequence[int]
 class Axis:
     """The keys that each query attends to along one dimension.
 
-    All queries of a stride share one window, that of their leader.
+    One query of each stride is the leader. All queries of the stride share the window of the
+    leader.
 
     - Not causal: the leader is the middle query of the stride, or the right one of two in the
-      middle. `window // 2` keys of the window come before the leader. At both ends the window is
-      shifted inwards, so that each query attends to the same number of keys. This is section 3.1 of
-      the paper. The paper leaves even strides and windows open; here they are as in NATTEN, its
-      implementation.
+      middle. `window // 2` keys of the window come before the leader. At both ends of the dimension
+      the window is shifted inwards, so that each query attends to the same number of keys. This is
+      section 3.1 of the paper. The paper does not define even strides and windows. This class
+      follows NATTEN, the paper's implementation.
     - Causal: the leader is the last query of the stride, and the window ends with it. A query i
       attends to the keys j of this window up to itself: j <= i and j > leader - window. The paper
-      does not define this. NATTEN does the same except in a last stride that is not full. There its
-      leader is the last query, so the keys of a query depend on the number of queries after it.
+      does not define this case. NATTEN does the same, except in a last stride that is not full. In
+      such a stride, NATTEN's leader is the last query of the sequence, so the keys of a query
+      depend on the number of queries after it.
 
-    NATTEN refuses a window longer than `length`. Here such a window has all keys if not causal. If
-    causal, it has all earlier keys if it is at least `length` rounded up to strides.
+    NATTEN refuses a window longer than `length`. In this class, such a window has all keys if it is
+    not causal. A causal window has all earlier keys if it is at least as long as `length`, rounded
+    up to a multiple of the stride.
 
     Args:
         length: The number of queries and of keys.
@@ -80,7 +83,7 @@ class Axis:
 
     @cached_property
     def visible_keys(self) -> tuple[Ints, Ints]:
-        """The first key of each query, and the last one plus 1, each of shape (length,)."""
+        """The first key and the last key plus 1 of each query, as two arrays of shape (length,)."""
         query = np.arange(self.length)
         first = query // self.stride * self.stride
         if self.causal:
@@ -97,7 +100,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class AxisTiles:
-    """One dimension divided into tiles; the last tiles may be cut off.
+    """One dimension divided into tiles. The last tiles may be incomplete.
 
     Args:
         axis: The dimension.
@@ -129,17 +132,17 @@ class AxisTiles:
 
     @cached_property
     def visited_ranges(self) -> Ints:
-        """The first key tile that each query tile visits, and the last one plus 1, shape (n, 2).
+        """The first key tile and the last key tile plus 1 of each query tile, shape (n, 2).
 
-        The visited tiles are consecutive. No stride is longer than the window, so consecutive
-        windows have no keys between them.
+        These are the key tiles that are computed. They are consecutive, because no stride is longer
+        than the window, so there are no keys between consecutive windows.
         """
         first, last, _, _ = self._key_bounds
         return np.stack([first // self.kv_tile, -(-last // self.kv_tile)], 1)
 
     @cached_property
     def full_ranges(self) -> Ints:
-        """The same for the key tiles in which each query attends to each key."""
+        """The same ranges for the key tiles in which each query attends to each key."""
         _, _, first, last = self._key_bounds
         first = -(-first // self.kv_tile)
         last = np.where(last == self.axis.length, -(-last // self.kv_tile), last // self.kv_tile)
@@ -147,7 +150,7 @@ class AxisTiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether windows begin and end between tiles; a causal one ends at the diagonal."""
+        """Return whether windows begin between tiles and, if not causal, also end between tiles."""
         if not self.axis.causal:
             return bool(np.array_equal(self.visited_ranges, self.full_ranges))
         return bool((self._key_bounds[2] <= self.visited_ranges[:, 0] * self.kv_tile).all())
@@ -162,8 +165,8 @@ class AxisTiles:
 class Tiles:
     """The tiles of windowed attention, as `compute_tiles` returns them.
 
-    A query attends to a key if it does so along each dimension. So numbers of tiles are products
-    over the dimensions.
+    A query attends to a key if it attends to it along each dimension. So numbers of tiles are
+    products over the dimensions.
 
     Args:
         axes: The tiles along each dimension.
@@ -178,7 +181,10 @@ class Tiles:
 
     @property
     def dense_count(self) -> int:
-        """The number of tiles that are computed with windows over all keys, causal if these are."""
+        """The number of tiles that are computed if windows include all keys.
+
+        Causal dimensions stay causal.
+        """
         return prod(int(_compute_sizes(a.dense_tiles.visited_ranges).sum()) for a in self.axes)
 
     @property
@@ -190,12 +196,12 @@ class Tiles:
 
     @property
     def speedup(self) -> float:
-        """The dense over the visited count, the most that a kernel with such tiles can gain."""
+        """`dense_count` / `visited_count`: the largest speedup that these tiles allow."""
         return self.dense_count / self.visited_count
 
     @property
     def worst_tile_speedup(self) -> float:
-        """The speedup of the query tile that visits most: the paper's bound (appendix B.1)."""
+        """The speedup of the query tile with most computed tiles (the bound in appendix B.1)."""
         most = (
             (
                 _compute_sizes(a.dense_tiles.visited_ranges).max(),
@@ -207,9 +213,9 @@ class Tiles:
 
     @property
     def pair_speedup(self) -> float:
-        """The number of pairs of a query and its keys, dense over windowed.
+        """The number of dense (query, key) pairs divided by the number of windowed pairs.
 
-        Tiles of size 1 would gain this much. The paper calls it "FLOP-wise".
+        This is the speedup with tiles of size 1. The paper calls it "FLOP-wise".
         """
         return prod(_count_pairs(a.axis.dense_axis) / _count_pairs(a.axis) for a in self.axes)
 
@@ -227,25 +233,25 @@ class Tiles:
         """Return whether all windows begin and end between tiles.
 
         A causal dimension may be masked at the diagonal. It is aligned if `q_tile` and `kv_tile`
-        divide the stride, and `kv_tile` divides the window. A dimension that is not causal also
-        needs that `kv_tile` divides the length and `window // 2 - stride // 2`.
+        divide the stride, and `kv_tile` divides the window. For a dimension that is not causal,
+        `kv_tile` must also divide the length and `window // 2 - stride // 2`.
 
-        These conditions are for key tiles at fixed positions. The paper has two conditions:
-        `q_tile` divides the stride, and `kv_tile` the window. They are for key tiles that begin
-        where the window begins.
+        These conditions are for key tiles at fixed positions. The paper has only two conditions:
+        `q_tile` divides the stride, and `kv_tile` divides the window. They are for key tiles that
+        begin where the window begins.
         """
         return all(a.is_aligned for a in self.axes)
 
     @property
     def computed_pairs(self) -> int:
-        """The number of computed pairs of a query and a key, masked ones included.
+        """The number of (query, key) pairs in computed tiles, with masked pairs.
 
-        Tiles that are cut off count as full tiles.
+        Incomplete tiles count as complete tiles.
         """
         return self.visited_count * prod(a.q_tile * a.kv_tile for a in self.axes)
 
     def visited_by(self, *index: int) -> tuple[range, ...]:
-        """Return the key tiles that a query tile visits, along each dimension.
+        """Return the key tiles that are computed for a query tile, along each dimension.
 
         Args:
             *index: The index of the query tile along each dimension.
@@ -282,14 +288,14 @@ def compute_tiles(
     kv_tile: PerDimension,
     causal: bool | Sequence[bool] = False,
 ) -> Tiles:
-    """Return the tiles that windowed attention visits, along one dimension or several.
+    """Return the tiles that windowed attention computes, along one or several dimensions.
 
-    Each argument is one number for all dimensions, or a sequence with one for each. Key tiles have
-    fixed positions ("static KV tiling" in the paper). A key tile is skipped if no query of a query
-    tile attends to one of its keys.
+    Each argument is one number for all dimensions, or a sequence with one number for each
+    dimension. Key tiles have fixed positions ("static KV tiling" in the paper). For a query tile, a
+    key tile is skipped if no query of the tile attends to any of its keys.
 
     Args:
-        length: The number of queries and of keys. It decides the number of dimensions.
+        length: The number of queries and of keys. It has one number for each dimension.
         window: The number of keys in a window.
         stride: The number of consecutive queries that share a window.
         q_tile: Queries of a tile.
@@ -334,9 +340,9 @@ def compute_tiles(
 def count_layer_flops(attention_tiles: Tiles, hidden: int, microbatch_size: int = 1) -> float:
     """Return the floating-point operations of the forward of a layer with windowed attention.
 
-    The weights take 24 b s h^2 operations, and the attention 4 b h V, where V is `computed_pairs`.
-    With V = s^2 this is the formula in the appendix of arXiv 2104.04473. A backward takes twice as
-    many.
+    The products with weights take 24 b s h^2 operations, and the attention takes 4 b h V, where V
+    is `computed_pairs`. With V = s^2, this is the formula in the appendix of arXiv 2104.04473. A
+    backward takes twice as many operations.
 
     Args:
         attention_tiles: The tiles of the attention.

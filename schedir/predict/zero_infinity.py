@@ -1,10 +1,10 @@
 """Formulas of ZeRO-Infinity for memory, and for the bandwidth that offloading needs.
 
-They are equations 1 to 11 of arXiv 2104.07857, sections 3 and 4. They are for a transformer that
-trains in 16 bits with Adam. It has `layers` blocks (nl) of width `hidden` (hd). A batch has `batch`
-sequences (bsz) of `sequence` tokens (seq). `checkpoint_interval` (ci) is the number of blocks per
-activation checkpoint. Bytes are those of the complete model and batch, or of one GPU if `batch` is
-that of one GPU.
+They are equations 1 to 11 of arXiv 2104.07857, sections 3 and 4, for a transformer that trains in
+16 bits with Adam. The transformer has `layers` blocks (nl) of width `hidden` (hd). A batch has
+`batch` sequences (bsz) of `sequence` tokens (seq). `checkpoint_interval` (ci) is the number of
+blocks per activation checkpoint. If `batch` is the batch of one GPU, the bytes of activations are
+also those of one GPU.
 
 Arithmetic intensity (ait in the paper) is the number of operations per byte moved.
 """
@@ -47,8 +47,8 @@ def count_parameters(layers: int, hidden: int) -> float:
 def zero_model_states(layers: int, hidden: int) -> float:
     """Return the bytes of parameters, gradients and optimizer state, 240 nl hd^2 (equation 2).
 
-    These are 20 bytes per parameter. `schedir.zero_model_states` counts 16, without the gradient in
-    32 bits.
+    These are 20 bytes per parameter. The 16 bytes in the documentation of
+    `schedir.zero_model_states` do not include the gradient in 32 bits.
 
     Args:
         layers: Number of blocks.
@@ -92,10 +92,10 @@ def checkpoint_bytes(
 
 
 def largest_operator_bytes(hidden: int) -> float:
-    """Return the bytes of the largest operator's model states, 4 hd 4hd (equation 4).
+    """Return the bytes of the largest operator's model states, 4 * hd * 4hd (equation 4).
 
     The operator is a linear layer from hd to 4hd, with its parameters and gradients. These bytes
-    must be on the device at once, even if all other model states are offloaded.
+    must be on the device at the same time, even if all other model states are offloaded.
 
     Args:
         hidden: Width of a block.
@@ -116,7 +116,7 @@ def activation_working_bytes(
 ) -> float:
     """Return the bytes of the activations between two checkpoints.
 
-    A backward needs them all at once: bsz seq ci (16 hd + 2 heads seq) (equation 5).
+    A backward needs all of them at the same time: bsz seq ci (16 hd + 2 heads seq) (equation 5).
 
     Args:
         hidden: Width of a block.
@@ -144,8 +144,8 @@ def compute_efficiency(
     """Return the share of time that a device computes, ait bw / (ait bw + peak) (equation 6).
 
     The equation is for transfers that do not overlap with compute. If all of them overlap, the
-    longer of the two decides: min(1, ait bw / peak). The programs of schedir have both kinds of
-    transfers; docs/how-to/offload-to-the-host.md lists them.
+    share is min(1, ait bw / peak). The programs of schedir have both kinds of transfers;
+    docs/how-to/offload-to-the-host.md lists them.
 
     Args:
         intensity: Operations per byte moved.
@@ -168,7 +168,7 @@ def compute_efficiency(
 def required_bandwidth(
     share: float, intensity: float, peak: float, *, overlapped: bool = False
 ) -> float:
-    """Return the bytes per second at which `compute_efficiency` has a given value.
+    """Return the bandwidth in bytes per second with which `compute_efficiency` has a given value.
 
     This is equation 6 solved for the bandwidth.
 
@@ -194,7 +194,7 @@ def required_bandwidth(
 
 
 def count_operations(layers: int, hidden: int, sequence: int, batch: int) -> float:
-    """Return the operations of an iteration, 2 4 bsz seq parameters (equations 7 and 8).
+    """Return the operations of a step, 2 * 4 * bsz * seq * parameters (equations 7 and 8).
 
     Each parameter and token costs a product and a sum. The backward costs two forwards, and one
     forward is recomputed. The products of queries and keys, and of scores and values, are not
@@ -266,7 +266,7 @@ def intensity_of_checkpoints(hidden: int, checkpoint_interval: int = 1) -> float
 
 
 def _require_integers(**numbers: object) -> list[int]:
-    """Return the numbers; refuse those that are not integers of at least 1."""
+    """Return the numbers. Raises UsageError if one is not an integer of at least 1."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{name} must be an int >= 1, not {describe(value)}", fields=[name])
@@ -274,7 +274,7 @@ def _require_integers(**numbers: object) -> list[int]:
 
 
 def _require_rates(**numbers: object) -> list[float]:
-    """Return the numbers as floats; refuse those that are not finite and above 0."""
+    """Return the numbers as floats. Raises UsageError if one is not finite and above 0."""
     found = []
     for name, value in numbers.items():
         rate = to_float(value)

@@ -2,8 +2,8 @@
 
 Each stage has two replicas. One half of the microbatches enters at rank 0, and the other half
 enters at the last rank. A rank has an early stage, `F[0]`, and a late stage, `F[1]`. Microbatches
-that enter on the same half of the ranks use the early stage there, and the others use the late
-stage. With a vee, microbatches return through two more stages of the rank.
+that enter at the nearer end of the ranks use its early stage, and the others use its late stage.
+With "mirror-vee", microbatches return through two more stages of the rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from schedir.schedules.v_shape import dualpipe_v
 
 @with_placement("mirror", 2)
 def dualpipe(r: int, P: int, m: int) -> RankSchedule:
-    """Run DualPipe: forwards of one direction together with backwards of the other.
+    """Run DualPipe: forwards of one direction together with backwards of the other direction.
 
     The order is that of github.com/deepseek-ai/DualPipe. A rank and its mirror image have the same
     order, which is that of `dualpipe_v` on half as many ranks.
@@ -69,8 +69,8 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
     If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At F = B, this is half of the
     bubble of 1F1B. At B = 2F and m = P, it is the paper's value.
 
-    For m >= P, a rank has P/2 + 1 + min(r, P-1-r) activations in flight. It
-    has twice the parameters of a rank of 1F1B.
+    For m >= P, a rank has P/2 + 1 + min(r, P-1-r) activations in flight. It has twice the
+    parameters of a rank of 1F1B.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -108,8 +108,8 @@ def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At B = 2F and m = P, this is
     (P-2)/(3m+P-2) of the step. No message is sent where a vee reverses its direction.
 
-    For m >= P, a rank has 3P/2 + 1 + min(r, P-1-r) stage activations in flight. It has
-    twice the parameters of a rank of `interleaved`.
+    For m >= P, a rank has 3P/2 + 1 + min(r, P-1-r) stage activations in flight. It has twice the
+    parameters of a rank of `interleaved`.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -138,7 +138,8 @@ def _interleave_directions(
 ) -> RankSchedule:
     """Return the order of a rank with stages of two 1F1B pipelines in opposite directions.
 
-    `down` and `up` are the stages of the rank in each pipeline. All ranks have equally many stages.
+    `down` and `up` are the stages of the rank in the two pipelines. All ranks have the same number
+    of stages.
     """
     block, stages = [], P * len(down)
     for j, s in enumerate(sorted(down + up)):

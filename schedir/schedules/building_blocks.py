@@ -1,8 +1,8 @@
 """V-Half, V-Min and waves: schedules that repeat a building block.
 
-The building block fixes the slots in which a rank processes one microbatch. The distances between
-these slots determine the memory. See Qi et al., "Pipeline Parallelism with Controllable Memory"
-(arXiv 2405.15362).
+A building block lists the time slots in which a rank processes one microbatch. The distances
+between these slots determine the memory. See Qi et al., "Pipeline Parallelism with Controllable
+Memory" (arXiv 2405.15362).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, concat,
 
 Block = Callable[[int, int], tuple[int, int, int, int]]
 
-_LETTERS = (F[0], F[1], I[1], I[0], W[1], W[0])  # Each W is two places after its I.
+_LETTERS = (F[0], F[1], I[1], I[0], W[1], W[0])  # The W of the I at index k is at index k + 2.
 
 
 @with_placement("vee")
@@ -61,8 +61,8 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     local_stages = [j * P + (P - 1 - r if j % 2 else r) for j in range(v)]
     block = [(s, F[j]) for j, s in enumerate(local_stages)]
     block += [(2 * v * P - 1 - s, B[j]) for j, s in enumerate(local_stages)]
-    # A microbatch starts in every second slot, so that the way down and the way back use slots of
-    # different parity.  P microbatches fill a wave.
+    # A microbatch starts in every second slot. So its way down the ranks and its way back use slots
+    # of different parity.  P microbatches fill a wave.
     starts = [k // P * 2 * v * P + k % P * 2 for k in range(m)]
     return order_by_slot((slot + start, word) for slot, word in block for start in starts)
 
@@ -89,7 +89,7 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     this memory idles less, for m = P up to 8.
 
     At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. The schedule has no
-    slack. So if all messages of a rank share a queue, compile it with its own costs.
+    slack. So if all messages of a rank share a queue, give `compile` the costs of your model.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -166,10 +166,10 @@ def _repeat_block(
     block, or else its oldest W. At most `capacity` stage activations are in flight, and F0 leaves
     one of them for F1.
 
-    This compresses the warmup and the end. In between, an instruction starts at most `max_lead`
-    slots before its slot in the block. So the rhythm of the block, which tolerates unequal costs,
-    is kept. "In between" is from the block's slot 3P until 2P slots after the first slot of the
-    last microbatch.
+    This shortens the warmup and the end. Between them, an instruction starts at most `max_lead`
+    slots before its slot in the block. So the distances of the block, which tolerate unequal costs,
+    change little. The part between them begins at slot 3P of the block. It ends 2P slots after the
+    first slot of the last microbatch.
     """
     cool = 6 * (m - 1) + 2 * P
     begin = [block(r, P) for r in range(P)]

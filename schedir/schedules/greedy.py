@@ -1,4 +1,4 @@
-"""Build a schedule from priorities and memory limits by simulating it."""
+"""Build a schedule from priorities and memory limits by simulation."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def greedy_schedule(
     name: str = "greedy",
     frozen_stages: int = 0,
 ) -> Program:
-    """Return a draft that list scheduling makes from priorities and a memory limit.
+    """Make a draft by list scheduling, from priorities and a memory limit.
 
-    An idle rank always starts an instruction if one is ready. It prefers the kind that is first in
-    `priority`, then the lowest microbatch, then the deepest stage.
+    An idle rank always starts an instruction if one is ready. It prefers the letter that is first
+    in `priority`, then the lowest microbatch, then the last stage.
 
     A forward does not use memory that later stages of the same rank need to continue. So the
-    deepest microbatch can always proceed, and the schedule has no deadlock. The limit can be as low
-    as the number of trained stages of the rank.
+    microbatch in the last stage can always proceed, and the schedule has no deadlock. The limit can
+    be as low as the number of trained stages of the rank.
 
     Args:
         shape: Shape of the pipeline.
@@ -99,7 +99,7 @@ def _require_integer(value: object) -> int:
 
 
 class _GreedyState:
-    """The state of all ranks at a moment of the simulation."""
+    """The state of the simulation: the ready, live and finished tasks of all ranks."""
 
     def __init__(
         self,
@@ -113,8 +113,9 @@ class _GreedyState:
         self.costs = {op: costs.for_opcode(op, shape).tolist() for op in (*priority, SEND_OPS[0])}
         self.priority = {op: k for k, op in enumerate(priority)}
         self.backward = _I if _I in priority else _B
-        # The number in flight below which an F of a stage may start.  It is one less for each later
-        # stage of the rank, because those need memory to continue.
+        # For each rank: stage -> number of pairs.  An F of the stage may start if fewer pairs are
+        # in flight.  The number is one less for each later stage of the rank, because later stages
+        # need memory to continue.
         self.capacity: list[dict[int, int]] = [{} for _ in range(shape.ranks)]
         for rank, own in enumerate(shape.stages_on_rank):
             limit = _require_integer(
@@ -140,8 +141,8 @@ class _GreedyState:
         """
         for mb in range(self.shape.microbatches):
             self.ready_tasks[int(self.shape.rank_of_stage(0, mb))].add(Instr(_F, 0, mb))
-        # Entries (time, rank, task, ends).  If `ends` is True, the rank has finished the task.  If
-        # not, the input of the task has arrived.
+        # Entries (time, rank, task, ends).  If `ends` is True, the rank has finished the task at
+        # this time.  Otherwise the input of the task has arrived.
         events: list[tuple[float, int, Instr, bool]] = []
         idle, now = set(range(self.shape.ranks)), 0.0
         while True:
@@ -190,7 +191,7 @@ class _GreedyState:
         return task
 
     def _find_successors(self, op: Opcode, stage: int, mb: int) -> Iterable[Instr]:
-        """Yield the tasks that need the value of a task."""
+        """Yield the tasks that need the result of a task."""
         if op is _F:
             is_last = stage + 1 == self.shape.stages
             yield Instr(self.backward, stage, mb) if is_last else Instr(_F, stage + 1, mb)

@@ -21,10 +21,11 @@ from schedir.schedules.schedule_algebra import (
 def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run breadth first: all microbatches through one local stage, then through the next.
 
-    The weights of a stage are needed once forward and once backward, which suits sharded weights.
-    Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of ideal time. If m < P, it idles for
-    (v-1)(P-m)(F+B) more. There are m v stage activations in flight. PyTorch's LoopedBFS runs the
-    backwards of each stage in descending order, which takes the same time.
+    The weights of a stage are used in one run of forwards and one run of backwards. So sharded
+    weights are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of
+    ideal time. If m < P, it idles for (v-1)(P-m)(F+B) more. There are m v stage activations in
+    flight. PyTorch's LoopedBFS runs the backwards of each stage in descending order, which takes
+    the same time.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -52,11 +53,12 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run depth first: P microbatches through all local stages, then the next P.
 
-    All forwards come before all backwards. Otherwise the order is that of `interleaved`, in which
-    they alternate. arXiv 2211.05953 uses the name "depth-first" for the alternating order.
+    All forwards come before all backwards. In `interleaved`, forwards and backwards have the same
+    orders, but alternate. arXiv 2211.05953 uses the name "depth-first" for the alternating order.
 
-    If P divides m, each rank idles for (P-1)(F+B). There are m v stage activations in flight. Fewer
-    boundary activations wait than with `looped_bfs`: those of P microbatches instead of m.
+    If P divides m, each rank idles for (P-1)(F+B). There are m v stage activations in flight.
+    Boundary activations of at most P microbatches wait for the next local stage, instead of m with
+    `looped_bfs`.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -123,9 +125,9 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
     The order is that of PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can run.
-    Groups are those of `interleaved`. If P divides m, each rank idles for the time of `zb_h1` at
-    the costs of one stage, which is v times less. There are v P stage activations in flight on each
-    rank.
+    Groups are those of `interleaved`. If P divides m, each rank idles as long as with `zb_h1` at
+    the costs of one stage. With v stages per rank, this is 1/v of the idle time of `zb_h1`. There
+    are v P stage activations in flight on each rank.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -152,7 +154,7 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
 def _make_grouped_passes(
     groups: tuple[int, ...], v: int, backward: RankSchedule
 ) -> tuple[RankSchedule, RankSchedule]:
-    """Return the forwards and the backwards: group by group, each through all local stages."""
+    """Return the forwards and the backwards. Each group passes through all local stages in turn."""
     fs = concat(g * F[j] for g in groups for j in range(v))
     return fs, concat(g * backward[j] for g in groups for j in reversed(range(v)))
 

@@ -1,4 +1,4 @@
-"""Give the letters of a schedule the numbers of their stages and microbatches.
+"""Convert letters of a schedule to instructions, with numbers of stages and microbatches.
 
 A letter has a local stage, which becomes a stage of the model. A letter without a microbatch gets
 the next microbatch in order.
@@ -26,10 +26,10 @@ LetterIndices = NDArray[np.intp]
 
 
 def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) -> Words:
-    """Number the microbatches of the letters of consecutive ranks, and return instructions.
+    """Convert the letters of consecutive ranks to instructions, and number their microbatches.
 
-    The k-th forward of a local stage is that of its k-th microbatch. The k-th backward is, too, and
-    B and I are counted together. A W has the microbatch of the I that it completes.
+    The k-th forward of a local stage gets its k-th microbatch, and so does the k-th backward. B and
+    I are counted together. A W gets the microbatch of the I that it completes.
 
     Args:
         words: The letters of each rank.
@@ -72,10 +72,10 @@ def _number_recomputes(
     op: NDArray[np.uint8], cell: Words, specified: NDArray[np.uint32], mb: Words, rank: Words,
     local: Words,
 ) -> None:  # fmt: skip
-    """Set the microbatch of each R that has none to that of its backward.
+    """Give each R without a microbatch the microbatch of its backward.
 
-    The backward is the next one of its stage that has no R yet. Raises ScheduleError if there is
-    none.
+    Its backward is the next backward of its stage that has no R yet. Raises ScheduleError if there
+    is none.
     """
     r = np.flatnonzero(op == RECOMPUTE)
     if not len(r):
@@ -84,10 +84,10 @@ def _number_recomputes(
     r, b = r[np.argsort(cell[r], kind="stable")], b[np.argsort(cell[b], kind="stable")]
     span = len(op) + 1
     ahead = np.searchsorted(cell[b] * span + b, cell[r] * span + r)  # The next backward of each R.
-    # Each R of a stage needs a backward after that of the previous R, so `at - k` never decreases.
+    # An R needs a backward after that of the previous R of its stage, so `at - k` never decreases.
     k = np.arange(len(r))
     least = np.searchsorted(cell[r], cell[r])  # Index of the first R of the same stage.
-    own = cell[r] * 2 * span  # An offset that separates stages, so that the maximum stays in one.
+    own = cell[r] * 2 * span  # With this offset, the running maximum restarts at each stage.
     at = np.maximum.accumulate(ahead - (k - least) + own) - own + (k - least)
     there = at < np.searchsorted(cell[b], cell[r], side="right")
     free = specified[r] == AUTO_MICROBATCH
@@ -102,10 +102,10 @@ def _number_recomputes(
 
 
 def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: PipelineShape) -> Words:
-    """Return the local stage of each letter, or OLDEST_STAGE for a W without one.
+    """Return the local stage of each letter, or OLDEST_STAGE for a plain W.
 
-    A W without a stage gets local stage 0 if its rank has only one stage. Raises ScheduleError for
-    a stage that the rank does not have.
+    A plain W gets local stage 0 if its rank has only one stage. Raises ScheduleError for a stage
+    that the rank does not have.
     """
     local = fields["stage"].astype(np.int64)
     number = np.array([*map(len, shape.stages_on_rank)])[rank]
@@ -134,9 +134,8 @@ def _match_weight_grads(
 ) -> tuple[LetterIndices, LetterIndices]:
     """Return the indices of the W that complete an I, and the indices of these I.
 
-    The k-th W[j] completes the k-th I of local stage j. The k-th W without a stage completes the
-    k-th I of the rank. Raises ScheduleError if a rank uses both forms, or has more W without a
-    stage than I.
+    The k-th W[j] completes the k-th I of local stage j. The k-th plain W completes the k-th I of
+    the rank. Raises ScheduleError if a rank uses both forms, or has more plain W than I.
     """
     w, i = np.flatnonzero(op == BACKWARD_WEIGHT), np.flatnonzero(op == BACKWARD_INPUT)
     if not len(w):
@@ -144,7 +143,7 @@ def _match_weight_grads(
     stage_of_i = local[i]
     bare = local[w] == OLDEST_STAGE
     if bare.any():
-        # The number of W without a stage, by rank.
+        # The number of plain W of each rank.
         number = np.bincount(rank[w][bare], minlength=int(rank[-1]) + 1)
         if (mixed := ~bare & (number[rank[w]] > 0)).any():
             raise ScheduleError(

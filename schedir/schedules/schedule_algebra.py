@@ -57,7 +57,8 @@ __all__ = [
     "with_weight_delay",
 ]
 
-# Marks in a letter: a microbatch that is numbered later, and the stage of a W without a stage.
+# Placeholders in a letter: AUTO_MICROBATCH for a microbatch that is numbered later, and
+# OLDEST_STAGE for the local stage of a plain W.
 AUTO_MICROBATCH, OLDEST_STAGE = 0xFFFFFFFF, 0xFFFF
 
 
@@ -163,14 +164,14 @@ B = RankSchedule(pack(BACKWARD, 0, AUTO_MICROBATCH))
 I = RankSchedule(pack(BACKWARD_INPUT, 0, AUTO_MICROBATCH))
 #: The part of a backward that computes the weight gradients, for the oldest I without its W.
 W = RankSchedule(pack(BACKWARD_WEIGHT, OLDEST_STAGE, AUTO_MICROBATCH))
-#: The forward that runs again for the next backward of its stage without an R.
+#: A forward that runs again, for the next backward of its stage that has no R yet.
 R = RankSchedule(pack(RECOMPUTE, 0, AUTO_MICROBATCH))
 #: The rank schedule without letters.
 EMPTY = RankSchedule(np.empty(0, np.int64))
 
 
 def concat(schedules: Iterable[RankSchedule]) -> RankSchedule:
-    """Return several rank schedules one after the other.
+    """Concatenate rank schedules.
 
     `sum` has the same result, but copies all previous letters at each step.
 
@@ -242,7 +243,7 @@ def weave(
 
 
 def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
-    """Return pairs of letters that run together, as in a cell of DualPipe.
+    """Return pairs of letters that run together, as in DualPipe.
 
     Args:
         first: The first letter of each pair.
@@ -283,11 +284,11 @@ _S = TypeVar("_S", bound=Schedule)
 
 
 def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S], _S]:
-    """Return a decorator that marks a schedule as made for a placement.
+    """Return a decorator that restricts a schedule to a placement.
 
-    A schedule function receives numbers only, and cannot test the placement itself.
-    `expand_schedule` reads the mark (the attribute `placed`), and raises ScheduleError for shapes
-    with another placement.
+    A schedule function receives numbers only, and cannot test the placement. The decorator sets the
+    attribute `placed` of the function. `expand_schedule` reads this mark, and raises ScheduleError
+    for shapes with another placement.
 
     Args:
         placement: The placement.
@@ -326,10 +327,10 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
 
 
 def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
-    """Return a decorator that marks a schedule as made for a weight delay.
+    """Return a decorator that restricts a schedule to a weight delay.
 
-    The mark applies to shapes with several optimizer steps. `expand_schedule` reads it (the
-    attribute `weight_delay`), and raises ScheduleError for shapes with another delay.
+    The decorator sets the attribute `weight_delay` of the function. `expand_schedule` reads this
+    mark for shapes with several optimizer steps, and raises ScheduleError if their delay differs.
 
     Args:
         delay: One number, or one per stage, as in `PipelineShape`.
@@ -390,17 +391,17 @@ def get_schedule_name(schedule: Schedule) -> str:
 def has_free_parameter(
     name: str, schedule: Schedule, signature: inspect.Signature | None = None
 ) -> bool:
-    """Return whether a schedule has a parameter of a name that is not bound.
+    """Return whether a schedule has a parameter with this name that no `partial` binds.
 
     `expand_schedule` must pass a value for such a parameter.
 
     Args:
         name: Name of the parameter.
         schedule: A schedule function or a `functools.partial`.
-        signature: Signature of the schedule. By default it is inspected.
+        signature: Signature of the schedule. If None, the function inspects `schedule`.
 
     Returns:
-        False, too, if `schedule` is not a function.
+        True if it has. The result is False if `schedule` is not a function.
     """
     bound = schedule.keywords if isinstance(schedule, partial) else {}
     try:
@@ -411,7 +412,7 @@ def has_free_parameter(
 
 
 def has_free_v(schedule: Schedule) -> bool:
-    """Return whether a schedule has a parameter `v` that is not bound.
+    """Return whether a schedule has a parameter `v` that no `functools.partial` binds.
 
     Args:
         schedule: A schedule function or a `functools.partial`.
@@ -429,7 +430,7 @@ def get_stages_per_rank(schedule: Schedule) -> int:
         schedule: A schedule function or a `functools.partial`.
 
     Returns:
-        The number of its placement mark, if that has one. Otherwise it is the bound value or the
+        The number in the placement mark, if there is one. Otherwise it is the bound value or the
         default of the parameter `v`. It is 2 if `v` has no default, because such a schedule is for
         several stages. It is 1 if there is no `v`.
     """
@@ -445,13 +446,13 @@ def get_stages_per_rank(schedule: Schedule) -> int:
 
 
 def get_placement_mark(schedule: Schedule) -> tuple[Placement | None, int | None]:
-    """Return the placement and the stages per rank for which a schedule is marked.
+    """Return the placement and the stages per rank to which a schedule is restricted.
 
     Args:
         schedule: A schedule function or a `functools.partial`.
 
     Returns:
-        Both values of `with_placement`. They are None if there is no mark.
+        Both arguments of `with_placement`. They are None for a schedule without a restriction.
     """
     mark: tuple[Placement | None, int | None] = getattr(
         _unwrap_partial(schedule), "placed", (None, None)
@@ -460,7 +461,7 @@ def get_placement_mark(schedule: Schedule) -> tuple[Placement | None, int | None
 
 
 def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> PipelineShape:
-    """Return a shape in which fields that were not given have the values that a schedule needs.
+    """Set the fields of a shape that were not given to the values that a schedule needs.
 
     Args:
         schedule: A schedule function.
@@ -496,13 +497,14 @@ def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> Pipelin
 
 
 def get_weight_delay_mark(schedule: Schedule) -> int | tuple[int, ...] | None:
-    """Return the weight delay for which a schedule is marked.
+    """Return the weight delay to which a schedule is restricted.
 
     Args:
         schedule: A schedule function or a `functools.partial`.
 
     Returns:
-        One number or one per stage, as in `with_weight_delay`, or None if there is no mark.
+        One number or one per stage, as in `with_weight_delay`. None for a schedule without a
+        restriction.
     """
     mark: int | tuple[int, ...] | None = getattr(_unwrap_partial(schedule), "weight_delay", None)
     return mark

@@ -28,19 +28,19 @@ from schedir.schedules.schedule_algebra import (
     has_free_parameter,
 )
 
-# Number of letters that are numbered in one call.  Most shapes need one call for all ranks.
+# Largest number of letters in one call of `number_letters`.  Most shapes need one call only.
 _BATCH_LETTERS = 2**17
 _PARAMETERS = ["rank", "ranks", "microbatches"]
 _ALGEBRA_HINT = "a rank schedule is made of F + B, n * F, F[local stage] and F.at(microbatch)"
 
 
 def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
-    """Return the draft of a schedule: the F, B, I, W and R of each rank.
+    """Expand a schedule into a draft: the F, B, I, W and R of each rank.
 
     Args:
-        schedule: A function of (rank, ranks, microbatches). If it has a parameter `v`, it gets the
-            number of stages of the rank. If it has a parameter `sequence_chunks`, it gets that
-            field of the shape. It returns a RankSchedule or yields several.
+        schedule: A function of (rank, ranks, microbatches). It returns a RankSchedule or yields
+            several. A parameter `v` receives the number of stages of the rank. A parameter
+            `sequence_chunks` receives this field of the shape.
         shape: Shape of the pipeline. Fields that are not given have the values that the schedule
             needs.
 
@@ -48,8 +48,8 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         The program, without messages, reductions and steps.
 
     Raises:
-        ScheduleError: `schedule` is not such a function, raises an error, or does not end. It is
-            made for another placement or weight delay, or uses a stage that is not on the rank.
+        ScheduleError: `schedule` is not such a function, raises an error, or does not end. Or it
+            needs another placement or weight delay, or uses a stage that is not on the rank.
         ShapeError: The program has more instructions than allowed (`input_limits`).
 
     Example:
@@ -172,7 +172,7 @@ def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -
     subject = f"the schedule of rank {rank} of {shape.ranks}"
     # A pair (stage, microbatch) needs at most F, R, I and W.
     enough = 4 * len(shape.stages_on_rank[rank]) * shape.microbatches
-    # The limit leaves a margin, because the check of the complete draft has better errors.
+    # The limit leaves a margin, because the check of the complete draft gives better errors.
     limit = 3 * enough + 1000
     words, count = [EMPTY.letters], 0
     try:

@@ -108,7 +108,8 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     _require_microbatches(m, 2 * P)
     left, n, even = P - 1 - r, r + 1, 1 - r % 2
     down, up = overlapped_pair(F[0], B[1]), overlapped_pair(F[1], B[0])
-    # As in DeepSeek's code, the last rank does not overlap its first pair.  It shortens the bubble.
+    # As in DeepSeek's code, the last rank does not overlap its first pair.  This shortens the
+    # bubble.
     first = down if left else F[0] + B[1]
     return (
         2 * left * F[0]

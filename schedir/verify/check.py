@@ -53,24 +53,25 @@ from schedir.ir.program import HOST_SLOT_VALUES, Program, Proof
 from schedir.passes.splitting.frozen_stages import drop_frozen_backwards
 from schedir.verify.completeness import require_complete, require_givers
 
-# ---------------------------------------------------------------- segments of a sequence
+# ---------------------------------------------------------------- sequence chunks
 
-# Forwards run from the first segment to the last, and backwards from the last to the first.  A
-# forward reads the keys and values that earlier segments left in the stage.  A backward adds to
-# the gradients of these (arXiv 2406.03488, section 3).  No message shows this dependency, and
-# another order gives wrong numbers without an error.  So `require_segment_order` checks the order.
+# Forwards run from the first chunk of a sequence to the last, and backwards from the last to the
+# first.  A forward reads the keys and values that earlier chunks left in the stage.  A backward
+# adds to the gradients of these keys and values (arXiv 2406.03488, section 3).  No message contains
+# this dependency, and another order gives wrong results without an error.  So
+# `require_segment_order` checks the order.
 
 
 def require_segment_order(index: InstructionIndex) -> None:
-    """Check that each stage runs the segments of a sequence in order.
+    """Check that each stage runs the chunks of a sequence in order.
 
-    Forwards run in ascending order of the segments, backwards in descending order.
+    Forwards must run in ascending order of the chunks, and backwards in descending order.
 
     Args:
         index: The index of the program.
 
     Raises:
-        OrderError: A stage runs a segment too early. The error names the first such instruction.
+        OrderError: A stage runs a chunk too early. The error names the first such instruction.
     """
     shape = index.program.shape
     if shape.sequence_chunks == 1:
@@ -105,8 +106,8 @@ def require_segment_order(index: InstructionIndex) -> None:
     )
 
 
-# Pairs of `blocking_hosts` and `host_device_sync`, the strictest last.  A program that finishes
-# under one pair also finishes under the pairs before it.
+# Pairs of (blocking_hosts, host_device_sync), the strictest last.  A program that finishes with one
+# pair also finishes with the pairs before it.
 _HOST_KINDS = ((False, False), (True, False), (True, True))
 
 
@@ -121,15 +122,16 @@ def check(
     eager_limit: float | None = None,
     sizes: Sizes | None = None,
 ) -> Program:
-    """Return `program` if it is complete, in order and free of deadlocks.
+    """Verify that a program is complete, in order and free of deadlocks, and return it.
 
-    A correct program is complete: every stage runs every microbatch forward and backward once,
-    every message has a send and a receive, and gradients are reduced and stepped once. Each rank
-    produces a value before it uses it, and has a free slot for it. No ranks wait for each other
-    under the progress model, and messages arrive in the order in which they are sent.
+    A correct program is complete: every stage runs every microbatch forward and backward once, and
+    every message has a send and a receive. Each update reduces the gradients and has one optimizer
+    step per rank. Each rank produces a value before it uses it, and has a free slot for it. Ranks
+    do not wait for each other in a cycle under the progress model. Messages arrive in the order in
+    which they are sent.
 
     The program stores each proof in `Program.proofs`, so a second check with the same arguments
-    costs nothing.
+    returns immediately.
 
     Args:
         program: The program, from `compile` or written by hand.
@@ -138,12 +140,12 @@ def check(
         host_device_sync: True if a host may wait, at any launch, until everything that it issued
             has ended. GPUs do this when memory is allocated or a kernel is loaded during a step.
             Implies `blocking_hosts`.
-        lazy_communicators: True if no communicator exists at the start. The first use of each
-            creates it, and blocks the hosts of all its ranks until each has reached its own first
-            use.
-        eager_limit: Largest size in bytes of a message that does not wait for its receive, as small
-            messages of NCCL and MPI. The number of such messages in flight is not limited. None:
-            every message waits.
+        lazy_communicators: True if no communicator exists at the start. The first use of a
+            communicator creates it. This blocks the hosts of all its ranks until each of them has
+            reached its first use of the communicator.
+        eager_limit: Largest size in bytes of a message that does not wait for its receive, such as
+            small messages of NCCL and MPI. The number of such messages in flight is not limited.
+            None means that every message waits.
         sizes: The sizes of messages, which `eager_limit` needs. Without `eager_limit`, a
             DeadlockError reports the smallest limit with which the program would finish.
 
@@ -151,12 +153,12 @@ def check(
         `program` itself.
 
     Raises:
-        CompletenessError: Work is missing or is there twice (also UnmatchedTransferError and
-            ReductionError), or a value is never freed.
+        CompletenessError: An instruction is missing or exists twice (also UnmatchedTransferError
+            and ReductionError), or a value is never freed.
         GroupError: A group is not valid, or its messages cross.
         LoweringLevelError: The program is a draft.
-        OrderError: A rank uses a value before it exists, or work of two updates or segments is in
-            the wrong order.
+        OrderError: A rank uses a value before it exists, or instructions of two updates or sequence
+            chunks are in the wrong order.
         SlotError: A rank has too few slots.
         ChannelMismatchError: Messages are not received in the order in which they are sent, or the
             two ends of a message use different communicators.
@@ -217,7 +219,7 @@ def check(
 
 
 def _find_proven_limit(graph: Graph, sizes: Sizes) -> float | None:
-    """Return the smallest eager limit with which a program that hangs is correct, or None."""
+    """Return the smallest eager limit with which a hanging program is correct, or None."""
     if (
         not _has_message_sizes(graph.program, sizes)
         or (least := find_min_eager_limit(graph, sizes)) is None
@@ -228,12 +230,12 @@ def _find_proven_limit(graph: Graph, sizes: Sizes) -> float | None:
 
 
 def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> EagerMessages | None:
-    """Return the eager limit with the sizes of messages, or None without a limit.
+    """Verify an eager limit, and return it with the sizes of messages, or None without a limit.
 
     Args:
         limit: The limit in bytes, at least 0 and finite, or None. See `check`.
         sizes: The sizes of messages, or None.
-        program: The program whose messages the limit is for.
+        program: The program to whose messages the limit applies.
 
     Raises:
         UsageError: `limit` is not such a number, or `sizes` does not give the sizes of all
@@ -272,9 +274,9 @@ def build_complete_graph(
     host_device_sync: bool = False,
     eager_messages: EagerMessages | None = None,
 ) -> Graph:
-    """Return the dependency graph of a program, after a check that the program is complete.
+    """Verify that a program is complete, and return its dependency graph.
 
-    A program with a proof is not checked again.
+    A program that already has a proof is not verified again.
 
     Args:
         program: The program.
@@ -301,12 +303,12 @@ def build_complete_graph(
 
 
 def prove(graph: Graph, earliest_times: EarliestTimes | None = None) -> None:
-    """Prove that a complete program is in order and finishes, and add the proof to it.
+    """Prove that a complete program is in order and finishes, and store the proof in the program.
 
     Args:
         graph: The dependency graph of the program.
-        earliest_times: The earliest times of the graph, if the caller has them. They are computed
-            if they are missing and needed.
+        earliest_times: The earliest times of the graph, if the caller has them. If None, the
+            function computes them when it needs them.
 
     Raises:
         SchedirError: The program is wrong. See `check` for the types.
@@ -328,8 +330,8 @@ def prove(graph: Graph, earliest_times: EarliestTimes | None = None) -> None:
             raise explain_deadlock(graph, earliest_times)
     if cross := find_crossed_messages(graph):
         raise cross
-    # Streams that follow one global order of messages finish under every model and kind of host.
-    # A program that finishes with blocking hosts also finishes with hosts that do not block.
+    # Streams that follow one global order of messages finish under every model and with every kind
+    # of host.  A program that finishes with blocking hosts also finishes with other hosts.
     every = ordered and not index.has_joined
     models = MODELS if every else (graph.progress_model,)
     hosts = (
@@ -342,17 +344,17 @@ def prove(graph: Graph, earliest_times: EarliestTimes | None = None) -> None:
 
 
 def check_draft(program: Program) -> Program:
-    """Return a draft after a check that its compute is complete.
+    """Verify that the compute of a draft is complete, and return the draft.
 
-    The draft may have backwards of frozen stages, which the lowering drops. The lowering detects
-    deadlocks, so this check does not.
+    The draft may have backwards of frozen stages, which the lowering drops. This function does not
+    search for deadlocks, because the lowering does.
 
     Args:
         program: The draft.
 
     Raises:
-        CompletenessError: Compute is missing, is there twice, or is on the wrong rank.
-        GroupError: Instructions are joined that cannot be issued as one.
+        CompletenessError: A compute is missing, exists twice, or is on the wrong rank.
+        GroupError: Instructions are joined that cannot be issued together.
         UsageError: `program` is not a program.
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
@@ -425,11 +427,11 @@ def _require_releases(graph: Graph) -> None:
 def _follows_message_order(graph: Graph) -> bool:
     """Return whether all Streams agree with the message order that the lowering stored.
 
-    If they agree, the program finishes under every model, provided that no value is used before it
-    exists and no slot before it is free. Each edge of the graph leads forward within one Stream, or
-    joins instructions with the same number. Along each Stream the numbers ascend from group to
-    group, so no path forms a cycle. The proof does not cover progress models that split groups over
-    queues.
+    If they agree, the program finishes under every model, provided that values exist before their
+    use and slots are free. The proof: each edge of the graph leads forward within one Stream, or
+    connects instructions with the same message number. Along each Stream, the numbers ascend from
+    group to group. So no path forms a cycle. The proof does not cover progress models that split
+    groups over queues.
     """
     index = graph.index
     if graph.rules.has_batch_queues and index.has_joined:
@@ -458,8 +460,8 @@ def _follows_message_order(graph: Graph) -> bool:
 def _require_update_order(graph: Graph) -> None:
     """Refuse a program if a rank adds to gradients before the previous update ends.
 
-    A rank has one sum of gradients. It must take the optimizer step, or free the gradients for the
-    CPU optimizer, before it adds those of the next update.
+    A rank has one sum of gradients per weight. Before it adds gradients of the next update, it must
+    run the optimizer step, or check the gradients for the CPU optimizer.
     """
     index, shape = graph.index, graph.program.shape
     if shape.optimizer_steps == 1:
@@ -495,10 +497,10 @@ def _require_update_order(graph: Graph) -> None:
 
 
 def _require_update_end_order(graph: Graph) -> None:
-    """Refuse a program if a rank ends its updates in another order than they are numbered.
+    """Refuse a program if a rank does not end its updates in ascending order.
 
     `_require_update_order` covers ranks that add to gradients. A rank whose stages are all frozen
-    adds nothing, so only this check covers it.
+    adds no gradients, so only this check covers it.
     """
     index = graph.index
     if graph.program.shape.optimizer_steps == 1:
@@ -519,11 +521,12 @@ def _require_update_end_order(graph: Graph) -> None:
 
 
 def find_crossed_messages(graph: Graph) -> GroupError | ChannelMismatchError | None:
-    """Return the error for messages of a channel that are not received in the order sent.
+    """Return the error for messages of a channel that are not received in the order of their sends.
 
-    Transports match messages of a channel by position. Queues keep their order, because the graph
-    would otherwise have a cycle. But transfers of one group are not ordered by a queue, and a
-    receiver may take an eager message late. So two messages of either kind can cross.
+    Transports match messages of a channel by position. Messages in different groups cannot cross,
+    because the graph would then have a cycle. But no queue orders the transfers within a group, and
+    a receive may come long after the send of an eager message. So two messages of one group, or two
+    eager messages, can cross.
 
     Args:
         graph: The dependency graph of a program that finishes.

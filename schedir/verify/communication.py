@@ -24,7 +24,7 @@ from schedir.verify.inspector import Inspector
 _GRADIENT_MOVE_OPS = tuple(op for op in BOUNDARY_GRAD_OPS if op not in COMPUTE_OPS)
 _FORWARD_SENDS = tuple(
     send for send in SEND_OPS if send not in BOUNDARY_GRAD_OPS
-)  # sends that a program without a backward may have
+)  # sends that a program without a backward can have
 # Triples: the opcode that converts a value to a form, the send, and the opcode that converts it
 # back after the receive.
 _SENDS_WITH_FORM = tuple(
@@ -40,7 +40,7 @@ _SPLITS_BEFORE_SEND = tuple(
 
 
 def require_transfers(inspector: Inspector) -> None:
-    """Check that each value that crosses ranks has a send and a receive, and no other value has.
+    """Check that exactly the values that pass between ranks have a send and a receive.
 
     Args:
         inspector: The inspector of the program.
@@ -108,7 +108,7 @@ def require_transfers(inspector: Inspector) -> None:
 
 
 def _refuse_stray(inspector: Inspector, op: Opcode, stray: NDArray[np.bool_]) -> None:
-    """Refuse a transfer that no value needs, and give the reason."""
+    """Refuse a transfer whose value does not pass between ranks, and explain why."""
     if not stray.any():
         return
     site, hop = inspector.make_key_site(op, int(stray.argmax())), INSTRUCTIONS[op].peer
@@ -129,7 +129,8 @@ def _refuse_stray(inspector: Inspector, op: Opcode, stray: NDArray[np.bool_]) ->
 def require_group_members(inspector: Inspector) -> None:
     """Check that each collective of a group has an instruction on every rank of the group.
 
-    Collectives of tied weights are not checked here. The passes list which of them must exist.
+    Collectives of tied weights are not checked here. `gradient_reduction.py` lists the expected
+    ones.
 
     Args:
         inspector: The inspector of the program.
@@ -147,7 +148,7 @@ def require_group_members(inspector: Inspector) -> None:
             each = present.reshape(-1, shape.ranks)
         elif group == "stage_replicas":
             each = present.reshape(-1, len(shape.replica_ranks), shape.stages).swapaxes(1, 2)
-        else:  # groups of tied weights: `reduce_tied_weights` lists the expected instructions
+        else:  # groups of tied weights
             continue
         alone = (each.any(-1, keepdims=True) & ~each).reshape(-1, each.shape[-1])
         if alone.any():
@@ -176,8 +177,8 @@ def require_form_pairs(inspector: Inspector) -> None:
 
     Raises:
         UnmatchedTransferError: A conversion has no send, or no counterpart on the other rank.
-        CompletenessError: An instruction shards a value where `tp` is 1 or with sequence
-            parallelism.
+        CompletenessError: An instruction shards a value although `tp` is 1 or the program has
+            sequence parallelism.
     """
     if inspector.program.sequence_parallel:
         # Between segments there are gathers, too. `stage_segmentation` lists the expected ones.

@@ -1,6 +1,6 @@
-"""Check that all work exists once and on the right rank.
+"""Check that all instructions exist once and on the right rank.
 
-These checks ignore the order of instructions. The dependency graph checks the order.
+These checks ignore the order of instructions. `schedir/verify/check.py` checks the order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from schedir.verify.communication import (
 )
 from schedir.verify.inspector import Inspector
 
-MAX_GROUP_SIZE = 256  # transfers in a group; NCCL hangs with more
+MAX_GROUP_SIZE = 256  # largest number of transfers in a group; NCCL hangs with more
 _RANK_OPS = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.RANK)
 _COMPUTE_NAMES = " and ".join(
     [
@@ -50,7 +50,7 @@ _COMPUTE_NAMES = " and ".join(
         INSTRUCTIONS[COMPUTE_OPS[-1]].text,
     ]
 )
-_SMALL_PROGRAM_SIZE = 2**16  # instructions; tables of this length are cheap for every shape
+_SMALL_PROGRAM_SIZE = 2**16  # instructions; the tables of such a program need little memory
 
 
 def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
@@ -98,14 +98,14 @@ def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
 
 
 def require_givers(program: Program, flow: Dataflow) -> None:
-    """Check that the value that an instruction needs is given by another one.
+    """Check that each value that an instruction needs is made by another instruction.
 
     Args:
-        program: The program, which `require_complete` accepts.
+        program: A program that `require_complete` accepts.
         flow: The flow of its values.
 
     Raises:
-        CompletenessError: No instruction gives the value.
+        CompletenessError: No instruction makes a value that another instruction needs.
     """
     missing = flow.find_missing_giver()
     if missing is not None:
@@ -118,8 +118,8 @@ def require_givers(program: Program, flow: Dataflow) -> None:
 def _require_plausible_size(program: Program) -> None:
     """Refuse a program that is far too small or too large for its shape.
 
-    This check runs before any table of the shape's size is allocated. Smaller differences pass,
-    because the later checks describe them better.
+    This check runs before tables with the size of the shape are allocated. It ignores small
+    differences, because later checks describe them better.
     """
     shape, n = program.shape, len(program)
     if len(program.streams) != shape.ranks:
@@ -139,7 +139,7 @@ def _require_plausible_size(program: Program) -> None:
 
 
 def _require_valid_words(program: Program) -> None:
-    """Refuse words that encode no instruction, which only words made by hand can do."""
+    """Refuse words that do not encode an instruction. Only words made by hand can be wrong."""
     words, fields = program.words, program.words.view(WORD_DTYPE)
     known = (fields["joined"] <= 1) & (fields["op"] < len(INSTRUCTIONS))
     known &= (fields["stage"] == 0) | ~is_op(fields["op"], _RANK_OPS)
@@ -154,7 +154,7 @@ def _require_valid_words(program: Program) -> None:
 
 
 def _require_only_compute(inspector: Inspector) -> None:
-    """Refuse an instruction of a draft that runs no stage."""
+    """Refuse a draft that has instructions other than compute."""
     inspector.refuse_first(
         ~inspector.index.is_op(COMPUTE_OPS), lambda at: f"a draft may only have {_COMPUTE_NAMES}"
     )
@@ -189,7 +189,7 @@ def _require_valid_ranges(inspector: Inspector) -> None:
 
 
 def _describe_excess(inspector: Inspector, at: int) -> str:
-    """Return the text that a stage has more such instructions than microbatches, or "".
+    """Return a text if a stage has more instructions of this opcode than microbatches, or else "".
 
     B and I of a stage are counted together.
     """
@@ -245,7 +245,7 @@ def _choose_error_type(row: Row) -> type[CompletenessError]:
 
 
 def _require_valid_groups(inspector: Inspector) -> None:
-    """Refuse a group, unless it has only transfers, or exactly two computes."""
+    """Check that each group has only transfers, or exactly two computes."""
     ix = inspector.index
     if not ix.has_joined:
         return
@@ -322,7 +322,7 @@ def _require_compute(inspector: Inspector) -> None:
 
 
 def _require_occurrences(inspector: Inspector) -> None:
-    """Check that the occurrences of an instruction of a stage count up from 0 along the Stream."""
+    """Check that the occurrences of an instruction of a stage are numbered in order from 0."""
     ix = inspector.index
     for row, at in ix.iterate_rows():
         if row.scope is not Scope.OCCURRENCE:
@@ -347,7 +347,7 @@ def _require_occurrences(inspector: Inspector) -> None:
 
 
 def _require_pass_results(inspector: Inspector) -> None:
-    """Check that the instructions that passes add are exactly those that the program requires."""
+    """Check that the program has exactly the instructions that passes must add to it."""
     for each in LOWERING_PASSES:
         for expected in each.list_expected(inspector.program, inspector.is_present):
             _require_expected(inspector, expected)

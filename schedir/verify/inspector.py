@@ -1,4 +1,4 @@
-"""Tables of a program for the checks, and methods that refuse the program."""
+"""Tables of a program for the checks, and methods that raise errors about the program."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Inspector:
         raise kind(fact, program=self.program.name, sites=sites, hint=hint)
 
     def refuse_first(self, wrong: NDArray[np.bool_], fact: Callable[[int], str]) -> None:
-        """Refuse the program for the first instruction that a mask marks, if there is one.
+        """Raise an error for the first instruction that a mask marks, if there is one.
 
         Args:
             wrong: A mask over all instructions, shape (n,).
@@ -96,7 +96,7 @@ class Inspector:
         return np.asarray(table >= 0)
 
     def find_peer_keys(self, hop: PeerRule) -> NDArray[np.int32]:
-        """Return the key of the same microbatch at the peer stage, for each key.
+        """Return, for each key, the key of the same microbatch at the peer stage.
 
         Args:
             hop: The rule that gives the peer stage.
@@ -108,7 +108,7 @@ class Inspector:
         return np.where(there < 0, -1, there * np.int32(self.shape.microbatches) + self.mb)
 
     def make_key_site(self, op: Opcode, key: int) -> InstructionSite:
-        """Return the instruction `op` of a key as a site of an error.
+        """Return the instruction with an opcode and a key as a site of an error.
 
         Args:
             op: An opcode that has an instruction for the key.
@@ -124,7 +124,7 @@ class Inspector:
         Args:
             op: The opcode of the missing instruction.
             key: Its key, `stage * microbatches + mb`.
-            reason: Text that follows the message.
+            reason: Text at the end of the message, with its punctuation.
             *sites: Other instructions that the error shows.
             hint: The correct state of the program.
 

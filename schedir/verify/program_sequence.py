@@ -33,18 +33,18 @@ _HINT: Final = (
 
 
 class _ProgramRun(NamedTuple):
-    """The n-th run of a program, which all ranks have in common."""
+    """The n-th run of a program. All ranks take part in it."""
 
     program_index: int  # index in `_ProgramSequence.programs`
     occurrence: int
 
 
 class _SequenceStep(NamedTuple):
-    """A step of one rank, and its first use of a channel."""
+    """A step of one rank, and the first use of a channel in this step."""
 
     run: _ProgramRun
     step_number: int  # in the sequence of the rank, from 1
-    first_position: int  # position of its first instruction in the channel
+    first_position: int  # position of the first instruction that uses the channel
 
 
 def check_program_sequence(
@@ -53,16 +53,16 @@ def check_program_sequence(
     """Check the programs that each rank runs one after the other.
 
     The n-th run of a program on one rank belongs to the n-th run of the same program on every other
-    rank. If all ranks run the same programs in one order, each program must only be correct on its
-    own. If they do not, a message of one step can arrive in another step or never, and ranks can
-    wait for each other across steps. Between steps, hosts wait only for their messages.
+    rank. If all ranks run the same programs in one order, it is enough that each program is
+    correct. Otherwise a message of one step can arrive in another step or never, and ranks can wait
+    for each other across steps. Between steps, hosts wait only for their messages.
 
     Args:
         runs: For each rank, the programs that it runs, in order.
         progress_model: The progress model of the transport.
 
     Raises:
-        SchedirError: A program is wrong on its own. See `check`.
+        SchedirError: `check` refuses one of the programs.
         UsageError: `runs` is not a list of programs for each rank, or a program has another number
             of ranks.
         ProgramSequenceError: A message arrives in another step or never, or ranks wait for each
@@ -145,9 +145,10 @@ class _ProgramSequence:
     def require_matching_steps(self) -> None:
         """Refuse a sequence if the two ends of a message belong to different steps.
 
-        A correct program sends and receives equally often in a channel. So it is enough that both
-        ranks have the steps that use the channel in the same order. Collectives need no check: only
-        programs that train have them, and two such programs in different orders never finish.
+        In a correct program, the numbers of sends and receives of a channel are equal. So it is
+        enough that the steps that use a channel are in the same order on both of its ranks.
+        Collectives need no check here. Only programs that train have them, and two such programs in
+        different orders do not finish, which `require_finish` finds.
         """
         wrong: list[tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]] = []
         for (one, ours), (other, theirs) in self._match_channels():
@@ -161,7 +162,7 @@ class _ProgramSequence:
             raise self._make_crossing_error(one, a, other, b)
 
     def _match_channels(self) -> Iterator[list[tuple[int, list[_SequenceStep]]]]:
-        """Yield the two ranks of each channel, with their steps that use it."""
+        """Yield, for each channel, its two ranks with their steps that use the channel."""
         uses = [
             {number: both for number, both in self._find_channel_uses(graph)}
             for graph in self.graphs
@@ -181,7 +182,7 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield each channel with its two ranks and the first position of each."""
+        """Yield each channel of a program, with a dict from its ranks to their first positions."""
         index = graph.index
         got, channel = find_channels(index, graph.partner, graph.rules)
         sent = graph.partner[got]
@@ -226,7 +227,7 @@ class _ProgramSequence:
     def require_finish(self) -> None:
         """Refuse a sequence in which a rank does not finish its steps.
 
-        `require_matching_steps` must have passed.
+        Call `require_matching_steps` before.
         """
         steps = sorted({step for row in self.rank_runs for step in row})
         begin, total = {}, 0
@@ -283,7 +284,7 @@ class _ProgramSequence:
         node_offsets: dict[_ProgramRun, int],
         is_done: NDArray[np.bool_],
     ) -> InstructionSite | None:
-        """Return the first instruction of a rank that never ends, or None."""
+        """Return the first instruction of a rank that never ends, or None if all end."""
         for number, step in enumerate(runs, 1):
             graph = self.graphs[step.program_index]
             own = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])

@@ -1,9 +1,9 @@
 """Find the longest path to every node with numpy, one frontier of ready nodes at a time.
 
-A frontier is the set of nodes that the previous frontier released. A frontier takes a fixed number
-of array operations, and each edge is visited once. So the time grows with the number of edges plus
-the number of frontiers, which is the depth of the graph. The result equals that of
-`node_loop.solve_by_loop` to the last bit.
+A frontier is the set of nodes whose last predecessor is in the previous frontier. A frontier takes
+a fixed number of array operations, and each edge is visited once. So the running time grows with
+the number of edges plus the number of frontiers, which is the depth of the graph. The result is
+bitwise equal to that of `node_loop.solve_by_loop`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from schedir.analysis.critical_path.node_loop import Levels, LongestPathProblem,
 from schedir.ir.instruction_index import Positions
 
 _MAX_INT32 = np.iinfo(np.int32).max
-_WIDTH: Final = 3  # columns of the table of successors; few nodes of a program have more
+_WIDTH: Final = 3  # columns of the table of successors; few nodes have more successors
 
 
 def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
@@ -73,7 +73,7 @@ def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
 
 @dataclass(frozen=True)
 class _Successors:
-    """The successors of each node: a table with `_WIDTH` columns, and a CSR list of all others.
+    """The successors of each node: a table with `_WIDTH` columns, and a CSR list of the rest.
 
     Attributes:
         rows: A row per node with its first successors, and one more row that is empty. An empty
@@ -93,7 +93,8 @@ class _Successors:
     def from_edges(cls, nodes: int, edges: Iterable[tuple[Positions, Positions]]) -> _Successors:
         """Put each edge into the first free place of its source's row, or else into the CSR list.
 
-        Equal edges are stored at least once. `count_predecessors` counts the stored edges.
+        An edge that is given several times may be stored once. `count_predecessors` counts the
+        stored edges.
         """
         rows = np.full((nodes + 1, _WIDTH), nodes, np.int32)
         rest = [np.empty((2, 0), np.int32)]
@@ -116,7 +117,7 @@ class _Successors:
         return self.targets[at], each
 
     def count_predecessors(self) -> Levels:
-        """Return the number of edges to each node, and of empty places in the last entry."""
+        """Return the number of edges to each node. The last entry counts the empty places."""
         count = np.bincount(self.targets, minlength=len(self.rows)).astype(np.int32)
         for place in self.rows.T:
             for part in np.array_split(place, len(place) // 2**20 + 1):
@@ -127,7 +128,7 @@ class _Successors:
 def _place_edges(
     source: Positions, target: Positions, column: Positions, empty: int
 ) -> tuple[Positions, Positions]:
-    """Put edges into `column` where it is empty, and return the edges that are not in it."""
+    """Put edges into free places of `column`, and return the edges that it does not contain."""
     free = column[source] == empty
     column[source[free]] = target[free]
     left = column[source] != target
@@ -135,7 +136,7 @@ def _place_edges(
 
 
 def _compute_hop_delays(rows: Positions, rank: Positions, hop: Times) -> Times:
-    """Return the time from the end of each node to the start of the successor in each place."""
+    """Return, for each place of `rows`, the time from the end of the node to its successor."""
     there = np.append(rank, np.int32(-1))  # an empty place has no rank
     far = (there[rows[:-1]] != rank[:, None]) & (rows[:-1] < len(rank))
     return np.asarray(far * hop[:, None])

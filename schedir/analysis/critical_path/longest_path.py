@@ -1,8 +1,8 @@
 """Compute the earliest start and end of every instruction.
 
-The time grows with the number of nodes and edges of the dependency graph. Small graphs use a loop
-over nodes, and large ones use arrays (`level_sweep`). If numba is installed and worth its import,
-the loop runs as machine code.
+The running time grows with the number of nodes and edges of the dependency graph. Small graphs use
+a loop over nodes, and large graphs use arrays (`level_sweep`). If numba is installed and saves more
+time than its import takes, the loop runs as machine code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.per_stage_values import look_up
 from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, FORWARD, SEND_OPS
 
-MAX_LOOP_NODES = 4096  # nodes; up to here a loop over lists is faster than frontiers
+MAX_LOOP_NODES = 4096  # up to this number of nodes, a loop over lists is faster than frontiers
 SECONDS_PER_NODE = 2e-7  # seconds per node of `solve_by_frontiers`; docs/results/compile.md
 
 
@@ -36,11 +36,11 @@ class EarliestTimes:
     """The earliest start and end of each instruction, by position.
 
     Attributes:
-        start: Earliest start of each instruction, shape (n,), in the unit of the costs; infinite if
-            the instruction is never reached.
-        end: Earliest end of each instruction, shape (n,); infinite if it is never reached.
+        start: Earliest start of each instruction, shape (n,), in the unit of the costs; infinite
+            for an instruction that never ends because of a cycle.
+        end: Earliest end of each instruction, shape (n,); infinite for the same instructions.
         level: One more than the largest level among the predecessors of the instruction, and 1 if
-            it has none. 0 if it is never reached.
+            it has none. 0 if it never ends.
     """
 
     start: Times
@@ -62,8 +62,8 @@ def compute_earliest_times(
     Args:
         graph: The dependency graph of the program.
         costs: The costs of instructions; unit costs by default.
-        known_ends: The ends of instructions that are given instead of computed, shape (n,). NaN
-            where the costs decide. None if the costs decide everywhere.
+        known_ends: Given ends of instructions, shape (n,). For an entry NaN, the cost determines
+            the end. None if this applies to all instructions.
     """
     problem = build_problem(graph, costs or Costs(), known_ends)
     start, level = solve_longest_paths(problem)
@@ -77,9 +77,9 @@ def compute_earliest_times(
 
 
 def compute_remaining_times(graph: Graph, costs: Costs | None = None) -> Times:
-    """Return the longest path from the start of each instruction to the end of the program.
+    """Return the longest time from the start of each instruction to the end of the program.
 
-    If less than this time is left when an instruction starts, the program takes longer.
+    If an instruction starts when less than this time is left, the program takes longer.
 
     Args:
         graph: The dependency graph of a lowered program.
@@ -120,7 +120,7 @@ def build_problem(
 ) -> LongestPathProblem:
     """Return the longest-path problem of a dependency graph at the given costs.
 
-    In a draft, a value that crosses ranks takes the cost of a send, because the draft has no
+    In a draft, a value that passes between ranks takes the cost of a send, because the draft has no
     messages.
 
     Args:

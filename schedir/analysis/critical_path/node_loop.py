@@ -1,7 +1,7 @@
 """Find longest paths with a plain loop over nodes and edges, which numba can compile.
 
 Each loop receives all its inputs and outputs as arguments, and fills the outputs. The loops use
-only the common subset of Python and numba. So they run over lists, which is fastest for small
+only Python that numba supports. So they can run in Python over lists, which is fastest for small
 programs, or as machine code over arrays if numba is installed.
 """
 
@@ -26,14 +26,14 @@ _NO_TIMES, _NO_RANKS = np.empty(0), np.empty(0, np.int32)
 class LongestPathProblem(NamedTuple):
     """The nodes and edges of a longest-path problem.
 
-    A node ends `cost` after its start, or at `fixed_end` where that is not NaN. A successor can
-    start at that end, or `hop_time` later if the successor has another `rank`.
+    A node ends `cost` after its start, or at `fixed_end` if this is not NaN. A successor can start
+    at this end, or `hop_time` later if the successor has another `rank`.
 
     Attributes:
-        edges: Arrays of sources and targets, some edges at a time. The iterable is consumed once.
+        edges: Pairs of arrays: the sources and the targets of some edges. They are read only once.
         node_mask: A mask of the numbers that are nodes, shape (nodes,).
         cost: The cost of each node, shape (nodes,).
-        fixed_end: The given end of each node, NaN where the cost decides; may be empty.
+        fixed_end: The given end of each node, or NaN if the cost determines the end; may be empty.
         rank: The rank of each node; may be empty.
         hop_time: The time from each node to a successor on another rank; may be empty.
     """
@@ -57,8 +57,8 @@ def solve_by_loop(
 
     Returns:
         The start of each node, shape (nodes,); and its level. The level is one more than the
-        largest level among the predecessors, 1 for a node without predecessors, and 0 for a node
-        that is never reached.
+        largest level among the predecessors, and 1 for a node without predecessors. It is 0 for a
+        node of a cycle, and for a node after a cycle.
     """
     edges, node_mask, *given = problem
     nodes, (sources, targets) = len(node_mask), zip(*edges, strict=True)
@@ -100,7 +100,7 @@ def fill_successors(
         target: The target of each edge.
         offsets: Zeros, one more than there are nodes. Filled so that the edges of node a lead to
             `sorted_targets[offsets[a]:offsets[a + 1]]`.
-        sorted_targets: Filled with the targets, by their source.
+        sorted_targets: Filled with the targets, sorted by their source.
         pending_counts: Zeros, one per node. Filled with the number of edges to each node.
     """
     for a in source:

@@ -1,23 +1,24 @@
 """Assign values to slots, and find which instruction must free a slot before its reuse.
 
-A value uses a slot of its rank and kind. The value uses its slot from the start of its producer to
-the end of the instruction that frees it. Slots are assigned along the Stream. Each fill uses the
-slot that was freed earliest. So with c slots of a kind, the k-th fill uses the slot of the (k-c)-th
-free. The number of slots decides which slot each value gets, and which instruction each fill waits
-for. This is interval colouring: c slots suffice if and only if no more than c values overlap.
+A value uses a slot of its rank and kind, from the start of its producer to the end of the
+instruction that frees it. Slots are assigned along the Stream. An instruction that starts a value
+fills a slot. It uses the slot that was freed earliest. So with c slots of a kind, the k-th fill
+uses the slot of the (k-c)-th free. The number of slots determines the slot of each value, and the
+instruction that each fill waits for. This is interval colouring: c slots suffice if and only if at
+most c values exist at the same time.
 
 Receives fill slots of inputs (ACT_IN, GRAD_IN). Compute fills slots of outputs (ACT_OUT, GRAD_OUT).
 The slots of outputs are read by a send, or by the compute of the neighbour stage on the same rank.
 A slot from which messages are sent has the size of a value in the form in which it is sent.
 
 The host has slots, too, for offloaded activations and for optimizer states on the disk. The
-instruction that brings a value to the host waits for a slot, and the instruction that takes the
-value away frees the slot. Compute alone fills and frees SAVED and DEFERRED_WGRAD. Compute is in
-order, so the fewest slots cost no time, and a program need not specify their number.
+instruction that moves a value to the host waits for a slot, and the instruction that moves the
+value from the host frees the slot. Without offload, only compute fills and frees the slots of SAVED
+and DEFERRED_WGRAD. Compute is in order, so the smallest number of slots costs no time, and a
+program need not specify the number.
 
 With ZeRO, a slot of UNSHARDED_PARAMS or WGRAD is not a static buffer. The number of slots limits
-how many stages are unsharded at once. By default each stage has its own slot, and a stage never has
-two.
+how many stages are unsharded at the same time. By default each stage has one separate slot.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import HOST_SLOT_VALUES, UNSHARED_SLOTS, Program
 
-# By (kind, stage, microbatch), from the index in the Stream of each fill to its slot.
+# (kind, stage, microbatch) -> the index in the Stream of each instruction that fills -> its slot.
 SlotAssignment = dict[tuple[Value, int, int], dict[int, int]]
-# A pass chooses the number of slots of SLOT_VALUES.  The other kinds have the fewest slots.
+# Passes choose the numbers of slots of SLOT_VALUES.  Other kinds have the smallest possible number.
 SLOT_KINDS: Final = tuple(dict.fromkeys((*SLOT_VALUES, *NON_BOUNDARY_VALUES)))
 
 
@@ -70,7 +71,7 @@ def count_min_slots(program: Program) -> NDArray[np.int64]:
 
 
 def number_groups(index: InstructionIndex) -> Positions:
-    """Return the number of each instruction's group: of the instructions issued together.
+    """Return the number of each instruction's group. A group is issued together.
 
     Args:
         index: The index of the program.
@@ -82,14 +83,14 @@ def number_groups(index: InstructionIndex) -> Positions:
 
 
 def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions]]:
-    """Return the fills of used device slots, and the instruction that frees each slot.
+    """Return the instructions that fill a device slot again, and those that free the slot before.
 
     Args:
         program: The program.
 
     Returns:
-        By kind, the positions of these fills and the positions of the instructions that they wait
-        for. Kinds without reuse are missing.
+        Kind of value -> (positions that fill a slot, positions that free the slot before). Kinds
+        without reuse are missing.
     """
     flow, found = Dataflow.from_program(program), {}
     given_counts = _read_slot_counts(program)
@@ -101,7 +102,7 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         left = _find_previous_users(lives, count)
         if (
             VALUES[kind].scope is Scope.STAGE
-        ):  # one lane frees them all, so the later of two frees implies the other
+        ):  # one lane frees all of them in order, so the later of two frees comes after both
             left = np.maximum(left, _find_previous_frees(program, lives))
         if (again := left != NO_POSITION).any():
             found[kind] = lives.filled_at[again], left[again]
@@ -109,17 +110,17 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
 
 
 def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positions]]:
-    """Return the fills of used host slots, and the instruction that frees each slot.
+    """Return the instructions that fill a host slot again, and those that free the slot before.
 
-    A value uses a host slot from the start of the instruction that brings the value to the host
-    until the end of the instruction that takes it away.
+    A value uses a host slot from the start of its move to the host until the end of its move from
+    the host.
 
     Args:
         program: The program.
 
     Returns:
-        By name of the slots, the positions of these fills and the positions of the instructions
-        that they wait for. Slots without reuse are missing.
+        Name of the slots -> (positions that fill a slot, positions that free the slot before).
+        Slots without reuse are missing.
     """
     found = {}
     for name in HOST_SLOT_VALUES:
@@ -134,11 +135,11 @@ def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positi
 
 
 def find_host_values(program: Program, slot_name: str = "host") -> ValueLives:
-    """Return the values in the host slots of a name.
+    """Return the lifetimes of the values in a kind of host slots.
 
     Args:
         program: The program.
-        slot_name: A field of `SlotCounts` for the host.
+        slot_name: The kind of slots, as a key of `HOST_SLOT_VALUES`.
     """
     return Dataflow.from_program(program).find_lifetimes(
         HOST_SLOT_VALUES[slot_name], TIERS.index("host")
@@ -146,7 +147,7 @@ def find_host_values(program: Program, slot_name: str = "host") -> ValueLives:
 
 
 def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> Positions:
-    """Return the instruction that frees the slot of each fill; -1 for a slot that was empty."""
+    """Return, for each value, the instruction that freed its slot; -1 if its slot is new."""
     values = np.diff(lives.rank_offsets)
     room = np.repeat(np.where(slot_counts == UNSHARED_SLOTS, values, slot_counts), values)
     taken = np.arange(len(lives.filled_at)) - room
@@ -157,7 +158,7 @@ def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> P
 
 
 def _read_slot_counts(program: Program) -> dict[Value, NDArray[np.int64]]:
-    """Return the number of slots of each rank by kind, as the program specifies it."""
+    """Return a dict from the kind of value to the numbers of slots that the program specifies."""
     return dict(zip(SLOT_VALUES, np.array(program.slots, np.int64).T, strict=False))
 
 
@@ -191,8 +192,9 @@ def find_stages(program: Program, kind: Value, rank: int) -> NDArray[np.int64]:
 def count_slots(program: Program) -> NDArray[np.int64]:
     """Return the number of slots of each rank and kind.
 
-    If the program does not specify a number, each value or each stage has its own slot, and never
-    more. Kinds that only compute fills and frees have the fewest slots.
+    If the program does not specify a number, each value has a separate slot. Values per stage have
+    one slot for each stage. Kinds that only compute fills and frees have the smallest possible
+    number.
 
     Args:
         program: The program.
@@ -229,9 +231,9 @@ def assign_slots(program: Program, rank: int) -> SlotAssignment:
         rank: The rank.
 
     Returns:
-        By (kind, stage, microbatch), a dictionary from the index in the Stream of the fill to the
-        slot. Slots count from 0 in each kind. A value that leaves the device and comes back has two
-        fills.
+        (kind, stage, microbatch) -> index in the Stream of the instruction that fills a slot -> the
+        slot. The slots of each kind are numbered from 0. A value that leaves the device and comes
+        back fills two slots.
     """
     slots: SlotAssignment = {}
     flow, index, begin = (
@@ -249,7 +251,7 @@ def assign_slots(program: Program, rank: int) -> SlotAssignment:
 
 
 def _assign_rank_slots(lives: ValueLives, rank: int, count: int) -> list[int]:
-    """Return the slot of each fill of a rank: unused slots first, then slots as they are freed."""
+    """Return the slot of each value of a rank: unused slots first, then slots as they are freed."""
     order = np.argsort(lives.freed_at[lives.get_rank_slice(rank)], kind="stable").tolist()
     place = list(range(min(count, len(order))))
     for k in range(count, len(order)):
@@ -280,11 +282,11 @@ def group_by_form(
     Args:
         program: The program.
         kind: A kind of output.
-        positions: Positions of instructions, each of the stage and the microbatch of one value.
+        positions: Position of an instruction for each value, with its stage and microbatch.
 
     Yields:
         The opcodes that change the form of some of the values, in execution order; and a mask of
-        these values, of the shape of `positions`.
+        these values, in the shape of `positions`.
     """
     index, code = InstructionIndex.from_program(program), np.zeros(len(positions), np.int64)
     changed = [op for op in find_form_changes(kind) if op in index.position_by_key]
@@ -322,14 +324,14 @@ def compute_form_sizes(
 
 
 def count_send_slots(program: Program, kind: Value) -> dict[tuple[Opcode, ...], NDArray[np.int64]]:
-    """Return the number of slots from which messages are sent, by change of form.
+    """Return the number of slots from which messages are sent, for each form.
 
     Args:
         program: The program.
         kind: A kind of output.
 
     Returns:
-        By the opcodes that change the form, numbers of shape (ranks,).
+        Opcodes that change the form -> numbers of slots, shape (ranks,).
     """
     lives, sent = Dataflow.from_program(program).find_lifetimes(kind), is_sent(program, kind)
     ranks, values = program.shape.ranks, np.diff(lives.rank_offsets)
@@ -370,19 +372,20 @@ def compute_full_sizes(
 def _look_up_sizes(
     program: Program, kind: Value, size_name: str, sizes: Sizes, positions: Positions
 ) -> NDArray[np.float64]:
-    """Return the size `size_name` of the value of each of some instructions."""
+    """Return the size `size_name` of the value at each position."""
     row, index, each = (
         VALUES[kind],
         InstructionIndex.from_program(program),
         sizes.per_microbatch(size_name, program.shape),
     )
-    if row.peer is not None and not row.peer.is_downstream:  # sizes are per the earlier stage
+    # `Sizes` lists bytes under the earlier of the two stages.
+    if row.peer is not None and not row.peer.is_downstream:
         each = each[program.neighbor_stages(row.peer)]
     return look_up(each, index.stage[positions], index.mb[positions])
 
 
 def compute_message_sizes(program: Program, sizes: Sizes, sends: Positions) -> NDArray[np.float64]:
-    """Return the bytes that each of some sends puts on the wire.
+    """Return the bytes that each send transmits.
 
     Args:
         program: The program.

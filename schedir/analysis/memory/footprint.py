@@ -1,4 +1,4 @@
-"""Compute the bytes on each rank from its Stream and the sizes of values.
+"""Compute the memory of each rank from its Stream and the sizes of values.
 
 Without sizes, memory is a number of (stage, microbatch) pairs in flight. A pair is in flight from
 its Forward until nothing that the Forward saved is needed: until Backward, or until BackwardWeight
@@ -6,18 +6,18 @@ if the backward is split.
 
 With sizes, memory is in bytes, and has two parts:
 
-- Received and sent values use static slots, which exist all the time. The memory of these slots is
-  their number times their size, in any order of the instructions. A slot has the size of a value in
-  the form in which it is sent. A transport that sends directly from the value uses less memory
-  while fewer messages are in flight.
-- Values that compute keeps for later compute use memory until an instruction has freed or changed
-  them. A value uses memory from the start of the instruction that produces it. These values are
-  saved activations, deferred weight gradients, and outputs for another stage or a change of form on
-  the same rank. Compute is in order, so these times are exact.
+- Received and sent values use static slots, which exist during the full step. Their memory is the
+  number of slots times the size of a slot, for every order of the instructions. A slot has the size
+  of a value in the form in which it is sent. A transport that sends directly from the value uses
+  less memory while fewer messages are in flight.
+- Values that compute keeps for later compute use memory from the start of the instruction that
+  produces them. The memory is used until an instruction has freed or changed the value. These
+  values are saved activations, deferred weight gradients, and outputs that stay on the rank for
+  another stage or a change of form. Compute is in order, so these times are exact.
 
-A BackwardInput converts saved activations to deferred weight gradients, and uses
-`Sizes.saved_and_deferred` meanwhile. Until its end, the saved activations count in full, and the
-deferred weight gradients count only what exceeds them.
+A BackwardInput converts saved activations to deferred weight gradients. While it runs, both
+together use `Sizes.saved_and_deferred`: the saved activations count in full, and the deferred
+weight gradients count only the rest.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ from schedir.ir.program import ADDRESS_MASK, HOST_SLOT_VALUES, UNSHARED_SLOTS, P
 # A value that moves between tiers uses a slot of both tiers until the move ends.
 
 
-Curve = tuple[NDArray[np.int64], NDArray[np.float64]]  # numbers of values, and their bytes
+Curve = tuple[NDArray[np.int64], NDArray[np.float64]]  # number of values and bytes, over time
 HOST_SLOTS: Final = {
     kind: name for name, kind in HOST_SLOT_VALUES.items()
-}  # names of the slots on the host, by kind
+}  # kind of value -> name of its slots on the host
 
 
 class OffloadSlots(NamedTuple):
@@ -99,7 +99,7 @@ class OffloadSlots(NamedTuple):
     def from_program(
         cls, program: Program, kind: Value, sizes: Sizes, tier: str
     ) -> OffloadSlots | None:
-        """Return the slots that a program specifies for a kind on a tier, None without such slots.
+        """Return the slots that a program specifies for a kind on a tier, or None.
 
         Args:
             program: The program.
@@ -123,9 +123,9 @@ class OffloadSlots(NamedTuple):
         return cls(slots, *compute_moved_sizes(program, kind, sizes, TIERS.index(tier)))
 
     def bound_usage(self, rank: int, resident: Curve, moved: Curve) -> Curve:
-        """Return an upper bound of the values on the tier of a rank.
+        """Return an upper bound of the values of a rank on the tier.
 
-        Values that stay on the tier have a slot. Moved values can only use the remaining slots.
+        Each value that stays on the tier has a slot. Moved values can only use the remaining slots.
 
         Args:
             rank: The rank.
@@ -133,7 +133,7 @@ class OffloadSlots(NamedTuple):
             moved: Numbers and bytes of the values that move, over time.
 
         Returns:
-            Numbers and bytes of both together, over time.
+            Number and bytes of all these values, over time.
         """
         there = np.minimum(moved[0], np.maximum(self.slots[rank] - resident[0], 0))
         size = np.minimum(
@@ -142,8 +142,8 @@ class OffloadSlots(NamedTuple):
         return resident[0] + there, resident[1] + size
 
 
-# Kinds of values that keep a microbatch in flight: only compute produces and frees them.  A change
-# in place neither starts nor ends a value.
+# A (stage, microbatch) pair is in flight while it has a value of these kinds.  Only compute
+# produces and frees them.  A change in place neither starts nor ends a value.
 _IN_FLIGHT_VALUES: Final = {
     kind for kind in NON_BOUNDARY_VALUES
     if VALUES[kind].scope is Scope.MICROBATCH
@@ -176,7 +176,7 @@ def count_in_flight(
 
     Args:
         stream: The Stream of a rank.
-        frozen_stages: Number of first stages that are not trained, and so keep nothing.
+        frozen_stages: Number of first stages that are not trained, and so save no activations.
 
     Returns:
         The indices in the Stream at which the number changes, and the number from each index on.
@@ -185,7 +185,7 @@ def count_in_flight(
     at = np.flatnonzero(change)
     if (
         _HAS_SEVERAL_VALUES
-    ):  # a pair is in flight from the start of its first value to the end of its last
+    ):  # a pair is in flight from the start of its first value to the end of its last value
         address = stream.words[at] & ADDRESS_MASK
         order = np.argsort(address, kind="stable")
         each, address = change[at][order], address[order]
@@ -198,9 +198,9 @@ def count_in_flight(
 
 
 def count_peak_versions(program: Program) -> NDArray[np.int64]:
-    """Return the largest number of weight versions that each rank needs at once.
+    """Return the largest number of weight versions that each rank needs at the same time.
 
-    The newest version counts, too. A version is needed until the last instruction that computes
+    The newest version counts, too. A rank needs a version until the last instruction that computes
     with it or reads it. A program with one update has one version.
 
     Args:
@@ -227,7 +227,7 @@ def count_peak_versions(program: Program) -> NDArray[np.int64]:
 
 
 def _is_trained(program: Program, stream: Stream) -> NDArray[np.bool_]:
-    """Return a mask of the instructions that are not of a frozen stage."""
+    """Return a mask that is False for the instructions of frozen stages."""
     of_rank = np.array([row.scope is Scope.RANK for row in INSTRUCTIONS])[stream.op]
     return of_rank | (stream.stage >= program.frozen_stages)
 
@@ -261,7 +261,7 @@ def peak_in_flight(
 
 _MOVED_SUFFIX: Final = ", moved"  # marks curves of moved values until `bound_usage` merges them
 _HANDED_OVER_NAME: Final = (
-    "handed_over"  # values that compute passes to compute on the same rank without a slot
+    "handed_over"  # outputs without a slot that the rank's compute passes to its later compute
 )
 
 
@@ -271,11 +271,11 @@ class Footprint(NamedTuple):
     The first entry of the arrays is the beginning of the step.
 
     Attributes:
-        static_memory: Memory that is used all the time: by name, the number of values and their
-            bytes together.
-        positions: Indices in the Stream of the instructions that change the memory of compute.
+        static_memory: Memory that is used all the time: name -> (number of values, their bytes).
+        positions: Indices in the Stream of the instructions that change the memory.
         is_at_start: True if the change is at the start of the instruction, False if at its end.
-        dynamic_memory: By name, the number of values and their bytes from each change on.
+        dynamic_memory: Name -> (number of values, their bytes), each as an array with one entry per
+            change. The entry is valid from this change to the next one.
     """
 
     static_memory: dict[str, tuple[int, float]]
@@ -290,7 +290,7 @@ class Footprint(NamedTuple):
         return np.asarray(always + sum(size for _, size in self.dynamic_memory.values()), float)
 
     def list_values(self, change: int) -> list[tuple[str, int, float]]:
-        """Return (name, number, bytes) of the memory from a change on, largest bytes first.
+        """Return (name, number, bytes) of the values after a change, largest bytes first.
 
         Args:
             change: Index of the change.
@@ -304,11 +304,11 @@ class Footprint(NamedTuple):
     def order_by_time(self, times: NDArray[np.float64]) -> Footprint:
         """Return the footprint with its changes in order of time.
 
-        Changes at the same time count as one. So a value that starts at a time can use memory that
-        is freed at that time. A value that exists for no time uses no memory.
+        Changes at the same time become one change. So a value that starts at a time can use memory
+        that is freed at that time. A value that starts and ends at the same time uses no memory.
 
         Args:
-            times: The time of each change, of the shape of `positions`.
+            times: The time of each change, in the shape of `positions`.
         """
         order = np.argsort(times, kind="stable")
         last = np.append(times[order][1:] > times[order][:-1], True)
@@ -334,7 +334,7 @@ def compute_static_memory(
         tier: One of `TIERS`.
 
     Returns:
-        By the names of `Sizes`, or the labels of sharded states: bytes of shape (ranks,).
+        Name in `Sizes`, or label of a sharded state -> bytes of each rank, shape (ranks,).
 
     Raises:
         UsageError: `model_states` is one number, and the program shards or offloads a part of it.
@@ -414,12 +414,12 @@ def find_used_tiers(program: Program) -> tuple[str, ...]:
 def compute_footprints(
     program: Program, sizes: Sizes, tier: str = "device", *, worst_case: bool = False
 ) -> list[Footprint]:
-    """Return the memory of each rank over a step on a tier.
+    """Return the memory of each rank on a tier during a step.
 
-    Changes come in the order of the Stream, as the host issues them. A value that another lane
-    produces counts from the start of its instruction. A value that another lane frees counts until
-    the host has waited for the end of that instruction. If compute makes the changes, the order of
-    the Stream is also the order of time.
+    Changes are in the order of the Stream, as the host issues the instructions. For the changes of
+    compute, this is also the order of time. A value that another lane produces counts from the
+    start of the instruction. A value that another lane frees counts until the host has waited for
+    the end of that instruction.
 
     Args:
         program: A complete program.
@@ -464,7 +464,7 @@ def compute_footprints(
             kept[_get_memory_name(kind)] = kept_on()
     if tier == TIERS[0] and len((handed := _find_handover_memory(program, sizes)).positions):
         kept[_HANDED_OVER_NAME] = handed
-    # Values that are freed at the end of an instruction go before values that start there.
+    # With equal `order_key`, values that are freed come before values that start.
     comes = np.concatenate([k.byte_change > 0 for k in kept.values()])
     order = np.lexsort((comes, np.concatenate([k.order_key for k in kept.values()])))
     at = np.concatenate([k.positions for k in kept.values()])[order]
@@ -481,7 +481,7 @@ def compute_footprints(
             trained = [s for s in stages if s >= program.frozen_stages]
             if (
                 program.norm_check == "after_step" and program.has_backward
-            ):  # copies of the state, to make the update again
+            ):  # copies of the states, with which the rank can repeat the update
                 fixed["copies"] = (len(trained), float(changed[trained].sum()))
             if shape.optimizer_steps > 1:
                 copies = int(versions[rank])
@@ -502,12 +502,12 @@ def compute_footprints(
 
 
 def _get_memory_name(kind: Value) -> str:
-    """Return the name of the memory of a kind's values."""
+    """Return the name under which a Footprint lists the memory of values of a kind."""
     return UNSHARDED_LABELS.get(VALUES[kind].size, kind.name.lower())
 
 
 def _compute_value_sizes(program: Program, kind: Value, sizes: Sizes) -> NDArray[np.float64]:
-    """Return the bytes of each unsharded value of a kind."""
+    """Return the full bytes of each value of a kind, in the order of its lifetimes."""
     return compute_full_sizes(
         program, kind, sizes, Dataflow.from_program(program).find_lifetimes(kind).filled_at
     )
@@ -516,9 +516,9 @@ def _compute_value_sizes(program: Program, kind: Value, sizes: Sizes) -> NDArray
 def _compute_buffer_memory(
     program: Program, kind: Value, sizes: Sizes
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the number of slots of a kind with memory, and their bytes together, for each rank.
+    """Return the number of static slots of a kind on each rank, and their total bytes.
 
-    Each slot has the bytes of the largest value in it.
+    Each slot has the bytes of the largest value that uses such a slot.
     """
     lives, each = (
         Dataflow.from_program(program).find_lifetimes(kind),
@@ -536,10 +536,11 @@ def _compute_buffer_memory(
 
 
 def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
-    """Return the memory of outputs that are not sent as they are.
+    """Return the memory of outputs that the rank uses or converts itself, without a slot.
 
     An output for a stage on the same rank uses memory until that stage has used it. An output that
-    changes its form uses memory in each form but the last until the next change.
+    changes its form before it is sent uses memory in each form until the next change. The last form
+    uses a send slot, which does not count here.
     """
     index = InstructionIndex.from_program(program)
     group, found = number_groups(index).astype(np.int64), []
@@ -568,7 +569,7 @@ def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
 def require_memory_limit(
     program: Program, sizes: Sizes, limit: float, tier: str = "device"
 ) -> Program:
-    """Return a complete program if no rank uses more than `limit` bytes on a tier.
+    """Verify that no rank uses more than `limit` bytes on a tier, and return the program.
 
     The check uses the worst case of `compute_footprints`.
 

@@ -19,7 +19,7 @@ _STATE_NAMES: Final = {
     "params": "weights",
     "grads": "gradients",
     "optimizer": "optimizer state",
-}  # text by field of `Sizes`
+}  # field of `Sizes` -> name in texts
 
 
 class UnshardCounts(NamedTuple):
@@ -28,7 +28,8 @@ class UnshardCounts(NamedTuple):
     Attributes:
         unshards: Number of unshards of each rank.
         reductions: Number of reduce-scatters of each rank.
-        max_unsharded: Largest number of stages that are unsharded at once, in Stream order.
+        max_unsharded: Largest number of stages of each rank that are unsharded at the same time,
+            in the order of the Stream.
         stages: Number of different stages that each rank unshards.
     """
 
@@ -39,7 +40,7 @@ class UnshardCounts(NamedTuple):
 
 
 def count_unshards(program: Program) -> UnshardCounts:
-    """Return the numbers of unshards and reduce-scatters; zeros for a program without ZeRO.
+    """Count the unshards and reduce-scatters; zeros for a program without ZeRO.
 
     Args:
         program: The program.
@@ -56,7 +57,7 @@ def count_unshards(program: Program) -> UnshardCounts:
 
 
 def describe_sharding(program: Program) -> str:
-    """Return a sentence on what ZeRO shards and the number of unshards; empty without ZeRO.
+    """Describe what ZeRO shards, and the number of unshards. The text is "" without ZeRO.
 
     Args:
         program: The program.
@@ -106,8 +107,8 @@ def collect_sharding_facts(program: Program) -> dict[str, Any]:
         program: The program.
 
     Returns:
-        `zero` and `dp` as numbers; `gathers`, `reductions` and `whole_stages` with a number per
-        rank.
+        `zero` and `dp` as numbers. `gathers`, `reductions` and `whole_stages` (the largest number
+        of unsharded stages) with a number per rank.
     """
     if not program.zero:
         return {}

@@ -1,4 +1,4 @@
-"""Find when values without a static buffer use memory, and the number of bytes."""
+"""Find when values without a static buffer use memory, and how many bytes they use."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ValueLifetimes(NamedTuple):
 
     Attributes:
         positions: Positions of the instructions that make the changes.
-        order_key: Order of the changes: twice the number of the instruction's group, plus 1 if the
-            change is at its end.
+        order_key: Sort key of each change: twice the number of the instruction's group, plus 1 if
+            the change is at the end of the instruction.
         count_change: Change of the number of values.
         byte_change: Change of the bytes.
     """
@@ -76,7 +76,7 @@ def compute_value_lifetimes(
     one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
     if made_of := VALUES[
         kind
-    ].converted_from:  # during the conversion only the bytes beyond the other value count
+    ].converted_from:  # while it is converted, only its bytes beyond those of the source count
         first = np.flatnonzero(comes & made)
         more = sizes.per_microbatch(made_of[1], shape) - sizes.per_microbatch(
             VALUES[made_of[0]].size, shape
@@ -87,7 +87,7 @@ def compute_value_lifetimes(
     if worst_case:
         came = _find_earliest_starts(program, kind, begin, made)
         when = 2 * group[came] + (came != begin) * (came != program.offsets[index.rank[came]])
-    if tier == 0:  # the host frees device memory, when it has observed the end
+    if tier == 0:  # the host frees device memory when it has observed the end of the instruction
         gone[over] = find_known_ends(program, end[over], count_drains=not worst_case)
         if VALUES[kind].initial_tier:
             gone = _find_host_releases(program, kind, end, worst_case)
@@ -106,7 +106,7 @@ def compute_value_lifetimes(
 
 
 def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueStates:
-    """Return the states of values of a kind, filtered by whether they leave the device."""
+    """Return the states of the values of a kind that leave the device, or of those that do not."""
     states, index = (
         Dataflow.from_program(program).find_states(kind),
         InstructionIndex.from_program(program),
@@ -123,14 +123,14 @@ def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueSt
 def _compute_sizes(
     program: Program, kind: Value, sizes: Sizes, states: ValueStates
 ) -> NDArray[np.float64]:
-    """Return the bytes of each state of a value, in its form."""
+    """Return the bytes of a value in each of its states."""
     index, chains = (
         InstructionIndex.from_program(program),
         Dataflow.from_program(program).get_chains(kind),
     )
     names = [VALUES[kind].size, *(chains.forms if chains else ())]
     at = index.stage[states.begin], index.mb[states.begin]
-    # Replicas have shards of a value that exists from the start, from some level of ZeRO on.
+    # With ZeRO, each replica may have only a shard of a value that exists from the start.
     part = VALUES[kind].initial_tier and is_sharded(VALUES[kind].size, program.zero)
     parts = program.dp if part else 1
     of_form = [look_up(sizes.per_microbatch(name, program.shape), *at) / parts for name in names]
@@ -140,10 +140,10 @@ def _compute_sizes(
 def _find_longest_stays(
     program: Program, kind: Value, states: ValueStates, tier: int
 ) -> tuple[NDArray[np.bool_], Positions]:
-    """Return a mask of the states that may be on a tier, and the end of each stay there.
+    """Return a mask of the states in which a value may be on a tier, and the end of each state.
 
-    A value may be on the tier from its first state there to its last. The value has certainly left
-    the tier when an instruction has used it on the device again.
+    A value may be on the tier from its first state there to its last. It has certainly left the
+    tier when an instruction has used it on the device again.
     """
     index = InstructionIndex.from_program(program)
     key = index.compute_keys(
@@ -171,7 +171,7 @@ def _find_longest_stays(
 def compute_moved_sizes(
     program: Program, kind: Value, sizes: Sizes, tier: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the bytes of the largest and the smallest moved value on a tier, for each rank.
+    """Return, for each rank, the bytes of the largest and the smallest moved value on a tier.
 
     Args:
         program: The program.
@@ -180,7 +180,7 @@ def compute_moved_sizes(
         tier: Index into `TIERS`.
 
     Returns:
-        Two arrays of shape (ranks,); 0 for a rank without such values.
+        Largest and smallest bytes, shape (ranks,) each; 0 for a rank without such values.
     """
     states = _select_states(program, kind, True)
     size, here = _compute_sizes(program, kind, sizes, states), states.tier == tier
@@ -194,12 +194,12 @@ def compute_moved_sizes(
 def _find_earliest_starts(
     program: Program, kind: Value, begin: Positions, made: NDArray[np.bool_]
 ) -> Positions:
-    """Return the instruction after which each value can exist at the earliest.
+    """Return the position from which each value can use memory at the earliest.
 
-    If a lane other than compute makes the value, the result is the instruction that frees its slot.
-    If a slot is always free, the result is the first instruction of the Stream. A value with an
-    initial tier exists after the inputs of the instruction that makes it, and after the inputs of
-    those inputs.
+    If an instruction of compute makes the value, this is the instruction. If an instruction of
+    another lane makes it, this is the instruction that frees its slot, or the first instruction of
+    the Stream if a slot is always free. A value with an initial tier can also use memory only after
+    the inputs of the instruction that moves it, and after the inputs of these inputs.
     """
     index = InstructionIndex.from_program(program)
     has_initial_tier = bool(VALUES[kind].initial_tier)
@@ -224,10 +224,11 @@ def _find_earliest_starts(
 def _find_host_releases(
     program: Program, kind: Value, end: Positions, worst_case: bool
 ) -> Positions:
-    """Return the positions at which hosts free device memory of values that were moved away.
+    """Return the positions at which hosts free device memory of values that have been moved.
 
-    An instruction that reuses the slot waits for the move on the host. With `worst_case` the memory
-    is free when the move has ended, because the next value in the slot counts from that time on.
+    The host waits for the move before an instruction that reuses the slot. With `worst_case`, the
+    memory is free when the move has ended, because the next value in the slot counts from that time
+    on.
     """
     heard, again = find_known_ends(program, end), {}
     if kind in (found := find_slot_reuses(program)):
@@ -241,7 +242,7 @@ def _has_neighbors(
     begin: NDArray[np.int32], end: NDArray[np.int32], here: NDArray[np.bool_],
     made: NDArray[np.bool_], over: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
-    """Return masks of the states whose value is on the tier in its previous and in its next state.
+    """Return masks of the states whose previous state, and whose next state, is on the tier.
 
     `here` is the mask of the states that are on the tier.
     """

@@ -1,1 +1,1 @@
-"""Times of instructions, bytes of values, and a cluster that gives both."""
+"""Times of instructions, bytes of values, and a cluster from which times are computed."""

@@ -34,24 +34,24 @@ class Cluster:
 
     Processes are numbered node by node: first all processes of node 0, then those of node 1. A
     group within one node communicates over NVLink. A ring across nodes is as fast as its slowest
-    link. Each node has one outgoing link per member of the group, each with `network_bandwidth`.
+    link. A node has one link to other nodes per group member on it, each with `network_bandwidth`.
 
-    Give the speeds that your programs reach, not those of a data sheet: predictions subtract
-    nothing. Only `peak` is the number of the data sheet. Numbers can be texts with units: "80GB",
-    "300GB/s", "312TFLOP/s", "5us".
+    Give the speeds that your programs reach, not those of a data sheet: predictions use them
+    unchanged. Only `peak` and `fp8_peak` are numbers of the data sheet. Numbers can be texts with
+    units: "80GB", "300GB/s", "312TFLOP/s", "5us".
 
     A machine without GPUs has `processors` instead. Each "GPU" is then a process that computes on
     the processors. The same process issues its kernels, so that nothing runs in parallel to its
     compute. If a node has more processes than processors, they share the processors. All rates are
-    those of a process while all processes of its node compute. A process that computes alone is
-    `solo_speedup` times as fast.
+    the rates of one process while all processes of its node compute. A process that computes alone
+    is `solo_speedup` times as fast.
 
     Args:
         nodes: Number of nodes.
         gpus_per_node: Number of GPUs of each node.
-        flops: Floating-point operations per second of a GPU, in the type that trains.
+        flops: Floating-point operations per second of a GPU, in the data type of the training.
         memory: Memory of a GPU, in bytes.
-        hbm_bandwidth: Bytes per second of a GPU's own memory.
+        hbm_bandwidth: Bytes per second of the memory of a GPU.
         nvlink_bandwidth: Bytes per second that a GPU sends to GPUs of its node, while it receives
             as many.
         network_bandwidth: Bytes per second that a GPU sends to other nodes, while it receives as
@@ -62,22 +62,22 @@ class Cluster:
             disk needs this rate.
         dram_bandwidth: Bytes per second that the processors of the host read and write in its
             memory, for one GPU. The CPU optimizer needs this rate.
-        latency: Time of a message in addition to that of its bytes, in seconds.
-        network_latency: Time of a message between nodes in addition to that of its bytes, in
-            seconds. The default is `latency`.
+        latency: Seconds that each message takes in addition to the transfer of its bytes.
+        network_latency: The latency of a message between nodes, in seconds. The default is
+            `latency`.
         jitter: Standard deviation of the step time of one replica, as a share of its mean. The
             planner adds the time that replicas wait for the slowest one.
         kernel_us: Time to issue a kernel, in microseconds.
-        uncertainty: Standard deviation of predicted step times, as a share. A calibration sets this
-            number.
+        uncertainty: Standard deviation of the error of predicted step times, as a share of the
+            prediction. A calibration sets this number.
         calibrated_gpus: The number of GPUs of the largest run of a calibration.
         peak: Floating-point operations per second of the data sheet. The model FLOPs utilization
             (MFU) is a share of it. The default is `flops`.
         fp8_peak: Floating-point operations per second of the data sheet with numbers of 8 bits.
-            Without it, the GPU cannot train in FP8.
+            None for a GPU that cannot train in FP8.
         num_sms: Number of multiprocessors of a GPU. The tiles of a matrix product are distributed
-            over them. Without it, the work of a product is assumed to be divisible without limit.
-        itemsize: Bytes of a number of the type that trains.
+            over them. If None, the work of a product is assumed to be divisible without limit.
+        itemsize: Bytes of a number in the data type of the training.
         processors: Number of processors of a node without GPUs.
         host_memory: Share of the host's memory that the process of one GPU may use, in bytes.
 
@@ -164,7 +164,7 @@ class Cluster:
 
     @property
     def peak_flops(self) -> float:
-        """The floating-point operations per second that no GPU exceeds: `peak`, or else `flops`."""
+        """The highest floating-point operations per second of a GPU: `peak`, or else `flops`."""
         return self.flops if self.peak is None else self.peak
 
     @property
@@ -323,7 +323,7 @@ class Cluster:
     def small_all_reduce_time(self, size: float, processes: GroupProcesses) -> float:
         """Return the time of an all-reduce of a few bytes by recursive doubling, in seconds.
 
-        Use this time for tensors so small that the latency decides.
+        Use this time for tensors that are so small that the latency dominates.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -352,7 +352,7 @@ class Cluster:
             processes: The processes of the group, or their number.
 
         Returns:
-            (g-1) latency, and the longer of the two transfer times. The time is 0 for one process.
+            (g-1) latency plus the longer of the two transfer times. The time is 0 for one process.
 
         Raises:
             UsageError: See `bandwidth` and `send_time`.
@@ -371,7 +371,8 @@ class Cluster:
         if len(group) < 2:
             return 0.0
         _, members = np.unique(group // self.gpus_per_node, return_counts=True)
-        # The worst process within a node, and the worst one with regard to other nodes.
+        # A process of the node with most members sends most bytes within its node. A process of the
+        # node with fewest members sends most bytes to other nodes.
         inside, own = int(members.max()) - 1, int(members.min())
         part = _message_time(size / len(group), 0.0, 1.0)
         carried = max(
@@ -479,7 +480,7 @@ class Cluster:
         recomputed: Collection[tuple[int, int]] = (),
         mesh: Processes | None = None,
     ) -> Costs:
-        """Return costs in seconds, in which missing costs are computed from bytes and links.
+        """Compute missing costs from bytes and the speeds of links, in seconds.
 
         Costs that are given in `costs` stay unchanged. The costs below are filled if missing:
 
@@ -487,9 +488,9 @@ class Cluster:
           tensor-parallel group sends its part. If a stage sends in both directions, the cost is
           that of the longer message. `tp_scatter` cuts an activation into parts, and `tp_gather`
           gathers it. The bytes of an activation are those of the unsharded tensor. For a sharded
-          boundary, give tp times the rank's own bytes in `sizes`.
+          boundary, give tp times the bytes of one rank in `sizes`.
         - `reduce_grads`: an all-reduce over the replicas, as a ring. Executors start it during the
-          last backward, so that the remaining time at its position is shorter.
+          last backward, so the time that remains after this backward is shorter.
         - `reduce_replicated_stages`: an all-reduce over the ranks that have a replica of the stage.
         - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a ring for the stage's
           `grads`, and `unshard`, an all-gather of its `params`. Both collectives run over the
@@ -510,11 +511,11 @@ class Cluster:
         - With `optimizer_placement` "cpu_step": `offload_grads` and `reload_weights`, copies of the
           replica's part of a stage's `grads` and `params` (`host_transfer_time`). `host_step` is
           the time of the step of each stage at `dram_bandwidth`, and `step` is 0. An optimizer
-          without its own copies of 16-bit weights also moves the weights with the gradients. These
-          bytes are not included.
+          without copies of 16-bit weights also moves the weights with the gradients. These bytes
+          are not included.
         - With `offload`: `offload` and `reload`, copies of the `saved` bytes of a microbatch
-          (`host_transfer_time`). A microbatch that is `recomputed` has its `checkpoint` bytes
-          instead.
+          (`host_transfer_time`). A microbatch in `recomputed` has copies of its `recompute_inputs`
+          bytes instead.
         - With `offload_to_disk`: `offload_to_disk` and `reload_from_disk`, copies of the same bytes
           to the disk and back (`disk_transfer_time`).
         - `I` and `W`: half of B each, if only B is given.

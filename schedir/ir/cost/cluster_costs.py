@@ -1,4 +1,4 @@
-"""Compute the costs of a program on a Cluster, from bytes and links."""
+"""Compute the costs of a program on a Cluster, from bytes and the speeds of links."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 Floats = NDArray[np.float64]
-# The collectives that gather or sum the weights and gradients of a stage, by the name of the cost.
+# Name of a cost -> the ring collective that gathers or sums weights or gradients of a stage.
 _RING_BY_COST: Final = {
     row.cost: row.ring for row in INSTRUCTIONS if row.ring is not None and row.ring.size
 }
 _ALL_TO_ALL_COSTS: Final = dict.fromkeys(INSTRUCTIONS[op].cost for op in EP_COLLECTIVE_OPS)
-# Costs of collectives that only programs with ZeRO have, and that only programs without it have.
+# Costs of collectives that only programs with ZeRO have.
 _ZERO_COLLECTIVES: Final = {"reduce_scatter", "unshard"}
+# Costs of collectives that only programs without ZeRO have.
 _NON_ZERO_COLLECTIVES: Final = {"reduce_grads"}
-# Sizes of messages between neighbours, by cost.  The cluster does not price messages along skips.
+# Name of a cost -> names of the sizes of its messages between neighbouring stages.  A cluster
+# computes no costs of messages along skip connections.
 _SIZES_BY_MESSAGE: Final = {
     row.cost: {
         VALUES[kind].size
@@ -58,12 +60,12 @@ _TRAFFIC_BY_COST: Final = {
 }
 # Costs of instructions on a microbatch.  ZeRO does not shard the values of a microbatch.
 _MICROBATCH_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH}
-# ZeRO shards these sizes.  With a cluster, those that an instruction uses must be given.
+# Names of the sizes that ZeRO shards.  If an instruction uses a missing one, an error is raised.
 _MODEL_STATE_SIZES: Final = frozenset(OPTIMIZER_STEP_SIZES)
 _EXAMPLE_SIZES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
-# Numbers of processes.  The mesh has shape (dp, ranks, tp), and a process group has one dimension.
+# Process numbers.  The mesh has shape (dp, ranks, tp), and a process group has one dimension.
 Processes = NDArray[np.int64]
-# Takes the ranks that have replicas of a stage, and returns their process groups, one in each row.
+# A function from the ranks that have replicas of a stage to their process groups, one per row.
 GroupFunction = Callable[[Processes], Processes]
 
 
@@ -141,7 +143,7 @@ def fill_cluster_costs(
     checkpoint_snapshots: bool,
     optimizer_placement: str,
 ) -> Costs:
-    """Return costs in which missing costs are filled, except those of activation offload.
+    """Fill the missing costs, except those of activation offload.
 
     Args:
         cluster: The cluster.
@@ -181,12 +183,13 @@ def fill_offload_costs(
     tier: str,
     recomputed: Collection[tuple[int, int]],
 ) -> Costs:
-    """Return costs in which missing costs of activation offload to one tier are filled.
+    """Fill the missing costs of activation offload to one tier.
 
     Args:
         cluster: The cluster.
         shape: Shape of the pipeline.
-        sizes: Bytes of values. `saved` is moved, or `recompute_inputs` if a forward is recomputed.
+        sizes: Bytes of values. Offload moves `saved`, or `recompute_inputs` of a recomputed
+            forward.
         costs: The costs that are given, in seconds.
         tier: "host" for the copies between device and host, "disk" for those between host and disk.
         recomputed: Pairs of (stage, microbatch) whose forward saves only its inputs.
@@ -232,7 +235,11 @@ def _split_backward_cost(costs: Costs) -> dict[str, Cost]:
 
 
 class _CostFiller:
-    """Computes the costs of a shape on a cluster, as arrays like those of `to_grid`."""
+    """Computes costs of a pipeline shape on a cluster.
+
+    The costs are seconds in arrays of shape (stages, microbatches). An axis along which all values
+    are equal can have length 1.
+    """
 
     def __init__(
         self,
@@ -255,14 +262,14 @@ class _CostFiller:
     def get_cost_functions(
         self, attributes: Mapping[str, object]
     ) -> dict[str, Callable[[], Floats]]:
-        """Return the function that computes each cost of programs with these attributes, by name.
+        """Return the functions that compute the costs of programs with these attributes.
 
         Args:
             attributes: The attributes `checkpoint_snapshots` and `optimizer_placement` of the
                 programs.
 
         Returns:
-            The functions. A cost that programs do not have is left out.
+            Name of a cost -> the function. Costs that these programs do not have are left out.
         """
         unused = _NON_ZERO_COLLECTIVES if self.zero else _ZERO_COLLECTIVES
         rings = [
@@ -281,8 +288,8 @@ class _CostFiller:
                 else self._has_sizes(traffic.sizes)
             )
         ]
-        # With the optimizer state off the device, each stage has its own step. OptimizerStep then
-        # takes no time.
+        # If the optimizer state is not on the device, each stage has a separate step.
+        # OptimizerStep then takes no time.
         has_stage_steps = attributes["optimizer_placement"] != "device"
         return {
             "send": self.compute_send,
@@ -302,7 +309,9 @@ class _CostFiller:
     # ------------------------------------------------------------ messages
 
     def compute_send(self) -> Floats:
-        """Return the time of the longer message of each stage, over the slowest of its links.
+        """Return the longer of the times in which a stage sends an activation and a gradient.
+
+        The slowest link of the stage's replicas counts.
 
         Returns:
             Seconds, shape (stages, microbatches) or (stages, 1).
@@ -312,7 +321,7 @@ class _CostFiller:
         return np.maximum(act, _shift_to_next_stage(grad))
 
     def compute_message(self, cost: str) -> Floats:
-        """Return the time of the longest message that has this cost.
+        """Return the time of the longest message whose instruction has this cost.
 
         Args:
             cost: Name of the cost.
@@ -335,7 +344,10 @@ class _CostFiller:
         return reduce(np.maximum, messages)
 
     def _find_links(self) -> tuple[Floats, Floats]:
-        """Return bandwidth and latency of the slowest link from each stage, shape (stages,)."""
+        """Return bandwidth and latency of the slowest link from each stage to the next.
+
+        Both arrays have shape (stages,).
+        """
         bandwidth = np.full(self.shape.stages, inf)
         latency = np.full(self.shape.stages, self.cluster.latency)
         nodes = self.mesh // self.cluster.gpus_per_node
@@ -388,10 +400,10 @@ class _CostFiller:
         return np.array(rows)
 
     def _find_changed_bytes(self, cost: str) -> Floats:
-        """Return the bytes of the value of each stage that a change of form with this cost changes.
+        """Return the bytes of each stage's value whose form an instruction with this cost changes.
 
-        If the instructions with the cost change several values, the largest counts. `Sizes` has the
-        bytes of a boundary at its earlier stage.
+        If several values have the cost, the largest counts. `Sizes` lists the bytes of a boundary
+        under the earlier of its two stages.
         """
         act, grad = self._find_sent_bytes(cost)
         sizes = [
@@ -416,7 +428,7 @@ class _CostFiller:
 
     @property
     def _is_sent_onward(self) -> NDArray[np.bool_]:
-        """Return a mask of the stages whose activation goes to another rank."""
+        """Return a mask, shape (stages,), of the stages whose activation goes to another rank."""
         ranks = self.shape.replica_ranks
         return np.append((ranks[:, 1:] != ranks[:, :-1]).any(0), False)
 
@@ -434,7 +446,7 @@ class _CostFiller:
             cost: Name of the cost.
 
         Returns:
-            Seconds, shape (stages, 1), or (1, 1) if there is only one member.
+            Seconds, shape (stages, 1), or (1, 1) if the group has one member.
         """
         ring, rows = _RING_BY_COST[cost], self.shape.placement_rows
         members = {"tp": self.tp, "dp": self.dp, "stage_replicas": rows}[ring.members]
@@ -458,7 +470,10 @@ class _CostFiller:
         return ring.rounds * (members - 1) * message
 
     def _find_slowest_links(self, get_groups: GroupFunction) -> tuple[Floats, Floats]:
-        """Return bandwidth and latency of the slowest group of each stage, shape (stages,)."""
+        """Return the lowest bandwidth and the highest latency of the groups of each stage.
+
+        Both arrays have shape (stages,).
+        """
         ranks_by_stage = [tuple(ranks) for ranks in self.shape.replica_ranks.T.tolist()]
         links: dict[tuple[int, ...], tuple[float, float]] = {}
         for ranks in {*ranks_by_stage}:
@@ -471,9 +486,9 @@ class _CostFiller:
         return columns[:, 0], columns[:, 1]
 
     def _drop_equal_groups(self, groups: Processes) -> Processes:
-        """Return one of all groups that have the same distances between their nodes.
+        """Drop each group whose nodes have the same distances as those of an earlier group.
 
-        The links of such groups have the same speed.
+        The links of both groups have the same speed.
         """
         nodes = groups // self.cluster.gpus_per_node
         _, different = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
@@ -515,7 +530,7 @@ class _CostFiller:
         return _compute_times(self.cluster.disk_transfer_time, each)
 
     def _sum_microbatch_sizes(self, cost: str, names: Collection[str]) -> Floats:
-        """Return the bytes that an instruction on a microbatch moves.
+        """Return the sum of the named sizes that an instruction on a microbatch moves.
 
         If several instructions have the cost, or use several values of a size, the largest counts.
 
@@ -538,10 +553,10 @@ class _CostFiller:
         return _sum_named_sizes(each, names)
 
     def _find_value_bytes(self, row: Row, kind: Value) -> Floats:
-        """Return the bytes of a value of a microbatch that an instruction of each stage uses.
+        """Return, for each stage, the bytes of a microbatch's value that an instruction uses.
 
-        `Sizes` has the bytes of a boundary at its earlier stage.  Where both stages are on one
-        rank, the value is not split.
+        `Sizes` lists the bytes of a boundary under the earlier of its two stages. If both stages
+        are on one rank, the tensor-parallel ranks do not split the value.
         """
         each, peer = self.sizes.per_microbatch(VALUES[kind].size, self.shape), VALUES[kind].peer
         if peer not in (PeerRule.NEXT, PeerRule.PREVIOUS):
@@ -553,11 +568,11 @@ class _CostFiller:
         return each if peer.is_downstream else _shift_to_next_stage(each)
 
     def _has_sizes(self, names: Iterable[str]) -> bool:
-        """Return whether all of some sizes are given."""
+        """Return whether all sizes with these names are given."""
         return all(self.sizes.for_stages(name, self.shape.stages).any() for name in names)
 
     def _compute_form_change(self, cost: str, moves_per_byte: float) -> Floats:
-        """Return the seconds in which a GPU changes the form of a value in its memory."""
+        """Return the seconds that a GPU needs to change the form of a value in its memory."""
         rows = [row for row in INSTRUCTIONS if row.cost == cost]
         if self.tp == 1 and all(row.op in TP_SPLIT_OPS for row in rows):
             return np.zeros((1, 1))
@@ -571,9 +586,9 @@ class _CostFiller:
         return np.where(size > 0, each, 0.0)
 
     def _sum_sizes(self, cost: str, names: Collection[str], shards: int = 1) -> Floats:
-        """Return the sum of some sizes of each stage, shape (stages,).
+        """Return the sum of the named sizes of each stage, shape (stages,).
 
-        Each rank has one of several shards of the model states.
+        The sizes of weights, gradients and optimizer states are divided by `shards`.
         """
         each = {name: self.sizes.for_stages(name, self.shape.stages) for name in names}
         # Some optimizers have no state, so a size of 0 is valid for `optimizer`.
@@ -598,11 +613,11 @@ class _CostFiller:
         return self.cluster.dram_bandwidth
 
     def compute_step(self) -> Floats:
-        """Return the time of the optimizer step of each rank. The k-th number is for rank k.
+        """Return the time of the optimizer step of each rank.
 
         Returns:
-            Seconds, shape (stages, 1). If there are more ranks than stages, the last number is the
-            maximum of the remaining ranks.
+            Seconds, shape (stages, 1): number k is for rank k. If there are more ranks than stages,
+            the last number is the maximum of the remaining ranks.
         """
         moved = self._sum_sizes("step", OPTIMIZER_STEP_SIZES, self.dp if self.zero else 1)
         each = np.zeros(self.shape.stages)
@@ -635,18 +650,18 @@ def _sum_named_sizes(each: Mapping[str, Floats], names: Collection[str]) -> Floa
 
 
 def _compute_times(compute_time: Callable[[float], float], sizes: Floats) -> Floats:
-    """Return the time of each size, in the shape of the sizes."""
+    """Apply `compute_time` to each size, once for equal sizes. The result has the same shape."""
     values, index = np.unique(sizes, return_inverse=True)
     return np.array([compute_time(float(value)) for value in values])[index].reshape(sizes.shape)
 
 
 def _to_cost(each: Floats) -> Cost:
-    """Return an array of times as a cost: one number or row if all stages are equal."""
+    """Convert an array of times to a cost: one number or one row if all stages are equal."""
     return from_grid(each[:1] if (each == each[:1]).all() else each)
 
 
 def _shift_to_next_stage(each: Floats) -> Floats:
-    """Return the values by stage, moved to the next stage. The first stage gets 0."""
+    """Shift the rows by one stage: stage k gets the row of stage k - 1, and stage 0 gets zeros."""
     return np.concatenate([0 * each[:1], each[:-1]])
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from schedir.ir.cost.per_stage_values import PerStage
 from schedir.ir.isa.instructions import INSTRUCTIONS
 
-# The cost field of each opcode.  A receive ends with its send, so it has no cost of its own.
+# Opcode -> name of its cost.  A receive has no cost, because it ends together with its send.
 COST_BY_OPCODE: Final = {row.op: row.cost for row in INSTRUCTIONS if row.cost}
 _LEADING_NAMES: Final = (
     "F", "I", "W", "B", "R", "FB", "send", "step",

@@ -47,20 +47,20 @@ STAGE_COSTS: Final = ("FB", *dict.fromkeys(
     or (row.scope in (Scope.STAGE, Scope.OCCURRENCE) and row.cost and row.group != "tied_weights")
 ))  # fmt: skip
 _PER_RANK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.RANK)
-# Costs of instructions of a rank, such as `step`: their k-th number is that of rank k.
+# Costs of instructions per rank, such as `step`.  Number k of such a cost is for rank k.
 PER_RANK_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.RANK and row.cost}
 
 
 def select_ranks(subject: str, value: PerStage, shape: PipelineShape) -> Any:
-    """Return a cost of `PER_RANK_COSTS` with one number per rank, or one number for all.
+    """Convert a cost of `PER_RANK_COSTS` to one number per rank, or one number for all ranks.
 
     Args:
         subject: The subject of an error message.
-        value: One number, one per rank, or one per stage. The k-th number is that of rank k.
+        value: One number, one per rank, or one per stage. In both lists, number k is for rank k.
         shape: Shape of the pipeline.
 
     Raises:
-        CostsError: `value` has another number of numbers.
+        CostsError: `value` has another length.
     """
     if not isinstance(value, tuple):
         return value
@@ -78,15 +78,14 @@ def select_ranks(subject: str, value: PerStage, shape: PipelineShape) -> Any:
 class Costs(CostFields):
     """Time of each instruction, in one time unit of your choice.
 
-    Each cost is a number, one number per stage, or an array. An array has a row for each stage, and
-    a number for each microbatch in each row. An array with one row, shape (1, microbatches),
-    applies to all stages. Nested lists work, too. Instructions that are not per microbatch, such as
-    `step`, do not accept arrays. Instructions of a rank (`step`, `reduce_norm`) have one number per
-    rank. Instructions of a rank accept one number per stage, too. Then the k-th number is that of
-    rank k.
+    Each cost is a number, one number per stage, or an array of shape (stages, microbatches). An
+    array with one row, shape (1, microbatches), applies to all stages. Nested lists work, too.
+    Costs of instructions that are not per microbatch, such as `step`, cannot be arrays. Costs of
+    instructions per rank, such as `step` and `reduce_norm`, have one number per rank. They can also
+    have one number per stage; number k is then for rank k.
 
-    None means that a cost is not given. Computes then have the defaults below, and all other costs
-    are 0. A `Cluster` can fill missing costs.
+    None means that a cost is not given. Costs of compute then have the defaults below, and all
+    other costs are 0. A `Cluster` can fill missing costs.
 
     Args:
         F: Forward. The default is 1.
@@ -96,7 +95,7 @@ class Costs(CostFields):
         R: Forward that runs again (Recompute). The default is F.
         FB: A forward that runs together with a B or an I. The default is the sum of both.
         send: Time from the start of a transfer to its end. The transfer occupies the queues of both
-            ranks, and not their compute.
+            ranks, but not their compute.
         step: Optimizer step of a rank.
         reduce_grads: All-reduce of a stage's gradient over the replicas. Give only the time that
             remains at the position of the instruction. Executors start the all-reduce during the
@@ -105,7 +104,7 @@ class Costs(CostFields):
         reduce_replicated_stages: All-reduce of a gradient over the replicas of a stage.
         reduce_tied: Sum of the gradients of tied weights.
         reduce_norm: Reduction of the gradient norm over all ranks.
-        tp_scatter: Cut of a boundary into the part of a tensor-parallel rank.
+        tp_scatter: Copy of a tensor-parallel rank's part of a boundary, before it is sent.
         tp_gather: All-gather of a received boundary in the tensor-parallel group.
         reduce_norm_after_step: Reduction of the gradient norm after the step (post-validation).
         unshard: All-gather of the weights of a stage.
@@ -166,7 +165,7 @@ class Costs(CostFields):
         return {name: value for name, value in values.items() if value is not None}
 
     def with_defaults(self) -> Costs:
-        """Return costs in which F, I and W have their defaults if they are not given.
+        """Return a copy in which F, I and W have their defaults if they are not given.
 
         Returns:
             The costs. Other missing costs stay missing.
@@ -195,7 +194,7 @@ class Costs(CostFields):
         """
         if op in FULL_BACKWARD_OPS and self.B is None:
             parts = BACKWARD_INPUT_OPS + BACKWARD_WEIGHT_OPS
-            with np.errstate(over="ignore"):  # a span that no number can hold is refused later
+            with np.errstate(over="ignore"):  # an infinite span raises an error later
                 return sum((self.for_opcode(op, shape) for op in parts), np.zeros((1, 1)))
         if op is RECOMPUTE and self.R is None:
             return self.for_opcode(FORWARD, shape)
@@ -222,7 +221,8 @@ class Costs(CostFields):
             shape: Shape of the pipeline.
 
         Returns:
-            True if `FB` is given and is somewhere less than F plus the longest backward.
+            True if `FB` is given and is less than F plus the longer backward for at least one stage
+            and microbatch.
 
         Raises:
             CostsError: See `for_opcode`.
@@ -244,14 +244,15 @@ class Costs(CostFields):
             index: Index of the program.
 
         Returns:
-            A table of costs, and for each instruction the position of its cost in the table.
+            A table of costs, shape (entries,), and the index of each instruction's cost in this
+            table, shape (instructions,).
 
         Raises:
             CostsError: See `for_opcode`.
         """
         shape = index.program.shape
         tables = [self.for_opcode(op, shape) for op in Opcode]
-        # Instructions of a rank use the k-th number for rank k instead of the number of a stage.
+        # For an instruction per rank, number k of the cost is for rank k, not for stage k.
         per_rank = index.find_all_positions(_PER_RANK_OPS)
         column = np.minimum(index.rank[per_rank], shape.stages - 1)
         if all(table.shape[1] == 1 for table in tables):

@@ -1,7 +1,7 @@
 """Parse numbers that users type, in the digits 0 to 9 only.
 
-Python's `int` and `float` also accept the digits of other scripts, `1_000` and `infinity`. Such
-texts are refused here, because a reader could take them for something else.
+Python's `int` and `float` also accept the digits of other scripts, `1_000` and `infinity`. This
+module refuses such texts, because a reader may misunderstand them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Final
 # values of these types.
 NON_NUMBER_TYPES: Final = (str, bytes, bool, Set, Mapping)
 
-# The largest numbers of a model and a cluster.  With larger ones, sums of bytes and operations
-# overflow 64 bits, and lists of layers or GPUs take minutes.
+# The largest numbers of a model and a cluster.  With larger numbers, sums of bytes and operations
+# overflow 64 bits, and the work on lists of layers or GPUs takes minutes.
 MAX_LAYERS: Final = 2**16
-MAX_WIDTH: Final = 2**24  # Size of a matrix or a vocabulary, length of a sequence, or heads.
+MAX_WIDTH: Final = 2**24  # Rows of a matrix, tokens of a vocabulary or a sequence, or heads.
 MAX_GPUS: Final = 2**20
 MAX_SEQUENCES: Final = 2**30  # Sequences of a batch.
-MIN_RATE, MAX_RATE = 1e-30, 1e30  # A cluster's bytes, FLOP/s, bytes/s and seconds.
+MIN_RATE, MAX_RATE = 1e-30, 1e30  # Range of a cluster's bytes, FLOP/s, bytes/s and seconds.
 
 _INTEGER_PATTERN = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _DECIMAL_PATTERN = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\s*")
 
 
 def parse_integer(text: str) -> int:
-    """Return the integer that a text contains.
+    """Parse an integer.
 
     Args:
         text: A sign, at most 18 digits, and spaces around them.
@@ -52,7 +52,7 @@ def parse_integer(text: str) -> int:
 
 
 def parse_decimal(text: str) -> float:
-    """Return the decimal number that a text contains.
+    """Parse a decimal number.
 
     Args:
         text: A number such as `2`, `.5` or `1e-3`, and spaces around it.
@@ -73,5 +73,5 @@ def parse_decimal(text: str) -> float:
 
 
 def _describe_digits(text: str) -> str:
-    """Return the end of an error message for digits of other scripts, which look like a number."""
+    """Return the end of an error message: a remark if the text is not ASCII, or else ""."""
     return "" if text.isascii() else " in the digits 0 to 9"

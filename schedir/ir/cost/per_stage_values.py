@@ -85,7 +85,7 @@ def _to_float_tuples(value: Any, depth: int) -> Any:
     """Return a float, or nested tuples of floats of equal depth. Raises TypeError otherwise."""
     if isinstance(value, NON_NUMBER_TYPES):
         raise TypeError
-    # An array or a tensor without dimensions is one number, though its type can be iterated.
+    # An array or a tensor without dimensions is one number, although its class is an Iterable.
     if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         try:
             return float(value)
@@ -102,7 +102,7 @@ def _to_float_tuples(value: Any, depth: int) -> Any:
 
 
 def to_grid(value: PerStage) -> Floats:
-    """Return a value as an array with an axis for stages and one for microbatches.
+    """Convert a value to an array with an axis for stages and an axis for microbatches.
 
     Args:
         value: A number, one per stage, or an array.
@@ -171,7 +171,7 @@ def expand_by_stage(
 
 
 def look_up(each: Floats, stage: NDArray[Any], mb: NDArray[Any]) -> Floats:
-    """Return the numbers of some stages and microbatches.
+    """Return the number for each given pair of stage and microbatch.
 
     Args:
         each: An array that `expand_by_stage` returned.
@@ -185,12 +185,11 @@ def look_up(each: Floats, stage: NDArray[Any], mb: NDArray[Any]) -> Floats:
 
 
 def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> PerStage:
-    """Return a value per stage for the same model with another number of equal stages.
+    """Convert a value per stage to another number of stages of the same model.
 
     Args:
         value: The value for the old stages. One number applies to each of them.
-        old_stages: Number of old stages. This number is used only for a value that is the same for
-            all stages.
+        old_stages: Number of old stages. It is used only if `value` is one number or one row.
         new_stages: Number of new stages.
 
     Returns:
@@ -209,7 +208,7 @@ def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> Pe
     """
     if not isinstance(value, tuple):
         return value * old_stages / new_stages
-    with np.errstate(over="ignore"):  # Costs and Sizes report infinite numbers themselves.
+    with np.errstate(over="ignore"):  # `Costs` and `Sizes` raise errors for infinite numbers.
         return _redistribute_tuple(value, old_stages, new_stages)
 
 
@@ -237,12 +236,11 @@ def add_fields(
 ) -> Callable[[type[_Class]], type[_Class]]:
     """Return a decorator that adds missing fields of values per stage to a dataclass.
 
-    Apply it before `dataclass`.
+    Apply the decorator before `dataclass`, on the line below it.
 
     Args:
-        names: Names of the fields. Fields that the class declares itself stay unchanged.
-        default: Default of the new fields. With the default None, the type of the fields is
-            optional.
+        names: Names of the fields. Fields that the class declares stay unchanged.
+        default: Default of the new fields. If it is None, the fields accept None, too.
 
     Returns:
         A function that changes the class and returns it.
@@ -259,7 +257,7 @@ def add_fields(
 
 
 def sum_segments(each: Floats, segments: Sequence[int]) -> Floats:
-    """Return the sums of the segments of each unsegmented stage.
+    """Sum the numbers of the segments of each unsegmented stage.
 
     Args:
         each: Numbers of the segments, shape (segments, microbatches). Either axis may have length
@@ -285,7 +283,7 @@ def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
 
     Returns:
         The value for the segments. This value is one number, or one row, if all stages have the
-        same number of segments. Microbatches keep their own numbers.
+        same number of segments. For an array, the mean of each microbatch is computed.
 
     Example:
         >>> average_stages((1.0, 3.0), (1, 1)), average_stages((1.0, 4.0, 1.0, 2.0), (3, 1))

@@ -35,8 +35,8 @@ _BYTE_UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _BYTE_UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
-# The sizes that the instruction tables name.  `MICROBATCH_SIZES` has those that can differ between
-# microbatches.
+# The names of sizes in the instruction tables.  `MICROBATCH_SIZES` are the names of the sizes that
+# can differ between microbatches.
 _CHANGE_SIZES = [
     (name, VALUES[change.value].scope)
     for row in INSTRUCTIONS
@@ -58,7 +58,7 @@ MICROBATCH_SIZES: Final = {
     "routed",
     "expert_buffer",
 }
-# The size that is used instead of a missing one.
+# Name of a size -> name of the size that is used if the first one is not given.
 _FALLBACK_SIZES: Final = (
     {row.size: row.size_fallback for row in VALUES if row.size_fallback}
     | dict.fromkeys(_FORM_SIZES, "activation")
@@ -76,16 +76,15 @@ STATIC_SIZES: Final = ("params", "grads", "optimizer", "buffers")
 class Sizes:
     """Bytes of values on one device, for one microbatch.
 
-    Each size is a number, one number per stage, or an array. An array has a row for each stage, and
-    a number for each microbatch in each row. An array with one row applies to all stages. A static
-    buffer has the size of the largest value of its kind on its rank. A value without a static
-    buffer uses its own bytes.
+    Each size is a number, one number per stage, or an array of shape (stages, microbatches). An
+    array with one row applies to all stages. A static buffer has the size of the largest value of
+    its kind on its rank.
 
     Args:
         activation: Output of a stage. The size is that of the full tensor, even if each
-            tensor-parallel rank sends a part of it. With a sharded boundary, it is the rank's own
-            part. Between segments with sequence parallelism, it is the output plus the result of
-            the collective, because both exist at the same time.
+            tensor-parallel rank sends a part of it. For a sharded boundary, it is the size of one
+            rank's part. Between segments with sequence parallelism, it is the output plus the
+            result of the collective, because both exist at the same time.
         activation_grad: Gradient of the output. The default is `activation`.
         saved: Tensors that a Forward saves for its backward.
         deferred_wgrad: Tensors that a BackwardInput keeps for its BackwardWeight: a part of
@@ -95,8 +94,8 @@ class Sizes:
             possible value. This default matches arXiv 2401.10241, where M_W <= M_B. `measure_sizes`
             measures the actual size.
         recompute_inputs: Inputs of the stage, which a Forward saves if a Recompute runs it again.
-            The default is the `activation` of the previous stage. The default is 0 for the first
-            stage, whose inputs exist all the time.
+            The default is the `activation` of the previous stage. For the first stage it is 0,
+            because its inputs exist all the time.
         model_states: Sum of `params`, `grads`, `optimizer` and `buffers`, as one number instead of
             these four.
         params: Trained parameters.
@@ -112,13 +111,13 @@ class Sizes:
             capacity factor. The buffer exists from `dispatch` on, together with the rows that the
             rank sends. The default is `routed`, for perfectly balanced experts.
 
-    A program with norm_check="after_step" needs all model states but the buffers a second time.
+    A program with norm_check="after_step" needs a second copy of all model states except `buffers`.
 
     Raises:
         UsageError: A size is negative or not finite. An array has rows of different lengths, or is
-            given for a size that is not per microbatch. `saved_and_deferred` is less than one of
-            its two sizes, or more than their sum. Or both `model_states` and one of its parts are
-            given.
+            given for a size that is not per microbatch. `saved_and_deferred` is less than `saved`
+            or `deferred_wgrad`, or more than their sum. Or both `model_states` and one of its parts
+            are given.
 
     Example:
         >>> from schedir import PipelineShape, Sizes, compile, schedules, simulate
@@ -198,7 +197,7 @@ class Sizes:
             )
 
     def for_stages(self, name: str, stages: int) -> NDArray[np.float64]:
-        """Return a size for each stage, shape (stages,), for its largest microbatch.
+        """Return a size of each stage, shape (stages,), as the maximum over the microbatches.
 
         Args:
             name: Name of the size.
@@ -235,18 +234,18 @@ class Sizes:
             shape: Shape of the pipeline.
 
         Raises:
-            UsageError: A size does not fit the shape. Sizes that the program does not use are
-                included.
+            UsageError: A size does not fit the shape, even if the program does not use it.
         """
         for f in fields(self):
             self.per_microbatch(f.name, shape)
 
     def add_expert_rows(self, shape: PipelineShape, segment_boundaries: str) -> Sizes:
-        """Return sizes in which activations at all-to-alls of experts include the rows of tokens.
+        """Add the token rows for experts to the activations at all-to-alls of experts.
 
         Args:
             shape: Shape of the pipeline.
-            segment_boundaries: See `Program`. The rows are at the boundaries with d or c.
+            segment_boundaries: See `Program`. `routed` and `expert_buffer` are added at the
+                boundaries with the letters d and c.
         """
         rows = sum(self.per_microbatch(name, shape) for name in ("routed", "expert_buffer"))
         letters = f"{segment_boundaries:{STAGE_END}<{shape.stages}}"
@@ -278,7 +277,7 @@ class Sizes:
         )
 
     def _resolve_size(self, name: str) -> Size:
-        """Return the given size, or the size that is used instead of it."""
+        """Return a size if it is given, and otherwise its fallback size."""
         value: Size | None = getattr(self, name)
         return self._resolve_size(_FALLBACK_SIZES[name]) if value is None else value
 
@@ -301,17 +300,17 @@ def add_tolerance(limit: float) -> float:
         limit: A limit in bytes.
 
     Returns:
-        The limit in bytes, which is larger by less than 1 byte per terabyte.
+        The limit in bytes, plus 1 byte per terabyte.
     """
     return limit + _ROUNDING * abs(limit)
 
 
 class EagerMessages(NamedTuple):
-    """Messages that do not wait for their receive.
+    """The limit of eager messages, which do not wait for their receive.
 
     Args:
         max_bytes: Bytes of the largest eager message.
-        sizes: Bytes of values, which give the bytes of each message.
+        sizes: Bytes of values. They determine the bytes of each message.
     """
 
     max_bytes: float
@@ -319,7 +318,7 @@ class EagerMessages(NamedTuple):
 
 
 def parse_bytes(text: str) -> float:
-    """Return the number of bytes that a text contains.
+    """Parse a number of bytes.
 
     Args:
         text: A number with an optional unit: `512`, `1.5GB` (10^9) or `1.5 GiB` (2^30).

@@ -12,7 +12,7 @@ from schedir.ir.cost.sizes import parse_bytes
 
 
 class _Unit(NamedTuple):
-    """The text form of a field's number, and an example of it."""
+    """The text form of the numbers of a field: a parser, an example, and units for printing."""
 
     parse: Callable[[str], float]
     example: str
@@ -21,7 +21,10 @@ class _Unit(NamedTuple):
 
 
 def _make_unit_parser(**units: float) -> Callable[[str], float]:
-    """Return a parser of numbers with one of these units, or without a unit."""
+    """Return a parser of numbers with one of these units, or without a unit.
+
+    Each unit is given as name=factor.
+    """
 
     def read(text: str) -> float:
         name = next((name for name in units if text.endswith(name)), "")
@@ -79,7 +82,7 @@ _UNIT_BY_FIELD: Final = {
 
 
 def parse_cluster_field(name: str, value: Any) -> float:
-    """Return the number of a field of `Cluster`.
+    """Convert a value of a field of `Cluster` to a number.
 
     Args:
         name: Name of the field.
@@ -115,14 +118,14 @@ def parse_cluster_field(name: str, value: Any) -> float:
 
 
 def format_cluster_field(name: str, number: float) -> str:
-    """Return the number of a field of `Cluster` as TOML.
+    """Format the number of a field of `Cluster` as TOML.
 
     Args:
         name: Name of the field.
-        number: Its number.
+        number: The number.
 
     Returns:
-        A quoted text with a unit if that is short and exact, and else the plain number.
+        A quoted text with a unit if that is short and exact, and otherwise the number.
 
     Example:
         >>> [format_cluster_field(*one) for one in (("hbm_bandwidth", 2e12), ("nodes", 8))]

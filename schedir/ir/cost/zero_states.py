@@ -13,11 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from schedir.errors import UsageError, describe
 from schedir.ir.cost.per_stage_values import to_per_stage
 
-# The ZeRO level from which each replica has only its part.  The paper calls levels 1 to 3 P_os,
-# P_os+g and P_os+g+p.
+# Model state -> the first ZeRO level at which each replica has only a part of it.  The paper calls
+# levels 1 to 3 P_os, P_os+g and P_os+g+p.
 SHARDED_FROM_LEVEL: Final = {"optimizer": 1, "grads": 2, "params": 3}
 ZERO_LEVEL_COUNT: Final = 1 + max(SHARDED_FROM_LEVEL.values())
-# Labels for memory with sharded states, and for memory with unsharded copies of them.
+# Model state -> label of the memory of its shard, or of its unsharded copies.
 SHARDED_LABELS: Final = {
     "params": "sharded weights", "grads": "sharded gradients",
     "optimizer": "sharded optimizer state",
@@ -53,7 +53,7 @@ class ModelStates(NamedTuple):
 
     @property
     def total(self) -> Any:
-        """The sum of the three, in bytes."""
+        """The bytes of all three states."""
         return self.params + self.grads + self.optimizer
 
 
@@ -77,13 +77,13 @@ def zero_model_states(
 
     Args:
         params: Bytes of the unsharded parameters: a number, or one per stage or bucket.
-        grads: Bytes of the unsharded gradients, likewise.
-        optimizer: Bytes of the unsharded optimizer state, likewise.
+        grads: Bytes of the unsharded gradients, in the same form.
+        optimizer: Bytes of the unsharded optimizer state, in the same form.
         zero: ZeRO level, 0 to 3.
         dp: Number of replicas.
         parameter_counts: Number of parameters of each entry. Shards then have ceil(count / dp)
-            parameters, and the last shards are padded. Without it, shards are fractions, as in the
-            paper. Unsharded states are never padded.
+            parameters, and the last shards are padded. If None, a shard has exactly 1/dp of the
+            bytes, as in the paper. Unsharded states are never padded.
 
     Returns:
         The bytes of each state on one replica.

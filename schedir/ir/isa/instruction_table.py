@@ -1,9 +1,9 @@
-"""The tables of instructions, values, forms and lanes: one row for each.
+"""The tables of instructions, values, forms and lanes.
 
-The printer, the parser, the flow of values, the dependency graph, the memory estimate, the
-simulator, the executor and `docs/reference/instructions.md` read these rows.  None of them repeats
-a fact of a row.
-`table_schema.py` describes the columns.
+Each table has one row per instruction, kind of value, form or lane.  `table_schema.py` describes
+the columns.  The printer, the parser, the flow of values, the dependency graph, the memory
+estimate, the simulator, the executor and `docs/reference/instructions.md` read these rows.  No
+other module repeats a fact of a row.
 """
 
 from __future__ import annotations

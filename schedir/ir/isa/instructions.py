@@ -1,6 +1,6 @@
-"""Sets of instructions that the tables imply, and `Instr`, one decoded instruction.
+"""Groups of instructions and values that follow from the tables, and the class `Instr`.
 
-The rows are in `instruction_table.py`.
+The rows of the tables are in `instruction_table.py`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def find_modifiers(value: Value) -> tuple[Opcode, ...]:
     """Return the instructions that change a value in place, in execution order.
 
     Such an instruction needs and gives the value. Changes of form come first, then other changes in
-    the order of the table. A stage removes the forms of a value that it takes in, in the reverse of
-    the order in which the other stage added them.
+    the order of the table. The receiving stage removes forms in the reverse of the order in which
+    the sending stage added them.
 
     Args:
         value: The kind of value.
@@ -98,7 +98,7 @@ def find_segment_collectives(sequence_parallel: bool) -> tuple[Opcode, ...]:
 
 @cache
 def find_change(op: Opcode, value: Value) -> Change | None:
-    """Return how an instruction changes the state of a value, or None if it does not.
+    """Return the `Change` that an instruction makes to the state of a value, or None.
 
     Args:
         op: The opcode of the instruction.
@@ -107,8 +107,8 @@ def find_change(op: Opcode, value: Value) -> Change | None:
     return next((change for change in INSTRUCTIONS[op].changes if change.value is value), None)
 
 
-# Values that cross boundaries of stages, in the order of `SlotCounts`.  Values in NEIGHBOR_VALUES
-# cross boundaries in every program.
+# Values that pass between stages, in the order of `SlotCounts`.  Values in NEIGHBOR_VALUES pass
+# between neighbouring stages, in every program.
 BOUNDARY_VALUES: Final = tuple(row.value for row in VALUES if row.peer is not None)
 NEIGHBOR_VALUES: Final = tuple(
     kind
@@ -125,7 +125,7 @@ FORM_CHANGE_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.form is not
 TP_SPLIT_OPS: Final = tuple(
     op for op in FORM_CHANGE_OPS if FORMS[INSTRUCTIONS[op].form or 0].is_tp_split
 )
-# Collectives of the tensor-parallel group on a value that crosses between stages or segments.
+# Collectives of the tensor-parallel group on a value that passes between stages or segments.
 BOUNDARY_COLLECTIVE_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS
     if row.ring is not None and row.ring.members == "tp" and row.scope is Scope.MICROBATCH
@@ -147,11 +147,11 @@ BACKWARD_INPUT_OPS: Final = find_producers(Value.DEFERRED_WGRAD)
 FULL_BACKWARD_OPS: Final = tuple(op for op in BACKWARD_OPS if op not in BACKWARD_INPUT_OPS)
 BACKWARD_WEIGHT_OPS: Final = find_consumers(Value.DEFERRED_WGRAD)
 OPTIMIZER_STEP_OPS: Final = find_producers(Value.PARAMS)
-# After these instructions, the next update may add to the gradients, before the step of this
-# update.
+# After these instructions, the next update may add to the gradients, even if the optimizer step of
+# this update has not run.
 GRADS_CHECK_OPS: Final = find_producers(Value.GRADS_CHECKED)
-# There is one compute instruction of each kind.  The unpacking fails if a second one is added: then
-# decide for each use which one it means.
+# There is one compute instruction of each kind.  If a second one is added, the unpacking fails.
+# Then decide for each use of the constant which instructions it must include.
 (FORWARD,), (BACKWARD,), (BACKWARD_INPUT,), (BACKWARD_WEIGHT,) = (
     FORWARD_OPS,
     FULL_BACKWARD_OPS,
@@ -159,8 +159,8 @@ GRADS_CHECK_OPS: Final = find_producers(Value.GRADS_CHECKED)
     BACKWARD_WEIGHT_OPS,
 )
 (RECOMPUTE,) = (op for op in find_modifiers(Value.SAVED) if op in COMPUTE_OPS)
-# Instructions that add to a stage's sum of gradients.  The second constant divides them by weight:
-# first those for weights whose gradient is never deferred, then those for all other weights.
+# Instructions that add to a stage's sum of gradients.  GRAD_ADDING_OPS_BY_WEIGHT has two groups:
+# the instructions for weights whose gradient is never deferred, and those for all other weights.
 GRAD_ADDING_OPS: Final = find_producers(Value.WGRAD)
 GRAD_ADDING_OPS_BY_WEIGHT: Final = (
     tuple(op for op in GRAD_ADDING_OPS if Value.DEFERRED_WGRAD not in INSTRUCTIONS[op].needs),
@@ -168,7 +168,7 @@ GRAD_ADDING_OPS_BY_WEIGHT: Final = (
 )
 REDUCTION_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.lane is Lane.DP)
 TRAINING_VALUES: Final = frozenset(row.value for row in VALUES if row.is_training_only)
-# Instructions that use a gradient that crosses boundaries.  A program without a backward has none.
+# Instructions that use a gradient between stages.  A program without a backward has none of them.
 BOUNDARY_GRAD_OPS: Final = tuple(
     row.op
     for row in INSTRUCTIONS
@@ -181,16 +181,16 @@ TRAINED_STAGE_OPS: Final = tuple(
     and TRAINING_VALUES & {*row.needs, *row.gives}
 )  # fmt: skip
 
-# Two stages on one rank exchange values without messages: the value that one stage takes in is a
-# value of the other stage.
+# Kind of an input from another stage -> (kind of that stage's output, rule that finds that stage).
+# Two stages on one rank exchange no messages: the input and the output are the same tensor.
 LOCAL_HANDOVER: Final = {
     row.value: (row.local_source, row.peer)
     for row in VALUES
     if row.local_source is not None and row.peer is not None
 }
 
-# For each value, the instructions off the compute lane that use it.  In a program without them, the
-# order of the compute lane alone decides when a slot is free.
+# Kind of value -> the instructions of other lanes than compute that use it.  In a program without
+# them, only the order of the compute lane decides when a slot is free.
 OPS_OFF_COMPUTE_LANE: Final = {
     value.value: tuple(
         row.op for row in INSTRUCTIONS
@@ -198,7 +198,7 @@ OPS_OFF_COMPUTE_LANE: Final = {
     )
     for value in VALUES
 }  # fmt: skip
-# For each value, the instructions that need or give it and do not run a stage.
+# Kind of value -> the instructions that need or give it and do not run a stage.
 NON_COMPUTE_USERS: Final = {
     value.value: frozenset(
         row.op
@@ -207,14 +207,14 @@ NON_COMPUTE_USERS: Final = {
     )
     for value in VALUES
 }
-# Values with a number of slots that can be chosen: those that cross boundaries, and those that an
-# instruction off the compute lane makes, changes or frees.
+# Values whose number of slots can be chosen: values that pass between stages, and values that an
+# instruction of another lane than compute makes, changes or frees.
 SLOT_VALUES: Final = BOUNDARY_VALUES + tuple(
     row.value for row in VALUES
     if row.value not in BOUNDARY_VALUES and row.size and OPS_OFF_COMPUTE_LANE[row.value]
 )  # fmt: skip
-# Values with a size that do not cross boundaries.  If no number of slots is given, they take memory
-# from the start of the instruction that makes them to the end of the one that frees them.
+# Values with a size that do not pass between stages.  If no number of slots is given, they use
+# memory from the start of the instruction that makes them to the end of the one that frees them.
 NON_BOUNDARY_VALUES: Final = tuple(
     row.value for row in VALUES if row.size and row.value not in BOUNDARY_VALUES
 )
@@ -242,8 +242,8 @@ def find_possible_givers(op: Opcode, value: Value) -> tuple[Opcode, ...]:
 def is_tp_split(op: Opcode, value: Value) -> bool:
     """Return whether an instruction uses or makes only a tensor-parallel rank's part of a value.
 
-    With tp > 1, the part exists from the instruction that splits the value, at the sender, to the
-    one that gathers it, at the receiver.
+    With tp > 1, the sender has an instruction that splits the value, and the receiver has one that
+    gathers it. The part exists between these two.
 
     Args:
         op: The opcode of an instruction that needs or gives the value.
@@ -266,8 +266,8 @@ class Instr(NamedTuple):
     Attributes:
         op: The opcode.
         stage: Number of the stage, over all ranks; 0 for an instruction per rank.
-        mb: Number of the microbatch.  For an instruction that is not per microbatch, the number of
-            the update or of the occurrence.
+        mb: Number of the microbatch.  For an instruction that is not per microbatch, this is the
+            number of the update or of the occurrence.
 
     Example:
         >>> from schedir import Instr, Opcode

@@ -1,6 +1,6 @@
-"""The numbers of instructions, values, forms and lanes.
+"""Enumerations of the instructions, the kinds of values, the forms and the lanes.
 
-The rows of these numbers are in `instruction_table.py`.
+The tables in `instruction_table.py` have a row for each member, at the index of its number.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class Value(IntEnum):
-    """The kinds of values that instructions give to each other; `VALUES` has a row for each."""
+    """The kinds of values that instructions give to other instructions; see `VALUES`."""
 
     ACT_IN = 0
     ACT_OUT = 1
@@ -39,13 +39,13 @@ class Value(IntEnum):
 
 
 class Form(IntEnum):
-    """The ways in which a value is changed while it crosses a boundary; `FORMS` has the rows."""
+    """The representations of a value in a message; see `FORMS`."""
 
     TP_SHARD = 0
 
 
 class Lane(IntEnum):
-    """The in-order queues of a rank; `LANES` has a row for each."""
+    """The in-order queues of a rank; see `LANES`."""
 
     COMPUTE = 0
     ACT = 1
@@ -61,7 +61,7 @@ class Lane(IntEnum):
 
 
 class Opcode(IntEnum):
-    """The kinds of instructions; `INSTRUCTIONS` has a row for each, at the index of its number.
+    """The kinds of instructions; see `INSTRUCTIONS`.
 
     Example:
         >>> from schedir import Opcode, PipelineShape, compile, schedules

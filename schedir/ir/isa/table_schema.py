@@ -11,11 +11,12 @@ TIERS: Final = ("device", "host", "disk")
 
 
 class Scope(Enum):
-    """The unit for which an instruction or a value exists once, and its form in the text.
+    """The unit for which an instruction or a value exists once.
 
-    An instruction per STAGE or RANK exists once in each update.  The number of the update follows
-    in the text if it is not 0.  An instruction per OCCURRENCE exists any number of times for a
-    stage.  The k-th time has the number k, from 0.
+    The value of a member is the form of the numbers after the instruction's name in the text.  An
+    instruction per STAGE or RANK exists once in each update.  The text also contains the number of
+    the update if it is not 0.  An instruction per OCCURRENCE exists any number of times for a
+    stage.  These times are numbered from 0.
     """
 
     MICROBATCH = "stage.mb"
@@ -25,7 +26,7 @@ class Scope(Enum):
 
 
 class ProducerRule(Enum):
-    """The rule that finds the instruction that gives a value (`schedir/ir/dataflow.py`)."""
+    """The rule with which `schedir/ir/dataflow.py` finds the instruction that gives a value."""
 
     ONCE = (
         "the one that makes it; those that change it follow in the order of the instruction table"
@@ -49,7 +50,7 @@ class PeerRule(Enum):
 
     @property
     def opposite(self) -> PeerRule:
-        """Return the rule of the other side."""
+        """Return the rule that leads back from the other stage."""
         return _OPPOSITE[self]
 
     @property
@@ -65,29 +66,30 @@ _OPPOSITE: Final = {
 
 
 class ValueRow(NamedTuple):
-    """A row of the table of values, which instructions give to each other.
+    """A row of the table of values.  Instructions give values to other instructions.
 
     Attributes:
-        value: The number of the value.
+        value: The kind of value.  Its number is the index of the row.
         scope: The unit for which there is one value: a microbatch of a stage, a stage, or a rank.
         producer_rule: The rule that finds the instruction that gives the value.
         phrase: The name of the value in messages: "the activation".
-        size: The field of `Sizes` with its bytes; "" if they are not counted.  Weights and
-            gradients take no memory of their own, unless replicas have parts of them: a stage has
-            them all the time.
-        peer: For a value that passes between stages, the other stage.  The value exists only if
-            there is such a stage.  The size of the value is that of the earlier of the two stages.
-        local_source: For a value that a stage takes in, the value that the other stage puts out.
-            If both stages are on one rank, the two values are the same tensor.
-        converted_from: A value that is freed when this one is made, and the field of `Sizes` with
-            the bytes of both together.
-        program_attribute: An attribute of programs.  The value exists only in programs with one of
-            `attribute_values`.  If these are empty, it exists in programs that do not have the
-            default of the attribute.
+        size: The field of `Sizes` with its bytes; "" if its bytes do not count.  The bytes of
+            weights and gradients do not count either, because a stage has them all the time.  They
+            count if replicas have only parts of them.
+        peer: For a value that passes between stages, the rule that leads to the other stage.  The
+            value exists only if there is such a stage.  `Sizes` lists its bytes under the earlier
+            of the two stages.
+        local_source: For an input that a stage gets from another stage, the kind of value that the
+            other stage makes.  If both stages are on one rank, the two values are the same tensor.
+        converted_from: For a value that an instruction makes from another value, which it frees:
+            the kind of this other value, and the field of `Sizes` with the bytes of both together.
+        program_attribute: An attribute of programs.  The value exists only in programs in which the
+            attribute has one of `attribute_values`.  If these are empty, it exists in programs in
+            which the attribute differs from its default.
         initial_tier: One of TIERS, for a value that exists from the start and that no instruction
-            makes or frees.  The value is on this tier, or on the tier that the program's
-            `program_attribute` names, and has memory there all the time. Each replica has its part
-            of the value.
+            makes or frees.  The value starts on this tier, or on the tier that is the value of
+            `program_attribute`.  It has memory there all the time.  Each replica has its part of
+            the value.
         attribute_values: See `program_attribute`.
         reserved_memory: Additional memory that the value has all the time: one of TIERS, and the
             field of `Sizes` with the bytes.  A replica has a part of this memory if it has a part
@@ -117,14 +119,14 @@ class ValueRow(NamedTuple):
 
 
 class FormRow(NamedTuple):
-    """A row of the table of forms, in which values cross boundaries.
+    """A row of the table of forms.  A form is the representation of a value in a message.
 
-    An instruction with a `form` gives this form to a value that a stage puts out.  For a value that
-    a stage takes in, the instruction removes the form.  A value can have several forms.  The value
-    gets its forms in the order of the table and loses them in the reverse order.
+    An instruction with a `form` converts an output of a stage to this form.  At the other stage,
+    another instruction with the same `form` converts the input back.  If a value has several forms,
+    they are added in the order of the table and removed in the reverse order.
 
     Attributes:
-        form: The number of the form.
+        form: The form.  Its number is the index of the row.
         doc: A value in this form, as a phrase for the documentation.
         is_tp_split: True if each rank of a tensor-parallel group has 1/t of the bytes.  Such a form
             needs tp > 1, and a boundary that is not sharded already.
@@ -143,12 +145,12 @@ class LaneRow(NamedTuple):
     """A row of the table of lanes, the in-order queues of a rank.
 
     Attributes:
-        lane: The number of the lane.
+        lane: The lane.  Its number is the index of the row.
         has_messages: True if the lane has messages between ranks.  Progress models divide such
             lanes into more queues, or merge them into one.
         host_action: The action of a blocking host, as on CPUs, for an instruction on the lane.  The
             host "runs" the instruction itself, "waits" for its inputs and then starts it, or
-            "starts" it at once.
+            "starts" it without waiting.
         doc: The contents of the lane, as a phrase for the documentation.
         idle_cause: The `IdleCause` of a rank that waits for an instruction on the lane.
         color: The colour of the lane in charts, as `#rrggbb`.
@@ -167,11 +169,11 @@ class LaneRow(NamedTuple):
 class Change(NamedTuple):
     """A change of the state of a value by an instruction that needs and gives the value.
 
-    A state is one of TIERS, or a field of `Sizes` with the bytes of the value.  The instruction
-    that makes a value leaves it in the first state of its changes, and on the first of TIERS.  An
-    instruction that only reads the value needs it on that tier and in its last state.  An
-    instruction that reads it in another state has a change from that state to itself.  Such an
-    instruction need not give the value.
+    A state is one of TIERS, or a field of `Sizes` with the bytes of the value.  A new value is on
+    the first of TIERS, with the size from which its first change of size starts.  An instruction
+    that only reads the value needs it on the first of TIERS, with the size after its last change.
+    An instruction that reads the value in another state has a `Change` from this state to the same
+    state.  Such an instruction need not give the value.
 
     Attributes:
         value: The value.
@@ -202,7 +204,7 @@ class CollectiveRing(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The bytes that an instruction moves over a link, for all but messages and collectives.
+    """The bytes that an instruction moves over a link.  Messages and collectives have no traffic.
 
     A `Cluster` divides the bytes by the speed of the link to get the instruction's cost.
 
@@ -210,11 +212,11 @@ class Traffic(NamedTuple):
         link: The GPU's memory ("hbm"), the link to the host ("host"), the host's disk ("disk"), or
             the host's memory ("dram").
         sizes: The fields of `Sizes` with the bytes that are moved.  A field that is read and
-            written is there twice.  For an instruction per microbatch, these are sizes of its own
-            values.  With tp > 1, the bytes of a value between stages are divided by tp where its
-            ranks have parts of it.  With ZeRO, each replica moves 1/dp of weights, gradients and
-            optimizer states.  If `sizes` is empty, the bytes are those of the value that gets
-            another form: all of it, or the rank's part if the form splits it.
+            written is listed twice.  For an instruction per microbatch, these are sizes of values
+            that it needs or gives.  The bytes of a value between stages are divided by tp if each
+            tensor-parallel rank has a part of it.  With ZeRO, each replica moves 1/dp of weights,
+            gradients and optimizer states.  If `sizes` is empty, the instruction moves the value
+            whose form it changes: the full value, or one rank's part if the form splits it.
         moves_per_byte: Number of times that each byte is moved.
         is_always_sharded: True if each replica moves 1/dp of the bytes at every level of ZeRO, also
             at level 0.
@@ -237,7 +239,7 @@ class Row(NamedTuple):
     """A row of the instruction table.
 
     Attributes:
-        op: The number of the instruction.
+        op: The opcode.  Its number is the index of the row.
         text: The name of the instruction in the text form.
         lane: The queue that executes it.
         scope: The unit for which there is one such instruction.
@@ -247,32 +249,33 @@ class Row(NamedTuple):
         frees: Values that no instruction uses afterwards.
         doc: The effect of the instruction, as sentences for the documentation.
         cost: The field of `Costs` with its time.
-        peer: For a message, the stage on its other side.
-        partner: The opcode of the same message or collective on other ranks.  For a collective, it
-            is the row's own opcode.
-        group: For a collective of pipeline ranks, its members: all ranks ("model"), those that have
-            the stage ("stage_replicas"), or those that share a tied weight ("tied_weights").  An
-            instruction of the group "tied_weights" needs and gives the values of all stages with a
-            tied weight together.
+        peer: For a message, the rule that leads to the stage on its other side.
+        partner: For a message, the opcode of the instruction on the other side.  For a collective
+            of pipeline ranks, the same opcode as `op`.
+        group: For a collective of pipeline ranks, its members: all ranks ("model"), the ranks that
+            have the stage ("stage_replicas"), or the ranks that share a tied weight
+            ("tied_weights").  An instruction of the group "tied_weights" needs and gives the values
+            of all stages with a tied weight together.
         host_sync: "always" if a blocking host waits for all earlier instructions of the lane;
             "replicas" if it does so only with data-parallel replicas.
-        changes: The changes of values that it needs and gives.
-        ring: For a collective, its bytes.  A collective of the processes of one pipeline rank, for
-            example of its replicas, has no `partner`: programs do not list these processes.
-        needs_all_stages: True if it needs the values of all stages of its rank, not only of its own
-            stage.
+        changes: The changes of the states of values that it needs and gives.
+        ring: For a collective, the bytes that it moves.  A collective of the processes of one
+            pipeline rank, for example of its replicas, has no `partner`: programs do not list these
+            processes.
+        needs_all_stages: True if it needs the values of all stages of its rank, not only of the
+            instruction's stage.
         host_sync_lanes: Lanes on which a blocking host waits for all earlier instructions.
         is_compute: True if it runs the module of a stage.  A schedule places such instructions, and
             passes place all others.
-        form: The form that it gives to a value that its stage puts out, or removes from a value
-            that its stage takes in.
+        form: The form to which it converts an output of its stage, or from which it converts an
+            input of its stage.
         between_segments: Set for a tensor-parallel or expert-parallel collective between two
             segments of a stage: "always", or only in programs with "sequence_parallel".
-        idle_cause: The `IdleCause` of a rank that waits for it; "" for that of the lane.
+        idle_cause: The `IdleCause` of a rank that waits for it; "" for the `IdleCause` of the lane.
         traffic: The bytes that it moves over a link of the machine.  A `Cluster` computes the cost
             from `ring` or `traffic`.
-        is_implicit_in_torch: True if torch's runtime, or the training loop around it, does the
-            same.  An export to torch leaves the instruction out.
+        is_implicit_in_torch: True if torch's pipeline runtime, or the training loop that uses it,
+            does the same without an instruction.  An export to torch leaves the instruction out.
     """
 
     op: Opcode

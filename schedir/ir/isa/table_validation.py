@@ -37,29 +37,29 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import Program
 
-# The scopes that a collective of each group may have.  With another scope, a rank would have
+# Group of a collective -> the scopes that its row may have.  With another scope, a rank would have
 # several instructions for one collective, and wait for itself.
 _GROUP_SCOPES: Final = {
     "model": (Scope.RANK,),
     "stage_replicas": (Scope.STAGE, Scope.OCCURRENCE),
     "tied_weights": (Scope.STAGE,),
 }
-# Rules of values that instructions can change in place.
+# Producer rules of values that instructions can change in place.
 _CHAINED_RULES: Final = (ProducerRule.ONCE, ProducerRule.LATEST)
-# Rules that choose the nearest earlier producer in the Stream.
+# Producer rules that choose the nearest earlier producer in the Stream.
 _LATEST_RULES: Final = (ProducerRule.LATEST, ProducerRule.LATEST_OR_START)
-# Attributes of programs that a `ValueRow` can name: they have a default.
+# Attributes of programs that have a default.  A `ValueRow` can name only these.
 _DEFAULTED_ATTRIBUTES: Final = {
     f.name for f in fields(Program) if f.metadata and f.default is not MISSING
 }
-# Rules of values that can have a size: an instruction makes them, and memory is counted from there.
+# Producer rules of values that can have a size.  Their memory counts from the maker on.
 _LIFETIME_RULES: Final = (*_CHAINED_RULES, ProducerRule.ALL)
 _SKIP_PEERS: Final = (PeerRule.SKIP_TO, PeerRule.SKIP_FROM)
 _NEIGHBOR_SIZES: Final = {"activation", "activation_grad"}
 
 
 class TableError(Exception):
-    """A row of a table breaks a rule; the message names the row and the rule."""
+    """A row of a table breaks a rule. The message names the row and the rule."""
 
 
 def require_tables(
@@ -119,7 +119,7 @@ def find_table_faults(
 
 
 def _find_order_faults(enum_type: type[IntEnum], members: Sequence[IntEnum]) -> Iterator[str]:
-    """Yield rows that are not at the index of their number, and numbers without a row."""
+    """Yield rows whose index is not the number of their member, and members without a row."""
     for index, member in enumerate(members):
         if member != index:
             yield f"{member.name} is number {member}, but its row is at index {index}"
@@ -128,7 +128,7 @@ def _find_order_faults(enum_type: type[IntEnum], members: Sequence[IntEnum]) -> 
 
 
 def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
-    """Yield broken rules of a row of the table of values."""
+    """Yield the rules that a row of the table of values breaks."""
     kind, name = value.value, value.value.name
     if value.local_source is None and not any(kind in row.gives for row in rows):
         yield f"{name}: no instruction gives it"
@@ -169,7 +169,7 @@ def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _find_initial_tier_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
-    """Yield broken rules of a value that exists from the start."""
+    """Yield the rules that the row of a value with an `initial_tier` breaks."""
     kind, name = value.value, value.value.name
     if value.initial_tier not in TIERS:
         yield f"{name}: its initial_tier must be {' or '.join(TIERS)}, not {value.initial_tier!r}"
@@ -181,7 +181,7 @@ def _find_initial_tier_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[
 
 
 def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator[str]:
-    """Yield broken rules of an instruction's text, lane, peer and group."""
+    """Yield the rules that a row breaks in its text, lane, peer and group."""
     lane = lanes[row.lane]
     if not (row.text.isidentifier() and row.text.isascii()):
         yield f"its text must be one word, not {row.text!r}"
@@ -220,7 +220,7 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
 
 
 def _find_price_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]) -> Iterator[str]:
-    """Yield broken rules of the columns from which a `Cluster` computes a cost."""
+    """Yield the rules that a row breaks in the columns from which a `Cluster` computes costs."""
     ring, traffic = row.ring, row.traffic
     if row.cost and (not row.cost.isidentifier() or iskeyword(row.cost)):
         yield f"its cost must be a word that can be a field of Costs, not {row.cost!r}"
@@ -273,7 +273,7 @@ def _get_price(row: Row) -> tuple[object, ...]:
 def _find_value_use_faults(
     row: Row, rows: Sequence[Row], values: Sequence[ValueRow]
 ) -> Iterator[str]:
-    """Yield broken rules of the values that an instruction needs, gives and changes."""
+    """Yield the rules that a row breaks in the values that it needs, gives and changes."""
     for kind in {*row.needs, *row.gives}:
         value = values[kind]
         rule = value.producer_rule
@@ -316,7 +316,7 @@ def _find_value_use_faults(
 
 
 def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]) -> Iterator[str]:
-    """Yield broken rules of an instruction that changes the form of a value."""
+    """Yield the rules that a row with a `form` breaks."""
     if row.needs != row.gives or len(row.gives) != 1 or values[row.gives[0]].peer is None:
         yield "a row with a form must need and give one value that crosses between stages"
         return
@@ -337,7 +337,7 @@ def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow])
 
 
 def _find_change_faults(change: Change, row: Row, values: Sequence[ValueRow]) -> Iterator[str]:
-    """Yield broken rules of a change of a value's state."""
+    """Yield the rules that a `Change` in a row breaks."""
     kind, before, after = change
     is_tier_before, is_tier_after = before in TIERS, after in TIERS
     if kind not in row.needs:

@@ -1,4 +1,4 @@
-"""Schema of the fields of a program: how they are parsed, printed and offered as options.
+"""Schema of the fields of a program, for parsing, printing and options.
 
 `PipelineShape` and `Program` declare each field with `make_field_metadata`. `collect_fields` makes
 `Field` records from these declarations. `HEADER_FIELDS` in `schedir/ir/program.py` lists all
@@ -32,7 +32,7 @@ class FieldType:
     """The type of a field's values, and their text form.
 
     Args:
-        requirement: The verb phrase of an error about a wrong text, such as "is yes or no".
+        requirement: The verb phrase of an error about a wrong text, such as "must be yes or no".
         from_text: Parses a text. The function raises ValueError for a wrong text.
         type: Python type of the value in a configuration.
         to_text: Formats a value. Its arguments are the value and the shape. The default is `str`.
@@ -57,7 +57,7 @@ class FieldType:
     argument_type: str = ""
 
     def parse(self, text: str) -> Any:
-        """Return the value of a text that a user typed.
+        """Parse a text that a user typed.
 
         Args:
             text: The text.
@@ -84,8 +84,7 @@ def make_integer_type(min_value: int, max_value: int, subject: str = "an integer
         subject: The description of the number in errors, such as "a number of stages".
 
     Returns:
-        The type. The `resolve` of the field type raises ShapeError for other values, also for
-        booleans.
+        The type. Its `resolve` raises ShapeError for other values, and also for booleans.
     """
 
     def settle(name: str, value: Any, _: Any) -> int:
@@ -148,7 +147,7 @@ def parse_integers(text: str) -> tuple[int, ...]:
     return tuple(map(parse_integer, text.split(",")))
 
 
-# Returns the entries of the digest for a value and a shape: none, one or several.
+# A function from the value of a field and the shape to entries of the digest: none, one or several.
 DigestFunction = Callable[[Any, Any], tuple[Any, ...]]
 
 
@@ -176,11 +175,11 @@ class Field:
         default: The default value, or `dataclasses.MISSING` if there is none.
         help: Description on the command line.
         is_always_shown: If True, the text's header always has the field.
-        shown_with: Name of another field. If that field differs from its default, the header has
-            this field, too. "" means that this field itself decides.
-        digest: Returns the entries of the digest. Without it, the digest has the field only where
-            it differs from its default. So a new field does not change the digests of existing
-            programs.
+        shown_with: Name of another field. The header has this field if the other field differs from
+            its default. "" means that this field must differ from its default.
+        digest: A function that returns the entries of the digest. If it is None, the digest has the
+            field only if its value is not the default. So a new field does not change the digests
+            of existing programs.
         in_config: If True, the field is a setting of a configuration.
         section: The section of the configuration that has the setting.
     """
@@ -213,7 +212,7 @@ class Field:
         return getattr(program.shape if self.is_shape_field else program, self.name)
 
     def to_text(self, program: Any) -> str:
-        """Return the field as the text's header has it, such as `ranks 4`.
+        """Format the field for the header of a program's text, such as `ranks 4`.
 
         Args:
             program: A Program.

@@ -34,7 +34,8 @@ from schedir.ir.pipeline.placement import (
 )
 from schedir.retired_names import raise_attribute_error
 
-# Limits of a shape.  An instruction has 16 bits for the stage and 32 bits for the microbatch.
+# Limits of a shape.  They fit an instruction, which has 16 bits for the stage and 32 bits for the
+# microbatch.
 MAX_MICROBATCHES = 2**20
 MAX_STAGES = 2**15
 
@@ -68,7 +69,7 @@ _STAGES_PER_RANK = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
     "number of stages per rank (1; 2 for a schedule with a parameter v)",
     is_always_shown=True,
-    digest=lambda _, __: (),  # The entry of the placement implies this number.
+    digest=lambda _, __: (),  # The digest has the placement, which determines this number.
 )
 _PLACEMENT = make_field_metadata(
     PLACEMENT_TYPE,
@@ -93,16 +94,16 @@ _WEIGHT_DELAY = make_field_metadata(
 _SEQUENCE_CHUNKS = make_field_metadata(
     make_integer_type(1, MAX_MICROBATCHES),
     "number of chunks of each sequence; each chunk is a microbatch (1)",
-    in_config=False,  # The GPT of a training run has no sequence segments.
+    in_config=False,  # The GPT of a training run cannot process sequence chunks.
 )
 
 
 class _DefaultNumber(int):
-    """A default number, which a schedule may replace. Its type marks it as not given."""
+    """A default number, which a schedule may replace. The type shows that no number was given."""
 
 
 class _DefaultName(str):
-    """A default name, which a schedule may replace. Its type marks it as not given."""
+    """A default name, which a schedule may replace. The type shows that no name was given."""
 
 
 _DEFAULT_TYPES: Final = (_DefaultNumber, _DefaultName)
@@ -128,23 +129,23 @@ class PipelineShape:
             - "vee": rank r has the stages r and 2 * ranks - 1 - r. The default is two stages per
               rank. With more stages per rank, the pattern repeats.
             - A tuple with the rank of each stage: `(0, 1, 1, 0)`.
-            - "mirror", for DualPipe and Chimera: each stage has two replicas. One replica is placed
-              as in "loop", with half as many stages per rank. The other replica of a stage on rank
-              r is on rank ranks - 1 - r.
-            - "mirror-vee", for BitPipe: "vee" and its mirror image. The default is four stages per
-              rank.
+            - "mirror", for DualPipe and Chimera: each stage has two replicas. The first replicas
+              are placed as in "loop", with half as many stages per rank. If the first replica of a
+              stage is on rank r, the second replica is on rank ranks - 1 - r.
+            - "mirror-vee", for BitPipe: the same two replicas, with the first placed as in "vee".
+              The default is four stages per rank.
             - Several tuples: one row for each replica of the stages. The microbatches are divided
-              into one part per row, larger parts first. Each part passes along its row.
+              into one part per row, larger parts first. Each part passes through the replicas of
+              its row.
         optimizer_steps: Number of optimizer steps of the program. The pipeline does not drain
-            between two steps. The first microbatches / optimizer_steps microbatches belong to the
-            first step, and so on.
+            between two steps. Each step has the same number of microbatches, in ascending order.
         weight_delay: The age of the weights of a microbatch, in optimizer steps. A microbatch of
             step u uses the weights after max(u - weight_delay, 0) steps, forward and backward. Give
             one number, or one number per stage.
         sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch: chunk j of
             sequence n is microbatch n * sequence_chunks + j. A chunk attends to the earlier chunks
-            of its sequence, and gives them gradients. So each stage runs the chunks of a sequence
-            forward in ascending order, and backward in descending order.
+            of its sequence, and its backward adds to their gradients. So each stage runs the chunks
+            of a sequence forward in ascending order, and backward in descending order.
 
     Raises:
         ShapeError: No pipeline can have this shape.
@@ -217,16 +218,17 @@ class PipelineShape:
 
     @property
     def default_fields(self) -> frozenset[str]:
-        """Return the names of the fields that were not given. Equal shapes may differ in it."""
+        """Return the names of the fields that were not given. Equality ignores this property."""
         return frozenset(
             f.name for f in SHAPE_FIELDS if isinstance(getattr(self, f.name), _DEFAULT_TYPES)
         )
 
     def resolve_defaults(self) -> PipelineShape:
-        """Return an equal shape in which all fields count as given.
+        """Return an equal shape whose values a schedule cannot replace.
 
         Returns:
-            The shape itself if all fields were given, and a copy otherwise.
+            This shape if all fields were given, and otherwise a copy whose `default_fields` are
+            empty.
         """
         plain: dict[str, Any] = {}
         for name in self.default_fields:
@@ -235,7 +237,7 @@ class PipelineShape:
         return replace(self, **plain) if plain else self
 
     def with_stage_ranks(self, placement: Placement, **changes: Any) -> PipelineShape:
-        """Return a copy with the stages on other ranks.
+        """Return a copy of the shape with the stages on other ranks.
 
         Args:
             placement: The rank of each stage. The number of stages per rank follows from it.
@@ -378,7 +380,7 @@ class PipelineShape:
 
     @cached_property
     def max_instructions(self) -> int:
-        """The number of different instructions that programs of this shape can have."""
+        """The number of different instructions that a program of this shape can have."""
         each = {
             Scope.MICROBATCH: self.stages * self.microbatches,
             Scope.STAGE: self.stages * self.placement_rows * self.optimizer_steps,
@@ -388,10 +390,10 @@ class PipelineShape:
         return sum(each[row.scope] for row in INSTRUCTIONS)
 
     def require_instruction_limit(self, max_instructions: int | None = None) -> None:
-        """Raise ShapeError if the forwards alone are more instructions than a program may have.
+        """Raise ShapeError if there are more forwards than a program may have instructions.
 
         Args:
-            max_instructions: Limit on the number of instructions. By default it is the limit of the
+            max_instructions: Limit on the number of instructions. The default is the limit of this
                 process for programs that Python code builds (`input_limits`).
 
         Raises:
@@ -402,11 +404,11 @@ class PipelineShape:
     def require_lowered_limit(
         self, *, has_backward: bool, frozen_stages: int = 0, max_instructions: int | None = None
     ) -> None:
-        """Raise ShapeError if a lowered program has more instructions than it may have.
+        """Raise ShapeError if a lowered program has more instructions than the limit.
 
-        The count includes the forwards, and the messages between ranks in the forward direction.
-        With a backward it also includes one backward of each trained stage and the messages of its
-        gradient.
+        The count includes the forwards, and the sends and receives of activations between ranks.
+        With a backward, it also includes one backward per trained stage and microbatch, and the
+        sends and receives of gradients.
 
         Args:
             has_backward: Include backwards in the count.
@@ -466,12 +468,12 @@ class PipelineShape:
 
     @cached_property
     def microbatch_row_offsets(self) -> tuple[int, ...]:
-        """The first microbatch of each row, and then the number of microbatches."""
+        """The first microbatch of each row of the placement, and at the end `microbatches`."""
         each, more = divmod(self.microbatches, self.placement_rows)
         return tuple(row * each + min(row, more) for row in range(self.placement_rows + 1))
 
     def replica_row_of_microbatch(self, mb: ArrayLike) -> NDArray[np.intp]:
-        """Return the row of the placement along which each microbatch passes.
+        """Return the row of the placement whose stage replicas run each microbatch.
 
         Args:
             mb: Numbers of microbatches.

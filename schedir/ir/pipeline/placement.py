@@ -15,7 +15,7 @@ from schedir.ir.pipeline.field_schema import FieldType, parse_integers
 
 Placement = str | tuple[int, ...] | tuple[tuple[int, ...], ...]
 Ranks = NDArray[np.int64]  # One entry for each stage.
-# Returns the rank of each stage, from the numbers of the stages and the number of ranks.
+# A function from the numbers of the stages and the number of ranks to the rank of each stage.
 PlacementRow = Callable[[Ranks, int], Ranks]
 
 
@@ -24,12 +24,12 @@ def _place_loop(stage: Ranks, ranks: int) -> Ranks:
 
 
 def _place_vee(stage: Ranks, ranks: int) -> Ranks:
-    """Return the ranks of a path down the ranks and back: rank r has r, 2P-1-r, 2P+r, ..."""
+    """Return the ranks of a path from rank 0 to P-1 and back: rank r has r, 2P-1-r, 2P+r, ..."""
     return np.where(stage // ranks % 2, ranks - 1 - stage % ranks, stage % ranks)
 
 
 def _mirror_row(row: PlacementRow) -> PlacementRow:
-    """Return a row that begins at the last rank instead of the first."""
+    """Return the row with the order of the ranks reversed: rank r becomes P-1-r."""
     return lambda stage, ranks: ranks - 1 - row(stage, ranks)
 
 
@@ -38,7 +38,7 @@ class NamedPlacement(NamedTuple):
 
     Args:
         rows: One function for each replica of the stages.
-        stages_per_rank: Stages per rank of a shape that does not give this number.
+        stages_per_rank: Default number of stages per rank.
     """
 
     rows: tuple[PlacementRow, ...]
@@ -54,7 +54,7 @@ NAMED_PLACEMENTS: Final = {
 
 
 def find_named_placement(placement: str) -> NamedPlacement:
-    """Return the placement that has a name.
+    """Look up a named placement.
 
     Args:
         placement: A key of `NAMED_PLACEMENTS`.
@@ -71,7 +71,7 @@ def find_named_placement(placement: str) -> NamedPlacement:
 
 
 def to_placement_rows(placement: object) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of a placement that is given as numbers.
+    """Convert a placement that is given as numbers to rows.
 
     Args:
         placement: A row with the rank of each stage, or one such row for each stage replica.
@@ -170,7 +170,7 @@ def _resolve_placement(_: str, placement: Any, __: object) -> Any:
 
 
 def format_placement(placement: Placement, _: object = None) -> str:
-    """Return a placement as a text: `vee`, `0,1,1,0` or `0,1/1,0`.
+    """Format a placement as a text: `vee`, `0,1,1,0` or `0,1/1,0`.
 
     Args:
         placement: A name, the rank of each stage, or several rows.

@@ -1,4 +1,4 @@
-"""Map a process number to its pipeline rank, replica and tensor-parallel rank."""
+"""Convert between process numbers and pipeline ranks, replicas and tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 
 def make_process_mesh(ranks: int, tp: int, dp: int) -> NDArray[np.int64]:
-    """Return the process numbers by replica, pipeline rank and tensor-parallel rank.
+    """Number the processes by replica, pipeline rank and tensor-parallel rank.
 
-    The processes of a tensor-parallel group have consecutive numbers. Next come the pipeline ranks,
-    and last the replicas.
+    The processes of a tensor-parallel group have consecutive numbers. The groups of the pipeline
+    ranks follow one another, and then the next replica follows.
 
     Args:
         ranks: Number of pipeline ranks.
@@ -18,13 +18,13 @@ def make_process_mesh(ranks: int, tp: int, dp: int) -> NDArray[np.int64]:
         dp: Number of replicas.
 
     Returns:
-        An array of shape (dp, ranks, tp) with the numbers from 0.
+        The process numbers from 0, shape (dp, ranks, tp).
     """
     return np.arange(dp * ranks * tp, dtype=np.int64).reshape(dp, ranks, tp)
 
 
 def describe_process(process: int, ranks: int, tp: int, dp: int) -> str:
-    """Return the text that messages use for a process.
+    """Describe a process for a message.
 
     Args:
         process: Number of the process.

@@ -1,4 +1,4 @@
-"""The attributes of a program, such as `tp`, `dp` and `zero`, and which can be combined."""
+"""The attributes of a program, such as `tp`, `dp` and `zero`, and the rules for combining them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ from schedir.retired_names import get_rename_hint
 
 
 def _digest_tied_weights(tied: TiedStages, shape: PipelineShape) -> tuple[object, ...]:
-    """Return True for a tie of the first and the last stage, for any number of stages."""
+    """Return the entry of the digest.
+
+    The entry is True if the only tie is that of the first and the last stage. So it is the same for
+    any number of stages.
+    """
     # With one stage, both keys of `ends` are (), and the value is False: a single stage is not
     # tied.
     ends = {normalize_tied_stages(True, shape): True, (): False}
@@ -68,7 +72,7 @@ def _resolve_chunks(name: str, value: Any, shape: PipelineShape) -> int:
 
 
 def _make_choice_type(*choices: str, metavar: str = "WHEN") -> FieldType:
-    """Return a field type whose values are some words."""
+    """Return a field type that accepts only the given words."""
     takes = f"must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
 
     def settle(name: str, value: Any, _: PipelineShape) -> str:
@@ -105,7 +109,7 @@ def require_compatible(
     dp: int,
     ep: int,
 ) -> None:
-    """Raise ShapeError for attributes that are valid one by one and cannot be combined.
+    """Raise ShapeError if attributes that are valid separately cannot be combined.
 
     Args:
         shape: Shape of the pipeline.
@@ -238,7 +242,7 @@ def require_compatible(
         )
 
 
-# The attributes that `require_compatible` compares: all its parameters but the shape.
+# The attributes that `require_compatible` compares: all its parameters except the shape.
 COMPATIBILITY_FIELDS: Final = tuple(signature(require_compatible).parameters)[1:]
 
 _STAGE_COUNT_TYPE = make_integer_type(0, MAX_STAGES, "a number of stages")
@@ -280,7 +284,7 @@ NORM_CHECK: Final = make_field_metadata(
     _make_choice_type("before_step", "after_step"),
     "when the gradient norm is checked: before_step (default), or after_step, which repeats "
     "steps if gradients had to be clipped",
-    in_config=False,  # A training run reads the numbers of each step before the next.
+    in_config=False,  # A training run reads the results of each step before the next step.
 )
 ZERO: Final = make_field_metadata(
     make_integer_type(0, ZERO_LEVEL_COUNT - 1), "ZeRO level, 0 to 3 (0)"

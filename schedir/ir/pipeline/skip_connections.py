@@ -1,7 +1,7 @@
-"""Skip connections: values that a stage sends to a stage that is not its neighbour.
+"""Skip connections: values that a stage sends to a later stage that is not its neighbour.
 
-`Program.skips` has pairs of source and target stage. With `((0, 3), (1, 2))`, as in a U-Net, stage
-3 receives a value from stage 0, and stage 2 receives one from stage 1. A stage is the source of at
+`Program.skips` has pairs of source and target stage. With `((0, 5), (1, 4))`, as in a U-Net, stage
+5 receives a value from stage 0, and stage 4 receives one from stage 1. A stage is the source of at
 most one skip, and the target of at most one skip. A stage that receives a value can pass it on.
 """
 
@@ -26,7 +26,7 @@ Skips = tuple[tuple[int, int], ...]  # Pairs of source and target stage, ascendi
 
 
 def normalize_skips(value: object, shape: PipelineShape) -> Skips:
-    """Return the value of `Program.skips` for some pairs of stages.
+    """Verify and sort pairs of stages for `Program.skips`.
 
     Args:
         value: Pairs of source and target stage, in any order.
@@ -82,7 +82,7 @@ def normalize_skips(value: object, shape: PipelineShape) -> Skips:
 
 
 def _describe_route(first: int, second: int, third: int) -> str:
-    """Return the hint for a skip from the first stage to the third by way of the second."""
+    """Return text with the skips of a value that passes through three stages, for a hint."""
     way = [pair for pair in pairwise((first, second, third)) if pair[1] > pair[0] + 1]
     neighbours = "" if len(way) == 2 else ", and a boundary of several tensors between neighbours"
     return f"skips={tuple(way)}{neighbours}"
@@ -117,7 +117,7 @@ SKIPS_TYPE: Final = FieldType(
 
 @lru_cache(maxsize=64)
 def find_neighbor_stages(peer_rule: PeerRule, stages: int, skips: Skips) -> NDArray[np.int32]:
-    """Return the stage at the other side of a message, for each stage.
+    """Return, for each stage, the stage on the other side of a message.
 
     The result is cached, and must not be changed.
 
@@ -127,7 +127,7 @@ def find_neighbor_stages(peer_rule: PeerRule, stages: int, skips: Skips) -> NDAr
         skips: Skip connections of the program.
 
     Returns:
-        The stages, shape (stages,). An entry is -1 if there is no such stage.
+        The other stages, shape (stages,). An entry is -1 if there is no other stage.
     """
     result = np.full(stages, -1, np.int32)
     if peer_rule is PeerRule.NEXT:

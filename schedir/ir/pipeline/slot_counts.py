@@ -10,9 +10,9 @@ from schedir.ir.isa.instructions import NEIGHBOR_VALUES, SLOT_VALUES, Value
 if TYPE_CHECKING:
     from typing import Self
 
-# Number of slots of a kind that is not specified: each value has its own slot.
+# The value of an unspecified number of slots.  Each value then has a separate slot.
 UNSHARED_SLOTS: Final = 2**31
-# Names of the kinds of slots in host memory, and the values that move there.
+# Name of a kind of slots in host memory -> kind of value in these slots.
 HOST_SLOT_VALUES: Final = {"host": Value.SAVED, "state_host": Value.STATE}
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ else:
 class SlotCounts(_Slots):
     """The number of static slots of a rank, for each kind of value.
 
-    `schedir/analysis/memory/buffer_slots.py` defines which values use which slots. The default of
-    each field, `UNSHARED_SLOTS`, gives each value its own slot. The first four fields are required.
+    `schedir/analysis/memory/buffer_slots.py` defines which values use which slots. With the number
+    `UNSHARED_SLOTS`, each value has a separate slot. This is the default of all fields except the
+    first four, which are required.
 
     Args:
         act_in: Received activations.
@@ -57,14 +58,14 @@ class SlotCounts(_Slots):
         unsharded_params: Unsharded weights of stages.
         state: Optimizer states of stages on the device.
         host: Saved activations on the host.
-        state_host: Optimizer states on the host, for stages whose state is kept on the disk.
+        state_host: Optimizer states on the host, if the states are on the disk between steps.
     """
 
     __slots__ = ()
 
     @classmethod
     def unspecified(cls) -> Self:
-        """Return counts that specify no kind.
+        """Return counts that specify no number.
 
         Returns:
             Counts with `UNSHARED_SLOTS` for each kind.
@@ -72,10 +73,10 @@ class SlotCounts(_Slots):
         return cls(**dict.fromkeys(cls._fields, UNSHARED_SLOTS))
 
     def specified(self) -> dict[str, int]:
-        """Return the number of slots of each kind for which one is specified.
+        """Return the numbers of slots that are specified.
 
         Returns:
-            The number of slots by the name of the kind.
+            Name of the kind -> number of slots.
         """
         return {kind: number for kind, number in self._asdict().items() if number != UNSHARED_SLOTS}
 

@@ -1,9 +1,9 @@
-"""Segments of a stage: which stages of a program they are, and which collectives join them.
+"""Read which stages of a program are segments of one stage, and the collectives between them.
 
-A stage can be cut at its tensor-parallel collectives (Megatron-LM, arXiv 1909.08053, section 3),
-and at the all-to-alls of its experts (GShard, arXiv 2006.16668). The parts are segments: stages of
-the program on the same rank. `Program.segment_boundaries` has one letter for each boundary between
-two stages of the program:
+A stage can be divided at its tensor-parallel collectives (Megatron-LM, arXiv 1909.08053, section
+3), and at the all-to-alls of its experts (GShard, arXiv 2006.16668). The parts are called segments.
+In the program, each segment is a stage, and all segments of a stage are on one rank.
+`Program.segment_boundaries` has one letter for each boundary between two stages of the program:
 
 - `f`: a tensor-parallel region begins. An all-reduce sums the gradient of the boundary.
 - `g`: a tensor-parallel region ends. An all-reduce sums the activation of the boundary.
@@ -39,10 +39,10 @@ def split_letters_by_stage(segment_boundaries: str, stages: int) -> tuple[str, .
 
     Args:
         segment_boundaries: A letter for each boundary, or "" if no stage has segments.
-        stages: Number of stages of the program. Only "" needs it.
+        stages: Number of stages of the program. It is used only if `segment_boundaries` is "".
 
     Returns:
-        The letters of each unsegmented stage.
+        One text for each unsegmented stage, with the letters between its segments.
 
     Example:
         >>> split_letters_by_stage("fg-.", 5), split_letters_by_stage("", 2)
@@ -52,11 +52,11 @@ def split_letters_by_stage(segment_boundaries: str, stages: int) -> tuple[str, .
 
 
 def has_collectives(segment_boundaries: str, letters: str = COLLECTIVE_LETTERS) -> bool:
-    """Return whether there is a collective at any boundary.
+    """Return whether any boundary has a collective.
 
     Args:
         segment_boundaries: A letter for each boundary, or "".
-        letters: The letters of these collectives. All by default.
+        letters: The letters of the collectives to find. The default is all collectives.
 
     Example:
         >>> has_collectives("..-.."), has_collectives("dc-dc"), has_collectives("dc", TP_LETTERS)
@@ -70,7 +70,7 @@ def count_segments(segment_boundaries: str, stages: int) -> tuple[int, ...]:
 
     Args:
         segment_boundaries: A letter for each boundary, or "" if no stage has segments.
-        stages: Number of stages of the program. Only "" needs it.
+        stages: Number of stages of the program. It is used only if `segment_boundaries` is "".
 
     Returns:
         The number of segments of each unsegmented stage.
@@ -83,12 +83,12 @@ def count_segments(segment_boundaries: str, stages: int) -> tuple[int, ...]:
 
 
 class UnsegmentedShape(NamedTuple):
-    """A shape of stages and microbatches before they are split.
+    """The shape of a pipeline before its stages and microbatches are split.
 
     Args:
         shape: Shape with unsegmented stages and complete microbatches.
-        segments_per_stage: The number of segments of each of these stages.
-        chunks_per_microbatch: The number of chunks of each of these microbatches.
+        segments_per_stage: The number of segments of each unsegmented stage.
+        chunks_per_microbatch: The number of chunks of each complete microbatch.
     """
 
     shape: PipelineShape
@@ -99,17 +99,16 @@ class UnsegmentedShape(NamedTuple):
 def merge_segments(
     shape: PipelineShape, segment_boundaries: str, chunks_per_microbatch: int
 ) -> UnsegmentedShape:
-    """Return the shape from before the split into segments and chunks.
+    """Merge segments to stages and chunks to microbatches in the shape of a program.
 
     Args:
-        shape: Shape of the program. The stages of this shape are segments, and its microbatches are
-            chunks.
+        shape: Shape of the program. Its stages are segments, and its microbatches are chunks.
         segment_boundaries: A letter for each boundary, or "" if no stage has segments.
         chunks_per_microbatch: Number of chunks of each microbatch.
 
     Returns:
-        The shape and both numbers. If there are letters, its placement is a list of ranks, and each
-        stage has the weight delay of its first segment.
+        The merged shape and the numbers of segments and chunks. If `segment_boundaries` is not "",
+        the placement is a list of ranks, and each stage has the weight delay of its first segment.
 
     Example:
         >>> found = merge_segments(PipelineShape(2, 8, placement=(0, 0, 1)), "g-", 4)
@@ -131,7 +130,7 @@ def merge_segments(
 
 
 def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
-    """Return a letter for each boundary, or "" if no stage has segments."""
+    """Verify the letters of the boundaries, and return them, or "" if no stage has segments."""
     if not isinstance(value, str) or not {*value} <= _ALL_LETTERS:
         raise ShapeError(f"{name} {_REQUIREMENT}, not {describe(value)}", fields=[name])
     if not value.strip(STAGE_END):

@@ -23,7 +23,8 @@ from schedir.errors import ShapeError, UsageError, describe
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
-# Sets of stages that share weights.  Each set occurs once, and all is in ascending order.
+# Sets of stages that share weights.  Each set occurs once.  The sets, and the stages in each set,
+# are in ascending order.
 TiedStages = tuple[tuple[int, ...], ...]
 ParameterLocation = tuple[int, str]  # A stage, and the name of a parameter in that stage.
 
@@ -38,14 +39,14 @@ class ModuleLike(Protocol):
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """Weights with a copy on several stages, and the location of each copy.
+    """The locations of weights that have a copy in several stages.
 
-    `schedir.find_tied_weights(stages)` finds them. A process that creates only its own stages must
-    give the locations itself.
+    `schedir.find_tied_weights(stages)` returns this object. A process that creates only some of the
+    stages must list the locations.
 
     Args:
-        weights: The locations of each weight. A location is a stage and the name of the parameter
-            in that stage. Locations are sorted by stage.
+        weights: One tuple for each weight, with the location of each copy. A location is a pair of
+            the stage and the name of the parameter in that stage. Locations are sorted by stage.
 
     Raises:
         UsageError: `weights` has another structure.
@@ -90,11 +91,11 @@ def _require_name(value: object) -> str:
 
 @dataclass(frozen=True)
 class ModelTies:
-    """Weights that have several names in a model that is not split.
+    """Weights that have several names in a model that is not split into stages.
 
     Args:
-        names: The names of each weight.
-        parameters: The weights themselves, in the same order.
+        names: One tuple for each weight, with its names.
+        parameters: The parameter object of each weight, in the same order.
     """
 
     names: tuple[tuple[str, ...], ...] = ()
@@ -108,8 +109,8 @@ class ModelTies:
     ) -> TiedWeights:
         """Return the locations of these weights in all stages of the model.
 
-        A stage that has the weight object itself is found by the object. A stage that is a copy is
-        found by the names of the weight in the model.
+        If a stage has the model's parameter object, this object identifies the weight. If the stage
+        is a copy, the names of the weight in the model identify it.
 
         Args:
             stages: All stages of the model, in order or by number.
@@ -118,8 +119,8 @@ class ModelTies:
             The locations of each weight that several stages have.
 
         Raises:
-            UsageError: No stage has one of the weights, or one stage has two different parameters
-                with names of one weight.
+            UsageError: A weight or one of its names is in no stage. Or one stage has two different
+                parameters with names of one weight.
         """
         modules = _list_stages(stages)
         weights = []
@@ -155,7 +156,7 @@ def find_tied_weights(model: ModuleLike) -> ModelTies: ...
 def find_tied_weights(
     model: ModuleLike | Sequence[ModuleLike] | Mapping[int, ModuleLike],
 ) -> TiedWeights | ModelTies:
-    """Return the trained weights that are one object in several places.
+    """Find trained weights that are one object with several names or in several stages.
 
     Call this function before you copy the model or a stage.
 
@@ -172,7 +173,7 @@ def find_tied_weights(
 
     Example:
         >>> import schedir
-        >>> class Stage:  # of an nn.Module nothing is asked but this
+        >>> class Stage:  # the function calls only this method of an nn.Module
         ...     def __init__(self, **parameters):
         ...         self.parameters = parameters
         ...     def named_parameters(self, *, remove_duplicate=True):
@@ -190,7 +191,7 @@ def find_tied_weights(
             tuple(tuple(name for _, name in places) for places, _ in found),
             tuple(weight for _, weight in found),
         )
-    # `reversed` leaves the first name of a weight that has several names in one stage.
+    # With `reversed`, the first name remains if a weight has several names in one stage.
     shared = (dict(reversed(places)) for _, places in _find_shared_weights(_list_stages(model)))
     return TiedWeights(tuple(tuple(sorted(one.items())) for one in shared if len(one) > 1))
 
@@ -222,7 +223,7 @@ def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> lis
 def _find_shared_weights(
     modules: Iterable[ModuleLike],
 ) -> list[tuple[Any, list[ParameterLocation]]]:
-    """Return each trained weight with its locations, in order."""
+    """Return each trained weight with its locations, as (index of the module, name)."""
     places: dict[int, tuple[Any, list[ParameterLocation]]] = {}
     for s, module in enumerate(modules):
         for name, p in module.named_parameters(remove_duplicate=False):
@@ -238,8 +239,8 @@ def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
     """Return the value of `Program.tied_weights` for any accepted form of ties.
 
     Args:
-        tied: True for a tie of the first and the last stage, False, a `TiedWeights`, or sets of
-            stages.
+        tied: True if the first and the last stage share a weight, False if no stages do, a
+            `TiedWeights`, or sets of stages.
         shape: Shape of the pipeline.
 
     Returns:
@@ -316,7 +317,7 @@ def parse_tied_weights(text: str) -> TiedStages | bool:
         text: yes, no, or stages such as `0=3,1=2`.
 
     Returns:
-        True or False for yes or no, and else the sets of stages. These sets are not normalized.
+        True for yes, False for no, and otherwise the sets of stages, which are not normalized.
 
     Raises:
         ValueError: The text has another form.
@@ -339,7 +340,7 @@ TIED_WEIGHTS_TYPE: Final = FieldType(
 
 
 def find_sharing_ranks(stages: Iterable[int], shape: PipelineShape) -> tuple[int, ...]:
-    """Return the ranks that have one of some stages.
+    """Return the ranks that have at least one of the given stages.
 
     Args:
         stages: Stages that share a weight, or one stage.
@@ -369,15 +370,14 @@ def is_tied_across_ranks(stages: tuple[int, ...], shape: PipelineShape) -> bool:
 def find_reduction_groups(tied: TiedStages, shape: PipelineShape) -> list[tuple[int, ...]]:
     """Return the groups of ranks that sum gradients with each other.
 
-    There is a group for each stage with several replicas, and one for each weight that is tied
-    across ranks.
+    Each stage with several replicas has a group, and so has each weight that is tied across ranks.
 
     Args:
         tied: Sets of stages that share weights.
         shape: Shape of the pipeline.
 
     Returns:
-        The groups, each once.
+        The ranks of each group, without equal groups.
     """
     stages = range(shape.stages) if shape.placement_rows > 1 else ()
     tied_across_ranks = [stages for stages in tied if is_tied_across_ranks(stages, shape)]
@@ -399,7 +399,7 @@ def number_tied_groups(tied: TiedStages, shape: PipelineShape) -> list[int]:
         shape: Shape of the pipeline.
 
     Returns:
-        The smallest rank of each rank's group.
+        For each rank, the smallest rank of its group.
     """
     groups = [*range(shape.ranks)]
     for stages in tied:

@@ -47,12 +47,13 @@ def reduce_grads(program: Program) -> Program:
 def reduce_scatter(program: Program) -> Program:
     """Insert reduce-scatters, which leave each replica a shard of a stage's gradient.
 
-    With `reduce_scatter_at` "each_backward" there is one reduce-scatter after each run of
-    instructions that add to the gradient of a stage. Other instructions may be between those of a
-    run, but none that add to the gradient of another stage of the rank. A group that adds to two
-    stages belongs to both. So a rank only has the unsharded gradients that it currently adds to.
-    BackwardWeights that run late form runs, too. With "update_end" there is one reduce-scatter
-    after the last run.
+    A run is a sequence of instructions that add to the gradient of one stage. Other instructions
+    may be between them, except those that add to the gradient of another stage of the rank. A group
+    that adds to two stages belongs to the runs of both. Late BackwardWeights form runs, too.
+
+    With `reduce_scatter_at` "each_backward", a reduce-scatter follows each run. So a rank has full
+    gradients only of the stages of its present run. With "update_end", one reduce-scatter follows
+    the last run of each stage.
 
     Args:
         program: A program with messages and without reductions.
@@ -68,10 +69,10 @@ def reduce_scatter(program: Program) -> Program:
 
 
 def limit_unsharded_grads(program: Program) -> Program:
-    """Set the number of unsharded gradients per rank, if a rank has more stages than that.
+    """Limit the number of unsharded gradients on each rank.
 
-    The number is the smallest possible, plus one that is being reduced, so that backwards continue
-    meanwhile.
+    The limit is the smallest possible number plus one. So backwards can continue while one gradient
+    is reduced. The program is returned unchanged if no rank has more unsharded gradients than that.
 
     Args:
         program: A program with reduce-scatters.
@@ -84,16 +85,16 @@ def limit_unsharded_grads(program: Program) -> Program:
 
 
 def reduce_replicated_stages(program: Program) -> Program:
-    """Insert the sum of each stage's gradient over its stage replicas, as soon as all are ready.
+    """Insert the sum of each stage's gradient over its stage replicas, when all are ready.
 
     In the global order of `insert_transfers`, the sum is between the same two messages on all
     replicas. If several sums are between two messages, they have the same order on all ranks: the
-    gradient that is ready earlier in its Stream comes first. So all Streams still follow one order,
-    and none can hang.
+    gradient that is ready earlier in its Stream comes first. So all Streams still follow one global
+    order, and the program cannot hang.
 
-    With data parallelism, all sums are at the end of the update. Each sum must wait for the
-    reduction over the data-parallel replicas, which runs during compute. On blocking hosts, all
-    later instructions would wait for this reduction, too.
+    With data parallelism, all sums are at the end of the update. The reason is that each sum must
+    wait for the reduction over the data-parallel replicas, which runs during compute. With an
+    earlier sum on blocking hosts, all later instructions would wait for this reduction, too.
 
     Args:
         program: A program with gradient reductions.
@@ -116,7 +117,7 @@ def reduce_replicated_stages(program: Program) -> Program:
     first_turn = np.zeros(len(reduced), np.int64)
     np.maximum.at(
         ready, index.compute_keys(Scope.STAGE, reduced, first_turn), reduced
-    )  # keeps the last occurrence
+    )  # maximum.at keeps the last occurrence
     ready = ready.reshape(shape.replica_ranks.shape)[:, trained]
     after = passed[ready].max(0)  # the number of the message that precedes the sum of each stage
     ready = ready - program.offsets[holders]
@@ -136,7 +137,7 @@ def reduce_replicated_stages(program: Program) -> Program:
 
 
 def reduce_tied_weights(program: Program) -> Program:
-    """Insert the sum of the copies of tied weights: one instruction on each rank with a copy.
+    """Insert the sum of the gradients of tied weights: one instruction on each rank with a copy.
 
     Args:
         program: The program.
@@ -149,10 +150,10 @@ def reduce_tied_weights(program: Program) -> Program:
 
 
 def reduce_sequence_grads(program: Program) -> Program:
-    """Insert the sum of gradients over tensor-parallel ranks that split the sequence.
+    """Insert the sum of gradients over tensor-parallel ranks, for sequence parallelism.
 
-    This sum comes after all other sums, as in Megatron-LM. So with ZeRO only the shard of a
-    gradient is summed, and only once.
+    This sum comes after all other sums, as in Megatron-LM. So with ZeRO, it sums only the shard of
+    a gradient, and only once.
 
     Args:
         program: The program.
@@ -166,7 +167,7 @@ def reduce_sequence_grads(program: Program) -> Program:
 
 
 def reduce_norm(program: Program) -> Program:
-    """Insert the global gradient norm that clipping needs, in which all ranks take part.
+    """Insert the reduction of the global gradient norm for clipping, on all ranks.
 
     Args:
         program: The program.
@@ -190,9 +191,7 @@ def insert_optimizer_steps(program: Program) -> Program:
 
 
 def insert_norm_validation(program: Program) -> Program:
-    """Insert the global gradient norm after a step that did not wait for it (post-validation).
-
-    All ranks take part.
+    """Insert the reduction of the global gradient norm after the step (post-validation).
 
     Args:
         program: The program.
@@ -203,12 +202,13 @@ def insert_norm_validation(program: Program) -> Program:
 
 
 def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
-    """Insert an instruction at the end of each update of each rank, for some of its stages.
+    """Append an instruction for each given stage at the end of each update of each rank.
 
     Args:
         program: The program.
         op: The opcode to insert.
-        stages: For each rank, the stages that get an instruction.
+        stages: For each rank, the stages that get an instruction. For an instruction per rank, this
+            is `[0]`.
     """
     ranks = np.repeat(np.arange(len(stages)), [*map(len, stages)])
     words = pack(op, np.array([stage for own in stages for stage in own], np.int64), 0)
@@ -223,7 +223,10 @@ def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[in
 
 
 def _mask_required(program: Program, scope: Scope) -> Mask:
-    """Return a mask of the replicas of trained stages, or of ranks; empty without a backward."""
+    """Return a mask of the keys of trained stages, or of ranks.
+
+    All entries are False for a program without a backward.
+    """
     shape = program.shape
     if scope is Scope.RANK:
         return np.full(shape.ranks, program.has_backward)
@@ -245,7 +248,7 @@ def _list_stage_reductions(
     each = program.shape.replica_ranks.size
     once[each:] = (
         there[each:] if program.reduce_scatter_at == "each_backward" else False
-    )  # any number of further occurrences
+    )  # with "each_backward", any number of further occurrences is correct
     parts = ExpectedInstructions(
         Opcode.ReduceScatter,
         once,
@@ -269,8 +272,8 @@ def _list_replica_reductions(
 def _list_tied_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    holders = program.shape.replica_ranks.reshape(-1)  # the rank of each key, row by row
-    first: dict[int, int] = {}  # key of the first copy, by rank
+    holders = program.shape.replica_ranks.reshape(-1)  # the rank of each key
+    first: dict[int, int] = {}  # rank -> key of its first stage with a copy
     for stage in sorted({s for stages in program.trained_ties for s in stages}):
         for key in range(stage, len(holders), program.shape.stages):
             first.setdefault(int(holders[key]), key)

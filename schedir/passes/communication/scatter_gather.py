@@ -41,16 +41,16 @@ def scatter_gather(program: Program) -> Program:
 
 
 def insert_form_changes(program: Program, form: Form) -> Program:
-    """Send every value that crosses ranks in a further form.
+    """Convert every value that passes between ranks to one more form while it is sent.
 
     Args:
         program: A program with its messages.
         form: The form that the values do not have yet.
 
     Returns:
-        The program with an instruction that converts each value before its send, and one that
-        converts it back. The instruction that converts a value back is just before the received
-        value is used, or before the value loses another form.
+        The program with two more instructions for each value. One converts the value before its
+        send. The other converts the received value back, just before its first use or before the
+        next instruction that changes its form.
     """
     shape, fields = program.shape, program.words.view(WORD_DTYPE)
     key = fields["stage"].astype(np.int64) * shape.microbatches + fields["mb"]

@@ -1,9 +1,9 @@
 """Group opposite transfers, and post receives and gathers earlier.
 
-The grouping runs first, because a receive that is posted early has moved away from the send of its
-group. Gathers move before receives. A blocking host waits at a gather for its message, so the
-gather must stay after the place where the lowering put the receive. All passes run after the
-lowering, and keep the program legal under the given model. `check` verifies that.
+The grouping runs first, because it needs sends and receives that are neighbours. Posting receives
+early separates them. Then gathers move, and receives move last. A blocking host waits at a gather
+for its message, so the gather must stay after the position where the lowering put the receive. The
+passes keep the program legal under the given model. `check` verifies that.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def post_receives_early(
 ) -> Program:
     """Post each receive up to `computes_ahead` computes earlier.
 
-    So the message waits in its buffer, and the rank does not wait for the message. A receive never
-    passes an instruction of its own queue under `progress_model`. Transfers do not depend on
-    compute of their rank, so the dependency graph does not change. Each compute ahead needs one
-    more buffer.
+    So the message can arrive in its buffer before the rank needs it. A receive never passes an
+    instruction of the same queue under `progress_model`. Receives do not depend on compute of their
+    rank, so the dependency graph does not change. Each compute that receives pass needs one more
+    buffer.
 
     Args:
         program: A lowered program.
@@ -56,9 +56,8 @@ def post_receives_early(
 def start_gathers_early(program: Program, computes_ahead: int = 1) -> Program:
     """Start each gather up to `computes_ahead` computes earlier, but not before its receive.
 
-    The gather then runs during these computes. The gather is just before the first of these
-    computes. A blocking host waits for the message at this place, and has issued all earlier sends
-    before.
+    The gather then runs during these computes. It is inserted just before the first of them. A
+    blocking host waits for the message there, and has issued all earlier sends before.
 
     Args:
         program: A lowered program.
@@ -77,7 +76,7 @@ def start_gathers_early(program: Program, computes_ahead: int = 1) -> Program:
 
 
 def _find_computes(index: InstructionIndex) -> NDArray[np.intp]:
-    """Return the positions of computes, and only the first one of each joined pair."""
+    """Return the positions of computes. A joined pair is included once, by its first compute."""
     return np.flatnonzero(index.is_op(COMPUTE_OPS) & ~index.joined)
 
 
@@ -86,12 +85,13 @@ def _find_earliest_positions(
 ) -> NDArray[np.intp]:
     """Return the position that each instruction must follow when it moves earlier.
 
-    The position is the end of a group, at or after `predecessor`. The position is one before the
-    start of the Stream if nothing must precede the instruction.
+    The position is the end of a group, at or after `predecessor`. If nothing must precede the
+    instruction, it is the position before the first instruction of the Stream.
     """
     own, begin = np.arange(len(index)), index.program.offsets[index.rank]
     computes = _find_computes(index)
-    over = np.searchsorted(computes, own) - 1 - computes_ahead  # the last compute not to pass
+    # The index of the last compute that the instruction must not pass.
+    over = np.searchsorted(computes, own) - 1 - computes_ahead
     last = computes[np.maximum(over, 0)] if len(computes) else own
     floor = np.where((over >= 0) & (last >= begin), last, begin - 1)
     floor = np.maximum(floor, predecessor)
@@ -103,13 +103,17 @@ def _find_earliest_positions(
 def _move_instructions(
     program: Program, is_movable: NDArray[np.bool_], sort_key: NDArray[np.intp]
 ) -> Program:
-    """Sort movable instructions by `sort_key`; the key of the others is twice their position."""
+    """Sort the instructions by a key.
+
+    The key of a movable instruction is its `sort_key`. For other instructions, the key is twice the
+    position.
+    """
     order = np.argsort(np.where(is_movable, sort_key, 2 * np.arange(len(sort_key))), kind="stable")
     return _replace_words(program, program.words[order])
 
 
 def _replace_words(program: Program, words: Words) -> Program:
-    """Return the program with other words in Streams of the same lengths."""
+    """Return the program with new words. The lengths of the Streams stay the same."""
     return replace(program, streams=StreamSlices.from_words(words, program.offsets))
 
 
@@ -117,8 +121,8 @@ def group_opposite_transfers(program: Program) -> Program:
     """Join a send and the receive of the opposite direction, if this is legal on both ranks.
 
     Two messages between two ranks, one each way, are joined on both ranks if they are adjacent in
-    both Streams. No path leads from one message to the other through a third instruction. So the
-    pass adds no cycle, under any model.
+    both Streams. Then no path of the dependency graph leads from one message to the other through a
+    third instruction. So the pass adds no cycle, under any model.
 
     Args:
         program: A lowered program.

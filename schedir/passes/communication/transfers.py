@@ -24,21 +24,22 @@ from schedir.passes.update_boundaries import find_joint_ends, has_update_barrier
 _PRODUCERS_BY_SEND = {send: find_producers(INSTRUCTIONS[send].needs[0]) for send in SEND_OPS}
 
 _NO_POSITIONS = np.empty(0, np.int32)
-_MAX_MERGE_SIZE = 2**16  # instructions that are merged at once, to limit memory
+_MAX_MERGE_SIZE = 2**16  # number of instructions that are merged in one step, to limit memory
 
 
 def insert_transfers(program: Program, costs: Costs | None = None) -> Program:
-    """Return a draft with its transfers, legal under every progress model.
+    """Insert sends and receives into a draft. The result is legal under every progress model.
 
-    The pass walks the draft once in order of time at `costs`. When a value is produced, its send is
-    appended to the Stream of the producer, and its receive to that of the consumer. So all Streams
-    follow one global order. In this order, every edge of the dependency graph leads forward, even
-    with blocking transfers in a single queue. So there is no cycle. If ranks have a collective at
-    the end of an update, everything that the update needs comes first in the order.
+    The pass walks the draft in order of the times that `costs` predict. When a value is produced,
+    its send is appended to the Stream of the producer, and its receive to the Stream of the
+    consumer. So all Streams follow one global order. In this order, every edge of the dependency
+    graph leads forward, even with blocking transfers in a single queue. So there is no cycle. If
+    ranks have a collective at the end of an update, everything that the update needs comes first in
+    the order.
 
     Args:
         program: The draft.
-        costs: The costs that order the messages; unit costs by default.
+        costs: The costs that determine the order of messages; unit costs by default.
 
     Raises:
         DeadlockError: The draft itself cannot finish.
@@ -75,14 +76,14 @@ def insert_transfers(program: Program, costs: Costs | None = None) -> Program:
 
 
 class _MergedInstructions(NamedTuple):
-    """Instructions, sends or receives that are merged to Streams, sorted by rank.
+    """Entries that are merged to Streams: instructions, sends or receives, sorted by rank.
 
     Attributes:
-        positions: The position of the instruction of the draft that each one is made of.
-        order_number: The number of each in the global order.
-        rank: The rank of each.
-        word_mask: The bits of the draft instruction's word that are kept.
-        word_offset: The number that is added to these bits to make the new word.
+        positions: The position of the draft instruction from which each entry is made.
+        order_number: The number of each entry in the global order.
+        rank: The rank of each entry.
+        word_mask: The bits of the draft instruction's word that the entry keeps.
+        word_offset: The number that is added to these bits to make the word of the entry.
     """
 
     positions: Positions
@@ -111,7 +112,10 @@ def _merge_streams(program: Program, parts: list[_MergedInstructions]) -> Stream
 def _merge_ranks(
     words: Words, parts: list[_MergedInstructions], first_rank: int, end_rank: int, output: Words
 ) -> None:
-    """Merge the instructions of a range of ranks into `output`, in halves if there are many."""
+    """Merge the instructions of a range of ranks into `output`.
+
+    If there are many instructions, each half of the ranks is merged separately.
+    """
     if len(output) > _MAX_MERGE_SIZE and end_rank - first_rank > 1:
         half = (first_rank + end_rank) // 2
         cuts = [int(np.searchsorted(part.rank, half)) for part in parts]
@@ -132,7 +136,7 @@ def _number_instructions(
     """Return the global order: a number for each instruction, and one for each produced value.
 
     Instructions are ordered by their start, and produced values by the end of their producer. At
-    equal times the level of the walk decides, and then the position.
+    equal times the order is that of `EarliestTimes.level`, and then that of the position.
     """
     program = graph.program
     place = np.argsort(producer_positions, kind="stable")
@@ -158,12 +162,12 @@ def _number_instructions(
 
 
 def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
-    """Return the costs that order the messages; around a ring of ranks no message is free.
+    """Return the costs that determine the order of messages. In a ring, no message has cost 0.
 
-    Messages that take no time and can start together are in the order of their ranks. Along a line
-    of ranks, this order does no harm. Around a ring, each message would wait for the one before it,
-    and all for the first one at the next moment. So around a ring a message takes a tiny time, and
-    the order follows the need for messages.
+    Messages with cost 0 that can start at the same time are ordered by rank. If the ranks form a
+    line, this order is harmless. In a ring, each message would have to wait for the previous one.
+    So in a ring, each message gets a very small cost, and the order follows the times at which
+    messages are needed.
     """
     shape, rows = program.shape, program.shape.replica_ranks.tolist()
     pairs = [pair for row in rows for pair in pairwise(row)]
@@ -180,7 +184,7 @@ def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
 def _make_transfers(
     index: InstructionIndex, send: Opcode, positions: Positions, number: NDArray[np.int32]
 ) -> Iterator[_MergedInstructions]:
-    """Yield the sends and the receives for the values that cross ranks, of some producers."""
+    """Yield the sends and the receives of the values that pass from producers to other ranks."""
     row, shape = INSTRUCTIONS[send], index.program.shape
     assert row.partner is not None and row.peer is not None
     neighbors = index.program.neighbor_stages(row.peer)

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-DEFAULT_PREFETCH: Final = 1  # runs; the next stage is unsharded while the current one computes
+# Number of runs.  The weights of the next run are gathered while the current run computes.
+DEFAULT_PREFETCH: Final = 1
 
 
 class UnshardedInterval(NamedTuple):
-    """Intervals in which stages are unsharded, between places of a list.
+    """Intervals in which stages are unsharded. Places are indices in a list, such as a Stream.
 
     Attributes:
         stage: The stage of each interval, shape (intervals,).
@@ -43,7 +44,7 @@ def find_unsharded_intervals(
         run: See `find_stays`.
         stage: See `find_stays`.
         end: The place after the last entry of each use, shape (uses,).
-        max_unsharded: Largest number of unsharded stages at once.
+        max_unsharded: Largest number of stages that are unsharded at the same time.
         prefetch: See `find_stays`.
         start_position: The first place at which a stage can be unsharded.
     """
@@ -58,12 +59,12 @@ def place_unshards(
 ) -> list[list[tuple[int, bool]]]:
     """Return the unshards and reshards before each entry of a list, and after the last one.
 
-    Consecutive entries that use the same stages count as one step.
+    Consecutive entries that use the same stages count as one run.
 
     Args:
         uses: The stages that each entry uses; may be empty for an entry.
-        max_unsharded: Largest number of unsharded stages at once. If an entry uses more stages,
-            that number applies instead.
+        max_unsharded: Largest number of stages that are unsharded at the same time. If an entry
+            uses more stages, its number applies instead.
 
     Returns:
         A list of (stage, is_unshard) for each entry and one for the end. `is_unshard` is False for
@@ -88,30 +89,31 @@ def place_unshards(
 def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) -> Ints:
     """Return the first and the last use of each interval in which a stage stays unsharded.
 
-    Such an interval is a stay. A run is a set of uses that need their stages unsharded at the same
-    time. During a run, its own stages are unsharded, and then those of the next `prefetch` runs,
-    the nearest first. At most `max_unsharded` stages are unsharded at once.
+    Such an interval is called a stay. A run is a set of uses that need their stages unsharded at
+    the same time. During a run, the stages of the run are unsharded, and after them the stages of
+    the next `prefetch` runs, the nearest first. At most `max_unsharded` stages are unsharded at the
+    same time.
 
-    The choice is Belady's: a stage is unsharded when it must be, and the stage with the farthest
+    The policy is Belady's: a stage is unsharded when it must be, and the stage with the farthest
     next use is resharded. No policy makes fewer stays, by an exchange argument. Suppose another
     policy first differs from Belady's in a run where it reshards x and Belady's reshards y. Then
-    the next use of x is before that of y. Change the policy: it reshards y there, and keeps x in
-    the place of y until the original unshards x or reshards y. One of these happens before the next
-    use of y, because x is used first. Where the original unshards x, the changed one unshards y if
-    the original still has y, and does nothing otherwise. Where the original reshards y, the changed
-    one reshards x. So the changed policy makes no more stays than the original, and agrees with
-    Belady's policy in one more choice.
+    the next use of x is before the next use of y. Change the policy: it reshards y there, and keeps
+    x in the place of y until the original unshards x or reshards y. One of these happens before the
+    next use of y, because x is used first. When the original unshards x, the changed policy
+    unshards y if the original still has y, and does nothing otherwise. When the original reshards
+    y, the changed policy reshards x. So the changed policy makes no more stays than the original,
+    and agrees with Belady's policy in one more choice.
 
     The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When it must
-    begin, all but `max_unsharded` - 1 of the earlier stays have ended. An earlier stay of the same
-    stage is among the ended ones. This earlier stay has also ended when the k-th stay can begin,
+    begin, all earlier stays except `max_unsharded` - 1 have ended. An earlier stay of the same
+    stage is one of the ended stays. This earlier stay has also ended when the k-th stay can begin,
     because the stage that took its place is used after its end.
 
     Args:
         run: The number of the run of each use, ascending, shape (uses,). A run has at most
             `max_unsharded` uses, which need their stages at the same time.
         stage: The stage of each use, shape (uses,).
-        max_unsharded: Largest number of unsharded stages at once.
+        max_unsharded: Largest number of stages that are unsharded at the same time.
         prefetch: Number of runs by which a stage is unsharded early.
 
     Returns:
@@ -124,7 +126,7 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     n = len(stage)
     order = np.argsort(stage, kind="stable")
     same = stage[order][1:] == stage[order][:-1]
-    if len(order) - int(same.sum()) <= max_unsharded:  # all stages fit, so each stays to its end
+    if len(order) - int(same.sum()) <= max_unsharded:  # all stages fit, so each has one stay
         first = np.append(True, ~same)[:n]
         last = np.append(~same, True)[:n]
         found = np.stack([order[first], order[last]], 1)

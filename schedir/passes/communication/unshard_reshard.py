@@ -1,7 +1,7 @@
 """Insert Unshard and Reshard around the compute of stages with ZeRO (arXiv 1910.02054).
 
-At level 3, replicas shard the weights, and no more than `unsharded_stages` stages of a rank are
-unsharded at once. Below level 3, all stages are unsharded until their last use.
+At level 3, replicas shard the weights, and at most `unsharded_stages` stages of a rank are
+unsharded at the same time. Below level 3, each stage stays unsharded until its last use.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ def insert_unshards(program: Program, options: Options) -> Program:
     """Insert an Unshard and a Reshard for each interval in which a stage stays unsharded.
 
     A Reshard comes right after the last reader of an interval. An Unshard comes as soon as a slot
-    is free: the k-th Unshard of a rank comes after the Reshard `unsharded_stages` before it. The
-    first Unshards are at the start of the Stream, and overlap with the warmup. At level 3 the
-    program also has that number of slots for unsharded weights. So no more stages are unsharded at
-    once, whatever the timing is.
+    is free: Unshard number k of a rank comes after Reshard number k - `unsharded_stages`. The first
+    Unshards are at the start of the Stream, and overlap with the warmup. At level 3, the program
+    also has `unsharded_stages` slots for unsharded weights. These slots limit the number of
+    unsharded stages for all durations of instructions.
 
     Args:
         program: A program with messages.
         options: The options. In `extra_options`, `unsharded_stages` is the number of unsharded
-            stages at level 3. By default it is one more than the number of stages that are used at
-            once, so that the next stage is gathered meanwhile. `unshard_prefetch` is the number of
-            runs by which an Unshard precedes its own run, if slots allow it. The default of 1
-            overlaps a gather with a run, and costs few more gathers than 0, which needs the fewest
-            gathers.
+            stages at level 3. By default it is one more than the number of stages that a run uses,
+            so that the next stage can be gathered during a run. `unshard_prefetch` is the number of
+            runs between an Unshard and the run that needs it, if slots allow this. With 0, there
+            are the fewest gathers. With 1, the default, there are a few more, but a gather overlaps
+            with a run.
 
     Raises:
         UsageError: One of these options is given, and weights are not sharded.
         ShapeError: The value of an option has a wrong type or range. `unsharded_stages` is larger
-            than the number of stages of a rank, or smaller than the number of stages used at once.
+            than the number of stages of a rank, or smaller than the number of stages of a run.
     """
     given_options = {
         name: kind.resolve(name, options.extra_options[name], program.shape)
@@ -100,12 +100,12 @@ def insert_unshards(program: Program, options: Options) -> Program:
 
 
 def _has_sharded_weights(program: Program) -> bool:
-    """Return whether weights are sharded between their uses."""
+    """Return whether replicas shard the weights (ZeRO level 3)."""
     return program.zero >= SHARDED_FROM_LEVEL["params"]
 
 
 def _count_unsharded_stages(program: Program, uses: StageRuns, specified: int | None) -> int:
-    """Return the number of stages of a rank that are unsharded at once."""
+    """Return the number of stages of a rank that are unsharded at the same time."""
     own = [
         len({*stages} - {*range(program.frozen_stages)}) for stages in program.shape.stages_on_rank
     ]
@@ -146,10 +146,10 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
-    """Return options that give the same unshards and reshards as the program has.
+    """Return options with which the pass inserts the unshards and reshards of the program.
 
     `unsharded_stages` is the number of slots. `unshard_prefetch` is the first value that reproduces
-    the program.
+    the program. It is left out if this is the default, or if no value does.
     """
     rooms = [
         slots.unsharded_params
@@ -202,6 +202,6 @@ PASSES = (
             "computations before their use (1), as far as unsharded_stages allows; 0 has the "
             "fewest gathers, but ranks wait for each one",
         },
-        order=20,  # in phase "ends", because a program with ZeRO is not complete without it
+        order=20,  # in phase "ends", because a program with ZeRO is incomplete without unshards
     ),
 )

@@ -1,7 +1,7 @@
 """Recompute forwards before their backwards, from saved inputs (activation checkpointing).
 
-A Recompute runs as soon as its rank is idle, for example while the gradient of its microbatch is in
-flight.
+If possible, a Recompute runs while its rank would otherwise wait, for example for the gradient of
+its microbatch.
 
 References:
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
@@ -81,9 +81,9 @@ def _find_backwards(program: Program) -> Positions:
 
 
 def _find_candidates(program: Program) -> Words:
-    """Return the addresses that can be recomputed.
+    """Return the addresses whose forward can be recomputed.
 
-    Such an address has an instruction between its F and its backward, and no R yet.
+    Such an address has another instruction between its F and its backward, and no R yet.
     """
     address, op = program.words & ADDRESS_MASK, program.op
     at = _find_backwards(program)
@@ -103,17 +103,17 @@ RECOMPUTE_TYPE: Final = make_selection_type("must select the forwards that are r
 RECOMPUTE_AT_TYPE: Final = FieldType(
     "must be early or late", _parse_recompute_time, str, metavar="WHEN"
 )
-_MAX_ROUNDS: Final = 4  # rounds that move R earlier; each one gives idle time to others
+_MAX_ROUNDS: Final = 4  # rounds that move R earlier.  Each moved R can leave a wait for another R.
 
 # ---------------------------------------------------------------- placement
 
 
 def _place_recomputes(program: Program, chosen: Words, options: Options) -> Program:
-    """Return the draft with an R for each chosen address, hidden or before its backward.
+    """Insert an R for each chosen address, in a wait if possible and else before its backward.
 
-    An R is hidden before a forward that waits, if the wait is long enough. Then the R does not
-    delay its backward. An R moves before forwards only. The values that exist while these forwards
-    run also exist while the backward of the R runs, so the peak memory does not grow.
+    An R moves before an earlier forward that waits at least as long as the R takes. Then the R does
+    not delay its backward. An R moves only before forwards. The values that exist while these
+    forwards run also exist while the backward of the R runs, so the peak memory does not grow.
     """
     at = _find_backwards(program)
     at = at[np.isin((program.words & ADDRESS_MASK)[at], chosen)]
@@ -136,7 +136,7 @@ def _place_recomputes(program: Program, chosen: Words, options: Options) -> Prog
 def _predict_compute_times(
     draft: Program, options: Options
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the start and the end of each compute of a draft in the lowered program."""
+    """Return the predicted start and end of each compute of a draft after lowering."""
     lowered = options.run_later_passes(draft)
     reached = compute_earliest_times(
         Graph.from_program(lowered, options.progress_model), options.costs
@@ -148,14 +148,18 @@ def _predict_compute_times(
 def _find_earlier_positions(
     program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
 ) -> dict[int, int]:
-    """Return for each R that delays its backward an earlier forward that would hide it."""
+    """Find an earlier place for each R that delays its backward.
+
+    The place is before a forward that waits at least as long as the R takes. Returns a dict from
+    the position of the R to the position of this forward.
+    """
     forward, address = np.isin(program.op, FORWARD_OPS), program.words & ADDRESS_MASK
     begins = {*program.offsets.tolist()}
     found: dict[int, int] = {}
     for at in np.flatnonzero(program.op == RECOMPUTE).tolist():
         takes = (end[at] - start[at]) * (1 - 1e-9)
         if start[at + 1] - end[at] >= takes:
-            continue  # it runs while the gradient is in flight
+            continue  # the R runs while the rank waits for the gradient
         to = at - 1
         while to + 1 not in begins and forward[to] and address[to] != address[at]:
             free = start[to] - (0.0 if to in begins else end[to - 1])
@@ -167,7 +171,7 @@ def _find_earlier_positions(
 
 
 def _move_earlier(program: Program, targets: dict[int, int]) -> Program:
-    """Return the program with some instructions moved before others."""
+    """Move instructions: `targets` maps a position to the position before which it moves."""
     key = np.arange(len(program), dtype=float)
     for at, to in targets.items():
         key[at] = to - 0.5
@@ -181,9 +185,10 @@ def _move_earlier(program: Program, targets: dict[int, int]) -> Program:
 def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options) -> Words:
     """Return the addresses to recompute so that each rank stays below the memory limit.
 
-    Memory is the prediction of `compute_footprints`. Along the Stream, wherever a rank exceeds the
-    limit, the address that saves most is chosen. If all stages save equally much, this is the
-    address whose activations are kept longest, and no smaller number of addresses would suffice.
+    `compute_footprints` predicts the memory. At each position of the Stream at which a rank exceeds
+    the limit, the function chooses the address that saves most memory above the limit. If all
+    stages save the same number of bytes, this is the address whose activations are saved longest.
+    Then no smaller number of addresses keeps the limit.
     """
     if options.memory_limit is None or options.sizes is None:
         raise missing_limit_error("recompute", options.sizes, "memory_limit", options.memory_limit)
@@ -203,12 +208,13 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
 
 
 def _place_with_offload(program: Program, candidates: Words, options: Options) -> Program:
-    """Return the draft with R where both recomputation and offload can reduce memory.
+    """Insert R into a draft in which both recomputation and offload can reduce memory.
 
-    The choice is the one with the shortest simulated step. The first candidates are no R, the
-    number of R that would fit without offload, and a half or a quarter of this number, evenly
-    spaced. From the best of these, the search then tries all or none of the R of each stage. The
-    search stops at a choice that costs no time.
+    The function searches the choice of R that keeps the memory limit with the shortest simulated
+    step. The first choices are no R, then a quarter, a half and all of the R that are needed
+    without offload. The search then changes the best choice stage by stage: it removes all R of the
+    stage, or adds all if there are none. It stops when a choice keeps the limit and the step takes
+    no longer than without recomputation and offload.
     """
     alone = replace(
         options,
@@ -260,7 +266,7 @@ def _evaluate_draft(program: Program, options: Options) -> tuple[float, float]:
 def _choose_for_rank(
     program: Program, rank: int, footprint: Footprint, candidates: Words, sizes: Sizes, limit: float
 ) -> Words:
-    """Return free addresses that bring a rank below the limit, or as close to it as possible."""
+    """Return candidates whose recomputation brings a rank below the limit, or closest to it."""
     excess = footprint.total_bytes - limit
     if excess.max(initial=0.0) <= 0:
         return candidates[:0]
@@ -297,7 +303,7 @@ def _choose_for_rank(
 
 
 def _find_positions(address: Words, mask: NDArray[np.bool_], targets: Words) -> Positions:
-    """Return the index of the masked instruction of each address, or -1."""
+    """Return the index of the first instruction in `mask` with each target address, or else -1."""
     at = np.flatnonzero(mask)
     order = at[np.argsort(address[at], kind="stable")]
     found = np.searchsorted(address[order], targets)
@@ -313,7 +319,7 @@ def _find_positions(address: Words, mask: NDArray[np.bool_], targets: Words) -> 
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    """Yield the expected R: each needs a backward of the same address."""
+    """Yield the expected R: an R is allowed only if its address has a backward."""
     back = np.logical_or.reduce([present(op) for op in BACKWARD_OPS])
     yield ExpectedInstructions(
         RECOMPUTE, present(RECOMPUTE) & back, "its stage has no backward of its microbatch"

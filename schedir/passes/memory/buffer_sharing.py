@@ -35,9 +35,9 @@ from schedir.passes.pass_types import BufferSharing, Options, Pass
 from schedir.retired_names import get_rename_hint
 
 DEFAULT_MESSAGE_COST: Final = (
-    0.5  # forwards; the assumed time of a message if the costs make messages free
+    0.5  # assumed time of a message as a multiple of a forward, if messages have cost 0
 )
-_SEARCH_DIVISIONS = 16  # the search reduces slots in parts of at least 1/16 of ranks and kinds
+_SEARCH_DIVISIONS = 16  # the search reduces at least 1/16 of all (rank, kind) pairs at a time
 
 
 def share_slots(
@@ -46,23 +46,24 @@ def share_slots(
     costs: Costs | None = None,
     progress_model: ProgressModel = "per_device",
 ) -> Program:
-    """Return a lowered program with a number of slots for each rank and kind.
+    """Set the number of slots for each rank and kind of value of a lowered program.
 
-    "minimal" uses the largest number of values that overlap along the Stream, which is the smallest
-    possible. A program that is legal under `blocking_serial` then stays legal under every model. A
-    fill waits only for an earlier instruction of its own Stream, and under `blocking_serial` it
-    does so anyway. Other programs must be checked again.
+    "minimal" uses the smallest possible number: the largest number of values that exist at the same
+    time along the Stream. A program that is legal under `blocking_serial` then stays legal under
+    every model. The reason is that an instruction that fills a slot waits only for an earlier
+    instruction of the same Stream. Under `blocking_serial`, it waits for this instruction in any
+    case. Other programs must be checked again.
 
-    "latency_preserving" uses the fewest slots that keep the predicted time of one slot per value.
-    If the proven minima of all ranks and kinds together keep the time, the result is this minimum.
-    Otherwise a search reduces the numbers.
+    "latency_preserving" uses the smallest numbers with which the predicted time stays as short as
+    with a separate slot for each value. It computes a lower bound for each rank and kind. If the
+    lower bounds keep the time, they are the result. Otherwise a search reduces larger numbers.
 
-    Specified numbers of slots for values that cross no boundary, such as unsharded weights, stay
-    unchanged.
+    Specified numbers of slots for values that do not pass between stages, such as unsharded
+    weights, stay unchanged.
 
-    With costs at which messages are free, such as unit costs, a slot would be empty as soon as it
-    is full. In a real run, the next fill would wait for the message. So the numbers must then also
-    keep the time if a message takes half a forward.
+    If messages have cost 0, as with unit costs, a send would free its slot immediately. In a real
+    run, the next value would wait until the message has ended. So the numbers must then also keep
+    the time if a message takes half a forward.
 
     Args:
         program: A lowered program.
@@ -96,9 +97,9 @@ def share_slots(
 def _find_sufficient_slots(
     program: Program, graph: Graph, costs: Costs, min_slots: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the fewest slots, at least `min_slots`, that keep the predicted time at some costs.
+    """Return the smallest numbers of slots, at least `min_slots`, that keep the predicted time.
 
-    The program must not share slots.
+    The given program must not share slots.
     """
     reached = compute_earliest_times(graph, costs)
     if not reached.is_done.all():
@@ -127,15 +128,15 @@ def reduce_slots(
     min_slots: NDArray[np.int64],
     keeps_time: Callable[[NDArray[np.int64]], bool],
 ) -> NDArray[np.int64]:
-    """Return reduced numbers of slots that keep the time.
+    """Reduce numbers of slots as far as a search finds numbers that keep the time.
 
-    The search sets parts of the numbers to their minimum, and divides a part that does not keep the
-    time.
+    The search sets a part of the numbers to their minimum. If this does not keep the time, it
+    divides the part in two and tries both halves.
 
     Args:
         best: Numbers of slots that keep the time, of any shape.
         min_slots: The smallest possible numbers, of the same shape.
-        keeps_time: Returns whether numbers of slots keep the time.
+        keeps_time: A function that returns whether numbers of slots keep the time.
     """
     parts = [np.flatnonzero(best > min_slots)]
     smallest = max(1, best.size // _SEARCH_DIVISIONS)
@@ -151,9 +152,9 @@ def reduce_slots(
 
 
 def _set_slot_counts(program: Program, slot_counts: NDArray[np.int64]) -> Program:
-    """Return the program with a number of slots of each rank and kind.
+    """Set the numbers of slots, shape (ranks, kinds), that the program does not specify.
 
-    Kinds that the program does not have stay unspecified. Numbers that the program specifies stay.
+    Kinds of values that the program does not have stay unspecified.
     """
     chosen = np.array([program.has_static_buffers(kind) for kind in SLOT_VALUES])
     there = (slot_counts > 0).any(0) & chosen | np.isin(SLOT_VALUES, NEIGHBOR_VALUES)
@@ -171,9 +172,9 @@ def _read_slot_counts(program: Program) -> NDArray[np.int64]:
 
 
 def remove_slot_sharing(program: Program) -> Program:
-    """Return the program with a slot for each value that crosses a boundary.
+    """Give each value that passes between stages a separate slot.
 
-    The numbers of other slots stay.
+    The numbers of other slots stay unchanged.
 
     Args:
         program: The program.
@@ -186,11 +187,12 @@ def remove_slot_sharing(program: Program) -> Program:
 def _count_overlaps(
     program: Program, start: Times, end: Times, *, lower_bound: bool
 ) -> NDArray[np.int64]:
-    """Return the number of slots with which every fill and free happens at given times.
+    """Return the numbers of slots with which values start and end at given times.
 
-    The k-th fill uses the slot of the (k-c)-th free, so that free must end before this fill starts.
-    The times need not be in the order of the numbers k. With `lower_bound` the result is a lower
-    bound, and otherwise an upper bound.
+    With c slots, value number k gets the slot that free number k-c has freed. So this free must end
+    before the value starts. The times need not ascend with the numbers, so the exact number is
+    unknown. With `lower_bound` the result is a lower bound, and otherwise an upper bound. The shape
+    is (ranks, kinds).
     """
     counts = np.zeros((program.shape.ranks, len(SLOT_VALUES)), np.int64)
     for column, kind in enumerate(SLOT_VALUES):

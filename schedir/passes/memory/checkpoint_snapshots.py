@@ -1,7 +1,7 @@
 """Insert copies of the state of each stage, so that a checkpoint is written during the step.
 
-CheckFreq calls the two halves of a checkpoint snapshot and persist. Here the snapshot is an
-instruction, and the optimizer step waits for it.
+CheckFreq divides a checkpoint into "snapshot", a copy in memory, and "persist", the write to the
+disk. In schedir, the snapshot is an instruction, and the optimizer step waits for it.
 
 References:
     Mohan et al., "CheckFreq", FAST 2021, section 4.1.
@@ -48,7 +48,7 @@ def insert_snapshots(program: Program) -> Program:
 
 
 def _mask_first_replicas(program: Program) -> Mask:
-    """Return a mask over the stage replicas that have a snapshot."""
+    """Return a mask of the stage replicas that have a snapshot."""
     shape = program.shape
     once = np.zeros(shape.replica_ranks.shape, bool)
     once[0, program.frozen_stages :] = program.checkpoint_snapshots and program.has_backward
@@ -77,6 +77,6 @@ PASSES: Final = (
             program.checkpoint_snapshots and Opcode.Snapshot not in program.used_opcodes
         ),
         list_expected=_list_expected,
-        order=30,  # inserted last, so that snapshots come first, even before unshards
+        order=30,  # runs last, so that snapshots are first in the Stream, even before unshards
     ),
 )

@@ -1,9 +1,9 @@
 """Copy gradients to the host, run the optimizer step there, and copy the new weights back.
 
-This is ZeRO-Offload. Forwards and backwards run on the device. The optimizer state and its step are
-on the host. A step covers one stage at a time. With several updates, the host steps one update
-while the device computes the next one on older weights (section 5.2 of the paper, delayed parameter
-update).
+This is ZeRO-Offload. Forwards and backwards run on the device. The optimizer state is on the host,
+which runs the optimizer step stage by stage. With several updates, the host runs the step of one
+update while the device computes the next update with older weights (section 5.2 of the paper,
+delayed parameter update).
 
 References:
     ZeRO-Offload, arXiv 2101.06840, section 4.
@@ -39,11 +39,11 @@ _RANK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.RA
 def insert_host_steps(program: Program) -> Program:
     """Insert the copies of gradients, the steps on the host, and the copies of weights.
 
-    Each trained stage has one of each in every update. A gradient is copied right after its
-    reduction, during backwards of other stages, if no other instruction adds to it. Otherwise it is
-    copied at the end of the update, where the host waits for the sum anyway. Stages are stepped in
-    the order in which their gradients are ready. With several updates, the rank releases its
-    gradients before the steps, so that the next update can add to them.
+    Each trained stage has one instruction of each kind in every update. If the reduction of a
+    gradient is only a sum on the rank, the gradient is copied right after it, during backwards of
+    other stages. Otherwise it is copied at the end of the update, where the host waits for the sum
+    in any case. The steps are in the order in which the gradients are ready. With several updates,
+    the rank releases its gradients before the steps, so that the next update can add to them.
 
     Args:
         program: A program with gradient reductions.
@@ -79,11 +79,11 @@ def insert_host_steps(program: Program) -> Program:
 
 
 def delay_host_steps(program: Program) -> Program:
-    """Move the optimizer step of each update, and its copies of weights, right before their use.
+    """Move OptimizerStep and ReloadWeights of each update right before the first use of the result.
 
-    Until then the host steps, and the rank computes the next update with the weights that it has.
-    The first use is a forward with the new weights, a gradient copy that reuses the buffer, or the
-    end of the next update.
+    Until then, the host runs its steps, and the rank computes the next update with the older
+    weights. The first use is a forward with the new weights, a gradient copy that reuses the
+    buffer, or the end of the next update.
 
     Args:
         program: A program with several updates and steps on the host.
@@ -91,7 +91,8 @@ def delay_host_steps(program: Program) -> Program:
     index, n, updates = (
         InstructionIndex.from_program(program), len(program), program.shape.optimizer_steps
     )  # fmt: skip
-    first_user = np.full(n, n)  # by giver; n if no later instruction needs it
+    # Position of an instruction -> position of the first user of its results, or n without a user.
+    first_user = np.full(n, n)
     for giver in Dataflow.from_program(program).givers:
         # `check` refuses a program in which a giver comes after its user.
         users = np.flatnonzero((giver != NO_POSITION) & (giver < np.arange(n)))
@@ -99,8 +100,8 @@ def delay_host_steps(program: Program) -> Program:
     # The rank and the update of each instruction that has an update, as one number.
     key = index.rank.astype(np.int64) * updates + index.mb
     ends, steps = (index.find_all_positions(ops) for ops in (_RANK_OPS, OPTIMIZER_STEP_OPS))
-    # By key, the instruction before which the step must be: the first one that ends the next
-    # update, or the first user of the step. The last update of a rank has no next one.
+    # Key -> position of the instruction before which the step must come: the first instruction that
+    # ends the next update, or the first user of the step. The last update has no next update.
     deadline = np.full(program.shape.ranks * updates + 1, n)
     np.minimum.at(deadline, key[ends] - 1, ends)
     deadline[updates - 1 :: updates] = n

@@ -1,4 +1,8 @@
-"""Choose the positions of offload and reload instructions, and their number of buffers."""
+"""Choose the positions of offload and reload instructions, and the number of buffers.
+
+An address is the stage and the microbatch of an instruction, as the low bits of its word
+(`ADDRESS_MASK`).
+"""
 
 from __future__ import annotations
 
@@ -43,22 +47,22 @@ from schedir.passes.selection import split_addresses
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Positions = NDArray[np.intp]
-_MAX_LEADS: Final = 4  # how many earlier positions are tried for reloads that end too late
+_MAX_LEADS: Final = 4  # number of positions that are tried for reloads that end too late
 
 
 class OffloadRoundTrip(NamedTuple):
     """The two opcodes that move a value to another tier and back.
 
     Attributes:
-        offload_op: The opcode that moves the value away.
-        reload_op: The opcode that moves it back.
+        offload_op: The opcode that moves the value to the other tier.
+        reload_op: The opcode that moves the value back.
     """
 
     offload_op: Opcode
     reload_op: Opcode
 
 
-_MOVE_OPS: Final = {  # opcodes that move saved activations, by the tiers from and to
+_MOVE_OPS: Final = {  # (tier before, tier after) -> opcode that moves saved activations
     (change.before, change.after): row.op
     for row in INSTRUCTIONS for change in row.changes
     if change.value is Value.SAVED and change.before in TIERS
@@ -68,7 +72,7 @@ DISK_TRIP: Final = OffloadRoundTrip(_MOVE_OPS["host", "disk"], _MOVE_OPS["disk",
 
 
 def fill_move_costs(program: Program, options: Options) -> Options:
-    """Return the options with costs of half a forward for moves that are free.
+    """Set the cost of moves whose cost is 0 to half a forward.
 
     Args:
         program: The program.
@@ -99,7 +103,7 @@ class ForwardLifetimes(NamedTuple):
 
 
 def find_lifetimes(program: Program) -> ForwardLifetimes:
-    """Return the producer and the first user of all saved activations.
+    """Return the producer and the first user of the saved activations of each address.
 
     Args:
         program: The program.
@@ -139,12 +143,12 @@ def compute_move_costs(program: Program, op: Opcode, addresses: Words, options: 
 
 
 def place_offloads(program: Program, offloaded: Words, spilled: Words, options: Options) -> Program:
-    """Return the program with the offloads and reloads of some addresses.
+    """Insert the offloads and reloads of the given addresses.
 
     Args:
         program: The program.
-        offloaded: The addresses that move to the host.
-        spilled: The addresses among these that move on to the disk.
+        offloaded: The addresses whose activations move to the host.
+        spilled: The addresses of `offloaded` whose activations move on to the disk.
         options: The options of the lowering, with costs.
     """
     if not len(offloaded):
@@ -175,10 +179,10 @@ def _insert_round_trip(
     options: Options,
     reloads: ForwardLifetimes | None = None,
 ) -> Program:
-    """Insert instructions that move values away after some positions, and back before others.
+    """Insert a move after each producer, and a move back before each user.
 
-    If the users are reloads themselves, `reloads` lists all these reloads with the users of their
-    values. Then a move back need not end before its reload must start.
+    If the users are reloads from the host, `reloads` lists these reloads with the users of their
+    values. A move back must then end before the latest time at which its reload can start.
     """
     order = np.argsort(users, kind="stable")
     producers, users = producers[order], users[order]
@@ -194,7 +198,7 @@ def _insert_round_trip(
         return insert_at_positions(program, at, ranks, np.concatenate(words))
 
     def times(found: Program) -> tuple[Floats, Floats, Program]:
-        """Return the start and the end of the instructions that existed before."""
+        """Return the starts and the ends of the instructions of `program` in `found`."""
         reached = compute_earliest_times(
             Graph.from_program(found, options.progress_model), options.costs
         )
@@ -204,8 +208,9 @@ def _insert_round_trip(
     def as_late_as(start: Floats, end: Floats, lead: int) -> Program:
         """Return the program with reloads as late as possible.
 
-        A reload comes before the compute that runs when the reload must start, so that it ends at
-        the start of its user. `lead` moves each reload earlier by `lead` times its own duration.
+        A reload must start so early that it ends at the start of its user. It is inserted before
+        the compute that runs at this time. `lead` moves each reload earlier by `lead` times the
+        duration of the reload.
         """
         if reloads is not None:
             takes = compute_move_costs(program, HOST_TRIP.reload_op, reloads.address, options)
@@ -220,13 +225,13 @@ def _insert_round_trip(
             mine = np.arange(*program.offsets[one : one + 2])
             mine, here = mine[compute[mine]], rank == one
             first = np.searchsorted(end[mine], late[here], side="right")
-            place[here] = mine[np.minimum(first, len(mine) - 1)]  # the last compute may be free
+            place[here] = mine[np.minimum(first, len(mine) - 1)]  # the last one if none ends later
         place = groups[np.searchsorted(groups, place, side="right") - 1]
         return back_at(np.maximum.accumulate(np.clip(place, leaves, needed)))
 
-    # Try the times of users with reloads right before them, and the times without any moves. The
-    # times without moves help if moves wait for each other. If no try keeps the time, reloads stay
-    # right before their users.
+    # Two predictions give the times of users: one with reloads right before their users, and one
+    # without moves. The second helps if moves wait for each other. If all resulting positions make
+    # the program longer, reloads stay right before their users.
     last, ideal = times(back_at(needed)), times(program)
     best, least = last[2], float(last[1].max(initial=0.0)) * (1 + 1e-9)
     for lead, (start, end, _) in product(range(_MAX_LEADS), (last, ideal)):
@@ -241,7 +246,7 @@ def _find_ranks(program: Program, positions: Positions) -> Positions:
 
 
 def _compute_latest_starts(start: Floats, durations: Floats, rank: Positions) -> Floats:
-    """Return the latest start of each move so that it ends by the start of its user.
+    """Return the latest start of each move with which it ends before its user starts.
 
     The moves of a rank run one after the other on its lane.
     """
@@ -275,7 +280,7 @@ class SlotRange(NamedTuple):
 
     @classmethod
     def from_program(cls, program: Program, tier: Tier) -> SlotRange:
-        """Return the possible numbers of slots of a program that does not specify them.
+        """Compute the range of slots for a program that does not specify their numbers.
 
         Args:
             program: The program.
@@ -311,8 +316,8 @@ class SlotRange(NamedTuple):
             limit: The limit in bytes; None for no limit.
 
         Returns:
-            Numbers of shape (ranks,); the smallest possible for a rank that exceeds the limit
-            anyway.
+            Numbers of shape (ranks,). A rank that exceeds the limit with any number has
+            `min_slots`.
         """
         if limit is None or options.sizes is None:
             return self.max_slots
@@ -331,7 +336,9 @@ class SlotRange(NamedTuple):
     def find_sufficient_slots(
         self, program: Program, options: Options, max_slots: Counts
     ) -> Counts:
-        """Return the smallest numbers of slots that keep the predicted time of the largest.
+        """Return the smallest numbers of slots with which the program takes no more time.
+
+        The predicted time is compared with that of `max_slots`.
 
         Args:
             program: The program.
@@ -373,7 +380,7 @@ def compute_peak_memory(program: Program, options: Options, tier: Tier) -> Float
 
 
 def predict_span(program: Program, options: Options) -> float:
-    """Return the predicted time of a program.
+    """Predict the span of a program, in the time unit of the costs.
 
     Args:
         program: The program.

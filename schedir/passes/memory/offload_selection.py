@@ -1,7 +1,7 @@
 """Offload saved activations to the host or its disk, and reload them before their use.
 
-A microbatch needs two copies, one each way. The copies run during compute if a move takes no longer
-than the compute.
+The activations of a microbatch are copied to the other tier and back. The copies run during compute
+if a copy takes no longer than the compute.
 
 References:
     PipeOffload, arXiv 2503.01328.
@@ -52,42 +52,43 @@ from schedir.passes.selection import (
 
 Floats = NDArray[np.float64]
 Positions = NDArray[np.intp]
-MAX_LISTED: Final = 4  # addresses without effect that a warning lists
-_TRIED_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the values that need not move
+MAX_LISTED: Final = 4  # number of selected addresses without effect that a warning lists
+# Shares of the values that fit without a move.  "fit" also tries to move these shares of them.
+_TRIED_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class ImportedSelection(tuple[tuple[int, int], ...]):
-    """The pairs of (stage, microbatch) that a program moves, read from the program.
+    """The pairs of (stage, microbatch) whose activations an existing program moves.
 
-    In another program, some of these pairs may have no effect. This causes no warning, because the
-    user did not list the pairs.
+    If such pairs have no effect in another program, there is no warning, because the user did not
+    list them.
     """
 
     __slots__ = ()
 
 
 def insert_offloads(program: Program, options: Options) -> Program:
-    """Insert offloads and reloads for the selected forwards, to the host and on to the disk.
+    """Insert offloads and reloads of the selected saved activations, to the host and the disk.
 
     An Offload comes right after its forward, so the copy starts as soon as its lane is free. A
-    Reload comes as late as possible: by the prediction it ends just before its value is used.
-    Reloads have the order of these uses. The slots of saved activations prevent earlier reloads,
-    because a Reload and a forward wait for a slot. The pass chooses the fewest slots that keep the
-    predicted time. If the costs make moves free, the pass assumes half a forward for each move.
-    With a memory limit, the pass chooses no more slots than fit, for all durations of instructions.
-    With OffloadToDisk and ReloadFromDisk, or a limit on the host, it chooses the slots of the host
-    likewise.
+    Reload comes as late as possible: the prediction is that it ends just before its value is used.
+    Reloads have the order of these uses. A Reload and a forward wait for a slot of saved
+    activations, so the number of slots limits how early a Reload can start. The pass chooses the
+    smallest number of slots that keeps the predicted time. If the cost of a move is 0, the pass
+    assumes half a forward instead. With a memory limit, the pass chooses only as many slots as fit
+    for all durations of instructions. With OffloadToDisk and ReloadFromDisk, or a limit on the
+    host, it chooses the slots of the host in the same way.
 
-    A value is not offloaded if no compute runs between its forward and its use. A keyword or a
-    function also skips a value that could not go and come back before its use. "half" is every
-    other microbatch of each stage. By the paper, all moves are hidden while the moves of a
-    microbatch take no longer than its compute (k <= 1). Moves of one half are hidden up to twice
-    that time (k <= 2).
+    A value is not offloaded if no compute runs between its forward and its use. A selection by a
+    keyword or a function also skips a value if both moves together take longer than the time until
+    its use. "half" is every other microbatch of each stage. According to the paper, all moves are
+    hidden if the moves of a microbatch take no longer than its compute (k <= 1). With "half", moves
+    can take twice that time (k <= 2).
 
-    "fit" selects on each rank that exceeds the limit the values with the longest time until their
-    use, as in the paper. Values with equal times are selected evenly spaced. "fit" selects the
-    fewest values that keep the limit, or a larger share of the rest if that makes the step shorter.
-    For the disk, it selects the values that are on the host longest.
+    "fit" applies to the ranks that exceed the limit. As in the paper, it selects the values with
+    the longest time until their use. Values with equal times are selected evenly spaced. "fit"
+    selects the smallest number of values that keeps the limit. It selects more values if that makes
+    the step shorter. For the disk, it selects the values that are on the host for the longest time.
 
     Args:
         program: A program with messages.
@@ -131,7 +132,7 @@ def insert_offloads(program: Program, options: Options) -> Program:
     if not compute_earliest_times(
         Graph.from_program(program, options.progress_model), options.costs
     ).is_done.all():
-        return program  # the program hangs, so it has no times, and `check` refuses it
+        return program  # the program hangs, so there are no times.  `check` reports the hang.
     which, further = options.extra_options["offload"], options.extra_options.get("offload_to_disk")
     none = program.words[:0]
 
@@ -197,7 +198,7 @@ def _warn_of_no_effect(named: set[tuple[int, ...]], option: str, chosen: Words) 
 
 
 def _find_candidates(program: Program) -> Words:
-    """Return the addresses with compute between their forward and the first use."""
+    """Return the addresses with other compute between the forward and its value's first use."""
     own = find_lifetimes(program)
     work = np.cumsum(np.isin(program.op, COMPUTE_OPS) & ~program.joined)
     found: Words = own.address[work[own.first_user] - work[own.producer] > 1]
@@ -207,9 +208,9 @@ def _find_candidates(program: Program) -> Words:
 def _has_time_to_move(
     program: Program, addresses: Words, trips: tuple[OffloadRoundTrip, ...], options: Options
 ) -> NDArray[np.bool_]:
-    """Return a mask of the addresses that could go and come back before their use.
+    """Return a mask of the addresses whose value can be moved and moved back before its use.
 
-    The times are those of the program without moves.
+    The times are predicted for the program without moves.
     """
     own = find_lifetimes(program)
     takes = sum(
@@ -229,10 +230,10 @@ def _compute_idle_times(program: Program, lifetimes: ForwardLifetimes, options: 
 
 
 def _set_slots(program: Program, options: Options) -> Program:
-    """Return the program with numbers of slots for saved activations on the device and the host.
+    """Set the numbers of slots for saved activations on the device and the host.
 
-    The device has such slots if a value is offloaded. The host has them if a value moves on to the
-    disk, or if the host has a memory limit.
+    The number is set for the device if a value is offloaded. It is set for the host if a value
+    moves on to the disk, or if a value is offloaded and the host has a memory limit.
     """
     tiers: tuple[tuple[Tier, OffloadRoundTrip], ...] = (("device", HOST_TRIP), ("host", DISK_TRIP))
     for tier, ops in tiers:
@@ -264,7 +265,7 @@ def _choose_fewest_to_fit(
     tier: Tier,
     options: Options,
 ) -> Words:
-    """Return the candidates to move off a tier, so that no rank exceeds the limit there."""
+    """Return the candidates to move from a tier, so that no rank exceeds the limit on it."""
     name, option = (
         ("memory_limit", "offload")
         if tier == "device"
@@ -309,9 +310,10 @@ def _choose_fewest_to_fit(
 
 
 def _order_candidates(program: Program, candidates: Words, options: Options) -> list[Words]:
-    """Return the candidates of each rank, longest idle time first.
+    """Return the candidates of each rank, those with the longest time until their use first.
 
-    Candidates with equal times are ordered so that any first ones are spaced as evenly as possible.
+    Candidates with equal times are ordered so that the first n of them, for any n, are spaced as
+    evenly as possible.
     """
     own = find_lifetimes(program)
     free = _compute_idle_times(program, own, options)
@@ -331,7 +333,7 @@ def _order_candidates(program: Program, candidates: Words, options: Options) -> 
 
 
 def _make_van_der_corput(number: int) -> Floats:
-    """Return the first numbers of van der Corput's sequence: the reversed bits of 0, 1, 2, ..."""
+    """Return van der Corput's sequence: the reversed bits of 0, 1, 2, ... as fractions below 1."""
     bits = np.arange(max(1, (number - 1).bit_length()))
     each = np.arange(number)[:, None] >> bits & 1
     return np.asarray((each / 2.0 ** (bits + 1)).sum(1))
@@ -370,7 +372,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
-    """Return the moved values as pairs of (stage, microbatch)."""
+    """Return the options `offload` and `offload_to_disk` that select the moves of a program."""
     found = {}
     for option, trip in (("offload", HOST_TRIP), ("offload_to_disk", DISK_TRIP)):
         stage, mb = split_addresses((program.words & ADDRESS_MASK)[program.op == trip.offload_op])

@@ -1,8 +1,8 @@
 """Keep the optimizer state on the host or disk, and reload, step and offload it stage by stage.
 
-ZeRO-Offload keeps the state on the host. ZeRO-Infinity also keeps it on the disk, and brings it to
-the device in parts, through a few buffers on the host. ZeRO-Infinity reads one part while it steps
-another and writes a third. Here a part is the state of a stage.
+ZeRO-Offload keeps the state on the host. ZeRO-Infinity can keep it on the disk, and brings it to
+the device in parts, through a few buffers on the host. It reads one part while it updates another
+part and writes a third part. In this module, a part is the state of one stage.
 
 References:
     ZeRO-Offload, arXiv 2101.06840.
@@ -44,7 +44,7 @@ _BUFFER_COUNT_TYPE: Final = make_integer_type(1, MAX_STAGES)
 DEFAULT_BUFFERS: Final = 2
 # Placements of states that come to the device stage by stage.
 _OFFLOAD_PLACEMENTS: Final = ("host", "disk")
-# For each option, the placements for which it has an effect.
+# Option -> values of `optimizer_placement` with which the option has an effect.
 _PLACEMENTS_BY_OPTION: Final = {
     "optimizer_device_buffers": _OFFLOAD_PLACEMENTS,
     "optimizer_host_buffers": ("disk",),
@@ -58,15 +58,16 @@ def insert_state_offload(
 
     Stages are in the order in which their gradients are reduced. A reload comes after the offload
     that frees its buffer. With two or more buffers, the reload comes one stage later, after the
-    next step: a blocking host that waits for the offload has then issued this step. With the state
+    next step. So a blocking host issues this step before it waits for the offload. With the state
     on the disk, each stage has a read before its reload, and a write after its offload. Reads leave
     one buffer on the host for offloads.
 
     Args:
         program: A program with gradient reductions.
-        device_buffers: Number of stages with their state on the device at once; 2 by default.
-        host_buffers: Number of stages with their state on the host at once, for states on the disk;
-            2 by default.
+        device_buffers: Number of stages whose state is on the device at the same time; 2 by
+            default.
+        host_buffers: Number of stages whose state is on the host at the same time, if the states
+            are on the disk; 2 by default.
 
     Raises:
         ShapeError: A number of buffers is not in range.
@@ -94,8 +95,8 @@ def insert_state_offload(
             if k >= delay:
                 rank_words += [*reload[k - delay + device_count :][:1]]
         if program.optimizer_placement == "disk":
-            # Reads leave one buffer for offloads, unless so few reloads remain that one is free
-            # anyway.
+            # Reads must leave one buffer for offloads. With few stages, one buffer is free in any
+            # case.
             must_leave_one = len(trained) - device_count >= host_count - 1
             reads_ahead = host_count - 1 if must_leave_one else host_count
             rank_words = _add_disk_moves(rank_words, trained, reads_ahead)
@@ -107,10 +108,10 @@ def insert_state_offload(
 def _add_disk_moves(
     rank_words: Sequence[int], trained: NDArray[np.int64], reads_ahead: int
 ) -> list[int]:
-    """Return the instructions of a rank with reads and writes of the disk.
+    """Insert reads and writes of the disk into the instructions of a rank.
 
     `reads_ahead` reads come before the first reload. If `reads_ahead` is 0, each read comes just
-    before its own reload.
+    before the reload of its stage.
     """
     reads, writes = (iter(pack(op, trained, 0).tolist()) for op in _DISK_OPS)
     found = [*islice(reads, reads_ahead)]
@@ -127,9 +128,10 @@ def _add_disk_moves(
 
 
 def set_device_buffers(program: Program) -> Program:
-    """Set the number of states on the device, if it is less than the number of stages of a rank.
+    """Set the number of buffers for states on the device.
 
-    The number is the smallest that the order of the Stream allows.
+    The number is the smallest that the order of the Stream allows. The program is returned
+    unchanged if each state needs a separate buffer.
 
     Args:
         program: A program with reloads and offloads of states.
@@ -140,7 +142,7 @@ def set_device_buffers(program: Program) -> Program:
 
 
 def set_host_buffers(program: Program) -> Program:
-    """Set the number of states on the host, on their way from and to the disk.
+    """Set the number of buffers on the host for states on their way from and to the disk.
 
     The number is the smallest that the order of the Stream allows.
 
@@ -175,7 +177,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 
 def _find_useless_option(program: Program, options: Options) -> str | None:
-    """Return the first option that is given and has no effect with the placement of the states."""
+    """Return the first option that is given although the placement makes it useless, or None."""
     for name, placements in _PLACEMENTS_BY_OPTION.items():
         is_given = options.extra_options.get(name) is not None
         if is_given and program.optimizer_placement not in placements:
@@ -198,7 +200,7 @@ def _lower(program: Program, options: Options) -> Program:
 
 
 def _should_run(program: Program, options: Options) -> bool:
-    """Return whether instructions are missing, or `_lower` must refuse an option."""
+    """Return whether the program lacks the instructions, or `_lower` must refuse an option."""
     if _find_useless_option(program, options) is not None:
         return True
     is_offloaded = program.optimizer_placement in _OFFLOAD_PLACEMENTS
@@ -206,7 +208,7 @@ def _should_run(program: Program, options: Options) -> bool:
 
 
 def _read_options(program: Program) -> dict[str, int]:
-    """Return the specified numbers of slots for states as options."""
+    """Return the options that describe the numbers of slots for states in a program."""
     found = {}
     for option, name in zip(_PLACEMENTS_BY_OPTION, (_DEVICE_SLOTS, _HOST_SLOTS), strict=True):
         slot_counts = [

@@ -1,10 +1,10 @@
 """Reorder compute so that it runs while a segment waits for a collective or an all-to-all.
 
-The pass simulates the program and makes a new order of computes on each rank, in several ways. In
-most of these ways, a rank whose next compute waits only for a running collective runs the first
-later compute that can run. In one way, as in list scheduling, a rank always runs the compute with
-the longest remaining path. Each order is lowered and simulated, and the best one is kept, or the
-original order.
+The pass simulates the program with several rules, and each rule gives a new order of computes on
+each rank. With most rules, a rank whose next compute waits only for a running collective runs the
+first later compute that is ready. With one rule, as in list scheduling, a rank always runs the
+compute with the longest remaining path. The pass lowers and simulates each order. It keeps the best
+order, or the original order if none is better.
 """
 
 from __future__ import annotations
@@ -49,27 +49,30 @@ _MICROBATCH_END_OPS: Final = (
     *FULL_BACKWARD_OPS,
     *BACKWARD_WEIGHT_OPS,
 )
-# Opcodes that may fill a wait, by the value of the option.  Of several tuples the best is kept.
+# Value of the option -> tuples of opcodes that may fill a wait.  The pass tries each tuple, and
+# keeps the best result.
 _FILL_OPS: Final = {
     "W": (BACKWARD_WEIGHT_OPS,),
     "F": (FORWARD_OPS,),
     "all": (COMPUTE_OPS, BACKWARD_WEIGHT_OPS, FORWARD_OPS),
 }
-_LOOKAHEADS: Final = (1, 2)  # number of other forwards or backwards whose segments may run early
+# The number of later forwards or backwards of microbatches whose segments may run early.
+_LOOKAHEADS: Final = (1, 2)
 # The largest duration of a compute that fills a wait, as a multiple of the wait.  With None, the
 # compute with the longest remaining path always runs.
 _DURATION_FACTORS: Final[tuple[float | None, ...]] = (1.0, 2.0, 4.0, inf, None)
 _MAX_ROUNDS: Final = 2  # each round starts from the best order of the previous one
 
-MicrobatchDirection = tuple[bool, int]  # True for a backward, and the microbatch
+MicrobatchDirection = tuple[bool, int]  # (True for a backward, number of the microbatch)
 
 
 def fill_collective_waits(program: Program, options: Options) -> Program:
-    """Return a draft, reordered so that compute runs during collectives of segments.
+    """Reorder a draft so that compute runs during collectives between segments.
 
-    Each stage adds to its gradients in the original order, so results stay equal to the last bit.
-    The result is not longer than the original by simulation, and not farther above a memory limit.
-    Without a limit, no rank has more forwards without a backward at once than in the original.
+    Each stage adds to its gradients in the original order, so training results stay bitwise equal.
+    The simulated time of the result is not longer than that of the original, and the result is not
+    farther above a memory limit. Without a limit, no rank has more forwards without their backwards
+    at the same time than in the original.
 
     Args:
         program: A draft with segments.
@@ -78,8 +81,8 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
             microbatches. "all": the shortest result of "W", "F", and all computes.
 
     Raises:
-        UsageError: The value is none of these, there are no costs, collectives are free, the
-            program has no segments, or some computes are joined.
+        UsageError: The value is another one, there are no costs, the costs of the collectives are
+            0, the program has no segments, or some computes are joined.
     """
     which = options.extra_options["fill_collective_waits"]
     if which not in _FILL_OPS:
@@ -136,7 +139,10 @@ def _search_order(
     fill_ops: tuple[Opcode, ...],
     max_ahead: list[int] | None,
 ) -> tuple[Program, tuple[float, float]]:
-    """Return the best order with these opcodes as fillers, or the program, and its evaluation."""
+    """Return the best order with `fill_ops` as fillers, and its evaluation.
+
+    If no order is better than that of the program, the program itself is returned.
+    """
     best, least = program, _evaluate_program(lowered, options)
     for _ in range(_MAX_ROUNDS):
         tried = best
@@ -160,12 +166,12 @@ def _search_order(
 
 
 def _count_ahead(op: int) -> int:
-    """Return the change of the number of forwards without their backwards after an instruction."""
+    """Return by how much an opcode changes the number of forwards without their backwards."""
     return (op in FORWARD_OPS) - (op in _MICROBATCH_END_OPS)
 
 
 def _find_max_ahead(op: NDArray[Any], trained: NDArray[Any]) -> int:
-    """Return the largest number of forwards of trained stages without their backwards at once."""
+    """Return the peak of the number of forwards of trained stages without their backwards."""
     return int(
         (np.array([_count_ahead(one) for one in op.tolist()]) * trained).cumsum().max(initial=0)
     )
@@ -186,9 +192,9 @@ def _evaluate_program(lowered: Program, options: Options) -> tuple[float, float]
 class _ProgramSimulation:
     """A simulation of a lowered program in which each rank chooses the order of its computes.
 
-    Nodes are those of the dependency graph, and wait for the producers of their values. A rank runs
-    one compute and one tensor-parallel collective at a time. All other instructions start as soon
-    as their values exist.
+    The nodes of the dependency graph wait for the producers of their values. A rank runs one
+    compute and one tensor-parallel or expert-parallel collective at a time. All other instructions
+    start as soon as their values exist.
     """
 
     def __init__(
@@ -245,17 +251,17 @@ class _ProgramSimulation:
         self.ready_nodes: list[set[int]] = [
             set() for _ in self.rank_computes
         ]  # nodes of each rank that can start
-        self.end_times: dict[int, float] = {}  # of the nodes that have started
+        self.end_times: dict[int, float] = {}  # node that has started -> time of its end
         self.finished_nodes: set[int] = set()
-        # The number of forwards without their backwards, now, and after each place in the order of
-        # a rank.
+        # The number of forwards without their backwards on each rank: now, and after each position
+        # in the order of the rank.
         self.num_ahead = [0] * len(self.rank_computes)
         self.ahead_profile = [
             np.cumsum([self.ahead_change[at] for at in own]) for own in self.rank_computes
         ]
         self.order_index = {int(at): k for own in self.rank_computes for k, at in enumerate(own)}
-        # Computes that must keep their order, by stage: forwards, and instructions that add to the
-        # same gradients.
+        # Queues of computes of a stage that must keep their order: computes of an opcode that adds
+        # to no gradients, and computes that add to the same gradients.
         self.ordered_queues: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         for own in self.rank_computes:
             for at in own.tolist():
@@ -263,7 +269,7 @@ class _ProgramSimulation:
                     self.ordered_queues[line].append(at)
 
     def _list_queues(self, at: int) -> Iterator[tuple[int, int]]:
-        """Yield the keys of the ordered queues that an instruction is in."""
+        """Yield the keys of the ordered queues that contain an instruction."""
         op, stage = self.op[at], self.stage[at]
         if all(op not in ops for ops in GRAD_ADDING_OPS_BY_WEIGHT):
             yield op, stage
@@ -274,12 +280,12 @@ class _ProgramSimulation:
     def reorder(self, draft: Program) -> Program:
         """Return the draft with each rank's computes in the simulated order.
 
-        The draft must be the one that the simulated program was lowered from. If the order does not
-        change, the draft itself is returned.
+        The simulated program must be the lowered form of this draft. If the order does not change,
+        the draft itself is returned.
         """
         order = self._simulate()
         here = [k for k, computes in enumerate(self.is_compute) if computes]
-        place = {at: k for k, at in enumerate(here)}  # position in the draft
+        place = {at: k for k, at in enumerate(here)}  # node -> position in the draft
         moved = np.array([place[at] for own in order for at in own], np.intp)
         if (moved == np.arange(len(moved))).all():
             return draft
@@ -290,7 +296,7 @@ class _ProgramSimulation:
         order: list[list[int]] = [[] for _ in self.rank_computes]
         self.remaining_computes = [deque(own.tolist()) for own in self.rank_computes]
         events: list[tuple[float, int]] = []
-        collectives: list[deque[int]] = [deque() for _ in order]  # ready to start on each rank
+        collectives: list[deque[int]] = [deque() for _ in order]  # collectives that can start
         busy, in_collective = [False] * len(order), [False] * len(order)
 
         def begin(at: int, now: float) -> None:
@@ -342,7 +348,7 @@ class _ProgramSimulation:
         return order
 
     def _pick_next(self, rank: int, now: float) -> int | None:
-        """Return the compute that a rank runs next: by its order, or to fill a wait."""
+        """Return the compute that a rank runs next, or None if the rank must wait."""
         left = self.remaining_computes[rank]
         while left and left[0] in self.end_times:
             left.popleft()
@@ -356,13 +362,13 @@ class _ProgramSimulation:
             return head
         missing = [at for at in self.predecessors[head] if at not in self.finished_nodes]
         if not all(self.is_segment_collective[at] and not self.num_pending[at] for at in missing):
-            return None  # it waits for more than running collectives
+            return None  # the next compute waits for more than running collectives
         wait = max(self.end_times.get(at, inf) for at in missing) - now
         most = self.duration_factor * wait * (1 + 1e-9)
         return next((at for at in self._find_fillers(rank, left) if self.cost[at] <= most), None)
 
     def _find_fillers(self, rank: int, remaining: Iterable[int]) -> list[int]:
-        """Return the computes that could run before the next compute of the order, by position."""
+        """Return the ready computes that may run before the next compute of the rank's order."""
         ways: list[MicrobatchDirection | None] = [None, *self._find_next_directions(remaining)]
         return [
             at
@@ -374,14 +380,14 @@ class _ProgramSimulation:
         ]
 
     def _find_passed(self, rank: int, at: int) -> slice:
-        """Return the places in the rank's order that an instruction would pass if it runs next."""
+        """Return the slice of the rank's order that an instruction overtakes if it runs next."""
         left = self.remaining_computes[rank]
         while left and left[0] in self.end_times:
             left.popleft()
         return slice(self.order_index[left[0]] if left else 0, self.order_index[at])
 
     def _is_within_limit(self, rank: int, at: int) -> bool:
-        """Return whether a rank keeps its limit of forwards ahead if an instruction runs next."""
+        """Return whether a rank keeps its limit `max_ahead` if an instruction runs next."""
         if self.max_ahead is None or self.ahead_change[at] <= 0:
             return True
         over = self._find_passed(rank, at)
@@ -389,7 +395,7 @@ class _ProgramSimulation:
         return bool(there < self.max_ahead[rank])
 
     def _update_ahead(self, rank: int, at: int) -> None:
-        """Update the numbers of forwards ahead for an instruction that runs next."""
+        """Update the numbers of forwards without their backwards for the next instruction."""
         self.ahead_profile[rank][self._find_passed(rank, at)] += self.ahead_change[at]
         self.num_ahead[rank] += self.ahead_change[at]
 
@@ -399,7 +405,10 @@ class _ProgramSimulation:
         return None if op in BACKWARD_WEIGHT_OPS else (op in BACKWARD_OPS, self.mb[at])
 
     def _find_next_directions(self, remaining: Iterable[int]) -> list[MicrobatchDirection]:
-        """Return the next directions in the order of a rank that may run at once."""
+        """Return the next `lookahead` + 1 pairs of direction and microbatch in a rank's order.
+
+        The computes of these pairs may run early.
+        """
         found: list[MicrobatchDirection] = []
         for at in remaining:
             if at in self.end_times or (way := self._find_direction(at)) is None or way in found:

@@ -1,7 +1,7 @@
 """Drop the backwards of frozen stages at the start of a model.
 
-The order of all other instructions stays. So no gradients are sent to frozen stages, and they have
-no gradient reduction.
+The other instructions keep their order. Later passes then send no gradients to frozen stages, and
+insert no gradient reductions for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from schedir.passes.pass_types import Pass
 
 
 def drop_frozen_backwards(program: Program) -> Program:
-    """Return a draft without the backwards of its frozen stages.
+    """Drop the backwards of frozen stages from a draft.
 
     An instruction that was joined with a dropped backward runs alone.
 

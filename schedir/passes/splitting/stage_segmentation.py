@@ -1,14 +1,14 @@
 """Split stages into segments between collectives, and microbatches into chunks.
 
 A segment is the compute of a stage between two collectives of the tensor-parallel group, or between
-two all-to-alls of the expert-parallel group. Segments are stages of the program. So all that works
-for stages works for segments: checks, costs, recomputation, offload and charts. The collectives
-between them are instructions, and other compute can run during a collective. T3 (arXiv 2401.16677)
-does this in hardware.
+two all-to-alls of the expert-parallel group. Segments are stages of the program. So checks, costs,
+recomputation, offload and charts work for segments as for stages. The collectives between segments
+are instructions, and other compute can run during a collective. T3 (arXiv 2401.16677) does this in
+hardware.
 
 The chunks of a microbatch pass through each segment one after the other. The samples of a
-microbatch are independent, so the next chunk can always run during the collective of another. A
-chunk is a microbatch of the program with fewer samples, and needs no further kind of address.
+microbatch are independent, so the next chunk can run during the collective of the previous chunk. A
+chunk is a microbatch of the program with fewer samples.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
     """Return the letters between the segments of each stage (`ir/pipeline/stage_segments.py`).
 
     Args:
-        segments: The number of segments of each stage, or the letters between them; or a list of
-            these with an entry per stage; or the text of the option. A number alternates the
-            letters f and g, as the layers of Megatron-LM: "fgfg" for 5.
+        segments: The number of segments of each stage, or the letters between them. It can also be
+            a list with such an entry per stage, or the text of the option. For a number, the
+            letters f and g alternate, as in the layers of Megatron-LM: 5 gives "fgfg".
         shape: The pipeline shape.
 
     Returns:
@@ -158,12 +158,11 @@ def count_segments(segments: SegmentSpec, shape: PipelineShape) -> tuple[int, ..
 
 
 def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[str | int, ...]:
-    """Return the segments of each stage of a model, from the segments for one stage per rank.
-
-    The stages of a rank get equal shares of the letters of the rank.
+    """Divide the segments of each rank equally over its stages.
 
     Args:
-        segments: The segments of one stage per rank. See `parse_segment_letters`.
+        segments: The segments of each rank, in the form for a model with one stage per rank. See
+            `parse_segment_letters`.
         ranks: Number of ranks.
         stages: Number of stages of the model.
 
@@ -196,27 +195,28 @@ def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[
 
 
 def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -> Program:
-    """Return a draft with each stage split into segments, and each microbatch into chunks.
+    """Split each stage of a draft into segments, and each microbatch into chunks.
 
     Forwards run the first segment first, and backwards the last segment first. Two joined computes
     alternate their segments. With tp=1 or ep=1, the segments have no collectives of this group.
 
-    Attributes of stages become those of segments: frozen stages, tied weights, skips and the weight
-    delay. A skip leads from the last segment of a stage to the first of another. A tied weight of
-    the first stage is in its first segment, and that of the last stage in its last segment.
+    Attributes of stages become attributes of segments: frozen stages, tied weights, skips and the
+    weight delay. A skip leads from the last segment of its source stage to the first segment of its
+    target stage. A tied weight of the first stage is in its first segment, and a tied weight of the
+    last stage is in its last segment.
 
-    With chunks, microbatch m becomes the microbatches from m * `chunks` on, if sequences have no
-    segments. Each segment runs all chunks in order, and then the next segment does.
+    With chunks, microbatch m becomes the microbatches m * `chunks` to (m + 1) * `chunks` - 1, if
+    `sequence_chunks` is 1. A segment runs all chunks in order before the next segment runs.
 
     Args:
         program: The draft.
-        segments: See `parse_segment_letters`. One segment per stage by default.
+        segments: See `parse_segment_letters`. The default is one segment per stage.
         chunks: Number of chunks of each microbatch.
 
     Raises:
         UsageError: The stages are split already. Or a stage that is split has a tied weight, and is
-            not the first or the last stage. Or stage replicas would share the chunks differently
-            from the microbatches.
+            not the first or the last stage. Or the chunks cannot be divided over stage replicas in
+            the same shares as the microbatches.
     """
     letters, chunks = (
         parse_segment_letters(segments, program.shape),
@@ -253,10 +253,10 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
 
 
 def split_like(program: Program, reference: Program) -> Program:
-    """Return a draft without segments and chunks, split as another program is.
+    """Split a draft into the same segments and chunks as another program.
 
     Args:
-        program: The draft.
+        program: The draft, without segments and chunks.
         reference: The program with the segments and chunks.
 
     Raises:
@@ -276,7 +276,7 @@ def split_like(program: Program, reference: Program) -> Program:
 def _split_stream(
     stream: Stream, sequence_chunks: int, segment_counts: Words, first_segments: Words, chunks: int
 ) -> Words:
-    """Return the words of a Stream, each replaced by those of its segments and chunks."""
+    """Replace each word of a Stream by the words of its segments and chunks."""
     words, stage = stream.words, stream.stage.astype(np.int64)
     times = segment_counts[stage] * chunks
     at = np.repeat(np.arange(len(words)), times)
@@ -294,15 +294,16 @@ def _split_stream(
 
 
 def split_shape(shape: PipelineShape, segment_counts: Words, chunks: int = 1) -> PipelineShape:
-    """Return the shape of a program whose stages are split into segments.
+    """Return the shape of a program whose stages and microbatches are split.
 
     Args:
-        shape: The shape of the stages.
+        shape: The shape before the split.
         segment_counts: The number of segments of each stage.
         chunks: Number of chunks of each microbatch.
 
     Raises:
-        UsageError: Stage replicas would share the chunks differently from the microbatches.
+        UsageError: The chunks cannot be divided over stage replicas in the same shares as the
+            microbatches.
     """
     parts, more = shape.microbatch_row_offsets, shape.microbatches * chunks
     if (segment_counts > 1).any():
@@ -327,7 +328,7 @@ def split_shape(shape: PipelineShape, segment_counts: Words, chunks: int = 1) ->
 def _find_tied_segment(
     stage: int, segment_counts: Words, first_segments: Words, stages: tuple[int, ...]
 ) -> int:
-    """Return the segment of a stage that has its tied weight."""
+    """Return the segment that has the tied weight of a stage."""
     if stage not in (0, len(segment_counts) - 1) and segment_counts[stage] > 1:
         raise UsageError(
             f"stages {', '.join(map(str, stages))} share a weight, but it is unknown which "
@@ -341,8 +342,8 @@ def _find_tied_segment(
 
 # ---------------------------------------------------------------- costs of segments
 
-# Costs and sizes that the segments of a stage share.  All other costs and sizes are as large as
-# those of the stage.
+# Costs and sizes of a stage that are divided among its segments.  For all other costs and sizes,
+# each segment has the value of the stage.
 SHARED_FIELDS: Final = (
     *STAGE_COSTS,
     "saved",
@@ -362,23 +363,23 @@ def split_costs(
     shares: Iterable[float] | None = None,
     chunks: int = 1,
 ) -> _CostsOrSizes:
-    """Return the costs or sizes of segments and chunks, from those of the stages of a shape.
+    """Convert the costs or sizes of stages to costs or sizes of segments and chunks.
 
     A segment has its share of the compute, the saved activations and the parameters of its stage.
-    Values and messages between segments are as large as between stages. Replace them where segments
-    pass more: a residual stream in addition to the reduced value, or all tokens instead of a rank's
-    own with sequence parallelism.
+    Values and messages between segments are as large as between stages. Replace them if segments
+    pass more data. Examples are a residual stream in addition to the reduced value, and all tokens
+    instead of one rank's tokens with sequence parallelism.
 
-    A chunk has an equal part of all times and bytes of a microbatch. So products, messages and
-    collectives with fewer rows are assumed to be faster in proportion. The overhead of chunks must
-    be measured.
+    A chunk has an equal part of all times and bytes of a microbatch. So the result assumes that
+    the time of products, messages and collectives is proportional to their rows. It does not
+    include the overhead of chunks.
 
     Args:
         values: The costs or sizes of the stages.
         segments: See `parse_segment_letters`.
         shape: The pipeline shape of the stages.
-        shares: The relative shares of the segments, at least 0: a number per segment of a stage, or
-            per segment of all stages. Equal shares by default.
+        shares: The relative shares of the segments, at least 0: one number per segment of a stage,
+            or one per segment of all stages. The default is equal shares.
         chunks: Number of chunks of each microbatch.
 
     Raises:
@@ -418,7 +419,7 @@ def split_costs(
     return replace(values, **found)
 
 
-# Costs and sizes that are per microbatch, which chunks divide.
+# Costs and sizes per microbatch.  A chunk has this value divided by the number of chunks.
 PER_CHUNK_FIELDS: Final = {
     *MICROBATCH_SIZES,
     "FB",
@@ -429,7 +430,7 @@ PER_CHUNK_FIELDS: Final = {
 def _divide_shares(
     shares: Iterable[float] | None, segment_counts: tuple[int, ...]
 ) -> list[NDArray[np.float64]]:
-    """Return the shares of the segments of each stage."""
+    """Return an array for each stage with the shares of its segments."""
     if shares is None:
         return [np.ones(pieces) for pieces in segment_counts]
     share_values = np.array([*shares], float)
@@ -455,7 +456,8 @@ def _divide_shares(
 
 # ---------------------------------------------------------------- collectives between segments
 
-# Pairs of a collective of forwards and one of backwards, each with the letter of its boundaries.
+# Pairs of a collective in forwards and a collective in backwards, each with the letter of its
+# boundaries.
 _COLLECTIVES: Final = (
     ((Opcode.TPReduceAct, EXIT_COLLECTIVE), (Opcode.TPReduceGrad, ENTRY_COLLECTIVE)),
     ((Opcode.Dispatch, DISPATCH), (Opcode.DispatchGrad, DISPATCH)),
@@ -467,7 +469,7 @@ _SEQUENCE_PARALLEL_GATHERS: Final = (
 
 
 def insert_collectives(program: Program) -> Program:
-    """Insert the collectives between segments, each after its producer.
+    """Insert the collectives between segments, each after the compute that makes its input.
 
     The collectives of the tensor-parallel group are reduce-scatters and all-gathers with sequence
     parallelism, and all-reduces without it. The collectives of the expert-parallel group are
@@ -488,9 +490,10 @@ def insert_collectives(program: Program) -> Program:
 def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]]:
     """Yield the opcode, the mask of producers, and the stage offset of each collective.
 
-    The mask has the shape (stages,). The collective belongs to the stage that uses its result,
-    `offset` stages after the producer. With sequence parallelism a reduction leaves each rank its
-    part of the sequence, so values of the other direction are gathered there.
+    The mask has the shape (stages,). The number of the collective's stage is that of the producer
+    plus the offset: it is the stage that uses the result. With sequence parallelism, a reduction
+    leaves each rank its part of the sequence. So values of the other direction are gathered at this
+    boundary.
     """
     stages, trained = program.shape.stages, np.arange(program.shape.stages) > program.frozen_stages
     letters = np.array([*(program.segment_boundaries or STAGE_END * (stages - 1)), STAGE_END])
@@ -508,7 +511,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 
 def _collect_split_options(options: Options) -> dict[str, Any]:
-    """Return the given options for segments and chunks as arguments of `split_stages`."""
+    """Return the options for segments and chunks that are set, as arguments of `split_stages`."""
     segment_options = {
         "segments": options.extra_options.get("stage_segments"),
         "chunks": options.extra_options.get("microbatch_chunks"),
