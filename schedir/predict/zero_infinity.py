@@ -86,7 +86,11 @@ def checkpoint_bytes(
         '0.20 TiB'
     """
     layers, hidden, sequence, batch, checkpoint_interval = _require_integers(
-        layers=layers, hidden=hidden, sequence=sequence, batch=batch, every=checkpoint_interval
+        layers=layers,
+        hidden=hidden,
+        sequence=sequence,
+        batch=batch,
+        checkpoint_interval=checkpoint_interval,
     )
     return ACTIVATION_BYTES * batch * sequence * hidden * layers / checkpoint_interval
 
@@ -133,7 +137,11 @@ def activation_working_bytes(
         '8 GiB'
     """
     hidden, heads, sequence, batch, checkpoint_interval = _require_integers(
-        hidden=hidden, heads=heads, sequence=sequence, batch=batch, every=checkpoint_interval
+        hidden=hidden,
+        heads=heads,
+        sequence=sequence,
+        batch=batch,
+        checkpoint_interval=checkpoint_interval,
     )
     return float(batch * sequence * checkpoint_interval * (16 * hidden + 2 * heads * sequence))
 
@@ -259,7 +267,9 @@ def intensity_of_checkpoints(hidden: int, checkpoint_interval: int = 1) -> float
     Raises:
         UsageError: A size is not an integer of at least 1.
     """
-    hidden, checkpoint_interval = _require_integers(hidden=hidden, every=checkpoint_interval)
+    hidden, checkpoint_interval = _require_integers(
+        hidden=hidden, checkpoint_interval=checkpoint_interval
+    )
     return count_operations(checkpoint_interval, hidden, 1, 1) / (
         2 * checkpoint_bytes(checkpoint_interval, hidden, 1, 1, checkpoint_interval)
     )

@@ -313,7 +313,7 @@ EP: Final = make_field_metadata(
 )
 SKIPS: Final = make_field_metadata(
     SKIPS_KIND,
-    "skip connections, each from a source to a target stage: 0=3,1=2",
+    "skip connections, each from a source to a target stage: 0=5,1=4",
     in_config=False,  # The model of a configuration decides this.
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(

@@ -47,7 +47,7 @@ def normalize_skips(value: object, shape: PipelineShape) -> Skips:
         result = sorted((index(begin), index(end)) for begin, end in pairs)
     except (TypeError, ValueError):
         raise _make_error(
-            "skips must be pairs of a source and a target stage, like ((0, 3), (1, 2)), not "
+            "skips must be pairs of a source and a target stage, like ((0, 5), (1, 4)), not "
             f"{value!r:.60}"
         ) from None
     for begin, end in result:
@@ -100,13 +100,13 @@ def _parse_skips(text: str) -> Skips:
     if text == "no":
         return ()
     if not re.fullmatch(r"\d{1,5}=\d{1,5}(,\d{1,5}=\d{1,5})*", text, re.ASCII):
-        raise ValueError(f"skips must be pairs of stages like 0=3,1=2, not {text!r}")
+        raise ValueError(f"skips must be pairs of stages like 0=5,1=4, not {text!r}")
     pairs = (map(int, pair.split("=")) for pair in text.split(","))
     return tuple((begin, end) for begin, end in pairs)
 
 
 SKIPS_TYPE: Final = FieldType(
-    "must be pairs of stages, from and to, like 0=3,1=2",
+    "must be pairs of stages, from and to, like 0=5,1=4",
     _parse_skips,
     tuple[tuple[int, int], ...],
     to_text=_format_skips,
