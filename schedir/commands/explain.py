@@ -331,41 +331,47 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     pair[:-1] |= pair[1:]
     is_same_op = (spans["op"] == op) & ~pair  # The instructions of a joined pair share one time.
     stage_times, comparison = durations[is_same_op & (spans["stage"] == stage)], ""
+    name, lines = INSTRUCTIONS[op].text, []
     if (
         len(stage_times)
         and abs(stage_times.mean() - durations[is_same_op].mean())
         > 0.01 * durations[is_same_op].mean()
     ):
         ratio = stage_times.mean() / durations[is_same_op].mean()
-        comparison = f"; it takes {ratio:.2f}x the mean of all {INSTRUCTIONS[op].text}"
+        comparison = f"; it takes {ratio:.2f}x the mean of all {name}"
+        # Ranks may wait for a fast stage only because this stage waits for a slow stage.
         if ratio < 1:
-            comparison += _describe_slow_stage(spans["stage"][is_same_op], durations[is_same_op])
+            lines = _describe_slow_stage(spans[is_same_op], durations[is_same_op], name)
     if not timeline.idle.sum() > 0:  # The waits are so short that they round to 0.
         return []
     share = waited.max() / (timeline.span * timeline.ranks)
     return [
-        f"longest awaited: {INSTRUCTIONS[op].text} of stage {stage} on rank {rank}, for "
-        f"{share:.1%} of {_describe_total(timeline)}{comparison}"
+        *lines,
+        f"longest awaited: {name} of stage {stage} on rank {rank}, for "
+        f"{share:.1%} of {_describe_total(timeline)}{comparison}",
     ]
 
 
-def _describe_slow_stage(stages: NDArray[Any], durations: NDArray[Any]) -> str:
-    """Return a clause about the stage that takes much longer than the mean, or "".
-
-    Ranks may wait for a fast stage only because this stage waits for a slow stage.
+def _describe_slow_stage(spans: NDArray[Any], durations: NDArray[Any], name: str) -> list[str]:
+    """Return a line about the stage that takes much longer than the mean, or [].
 
     Args:
-        stages: The stage of each instruction of one opcode.
+        spans: The instructions of one opcode.
         durations: The time of each of these instructions.
+        name: The name of the opcode.
     """
     import numpy as np
 
-    numbers, which = np.unique(stages, return_inverse=True)
+    numbers, first, which = np.unique(spans["stage"], return_index=True, return_inverse=True)
     ratios = np.bincount(which, durations) / np.bincount(which) / durations.mean()
     slowest = int(ratios.argmax())
     if ratios[slowest] < MIN_SLOW_STAGE_RATIO:
-        return ""
-    return f", and that of stage {numbers[slowest]} takes {ratios[slowest]:.2f}x"
+        return []
+    rank = spans["rank"][first[slowest]]
+    return [
+        f"slow stage: {name} of stage {numbers[slowest]} on rank {rank} takes "
+        f"{ratios[slowest]:.2f}x the mean of all {name}"
+    ]
 
 
 def _describe_advice(

@@ -90,7 +90,12 @@ def run(args: argparse.Namespace) -> str:
     ranking, warning = _rank_candidates(args)
     if args.json:
         return format_json([_collect_row(request) for request in ranking.fitting])
-    text = _format_ranking(ranking.fitting) if ranking.fitting else "no schedule fits\n"
+    text = _describe_shape(ranking)
+    text += (
+        _format_ranking(ranking.fitting)
+        if ranking.fitting
+        else "no schedule fits with these options\n"
+    )
     text += "".join(
         f"{line}\n" for line in describe_excesses(ranking.over_limit, _describe_limit(args))
     )
@@ -128,6 +133,18 @@ def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
     ):
         raise next(iter(ranking.refusals.values()))
     return ranking, warning
+
+
+def _describe_shape(ranking: ScheduleRanking) -> str:
+    """Return a line with the shape of all candidates, or "" if no candidate has a program."""
+    requests = [*ranking.fitting, *(excess.request for excess in ranking.over_limit.values())]
+    if not requests:
+        return ""
+    shape = replace(requests[0], memory_limit=None, compile_options={}).program.shape
+    return (
+        f"{shape.ranks} ranks, {shape.microbatches} microbatches; costs and sizes are per rank and "
+        "microbatch\n"
+    )
 
 
 def _describe_limit(args: argparse.Namespace) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_slots
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.compiler.compile import check_memory, compile, lower
 from schedir.errors import MemoryLimitError, UsageError, format_bytes
 from schedir.ir.cost.costs import Costs
@@ -21,8 +22,8 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
 from schedir.passes.communication.transfer_overlap import group_opposite_transfers
 from schedir.predict.simulate import simulate
-from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.schedules.schedule_algebra import F, I, W
+from schedir.schedules import gpipe, interleaved, one_f_one_b, v_half, zb_h1, zb_v
+from schedir.schedules.schedule_algebra import F, I, Schedule, W
 from schedir.testing import compute_programs
 from tests.commands import run_command, run_refused_command
 from tests.oracle import Machine
@@ -179,6 +180,21 @@ def test_what_does_not_train_keeps_nothing() -> None:
     assert caught.value.sites[0].index == 0
 
 
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1, v_half])
+@given(st.floats(0.1, 1.0))
+def test_the_error_names_the_fullest_rank(schedule: Schedule, share: float) -> None:
+    """The needed memory is that of the run without a limit, whatever the limit is."""
+    program = compile(schedule, ranks=4, microbatches=8)
+    sizes = Sizes(activation=1, saved=3, model_states=5)
+    peaks = simulate(program, sizes=sizes).peak_memory
+    with pytest.raises(MemoryLimitError) as caught:
+        check_memory(program, sizes, share * 0.99 * peaks.max())
+    assert caught.value.required_bytes >= peaks.max()
+    assert caught.value.required_bytes == max(
+        own.total_bytes.max() for own in compute_footprints(program, sizes, worst_case=True)
+    )
+
+
 def test_the_message_says_who_when_and_what() -> None:
     given = Sizes(activation=32e6, saved=1.2e9, model_states=8e9)
     with pytest.raises(MemoryLimitError) as caught:
@@ -186,12 +202,14 @@ def test_the_message_says_who_when_and_what() -> None:
     assert (
         str(caught.value)
         == """\
-gpipe: rank 0 needs 28.22 GB, but the limit is 27.5 GB
-  rank 0 #30  F 0.15  while it runs
+gpipe: rank 1 needs 29.25 GB, but the limit is 27.5 GB
+  rank 1 #46  F 1.15  while it runs
     saved         16   19.2 GB
     model_states   1      8 GB
+    act_in        16    512 MB
     act_out       16    512 MB
     grad_in       16    512 MB
+    grad_out      16    512 MB
   hint: with buffer_sharing="minimal" (-O buffer_sharing=minimal) ranks need at most 27.33 GB"""
     )
     compile(gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27.5e9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,21 +100,25 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
                 )
     assert names
     none = run_command(capsys, "recommend", "--ranks=4", "--sizes=saved=1GB", "--memory-limit=1MB")
-    assert none.startswith("no schedule fits\nover the limit of 1 MB: v_min (2 GB), ")
+    assert none.splitlines()[0].startswith("4 ranks, 8 microbatches; ")
+    assert "\nno schedule fits with these options\nover the limit of 1 MB: v_min (2 GB), " in none
     assert "wave x 4 (" in none and "wave x 1" not in none  # a vee has two at least
-    assert "forward_only" not in none and "fits with" not in none
+    assert "forward_only" not in none and "but fits with" not in none
 
 
 def test_options_that_make_a_schedule_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
     shape = ["--ranks=4", "--microbatches=32"]
     lines = run_command(capsys, "recommend", *shape, *sizes).splitlines()
-    named = dict[str, str]()
+    named, spans = dict[str, str](), dict[str, float]()
     for line in lines:
         if line.startswith("over the limit"):
             head, _, names = line.partition(": ")
-            _, _, options = head.partition("but fits with ")
-            named |= {name.partition(" (")[0]: options for name in names.split(", ")}
+            options = head.partition("but fits with ")[2].partition(" (")[0]
+            for name, amounts in re.findall(r"(\w[\w ]+) \((.*?)\)", names):
+                named[name] = options
+                if options:
+                    spans[name] = float(amounts.removeprefix("span ").split(",")[0])
     assert named["zb_h2"] == "" and named["interleaved x 2"] == "-O buffer_sharing=minimal"
     assert named["gpipe"] == "-O recompute=fit"
     for options in {*named.values()} - {""}:
@@ -122,6 +127,9 @@ def test_options_that_make_a_schedule_fit_are_named(capsys: pytest.CaptureFixtur
         for name in (name for name, needed in named.items() if needed == options and " x " in name):
             program, v = name.split(" x ")
             assert (program, int(v)) in fitting or program.startswith("looped")  # looped x 1: gpipe
+        found_spans = {f"{row['program']} x {row['stages_per_rank']}": row["span"] for row in found}
+        for name in found_spans.keys() & {n for n, how in named.items() if how == options}:
+            assert spans[name] == float(f"{found_spans[name]:.6g}")
 
 
 def test_compare_marks_what_is_over_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +140,9 @@ def test_compare_marks_what_is_over_the_limit(capsys: pytest.CaptureFixture[str]
     assert fits["peak_memory"] < 40e9 and not fits["over_limit"]
     text = run_command(capsys, *given)
     assert "over the limit: " in text and "peak memory" in text
-    assert "over the limit of 40 GB, but fits with -O recompute=fit: gpipe (" in text
+    assert "but fits with -O recompute=fit (activations are computed again): gpipe (span " in text
+    unlimited = json.loads(run_command(capsys, *given[:-1], "--json"))
+    assert unlimited[0]["peak_memory"] == over["peak_memory"]
     # What no recomputation makes fit has no row, unless nothing else is left.
     tight = ["--sizes=saved=1GB,model_states=8GB", "--memory-limit=9GB", "-O", "recompute=fit"]
     text = run_command(capsys, "compare", "one_f_one_b", "dualpipe", *tight)

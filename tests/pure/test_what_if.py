@@ -226,8 +226,10 @@ def test_a_fast_stage_that_waits_for_a_slow_one_is_not_all_that_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = run_command(capsys, "explain", "one_f_one_b", "--costs=F=1:1:4:1,B=2:2:8:2")
-    line = next(line for line in words.splitlines() if line.startswith("longest awaited"))
-    assert line.endswith("it takes 0.57x the mean of all B, and that of stage 2 takes 2.29x")
+    slow, awaited = words.splitlines()[1:3]
+    assert slow == "slow stage: B of stage 2 on rank 2 takes 2.29x the mean of all B"
+    assert awaited.startswith("longest awaited: B of stage 1 on rank 1")
+    assert awaited.endswith("it takes 0.57x the mean of all B")
     words = run_command(capsys, "explain", "one_f_one_b", "--costs=F=1,B=2")
     assert "takes" not in next(line for line in words.splitlines() if "longest awaited" in line)
 

@@ -580,22 +580,24 @@ def require_memory_limit(
         tier: One of `TIERS`.
 
     Raises:
-        MemoryLimitError: A rank uses more than `limit`. The error lists the rank, the instruction
-            and the values.
+        MemoryLimitError: A rank uses more than `limit`. The error lists the rank that uses the
+            most memory, the instruction at its peak, and the values.
     """
-    for rank, own in enumerate(compute_footprints(program, sizes, tier, worst_case=True)):
-        most = int(own.total_bytes.argmax())
-        if own.total_bytes[most] <= add_tolerance(limit):
-            continue
-        at = int(own.positions[most])
+    footprints = compute_footprints(program, sizes, tier, worst_case=True)
+    peaks = [float(own.total_bytes.max(initial=0.0)) for own in footprints]
+    rank = max(range(len(peaks)), key=peaks.__getitem__)
+    if peaks[rank] > add_tolerance(limit):
+        own = footprints[rank]
+        fullest = int(own.total_bytes.argmax())
+        at = int(own.positions[fullest])
         instr = program.streams[rank][at]
         converts = any(VALUES[kind].converted_from for kind in INSTRUCTIONS[instr.op].gives)
         new = ", and makes deferred weight gradients" * converts
         raise MemoryLimitError(
             program=program.name,
             limit_bytes=limit,
-            required_bytes=float(own.total_bytes[most]),
-            live_values=own.list_values(most),
+            required_bytes=peaks[rank],
+            live_values=own.list_values(fullest),
             site=InstructionSite(rank, at, instr, "while it runs" + new),
             tier=tier,
         )

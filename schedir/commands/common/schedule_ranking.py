@@ -32,6 +32,10 @@ _REMEDIES: Final[tuple[dict[str, Any], ...]] = (
     {"recompute": "fit"},
     {"buffer_sharing": "minimal", "recompute": "fit"},
 )
+_REMEDY_MEANINGS: Final = {
+    "buffer_sharing": "values share buffers",
+    "recompute": "activations are computed again",
+}
 
 _MAX_INSTRUCTIONS: Final = 20_000  # For larger programs, trying the remedies takes too long.
 
@@ -234,39 +238,58 @@ def rank_schedules(
 def describe_excesses(over_limit: Mapping[str, Excess], limit: str) -> list[str]:
     """Return lines with the candidates that are over a limit.
 
-    Candidates that fit with an option have a line for each option.
+    Candidates that fit with options have a line for each set of options. The options that add no
+    compute come first.
 
     Args:
         over_limit: Name of a candidate -> the memory that it needs.
         limit: The limit with its unit.
 
     Returns:
-        The lines. In each line, the candidate with the smallest memory comes first.
+        The lines. In a line with options, the candidate with the shortest step comes first. In the
+        other line, the candidate with the smallest memory comes first.
     """
-    lines = dict[str, list[str]]()
+    too_large = list[str]()
+    fitting: dict[tuple[int, str], list[tuple[float, str]]] = {}
     for name, excess in sorted(over_limit.items(), key=lambda item: item[1].amount):
-        lines.setdefault(_find_remedy(excess.request), []).append(f"{name} ({excess.text})")
-    return [
-        f"over the limit of {limit}{remedy and f', but fits with {remedy}'}: {', '.join(names)}"
-        for remedy, names in sorted(lines.items(), key=lambda item: len(item[0]))
+        remedied = _find_remedy(excess.request)
+        if remedied is None:
+            too_large.append(f"{name} ({excess.text})")
+            continue
+        number, options, timeline = remedied
+        memory = format_bytes(float(timeline.peak_memory.max()))
+        span = f"{timeline.span:.6g} {timeline.unit}".strip()
+        text = f"{name} (span {span}, {memory})"
+        fitting.setdefault((number, options), []).append((timeline.span, text))
+    lines = [
+        f"over the limit of {limit}, but fits with {options}: "
+        + ", ".join(text for _, text in sorted(named))
+        for (_, options), named in sorted(fitting.items())
     ]
+    return lines + [f"over the limit of {limit}: {', '.join(too_large)}"] * bool(too_large)
 
 
-def _find_remedy(request: Request) -> str:
-    """Return the options with which the program of a request fits into its memory limit, or ""."""
+def _find_remedy(request: Request) -> tuple[int, str, Timeline] | None:
+    """Return options with which a program fits into its memory limit, and its run, or None.
+
+    The first value is the index of the options in `_REMEDIES`. The second value is a text of the
+    options and their meanings.
+    """
     if request.memory_limit is None or request.schedule is None:
-        return ""
+        return None
 
     if len(replace(request, memory_limit=None, compile_options={}).program) > _MAX_INSTRUCTIONS:
-        return ""
+        return None
     given = {name for name in ("buffer_sharing",) if request.buffer_sharing is not None}
     given |= request.compile_options.keys()
-    for remedy in _REMEDIES:
+    for number, remedy in enumerate(_REMEDIES):
         options = {name: value for name, value in remedy.items() if name not in given}
         with suppress(SchedirError):
-            _ = _add_options(request, options).program
-            return " ".join(" ".join(option_words(*option)) for option in options.items())
-    return ""
+            timeline = _add_options(request, options).timeline
+            words = " ".join(" ".join(option_words(*option)) for option in options.items())
+            meanings = ", ".join(_REMEDY_MEANINGS[option] for option in options)
+            return number, f"{words} ({meanings})", timeline
+    return None
 
 
 def _add_options(request: Request, options: Mapping[str, Any]) -> Request:
