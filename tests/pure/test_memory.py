@@ -313,6 +313,12 @@ def test_sizes_that_cannot_be(wrong: dict[str, float]) -> None:
         Sizes(**wrong)
 
 
+def test_a_size_with_a_unit_is_refused_with_its_number() -> None:
+    with pytest.raises(UsageError) as caught:
+        Sizes(saved="1.2GB")  # type: ignore[arg-type]
+    assert caught.value.fields == ("saved",) and caught.value.hint == "Sizes(saved=1.2e+09)"
+
+
 def test_sizes_of_too_few_stages() -> None:
     with pytest.raises(UsageError, match="2 numbers for 3 stages"):
         assert simulate(compile(gpipe, PipelineShape(3, 3)), sizes=Sizes(saved=(1, 2))).memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,6 +152,8 @@ class Sizes:
             value = getattr(self, f.name)
             if value is None:
                 continue
+            if isinstance(value, str):
+                _refuse_text(f.name, value)
             arrays = f.name in MICROBATCH_SIZES
             what = f"size {f.name}"
             value = to_per_stage(what, value, UsageError, allow_arrays=arrays, max_value=MAX_BYTES)
@@ -315,6 +317,19 @@ class EagerMessages(NamedTuple):
 
     max_bytes: float
     sizes: Sizes
+
+
+def _refuse_text(name: str, text: str) -> NoReturn:
+    """Raise the error for a size that is a text, with the number as a hint if it has bytes."""
+    try:
+        hint = f"Sizes({name}={parse_bytes(text):g})"
+    except ValueError:
+        hint = f"Sizes({name}=16e6)"
+    raise UsageError(
+        f"size {name} must be a number of bytes, not the text {text!r:.60}",
+        hint=hint,
+        fields=[name],
+    )
 
 
 def parse_bytes(text: str) -> float:
