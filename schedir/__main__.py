@@ -4,7 +4,7 @@ Exit codes:
 
 - 0: success.
 - 1: a bug of schedir, or a rank that crashed or was killed.
-- 2: a refused program, bad usage, or an optional package that is missing or broken.
+- 2: a refused program, nothing that fits, bad usage, or a missing or broken optional package.
 - 130: interrupted.
 
 A command writes all its output at its end.  Errors go to standard error.

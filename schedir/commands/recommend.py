@@ -75,21 +75,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compile_options(parser)
 
 
-def run(args: argparse.Namespace) -> str:
+def run(args: argparse.Namespace) -> tuple[str, int]:
     """Return a table of the schedules that fit, and lines that say why others do not.
 
     Args:
         args: The parsed options of `recommend`.
 
     Returns:
-        A text, or JSON with `--json`.
+        A text, or JSON with `--json`, and the exit code: 2 if no schedule fits, otherwise 0.
 
     Raises:
         SchedirError: No schedule supports the shape or the costs.
     """
     ranking, warning = _rank_candidates(args)
+    code = 0 if ranking.fitting else 2
     if args.json:
-        return format_json([_collect_row(request) for request in ranking.fitting])
+        return format_json([_collect_row(request) for request in ranking.fitting]), code
     text = _describe_shape(ranking)
     text += (
         _format_ranking(ranking.fitting)
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> str:
         names = [name for name, error in ranking.refusals.items() if error.fact == fact]
         text += f"refused {', '.join(names)}: {fact}\n"
     # Describe only the costs of the first schedule: schedules with other stages have other costs.
-    return text + warning + describe_costs(ranking.fitting[:1])
+    return text + warning + describe_costs(ranking.fitting[:1]), code
 
 
 def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:

@@ -14,6 +14,7 @@ import pytest
 import schedir
 from docs import schedules_page, which_schedule
 from schedir import Costs, PipelineShape, Sizes, Timeline
+from schedir.__main__ import main
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, SchedirError
 from schedir.ir.isa.instructions import BACKWARD_INPUT
@@ -39,7 +40,9 @@ def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
 
 
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(run_command(capsys, "recommend", *argv, "--json"))
+    code = main(["recommend", *argv, "--json"])
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert code == (0 if found else 2)
     return found
 
 
@@ -72,7 +75,8 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
     assert whole == [
         row for row in found if not row["split_backwards"] and row["peak_activations"] <= 2.5
     ]
-    text = run_command(capsys, "recommend", *shape, "--no-split-backward", "--max-activations=2.5")
+    main(["recommend", *shape, "--no-split-backward", "--max-activations=2.5"])
+    text = capsys.readouterr().out
     over = [r for r in found if r["peak_activations"] > 2.5 and not r["split_backwards"]]
     assert ("over the limit of 2.5 activations: " in text) == bool(over)
     assert ("refused zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
@@ -99,7 +103,9 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
                     or get_weight_delay_mark(schedule) is not None
                 )
     assert names
-    none = run_command(capsys, "recommend", "--ranks=4", "--sizes=saved=1GB", "--memory-limit=1MB")
+    command = ["recommend", "--ranks=4", "--sizes=saved=1GB", "--memory-limit=1MB"]
+    assert main(command) == 2
+    none = capsys.readouterr().out
     assert none.splitlines()[0].startswith("4 ranks, 8 microbatches; ")
     assert "\nno schedule fits with these options\nover the limit of 1 MB: v_min (2 GB), " in none
     assert "wave x 4 (" in none and "wave x 1" not in none  # a vee has two at least
