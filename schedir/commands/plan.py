@@ -14,7 +14,12 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from schedir.commands.common.plan_report import LAST_COLUMNS, collect_plan_facts, format_seconds
+from schedir.commands.common.plan_report import (
+    LAST_COLUMNS,
+    collect_plan_facts,
+    format_seconds,
+    format_teraflops,
+)
 from schedir.commands.common.plan_request import (
     FIXED_OPTIONS,
     NAME_OPTIONS,
@@ -125,7 +130,7 @@ def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
                 str(plan.stages_per_rank), str(plan.microbatch_size), plan.schedule, plan.recompute,
                 str(plan.zero),
                 *(getattr(plan, field) for _, field in last),
-                format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
+                format_seconds(plan.step_time), format_teraflops(plan.flops_per_second),
                 f"{plan.mfu:.1%}",
                 f"{plan.flops_per_second / first.flops_per_second:.0%}",
             ]

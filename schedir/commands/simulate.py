@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,9 @@ from schedir.ir.program import Program
 
 if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
+
+# A share of the span. A difference of sums of times that is smaller is a rounding error.
+_ROUNDING_ERROR: Final = 1e-12
 
 
 # ---------------------------------------------------------------- bytes sent
@@ -207,10 +210,7 @@ def run(args: argparse.Namespace) -> str:
         f"{timeline.program.name}, {timeline.caption}\n"
         + format_table(
             ["rank", *(name.replace("_", " ") for name in columns)],
-            [
-                [str(rank), *(x if isinstance(x, str) else f"{x:.6g}" for x in row)]
-                for rank, row in rows
-            ],
+            [[str(rank), *(_format_cell(x, timeline.span) for x in row)] for rank, row in rows],
         )
         + f"span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%} of ranks x span, "
         f"{timeline.bubble_over_ideal:.1%} of the busy time\n"
@@ -222,6 +222,13 @@ def run(args: argparse.Namespace) -> str:
         + describe_forwards(timeline.program)
         + _suggest_buffer_sharing(request)
     )
+
+
+def _format_cell(value: float | str, span: float) -> str:
+    """Return a cell of the table. A time that is only a rounding error of the span is 0."""
+    if isinstance(value, str):
+        return value
+    return f"{value if abs(value) > _ROUNDING_ERROR * span else 0:.6g}"
 
 
 def _find_lower_tier_peaks(timeline: Timeline) -> dict[str, list[float]]:

@@ -69,6 +69,9 @@ def test_one_of_a_kind_is_told_as_one() -> None:
         replace(one, breakdown=PARTS._replace(host_copies=8658.774), step_time=8669.0),
     )
     assert long.explanation == "host_copies: 8659 s of 8669 s"
+    assert "bound by host copies: 8659 s" in format_plans(asked, [long], 1, None)
+    slow = replace(one, flops_per_second=2.553e10)  # a processor
+    assert " 0.0255 " in format_plans(asked, [slow], 1, None)
 
 
 REFUSED = {

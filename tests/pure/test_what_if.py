@@ -208,6 +208,8 @@ def test_a_run_that_its_means_miss_is_no_ground_for_advice(
         )
         assert line.endswith("schedir draw x.timeline -o x.html shows where they differ")
         assert "a simulation" not in run_command(capsys, *command, "--costs=F=1,B=2")
+    # A comparison of runs only contains no prediction that the line could concern.
+    assert "a simulation" not in run_command(capsys, "compare", "x.timeline", "x.timeline")
 
 
 def test_what_is_less_than_a_simulation_misses_is_not_told(

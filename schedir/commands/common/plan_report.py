@@ -80,6 +80,20 @@ def format_seconds(time: float) -> str:
     return f"{1e6 * time:.3g} us"
 
 
+def format_teraflops(flops_per_second: float) -> str:
+    """Return a speed in TFLOP/s, for a table. Speeds of processors can be far below 1 TFLOP/s.
+
+    Args:
+        flops_per_second: The speed in FLOP/s.
+
+    Example:
+        >>> [format_teraflops(speed) for speed in (188e12, 1.84e12, 2.553e10)]
+        ['188.0', '1.8', '0.0255']
+    """
+    teraflops = flops_per_second / 1e12
+    return f"{teraflops:.1f}" if teraflops >= 1 else f"{teraflops:.3g}"
+
+
 def describe_plan(plan: PlanEstimate) -> str:
     """Return a phrase with the parallel degrees, the schedule and the memory options of a plan.
 
@@ -147,7 +161,7 @@ def format_plans(
     if plan.offload_comparison:
         lines.append(_wrap(f"  offload: {plan.offload_comparison}"))
     if plan.explanation:
-        lines.append(_wrap(f"  bound by {plan.explanation}"))
+        lines.append(_wrap(f"  bound by {_name_fields(plan.explanation, plan)}"))
     if tokens is not None:
         steps = tokens / (request.batch * model.sequence)
         lines.append(f"  {_format_count(tokens)} tokens take {steps:,.0f} steps: "
@@ -173,7 +187,7 @@ def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
                 str(plan.dp), str(plan.stages_per_rank), str(plan.microbatch_size),
                 str(plan.microbatches), plan.schedule, plan.recompute,
                 str(plan.zero), *(_format_cell(getattr(plan, field)) for _, field in last),
-                format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
+                format_seconds(plan.step_time), format_teraflops(plan.flops_per_second),
                 f"{plan.mfu:.1%}",
                 f"{plan.memory.total / 1e9:.1f} of {limit / 1e9:.4g} GB",
             ]
@@ -245,6 +259,14 @@ def _name_step_parts(plan: PlanEstimate) -> dict[str, str]:
     degrees = {"tensor": plan.tp, "context": plan.cp, "expert": plan.ep}
     groups = [name for name, degree in degrees.items() if degree > 1]
     return _STEP_PART_NAMES | {"layer_collectives": f"{join_words(groups)} parallel"}
+
+
+def _name_fields(explanation: str, plan: PlanEstimate) -> str:
+    """Return an explanation with the printed names of the fields of `StepBreakdown`."""
+    for field, name in _name_step_parts(plan).items():
+        if "_" in field:  # other fields have their printed names
+            explanation = explanation.replace(field, name)
+    return explanation
 
 
 def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:

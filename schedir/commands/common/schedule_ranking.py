@@ -136,7 +136,8 @@ def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
 
     Returns:
         The requests, and a line with a warning if a simulation of the run at its mean times takes
-        much more or less time than the run. Otherwise the line is "".
+        much more or less time than the run. Otherwise the line is "". It is also "" if all sources
+        are runs, which need no prediction.
     """
     source, run = next(
         ((r.source, r.source_timeline) for r in requests if r.source_timeline), ("", None)
@@ -146,7 +147,8 @@ def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
     shape, costs, warning = run.program.unsegmented_shape, requests[0].costs, ""
     if costs is None:
         costs = fill_missing_backwards(calibrate(run), run.program)
-        warning = _describe_prediction_error(source, run, simulate_at_mean_times(run, costs))
+        if any(request.source_timeline is None for request in requests):
+            warning = _describe_prediction_error(source, run, simulate_at_mean_times(run, costs))
     defaults = {"ranks": shape.ranks, "microbatches": shape.microbatches}
     used = [
         request
