@@ -392,20 +392,23 @@ def _describe_advice(
         f"{abs(advice.relative_error):.1%} {'more' if advice.relative_error > 0 else 'less'} "
         "than the run"
     )
-    of = f" at the run's mean times, which takes {base.span:.6g}{unit}, {off}"
-    if (lost := compute_unexplained_share(base, timeline)) >= MIN_REPORTED_SHARE:
-        of += f"; {lost:.1%} of the ranks' time is unexplained and counts as work"
-    if timeline.kind == "predicted":
-        of = ""
+    lines = []
+    if timeline.kind != "predicted":
+        lines = [f"a simulation at the run's mean times takes {base.span:.6g}{unit}, {off}"]
+        if (lost := compute_unexplained_share(base, timeline)) >= MIN_REPORTED_SHARE:
+            lines[0] += f"; {lost:.1%} of the ranks' time is unexplained and counts as work"
     # A saving below the error of the simulation may be noise.
     least = max(MIN_SAVING, abs(advice.relative_error))
     best = [(k, change) for k, change in enumerate(advice.changes) if change.saved_share >= least]
+    untried = ""
     if len(base.program) > MAX_COMPILED_INSTRUCTIONS:
-        of += f"; other orders of {len(base.program):,} instructions are not tried"
+        untried = f"; other orders of {len(base.program):,} instructions are not tried"
     if not best:
-        return [f"no tried change saves {least:.1%} of the time, by simulation{of}"]
-    head = f"changes that save most of the time per microbatch, by simulation{of}:"
-    lines = [head]
+        return [*lines, f"no tried change saves {least:.1%} of the time, by simulation{untried}"]
+    lines.append(
+        "changes, with the share of the time per microbatch that each saves, by simulation"
+        f"{untried}:"
+    )
     for k, (at, change) in enumerate(best):
         if k < MAX_CHANGES or recipes[at]:  # Changes with commands are always printed.
             lines += [

@@ -457,7 +457,7 @@ class _Table:
         first, last = sum(segments[:worst]), sum(segments[: worst + 1]) - 1
         replicas = " and ".join(map(str, self.shape.replica_ranks[:, first].tolist()))
         which = f"stage {first}" if first == last else f"stage of segments {first} to {last}"
-        longer = f"({which} on rank {replicas} takes {each[worst] / mean:.2f}x)"
+        longer = f"(F and B of {which} on rank {replicas} take {each[worst] / mean:.2f}x)"
         yield self._make_cost_row("even", f"stages that all take the mean {longer}", **even)
 
     def _iter_more_microbatches(self) -> Iterator[ChangeRow]:
