@@ -456,7 +456,7 @@ class _Table:
         }
         first, last = sum(segments[:worst]), sum(segments[: worst + 1]) - 1
         replicas = " and ".join(map(str, self.shape.replica_ranks[:, first].tolist()))
-        which = f"stage {first}" if first == last else f"stage of segments {first} to {last}"
+        which = f"stage {first}" if first == last else f"the stage of segments {first} to {last}"
         longer = f"(F and B of {which} on rank {replicas} take {each[worst] / mean:.2f}x)"
         yield self._make_cost_row("even", f"stages that all take the mean {longer}", **even)
 

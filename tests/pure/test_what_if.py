@@ -48,7 +48,7 @@ def test_claims_are_simulations() -> None:
 
     assert saves(advice, "messages") == saved(replace(COSTS, send=0))
     assert saves(advice, "reductions") == saved(replace(COSTS, reduce_grads=0))
-    even = saves(advice, "stage 3 on rank 3 takes 1.33x")
+    even = saves(advice, "F and B of stage 3 on rank 3 take 1.33x")
     assert even == pytest.approx(saved(Costs(F=1.125, B=2.25, send=0.25, reduce_grads=2)))
     twice = run_of(one_f_one_b, COSTS, PipelineShape(4, 16))
     assert saves(advice, "twice") == pytest.approx(1 - twice.span / timeline.span / 2)
@@ -99,7 +99,9 @@ def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
     if other is not None:
         assert other.saved_share == pytest.approx(1 - of(zb_h1).span / base.span)
     whats = " ".join(c.description for c in advice.changes)
-    assert ("(stage of segments 0 to 4 on rank 0 takes 1.43x)" in whats) == (cut == ("fgfg", "g"))
+    assert ("(F and B of the stage of segments 0 to 4 on rank 0 take 1.43x)" in whats) == (
+        cut == ("fgfg", "g")
+    )
     if cut == ("fgfg", "g"):
         even = Costs(F=(0.7,) * 5 + (1.75,) * 2, B=(1.4,) * 5 + (3.5,) * 2, tp_reduce=0.3, send=0.1)
         span = schedir.simulate(base.program, even).span
@@ -295,7 +297,7 @@ def test_the_command(
     assert len(table) == 2 + 4 and len(lines) - len(table) <= 7
     assert lines[-1].startswith("another order of these stages")
     assert "imbalance" in lines[0] and "by simulation" in lines[8]
-    assert "stage 3 on rank 3 takes 1.33x" in "".join(lines)
+    assert "F and B of stage 3 on rank 3 take 1.33x" in "".join(lines)
     *_, nothing, most = run_command(capsys, "explain", "gpipe", "--ranks=1").splitlines()
     assert nothing.endswith("by simulation") and most.endswith("saves nothing")
     assert '"imbalance"' in run_command(capsys, "explain", "gpipe", "--json")
