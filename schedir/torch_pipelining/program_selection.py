@@ -1,4 +1,4 @@
-"""Choose the program that a schedule runs for the stages of the processes."""
+"""Find the program that a `Schedule` runs: load or compile it for the stages of the ranks."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def infer_shape(
 
 
 def get_progress_model(group: Any, device: torch.device) -> tuple[ProgressModel, bool]:
-    """Return the progress model of torch's runtime on a group, and if hosts are blocking.
+    """Return the progress model of torch's runtime on a group, and whether hosts are blocking.
 
     torch's runtime sends each message alone (`_batch_p2p` in its schedules.py). The model follows
     from the backend:
