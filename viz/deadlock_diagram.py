@@ -99,7 +99,7 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
 def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     """Return a mask of the instructions that have ended.
 
-    If only blocking hosts cause the deadlock, it is a mask of the instructions that they have
+    If only blocking hosts cause the deadlock, it is a mask of the instructions that the hosts have
     issued.
     """
     graph = Graph.from_program(program, cast(ProgressModel, error.progress_model))
@@ -144,7 +144,7 @@ class _RankColumn:
             matters = [int(still[0]) if len(still) else size - 1]
         self.begin_index = max(min(matters) - _CONTEXT_INSTRUCTIONS, 0)
         self.end_index = min(max(matters) + _CONTEXT_INSTRUCTIONS + 1, size)
-        # One hidden instruction is shown, because the line "(1 more)" takes the same space.
+        # If only one instruction would be hidden, it is shown: "(1 more)" takes the same space.
         self.begin_index, self.end_index = (
             self.begin_index * (self.begin_index > 1),
             max(self.end_index, size * (self.end_index + 2 > size)),

@@ -43,7 +43,7 @@ class ChartRectangles:
 
     Args:
         timeline: The timeline.
-        lanes: Include communication lanes and the bands of unsharded stages.
+        lanes: True to include communication lanes and the bands of unsharded stages.
         curves: The number of curves below each rank.
         gap: The gap between two ranks.
         palette: The colours of the boxes.
@@ -103,7 +103,7 @@ class ChartRectangles:
         self.bottom[second - 1] -= 0.5
         self.top[second] += 0.5
         # Receives are the upper half of a lane and sends the lower half, because both may run at
-        # once.
+        # the same time.
         for lane in self.lanes:
             here = spans["lane"] == lane
             self.top[here] += self.lane_top(lane)
@@ -191,8 +191,8 @@ class ChartRectangles:
 
         Args:
             index: The index of the span.
-            with_letter: Include the letter. Without it, the colour shows the kind of the
-                instruction.
+            with_letter: True to include the letter. Without it, only the colour shows the kind of
+                the instruction.
         """
         row = INSTRUCTIONS[self.op[index]]
         number = str(self.timeline.spans["mb"][index]) if row.op in COMPUTE_OPS else ""

@@ -108,7 +108,7 @@ def build_window_mask(
 class _QueryTile(NamedTuple):
     """A tile of queries with its keys and the mask that is added to the scores.
 
-    `mask` is None if the mask is only causal and the last keys are those of the queries.
+    `mask` is None if the keys are those of the queries, so that a causal mask is enough.
     """
 
     queries: slice
@@ -129,7 +129,8 @@ def _build_query_tiles(
         range(0, length, tile), (axis.visited_ranges * axis.kv_tile).tolist(), strict=True
     ):
         ranges.append((range(first, min(first + tile, length)), range(low, min(high, length))))
-    # If all queries of a tile attend to all keys before the tile, its mask is a slice of one mask.
+    # If all queries of a tile attend to all of its keys before the first query, the mask is zeros
+    # for these keys and causal after them. Such masks are slices of one tensor, `widest`.
     uncut = [own.start - keys.start for own, keys in ranges if start[own[-1]] <= keys.start]
     causal = torch.full((tile, tile), -torch.inf, dtype=dtype).triu(1)
     widest = torch.cat(
@@ -156,7 +157,8 @@ def _build_query_tiles(
 class _TiledAttention(torch.autograd.Function):
     """Attention in tiles of queries, with torch's flash attention operation for CPUs.
 
-    It saves the same tensors as that operation: q, k, v, the output, and a number per query.
+    It saves the same tensors as that operation: q, k, v, the output, and the log-sum-exp of the
+    scores of each query.
     Gradients of keys and values are summed over tiles in float32 or in the type of q, whichever is
     wider.
     """

@@ -226,7 +226,7 @@ def _choose_axes_size(
 ) -> tuple[float, float]:
     """Return the width of the axes, and the largest height of all axes together, in inches.
 
-    Labels determine the width, unless the style does.
+    If the style has no width, the labels determine it.
     """
     if style.width is not None:
         return style.width, _MAX_HEIGHT

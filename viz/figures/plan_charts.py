@@ -387,9 +387,9 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
     label at each point has p x t x d.
 
     Args:
-        strong: Plans of one batch. A thin line shows the step times for ideal scaling from the
-            first.
-        weak: Plans whose batch grows with the number of GPUs.
+        strong: Plans with the same batch size (strong scaling). A thin line shows the step times
+            for ideal scaling from the plan with the fewest GPUs.
+        weak: Plans whose batch grows with the number of GPUs (weak scaling).
 
     Returns:
         The figure.

@@ -58,10 +58,11 @@ def render_chart(
     Args:
         axes: The axes, with their x limits set.
         rectangles: The rectangles of the chart.
-        inches_per_unit: The inches of a unit of time.
-        row_height: The inches of a compute lane.
-        is_dense: Draw mean colours instead of single boxes.
-        has_background: Fill idle time with white. Without it, the colour below remains visible.
+        inches_per_unit: Inches per unit of time.
+        row_height: The height of a compute lane, in inches.
+        is_dense: True to draw mean colours instead of single boxes.
+        has_background: True to fill idle time with white. If False, the colour below remains
+            visible.
     """
     idle = _IDLE_STYLE if has_background else _IDLE_STYLE | {"facecolor": "none"}
     gaps = rectangles.compute_idle_corners(
