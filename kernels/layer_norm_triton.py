@@ -155,8 +155,8 @@ def backward_kernel(
     """Compute `each` rows per program, and their partial sums for weight and bias.
 
     `parts` has the shape (2, programs, n). If a row has several tiles, a program computes one of
-    them. It reads the others for two sums over the row. Neighboring programs read the same tiles,
-    so these are in the cache.
+    them. It also reads the other tiles, for two sums over the row. Neighboring programs read the
+    same tiles, so these are in the cache.
     """
     tile = tl.program_id(1)
     c = tile * width + tl.arange(0, COLUMNS)

@@ -38,7 +38,7 @@ class GPTConfig:
             stride equal to the window divides the sequence into blocks (arXiv 2504.16922).
 
     Raises:
-        UsageError: A size is not positive, or does not fit the others.
+        UsageError: A size is not positive, or does not fit the other sizes.
     """
 
     vocab: int = 256

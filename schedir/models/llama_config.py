@@ -32,7 +32,7 @@ class LlamaConfig:
             sliding window of Mistral (Jiang et al., arXiv 2310.06825, section 2).
 
     Raises:
-        UsageError: A size is not positive, or does not fit the others.
+        UsageError: A size is not positive, or does not fit the other sizes.
     """
 
     vocab: int = 256

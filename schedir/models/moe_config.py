@@ -40,7 +40,7 @@ class MoEConfig(GPTConfig):
             if the router is perfectly balanced. With more tokens the step raises an error.
 
     Raises:
-        UsageError: A number is not positive, or does not fit the others.
+        UsageError: A number is not positive, or does not fit the other numbers.
     """
 
     experts: int = 8

@@ -134,7 +134,8 @@ class MoEStage(gpt.Stage):
         """Return the output of the stage, and the auxiliary loss up to it.
 
         Args:
-            *inputs: The input of the stage, and for all stages but the first the auxiliary loss.
+            *inputs: The input of the stage, and the auxiliary loss. The first stage takes only its
+                input.
 
         Raises:
             ModelError: The rank has only some of the experts.

@@ -40,8 +40,8 @@ def insert_unshards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
 
     Args:
         actions: The actions of the rank.
-        unsharded_stages: The most stages that are unsharded at once. If an action uses more stages,
-            that number applies instead.
+        unsharded_stages: The largest number of stages that are unsharded at once. If a single
+            action uses more stages, the number of its stages is the limit.
     """
     changes_before = place_unshards(
         [_stages_of_action(action) for action in actions], unsharded_stages
@@ -54,7 +54,7 @@ def insert_unshards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
 
 
 def _max_unsharded(actions: Sequence[Any], unsharded_stages: int) -> int:
-    """Return how many stages may be unsharded at once."""
+    """Return the largest number of stages that may be unsharded at once."""
     return max(unsharded_stages, *(len(_stages_of_action(action)) for action in actions), 0)
 
 
@@ -77,8 +77,8 @@ def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
 
     Args:
         actions: The actions of the rank.
-        unsharded_stages: The most stages that may be unsharded at once. If an action uses more
-            stages, that number applies instead.
+        unsharded_stages: The largest number of stages that may be unsharded at once. If a single
+            action uses more stages, the number of its stages is the limit.
 
     Raises:
         OrderError: An action uses a stage that is sharded, or comes after the reduction of its

@@ -87,8 +87,8 @@ class PendingOutputs:
     def release(self, stage: int, mb: int) -> None:
         """Check the outputs of a forward when its backward begins, and forget them.
 
-        Their gradient has arrived, so they were received. If no output has a gradient, they are
-        needed until the step ends, because nothing shows that they were received.
+        Their gradient has arrived, so the outputs were received. Outputs without a gradient are
+        needed until the step ends, because nothing shows earlier that they were received.
 
         Args:
             stage: The stage.

@@ -181,8 +181,8 @@ def get_progress_model(group: Any, device: torch.device) -> tuple[ProgressModel,
     torch's runtime sends each message alone (`_batch_p2p` in its schedules.py). The model follows
     from the backend:
 
-    - NCCL: A message uses the communicator of its two ranks ("torch_lazy"). If the group is bound
-      to a device, it uses that of the group ("per_device").
+    - NCCL: Each pair of ranks has a communicator for its messages ("torch_lazy"). If the group is
+      bound to a device, all messages use the communicator of the group ("per_device").
     - Gloo: All messages from one rank to another have one tag and match by position, both
       activations and gradients. "per_pair" has this rule. It is stricter than Gloo, in which the
       two directions of a pair do not wait for each other.

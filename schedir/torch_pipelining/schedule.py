@@ -76,7 +76,8 @@ class Schedule(CheckedRuntime):
             attribute `tied_weight`.
         allow_identical_stages: True to allow equal trained parameters in different stages. By
             default they are refused, except for tied and for constant ones, such as all zeros.
-        unsharded_stages: The most stages of a rank under `fully_shard` that are unsharded at once.
+        unsharded_stages: The largest number of stages of a rank that are unsharded at once, if
+            `fully_shard` wraps them.
         backward_requires_autograd: Passed on to torch's schedule class.
 
     Raises:

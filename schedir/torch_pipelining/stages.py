@@ -60,7 +60,7 @@ def require_runnable(
         stages: The stages of this rank.
         microbatches: The number of microbatches.
         loss_fn: The loss function, or None.
-        unsharded_stages: The most stages that may be unsharded at once.
+        unsharded_stages: The largest number of stages that may be unsharded at once.
 
     Raises:
         UsageError: Stages differ in `num_stages`, group or device. Or a number is not an integer of
@@ -147,7 +147,7 @@ def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
 
 
 def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> None:
-    """Refuse an output that differs from the declared one, or from that of the first microbatch.
+    """Refuse an output that differs from the declared output, or from the one of the first step.
 
     torch would not raise an error. It would send the output into a buffer of another shape, or not
     send its gradient back.

@@ -1,12 +1,13 @@
 """Find when a rank ran each instruction, from profiler ranges and kernels.
 
-On a CPU, the time of an instruction is that of its range without the waits for messages in it. For
-example, torch's runtime waits for a receive inside of the F or B that needs it. A range of Gloo
+On a CPU, the time of an instruction is the time of its range, without the waits for messages in it.
+For example, torch's runtime waits for a receive inside of the F or B that needs it. A range of Gloo
 gives the end of a wait, and the end of the previous operator gives its start.
 
 On a GPU, the ranges of the host only show which instruction launched which kernels. The time of an
-instruction is that of the kernels launched in its range. The launching thread is the thread of the
-range or, for a backward, a thread of autograd. The time of a message is that of NCCL's kernels.
+instruction is the time of the kernels launched in its range. The launching thread is the thread of
+the range or, for a backward, a thread of autograd. The time of a message is the time of NCCL's
+kernels.
 """
 
 from __future__ import annotations
