@@ -289,7 +289,7 @@ class ShapeError(SchedirError):
 
 
 class CostsError(SchedirError):
-    """Costs that are negative, not finite, not one per stage, or not enough for a search."""
+    """Costs that are negative or not finite, do not fit the stages, or do not allow a search."""
 
 
 class ScheduleError(SchedirError):
@@ -312,7 +312,7 @@ class ParseError(SchedirError):
         hint: A fix, given only if it is certain.
 
     Attributes:
-        location_format: Format of the first part of the message.
+        location_format: Format of the position with which the message begins.
     """
 
     location_format = "line {line}, column {column}"

@@ -43,8 +43,9 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
     """Return an SVG of the instruction lists of the ranks, with the instructions of an error.
 
     For a DeadlockError, ended instructions are grey and waiting ones are filled. An arrow leads
-    from each to the instruction for which it waits. If messages cross, arrows lead from each send
-    to the receive that gets it. For other errors, the instructions that the error names are filled.
+    from each waiting instruction to the one that it needs. If messages cross, arrows lead from each
+    send to the receive that gets it. For other errors, the instructions that the error names are
+    filled.
 
     Args:
         program: The program.

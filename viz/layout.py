@@ -167,7 +167,7 @@ class ChartRectangles:
 
     @property
     def short_box_width(self) -> float:
-        """The time that 9 of 10 instructions F, B, I, W exceed, in the unit of the timeline."""
+        """The duration that 9 of 10 instructions F, B, I, W, R exceed, in the timeline's unit."""
         work = self.compute_indices[np.isin(self.op[self.compute_indices], COMPUTE_OPS)]
         width = self.right[work] - self.left[work]
         return float(np.quantile(width, 0.1)) if len(work) else max(self.timeline.span, 1.0)

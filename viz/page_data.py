@@ -182,7 +182,7 @@ def _describe_opcode(row: Any) -> dict[str, Any]:
 
 
 def _count_shades(runs: Sequence[Timeline]) -> int:
-    """Return the number of stages of a rank that have different shades."""
+    """Return the number of different shades for the stages of a rank."""
     return min(max(run.program.shape.stages_per_rank for run in runs), _MAX_SHADES)
 
 

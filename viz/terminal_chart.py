@@ -161,7 +161,7 @@ def _merge_cells(cells: list[StyledText]) -> StyledLine:
 
 
 def _draw_boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
-    """Return a cell per column: the label of each box, then dashes, then a space."""
+    """Return a cell per rank and column: the label of each box, then dashes, then a space."""
     spans, second, local = timeline.spans, timeline.is_second_of_pair, find_local_stages(timeline)
     scale = columns / (timeline.span or 1.0)
     stages = timeline.program.shape.stages_per_rank
@@ -188,7 +188,7 @@ def _draw_boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Sty
 
 
 def _draw_binned(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
-    """Return a cell per column: the letter of the instruction that takes most of it."""
+    """Return a cell per rank and column: the letter of the instruction that takes most time."""
     stages, (kinds, share) = timeline.program.shape.stages_per_rank, bin_timeline(timeline, columns)
     idle, top = 1 - share.sum(-1), share.argmax(-1)
     table = [(INSTRUCTIONS[op].text[0], _choose_style(op, local, stages)) for op, local in kinds]

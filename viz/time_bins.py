@@ -132,7 +132,7 @@ class UnshardedIntervals(NamedTuple):
 
 
 def find_unsharded_intervals(timeline: Timeline) -> UnshardedIntervals:
-    """Return the intervals in which stages are unsharded. Each takes the first row that is free.
+    """Return the intervals in which stages are unsharded, each in the first row that is free.
 
     Args:
         timeline: The timeline.

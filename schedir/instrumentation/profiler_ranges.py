@@ -132,7 +132,7 @@ class FunctionPatches:
         self._lock = Lock()
 
     def wrap_function(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Plan that `wrapper(original, *args)` is called in place of `owner.name(*args)`.
+        """Add a wrapper: `wrapper(original, *args)` is called instead of `owner.name(*args)`.
 
         Args:
             owner: The module or class that has the function.

@@ -224,7 +224,7 @@ def require_untied_embeddings(shape: PipelineShape, schedule: str) -> None:
         schedule: The name of the schedule, for the error.
 
     Raises:
-        ModelError: Both stages are on one of several ranks.
+        ModelError: There are several ranks, and one of them has both stages.
     """
     first_rank, last_rank = (int(shape.first_rank_per_stage[stage]) for stage in (0, -1))
     if first_rank == last_rank and shape.ranks > 1:

@@ -242,7 +242,7 @@ def _reduce_gradients(step: MegatronStep, instr: Instr) -> None:
 
 
 def _leave_to_trainer(step: MegatronStep, instr: Instr) -> None:
-    """Do nothing: Megatron's trainer takes the optimizer step after the call."""
+    """Do nothing, because Megatron's trainer runs the optimizer step after the call."""
 
 
 HANDLERS: Final[dict[int, Callable[[MegatronStep, Instr], None]]] = {

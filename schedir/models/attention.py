@@ -3,8 +3,8 @@
 A window is that of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), causal
 and with one dimension. Query i attends to keys j with leader - window < j <= i. The leader is the
 last query of the stride of i: i // stride * stride + stride - 1. `schedir.predict.window_tiles`
-computes the tiles that have such pairs. The keys of a token do not depend on the number of later
-tokens.
+computes the tiles that have such pairs. To which keys a query attends does not depend on the number
+of later tokens.
 
 Tiles without visible pairs are skipped. On CPUs, torch's flash attention operation runs for one
 tile of queries at a time, with its keys. On GPUs, FlexAttention skips the tiles. Neither supports
@@ -85,9 +85,9 @@ def build_window_mask(
     """Return the mask of a window: True where a query attends to a key.
 
     Args:
-        length: Tokens of the sequence.
-        window: Tokens of the window, including the query's own.
-        stride: Tokens by which the window moves.
+        length: Number of tokens of the sequence.
+        window: Number of tokens of the window, including the query's token.
+        stride: Number of tokens by which the window moves.
         device: The device of the mask.
 
     Returns:
@@ -230,9 +230,9 @@ def build_block_mask(length: int, window: int, stride: int, device: torch.device
     It has the tiles of `compute_device_tiles`.
 
     Args:
-        length: Tokens of the sequence.
-        window: Tokens of the window.
-        stride: Tokens by which the window moves.
+        length: Number of tokens of the sequence.
+        window: Number of tokens of the window.
+        stride: Number of tokens by which the window moves.
         device: The GPU.
     """
     from torch.nn.attention.flex_attention import BlockMask

@@ -244,7 +244,7 @@ def compute_rotations(length: int, width: int, theta: float, like: Tensor) -> Te
     consists of the elements i and i + width/2 of a head.
 
     Args:
-        length: Tokens of the sequence, T.
+        length: Number of tokens of the sequence, T.
         width: Width of a head.
         theta: The base of the angles.
         like: A tensor with the device and the type of the result.

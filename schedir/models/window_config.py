@@ -113,9 +113,9 @@ def compute_device_tiles(length: int, window: int, stride: int, device: str = "c
     """Return the tiles that windowed attention computes on a type of device, without dropout.
 
     Args:
-        length: Tokens of the sequence.
-        window: Tokens of the window.
-        stride: Tokens by which the window moves.
+        length: Number of tokens of the sequence.
+        window: Number of tokens of the window.
+        stride: Number of tokens by which the window moves.
         device: The device type, "cpu" or "cuda".
 
     Example:

@@ -248,7 +248,7 @@ def _list_gradients(
                 and not bool(gradient.any())
             ):
                 gradient = None  # a step may return zeros for the parameters of other ranks
-            # Otherwise the rank does not have the parameter.
+            # If neither is true, the rank does not have the parameter.
             if gradient is not None or name in stage_of:
                 result.append((StageLocation(stage_of.get(name), rank), name, gradient))
     for names in weight_names:

@@ -27,10 +27,10 @@ from torch.distributed.pipelining import _backward as theirs
 
 
 def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int) -> bool:
-    """Return whether the halves of torch's split backward would be wrong for a microbatch.
+    """Return whether torch's split backward would be wrong for a microbatch.
 
-    They are wrong if they leave out a weight that is used, or a path from it to an output. They are
-    also wrong if they count a path twice, or call a `torch.autograd.Function` twice.
+    It is wrong if it leaves out a weight that is used, or a path from a weight to an output. It is
+    also wrong if it counts a path twice, or calls a `torch.autograd.Function` twice.
 
     Args:
         stage: A stage of torch, after its forward.
@@ -147,7 +147,7 @@ def make_detachable(tensor: Any) -> Any:
 
 
 class _MemoryAlias(Function):
-    """Makes a tensor in the same memory that is not a view."""
+    """Returns its input as another tensor in the same memory that is not a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

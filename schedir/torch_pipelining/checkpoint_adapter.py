@@ -39,7 +39,7 @@ class OptimizerList:
 class TorchCheckpointState:
     """Builds the checkpoint state of a schedule.
 
-    The replicas are the pipelines that the processes of the default group run.
+    The processes of the default group run one or several pipelines. Each pipeline is a replica.
 
     Args:
         stages: The stages of this rank.

@@ -351,7 +351,7 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
 
 
 def _describe_non_tensor(value: object) -> str:
-    """Return the type of a value, or the value of a bool or string, on which stages may branch."""
+    """Return the type of a value, or the value of a bool or string, because stages may test it."""
     return repr(value) if isinstance(value, bool | str) else type(value).__name__
 
 

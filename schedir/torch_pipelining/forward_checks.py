@@ -231,7 +231,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
         self, stage: Any, run: Callable[..., Any], mb: int, *args: Any, **kwargs: Any
     ) -> None:
         """Run the half of a backward that computes the gradients of weights."""
-        if stage.is_first and not stage.is_last:  # its full backward runs here
+        if stage.is_first and not stage.is_last:  # torch runs this stage's full backward at W
             self._pending_outputs.release(stage.stage_index, mb)
         with self._force_full_if_needed(stage, mb):
             run(mb, *args, **kwargs)

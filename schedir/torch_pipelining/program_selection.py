@@ -82,7 +82,7 @@ def compile_for_stages(
     Args:
         source: A schedule or a Program.
         shape: The shape of the stages of all ranks.
-        tied_weights: The stages of each tied weight. Ties of a Program take precedence.
+        tied_weights: The stages of each tied weight. If a Program has tied weights, those are used.
 
     Raises:
         UsageError: The Program is for other stages, has a ZeRO level, or has collectives between

@@ -6,8 +6,8 @@ are ranges that the program named (`user_annotation`), operators (`cpu_op`), lau
 `args.correlation` connects a launch and its work. `ts` and `dur` are microseconds, and absolute
 time is `baseTimeNanoseconds + 1000 ts`.
 
-A file may have gigabytes, most of them not needed. So it is parsed as a stream, and only the needed
-events are kept.
+A file may have gigabytes, of which only a part is needed. So it is parsed as a stream, and only the
+needed events are kept.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class _TraceFile:
 
 
 def _parse_events(path: str | Path, events: Iterator[Any]) -> Iterator[Any]:
-    """Yield the results of a parser, with its errors as TraceError."""
+    """Yield the results of a parser, and raise its errors as TraceError."""
     import ijson
 
     try:
@@ -345,7 +345,7 @@ class _TraceReader:
 
 
 def _parse_groups(config: object) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each process group that lists them."""
+    """Return the ranks of each process group that lists its ranks."""
     each = [group.get("ranks") for group in config if isinstance(group, dict)] if isinstance(
         config, list) else []  # fmt: skip
     return tuple(

@@ -236,5 +236,5 @@ def _choose_axes_size(
     )
     wanted = max(widths) * _INCHES_PER_LABEL
     if wanted > _WIDTH_RANGE[1]:
-        return _DENSE_SIZE  # no label fits, so a smaller figure shows as much
+        return _DENSE_SIZE  # no label fits, so a larger figure would not show more
     return float(np.clip(wanted, *_WIDTH_RANGE)), _MAX_HEIGHT

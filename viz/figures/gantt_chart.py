@@ -87,7 +87,7 @@ def compare(
     bounds: Sequence[float | None] | None = None,
     **style: Unpack[Style],
 ) -> Figure:
-    """Draw timelines below each other on one time axis, each from its own start.
+    """Draw timelines below each other on one time axis, on which each timeline starts at 0.
 
     The title of each has its bubble and the largest peak memory of a rank, in bytes. Without sizes
     the peak is a number of activations. The activations of all v stages of a rank count 1, so those
@@ -312,7 +312,7 @@ def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
 
 
 def _measure_inches(text: str, size: float) -> float:
-    """Return the width of a text in inches, plus 6% because letters are drawn at full pixels."""
+    """Return the width of a text in inches, plus 6% because drawing rounds letters to pixels."""
     with warnings.catch_warnings():  # ignored for the same reason as in `save`
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         font = FontProperties(size=size)

@@ -295,7 +295,7 @@ def plan_memory(
 def _find_frontier(
     memory: NDArray[np.float64], step_times: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the points for which no other point has less memory and less time, by memory."""
+    """Return the memory and the step time of the Pareto-optimal points, ascending by memory."""
     order = np.lexsort((step_times, memory))
     low = np.minimum.accumulate(step_times[order])
     best = order[np.r_[True, low[1:] < low[:-1]]]

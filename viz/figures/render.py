@@ -157,7 +157,7 @@ def _draw_labels(
     If letters do not fit, only the microbatch is written, because the colour shows the instruction.
     Labels that do not fit are left out.
     """
-    points = inches_per_unit * 72  # per unit of time
+    points = inches_per_unit * 72  # typographic points per unit of time
     wide, available = rectangles.label_width, 0.9 * rectangles.short_box_width * points
     letter = available >= wide * _MIN_FONT_SIZE
     if not letter:

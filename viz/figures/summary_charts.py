@@ -179,7 +179,7 @@ def _draw_names(
     wide, high = axes.get_xlim()[1], axes.get_ylim()[1]
     axes_size = 320 * scale, 210 * scale  # typographic points
     spots = np.stack([x / wide * axes_size[0], y / high * axes_size[1]], 1).tolist()
-    taken = [(left - 4, left + 4, up) for left, up in spots]  # the left, the right and the height
+    taken = [(left - 4, left + 4, up) for left, up in spots]  # occupied: left, right, height
     for k in np.lexsort((x, y)).tolist():
         name = names[k] if len(names[k]) <= 30 else f"{names[k][:29]}…"
         left, at = spots[k]
