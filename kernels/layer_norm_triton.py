@@ -35,7 +35,7 @@ def count_warps(columns: int, itemsize: int) -> int:
     """Return the number of warps of a program.
 
     Args:
-        columns: How many numbers of a row the program processes.
+        columns: The count of numbers of a row that the program processes.
         itemsize: Bytes of a number.
     """
     return max(1, min(32, columns * itemsize // (32 * LOAD_BYTES)))

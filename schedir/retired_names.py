@@ -130,11 +130,10 @@ RENAMED_SETTINGS: Final = {
         for old in names
     },
 }  # fmt: skip
-# Name that the user wrote -> hint with its replacement.  The name is one of these:
-# - an option of the command line (`--count`), or a command (`schedir best`);
-# - a setting of a configuration (`section.name`);
-# - a value of a setting (`kind = bert`, or the suffix of a file in `source`);
-# - an option of `compile`, which is also a key in the text form (`open`).
+# Name that the user wrote -> hint with its replacement.  The name is an option of the command line
+# (`--count`), a command (`schedir best`), or a setting of a configuration (`section.name`).  It may
+# also be a value of a setting (`kind = bert`, or the suffix of a file in `source`).  Or it is an
+# option of `compile`, which is also a key in the text form (`open`).
 RETIRED_HINTS: Final = MappingProxyType(
     {
         **{f"--{old}": f"--{old} is now --{new}" for old, new in _RENAMED_OPTIONS.items()},

@@ -197,10 +197,10 @@ class MoELayer(gpt.AttentionLayer):
             aux: The auxiliary loss of earlier layers, (1,).
 
         Returns:
-            Six tensors: the tokens sorted by expert, (b*T*active, hidden); the number of tokens of
-            each expert, (experts,); the weights of the experts of each token, (b*T, active); the
-            permutation that sorted the tokens, (b*T*active,); the residual stream; and the
-            auxiliary loss.
+            Six tensors. The first four are the tokens sorted by expert, (b*T*active, hidden), the
+            number of tokens of each expert, (experts,), the weights of the experts of each token,
+            (b*T, active), and the permutation that sorted the tokens, (b*T*active,). The last two
+            are the residual stream and the auxiliary loss.
         """
         with self.use_dropout_stream():
             x, normed = self.run_attention(x)
@@ -241,7 +241,7 @@ class MoELayer(gpt.AttentionLayer):
         sizes = counts.tolist()
         pieces = [*rows[: sum(sizes)].split(sizes)]
         for number, expert in enumerate(self.experts.values()):
-            # The pieces of this expert, one from each rank that sends it tokens.
+            # The indices of this expert's blocks of rows, one from each rank that sends it tokens.
             own = [k for k in range(number, len(sizes), len(self.experts)) if sizes[k]]
             if not own:
                 continue

@@ -242,11 +242,11 @@ def programs(
 
 @st.composite
 def compile_options(draw: st.DrawFn, draft: Program) -> dict[str, Any]:
-    """Draw options of `compile` that a draft allows, none of which changes the trained weights.
+    """Draw options of `compile` that a draft allows.
 
-    The options are tied weights, frozen stages, skip connections, gradient clipping and its check,
-    ZeRO and its residency, the place of the optimizer state, snapshots, recomputation, activation
-    offload, buffer sharing and overlap.
+    The options are tied weights, frozen stages, skip connections, gradient clipping and overlap.
+    The others concern memory: ZeRO, the place of the optimizer state, snapshots, recomputation,
+    activation offload and buffer sharing.
 
     Args:
         draw: Passed by hypothesis.
