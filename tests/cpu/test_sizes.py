@@ -193,7 +193,7 @@ class Witness:
 
 
 def _group(joined: list[bool], k: int) -> tuple[int, int]:
-    """The first and the last of those that are issued as one with k."""
+    """Return the first and the last instruction that are issued together with instruction k."""
     first = last = k
     while joined[first]:
         first -= 1
@@ -213,13 +213,17 @@ own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
         (one_f_one_b, PipelineShape(2, 4)),
         (zb, PipelineShape(3, 4)),
         (interleaved, PipelineShape(2, 4, 2)),
-        (interleaved, PipelineShape(1, 3, 2)),  # stages beside each other
+        (interleaved, PipelineShape(1, 3, 2)),  # all stages on one rank
     ],
 )
 def test_what_computes_leaves_what_was_predicted(
     schedule: Any, shape: PipelineShape, slots: Any
 ) -> None:
-    """Exactly with shared slots; with own ones what is received is in its slot all the time."""
+    """With shared buffers the prediction is exact.
+
+    With a buffer of its own per message, every received tensor occupies its slot for the whole
+    step.
+    """
     stages = gpt_stages(shape.stages, tied=False)
     inputs, targets, scale = batch(shape.microbatches)
     sizes = measure_sizes(
@@ -245,12 +249,12 @@ def test_what_computes_leaves_what_was_predicted(
             out += witness.own.dynamic_memory["handed_over"][1].max()
         assert there == sum(fixed.values())
         assert witness.most > 0 and (witness.beside == 0 or slots is None)
-        # Not all that is put out is there at once.
+        # Not all output buffers are filled at the same time.
         assert 0 <= peak - there - witness.most <= out + witness.beside
 
 
 def normed_stages(stages: int) -> list[nn.Module]:
-    """Stacks of Linear, LayerNorm and GELU."""
+    """Return stages that are stacks of Linear, LayerNorm and GELU."""
     torch.manual_seed(0)
 
     def stack() -> nn.Module:
@@ -267,7 +271,7 @@ def normed_batch(microbatches: int) -> tuple[Tensor, Tensor, float]:
 
 
 def asked_stages(stages: int) -> list[nn.Module]:
-    """The same with norms that are split, too."""
+    """Return the same stages, in which the backward of the norms is split too."""
     return [make_backward_splittable(stage, nn.LayerNorm) for stage in normed_stages(stages)]
 
 
@@ -319,7 +323,7 @@ def test_what_lives_in_an_instruction_is_what_was_predicted(
 
 
 class Odd(nn.Module):
-    """A stage with buffers that change, random numbers, and a branch that nothing needs."""
+    """A stage with changing buffers, random numbers, and a branch that no output depends on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +358,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert sizes.for_stages("saved", 2)[1] == born.alive([y]) + 4 * 4 * 8
     assert sizes.activation == 4 * 4 * 8 and sizes.version == (4 * 88, 4 * 88)
     assert sizes.params == sizes.grads == (4 * 88,) * 2 and sizes.optimizer == (0, 0)
-    assert sizes.buffers == (4 * 16 + 8,) * 2  # with a number of batches
+    assert sizes.buffers == (4 * 16 + 8,) * 2  # 8 bytes for num_batches_tracked
     assert (
         sizes.model_states is None
         and sizes.for_stages("model_states", 2).tolist() == [4 * (88 + 88 + 16) + 8] * 2
