@@ -1,4 +1,4 @@
-"""Forwards that write to trained weights: as in a plain loop, or refused if there are copies."""
+"""Tests of forwards that write to trained weights, which is refused if the weights have copies."""
 
 from __future__ import annotations
 
