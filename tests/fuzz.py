@@ -164,7 +164,7 @@ def with_header(folder: Path) -> Callable[[Path], object]:
     return reads
 
 
-# ---------------------------------------------------------------- files that are wrong
+# ---------------------------------------------------------------- wrong files
 
 NASTY = (
     b"", b"-1", b"0", b"1e999", b"-0.0", b"nan", b"NaN", b"inf", b"Infinity", b"9" * 19,

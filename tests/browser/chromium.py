@@ -101,7 +101,7 @@ class Chromium:
         elif method == "Network.requestWillBeSent":
             self.asked.append(params["request"]["url"])
 
-    # ------------------------------------------------------------ what a person does
+    # ------------------------------------------------------------ user actions
 
     def open(self, path: Path) -> None:
         """Load a file, and wait until its picture is drawn."""

@@ -302,7 +302,7 @@ def test_weights_alone_are_read_where_nothing_is_trained(tmp_path: Path) -> None
                 assert torch.equal(right[f"{kind}/stages.{s}.{name}"], value)
 
 
-# ------------------------------------------------------------ what is refused
+# ------------------------------------------------------------ refusals
 
 
 class Own(torch.optim.SGD):

@@ -97,7 +97,7 @@ def test_real_processes(schedule: Any, shape: PipelineShape, traits: dict[str, A
                 torch.testing.assert_close(grad, right[s][name], rtol=1e-12, atol=1e-12)
 
 
-# ---------------------------------------------------------------- what is refused, and what is not
+# ---------------------------------------------------------------- refusals
 
 
 def test_a_frozen_stage_has_nothing_to_train() -> None:

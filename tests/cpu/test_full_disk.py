@@ -128,7 +128,7 @@ def test_commands_leave_nothing(
     assert not os.listdir(tmp_path)
 
 
-# ---------------------------------------------------------------- a real disk
+# ---------------------------------------------------------------- a small real disk
 
 
 def disk(*command: str) -> list[str]:

@@ -150,7 +150,7 @@ def test_parts_of_what_is_not_contiguous() -> None:
     assert all(same for found in results for same, _ in found)
 
 
-# ---------------------------------------------------------------- on a GPU that is not there
+# ---------------------------------------------------------------- on a virtual GPU
 
 
 class Sliced(StreamMailbox):

@@ -91,7 +91,7 @@ def loose(gradients: Gradients) -> Mapping[str, Tensor]:
     return {name: one for name, one in gradients.items() if one is not None}
 
 
-# ---------------------------------------------------------------- single ones
+# ---------------------------------------------------------------- single differences
 
 
 def test_parameters_of_a_stage_may_differ() -> None:

@@ -86,7 +86,7 @@ def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
     assert equal(*found)
 
 
-# ---------------------------------------------------------------- where it lies
+# ---------------------------------------------------------------- location of the states
 
 
 def test_the_host_steps_in_a_thread_of_its_own_and_nothing_is_left() -> None:
@@ -130,7 +130,7 @@ def test_as_much_is_on_each_tier_as_was_predicted() -> None:
     assert "optimizer" not in device.static_memory and not device.dynamic_memory["state"][1].any()
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 class Draws(torch.optim.SGD):

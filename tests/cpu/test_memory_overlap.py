@@ -206,7 +206,7 @@ def test_a_view_of_a_weight_that_has_older_versions_is_refused(kind: str) -> Non
     ranks_of(PipelineShape(2, 4), stages()).step(*make_batch(4))
 
 
-# ---------------------------------------------------------------- states that are not on the device
+# ---------------------------------------------------------------- states off the device
 
 
 @pytest.mark.parametrize("shape", [PipelineShape(1, 4, 3), PipelineShape(1, 4)])

@@ -158,7 +158,7 @@ class Reference:
                 grad.mul_((self.max_norm / (norms[0] + 1e-6)).clamp(max=1.0))
 
 
-# ---------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------- drawn shapes
 
 
 @st.composite

@@ -126,7 +126,7 @@ def test_seq1f1b_runs_on_real_processes(tmp_path: Path) -> None:
     assert code == 0, err
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- refusals
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "per_microbatch.txt"
 SHAPES = [(3, WIDTH), (2, WIDTH)]

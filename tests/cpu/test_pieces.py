@@ -157,7 +157,7 @@ def test_pieces_behind_a_frozen_stage() -> None:
     assert _same(*found) and sum(p is not None for p in found[0]) > 20
 
 
-# ---------------------------------------------------------------- modules of one's own
+# ---------------------------------------------------------------- users' own modules
 
 
 class Ahead(nn.Module):

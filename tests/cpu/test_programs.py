@@ -223,7 +223,7 @@ def test_steps_that_would_meet_each_others_messages_are_refused() -> None:
     assert one + "\n" == (GOLDEN / "sequence.txt").read_text()
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- refusals
 
 
 def refused() -> list[Exception]:

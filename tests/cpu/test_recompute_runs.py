@@ -139,7 +139,7 @@ def test_between_processes_that_nobody_seeds(shared: bool) -> None:
         assert equal(plain[1], again[1])
 
 
-# ---------------------------------------------------------------- what a stage does besides
+# ---------------------------------------------------------------- side effects of stages
 
 
 class Own(nn.Module):

@@ -55,7 +55,7 @@ def wrong(step: Step, whole: Any, given: Any = None, **options: Any) -> list[Gra
     return [*caught.value.differences]
 
 
-# ---------------------------------------------------------------- what is right
+# ---------------------------------------------------------------- right steps
 
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOP, *VEE])
@@ -156,7 +156,7 @@ def test_a_step_may_work_on_copies() -> None:
         same(silent, model(2), batch())
 
 
-# ---------------------------------------------------------------- mistakes that people made
+# ---------------------------------------------------------------- known mistakes of users
 
 
 def test_losses_that_are_divided_otherwise() -> None:

@@ -56,7 +56,7 @@ def on_disk(**how: Any) -> Program:
     )
 
 
-# ---------------------------------------------------------------- where it lies
+# ---------------------------------------------------------------- location of the states
 
 
 def test_between_steps_all_of_it_is_in_the_file(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_nobody_has_any_more_leaves_room_in_the_file(tmp_path: Path) -> Non
     assert len({*lengths}) == 1 and all(map(states.is_on_host, states.list_state_tensors(0)))
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- errors
 
 
 def test_what_is_on_the_disk_wants_a_folder(tmp_path: Path) -> None:

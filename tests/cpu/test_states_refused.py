@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 torch.set_num_threads(1)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 class Own(torch.optim.SGD):

@@ -32,7 +32,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 
 torch.set_num_threads(1)
 
-# ---------------------------------------------------------------- where it lies
+# ---------------------------------------------------------------- location of the states
 
 
 def kept_by(rank: Executor) -> list[Tensor]:

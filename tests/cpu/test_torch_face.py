@@ -129,7 +129,7 @@ def test_its_kind_is_what_torchtitan_asks_for() -> None:
     assert issubclass(Schedule.with_options(schedule="zb_v"), theirs._PipelineScheduleRuntime)
 
 
-# ---------------------------------------------------------------- what steps give
+# ---------------------------------------------------------------- losses and outputs
 
 
 class Scaled(nn.Module):

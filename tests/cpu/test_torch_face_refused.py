@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_alike() -> None:
     assert said == GOLDEN.read_text()
 
 
-# ---------------------------------------------------------------- what Gloo promises
+# ---------------------------------------------------------------- guarantees of Gloo
 
 
 def promises(rank: int) -> tuple[list[str], float, list[float]]:

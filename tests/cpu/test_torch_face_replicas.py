@@ -217,7 +217,7 @@ def test_replicas_that_torchs_runtime_does_not_see_are_refused(wrap: Wrap) -> No
         same(step_of("loop", schedule="one_f_one_b", dp=2, wrap=wrap), 2)
 
 
-# ---------------------------------------------------------------- when stages are whole
+# ---------------------------------------------------------------- gathers of stages
 
 
 @given(programs(), st.integers(1, 4))

@@ -92,7 +92,7 @@ def test_equal_weights_that_nobody_ties_are_refused() -> None:
         same(step_of("loop", schedule="zb_h1"), 2, (0, 1))
 
 
-# ---------------------------------------------------------------- of weights that come later
+# ---------------------------------------------------------------- weights that are created later
 
 
 def later(rank: int, differ: bool) -> str:

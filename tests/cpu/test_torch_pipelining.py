@@ -30,7 +30,7 @@ from schedir.verify.check import check, check_draft
 from tests.cpu.spawn import run
 from tests.cpu.theirs import LOOP, SINGLE, VEE, built
 
-# ---------------------------------------------------------------- theirs here
+# ---------------------------------------------------------------- torch's programs in schedir
 
 
 def rows(order: dict[int, list[Any]]) -> str:
@@ -156,7 +156,7 @@ def test_their_list_of_1f1b_is_refused_or_ours() -> None:
         assert right(text).streams == compile(schedules.one_f_one_b, shape).streams
 
 
-# ---------------------------------------------------------------- ours there
+# ---------------------------------------------------------------- schedir's programs in torch
 
 OURS = [
     ("gpipe", PipelineShape(2, 4)),

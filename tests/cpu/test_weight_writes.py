@@ -179,7 +179,7 @@ def test_data_that_the_host_steps() -> None:
     assert "copy_" in caught.value.hint
 
 
-# ---------------------------------------------------------------- what is right
+# ---------------------------------------------------------------- allowed writes
 
 RIGHT: dict[str, dict[str, Any]] = {
     "as it is": {}, "on the host": {"optimizer_placement": "host"}, "looked at later": {

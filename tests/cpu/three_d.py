@@ -87,7 +87,7 @@ def cases() -> list[Case]:
     return found
 
 
-# ---------------------------------------------------------------- of several processes
+# ---------------------------------------------------------------- several processes
 
 
 def data(step: int, replicas: int) -> tuple[Tensor, Tensor]:
@@ -199,7 +199,7 @@ def merged(told: Sequence[Told], case: Case) -> tuple[dict[str, Tensor], list[st
     return whole, differ
 
 
-# ---------------------------------------------------------------- beside one
+# ---------------------------------------------------------------- comparison with one process
 
 
 def plain(case: Case) -> Whole:

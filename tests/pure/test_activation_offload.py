@@ -44,7 +44,7 @@ def of(schedule: Any, P: int = 4, m: int = 8) -> PipelineShape:
     return shape_of(schedule, P, max(m, least(schedule, P)))
 
 
-# ---------------------------------------------------------------- where it stands, and when
+# ---------------------------------------------------------------- positions
 
 
 @pytest.mark.parametrize("schedule", TRAINED.values(), ids=TRAINED)
@@ -199,7 +199,7 @@ def test_no_choice_of_the_same_kind_is_much_better(schedule: Any, limit: int) ->
     assert best <= simulate(found, costs).span <= 1.1 * best
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- costs
 
 
 NODE = Cluster(1, 2, flops=1e12, memory=80e9, hbm_bandwidth=1e12, nvlink_bandwidth=1e11,
@@ -292,7 +292,7 @@ def peaks(program: Program, tier: str) -> list[float]:
     ]
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

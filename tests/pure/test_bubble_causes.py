@@ -165,7 +165,7 @@ def test_nothing_is_idle_alone() -> None:
     assert not len(idleness(schedir.simulate(schedir.compile(gpipe, PipelineShape(1, 3)))))
 
 
-# ---------------------------------------------------------------- what a run is judged by
+# ---------------------------------------------------------------- quality measures of a run
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), HOW)

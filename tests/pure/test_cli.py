@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# ---------------------------------------------------------------- as a person types it
+# ---------------------------------------------------------------- the command as a user types it
 
 
 def test_the_command_itself() -> None:

@@ -127,7 +127,7 @@ def test_groups_are_processes_of_the_cluster(processes: Any) -> None:
     assert caught.value.fields == ("size",)
 
 
-# ---------------------------------------------------------------- what fills costs
+# ---------------------------------------------------------------- filling in costs
 
 
 def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:

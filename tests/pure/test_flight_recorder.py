@@ -109,7 +109,7 @@ def test_gloo_retires_what_has_ended(tmp_path: Path) -> None:
     assert not read_dumps([str(tmp_path)])[0][0].ops[0].is_done
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def _changed(**values: Any) -> Callable[[Path], None]:

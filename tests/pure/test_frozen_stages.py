@@ -180,7 +180,7 @@ def test_frozen_forwards_wait_for_no_step_of_their_rank() -> None:
         compile(lambda r, P, m, v: m * F[0] + m * (F[1] + B[1] + B[0]), shape)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def edited(program: Program, a: str, b: str) -> Program:
@@ -324,7 +324,7 @@ def test_a_greedy_order_that_knows_is_not_worse(frozen_stages: int, priced: Cost
     assert spans[0] == min(spans)
 
 
-# ---------------------------------------------------------------- said on the command line
+# ---------------------------------------------------------------- command line
 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

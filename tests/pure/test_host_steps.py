@@ -49,7 +49,7 @@ def names(program: Program, rank: int) -> list[str]:
     return [str(i) for i in program.streams[rank] if i.op in ROWS]
 
 
-# ---------------------------------------------------------------- where rows stand
+# ---------------------------------------------------------------- positions of instructions
 
 
 def test_gradients_go_behind_their_reduction_where_nobody_else_adds() -> None:
@@ -103,7 +103,7 @@ def test_what_is_frozen_or_does_not_step_has_none() -> None:
     assert len(names(both, 0)) == len(names(both, 1)) == 6
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def moved(text: str, what: str, before: str) -> Program:

@@ -322,7 +322,7 @@ def test_what_is_strange_has_a_bound(
     assert least.explanation
 
 
-# ---------------------------------------------------------------- of programs
+# ---------------------------------------------------------------- bounds of programs
 
 
 def test_of_a_program_at_its_memory() -> None:

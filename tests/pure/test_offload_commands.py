@@ -87,7 +87,7 @@ def test_free_copies_are_tried_and_free_snapshots_are_not_they() -> None:
     assert copies > 0.1 and np.isclose(kept, 0, atol=0.05)
 
 
-# ---------------------------------------------------------------- what ranks could hold
+# ---------------------------------------------------------------- memory advice
 
 PRICED = Costs(F=1, B=2, offload=1, reload=1)
 SIZES = Sizes(saved=10, recompute_inputs=1)

@@ -42,7 +42,7 @@ def names(program: Program, rank: int) -> list[str]:
     return [str(i) for i in program.streams[rank] if i.op in ROWS]
 
 
-# ---------------------------------------------------------------- where rows stand
+# ---------------------------------------------------------------- positions of instructions
 
 
 def test_loads_stand_ahead_by_the_slots() -> None:
@@ -92,7 +92,7 @@ def test_what_is_frozen_or_does_not_step_has_none() -> None:
     assert len(names(both, 0)) == len(names(both, 1)) == 6
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def moved(text: str, what: str, before: str) -> Program:

@@ -133,7 +133,7 @@ def test_any_draft_has_them_once_and_is_legal(
     assert again == program
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def moved(text: str, what: str, before: str) -> Program:

@@ -182,7 +182,7 @@ def test_cut_keeps_to_memory() -> None:
         optimize_layer_division(model, cluster(4, memory="1MB"), choice)
 
 
-# ---------------------------------------------------------------- a schedule of its own
+# ---------------------------------------------------------------- a shorter schedule from a search
 
 
 def test_a_shorter_schedule_is_found_within_memory() -> None:

@@ -24,7 +24,7 @@ RECOMPUTE: Final[tuple[Recompute, ...]] = get_args(Recompute)
 MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
 
 
-# ---------------------------------------------------------------- as others are told
+# ---------------------------------------------------------------- options of other trainers
 
 
 def found(pattern: str, text: str) -> str:

@@ -139,7 +139,7 @@ def test_misuse() -> None:
         check_program_sequence([[TRAIN]] * 3, "tcp")  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- from the shell
+# ---------------------------------------------------------------- command line
 
 
 def test_what_the_shell_is_told(
@@ -184,7 +184,7 @@ def test_the_shell_asks_for_the_model_of_runs(
     )
 
 
-# ---------------------------------------------------------------- beside execution
+# ---------------------------------------------------------------- comparison with execution
 
 
 def some(shape: PipelineShape, rng: random.Random) -> Program:

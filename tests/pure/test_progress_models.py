@@ -146,7 +146,7 @@ def test_times_of_any_groups(seed: int, name: str, progress_model: ProgressModel
     _agrees(with_slots(program, random.Random(seed)), progress_model, None, seed)
 
 
-# ---------------------------------------------------------------- messages that wait for nobody
+# ---------------------------------------------------------------- eager messages
 
 
 def _agrees(

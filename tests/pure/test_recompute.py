@@ -268,7 +268,7 @@ def test_what_fits_needs_a_limit(given: dict[str, Any]) -> None:
     assert "recompute" in caught.value.fields
 
 
-# ---------------------------------------------------------------- what commands say
+# ---------------------------------------------------------------- output of commands
 
 
 def test_recomputing_and_keeping_are_simulated() -> None:
@@ -334,7 +334,7 @@ def test_other_orders_are_advised_with_as_much_recomputed() -> None:
     )
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

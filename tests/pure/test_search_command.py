@@ -223,7 +223,7 @@ def test_a_pipe_sees_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 REFUSED = (Path(__file__).parents[1] / "golden" / "search.txt").read_text().split("\n\n")
 
@@ -274,7 +274,7 @@ def test_a_solver_that_is_not_there(
     assert "schedir[solver]" in run_refused_command(capsys, "search", *AT, "--bound=solver")
 
 
-# ---------------------------------------------------------------- a person looks on, and stops it
+# ---------------------------------------------------------------- progress, and interrupts
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals here")

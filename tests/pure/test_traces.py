@@ -137,7 +137,7 @@ def test_offsets_are_within_what_is_said(hosts: int, seed: int) -> None:
         align_clocks("ab", np.array([0]), np.array([1]), np.array([1.0]))
 
 
-# ---------------------------------------------------------------- what cannot be read
+# ---------------------------------------------------------------- unreadable traces
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def _short(text: str) -> bool:
     return "Traceback" not in text and len(text.splitlines()) <= 6 and len(text) < 3000
 
 
-# ---------------------------------------------------------------- what is no ordinary file
+# ---------------------------------------------------------------- special files
 
 
 def no_files(folder: Path, way: str) -> list[Path]:
@@ -88,7 +88,7 @@ def test_what_is_no_ordinary_file_is_refused(way: str, tmp_path: Path) -> None:
         assert refused(said), (path, said)
 
 
-# ---------------------------------------------------------------- what is in them
+# ---------------------------------------------------------------- contents of files
 
 DEEP, DIGITS, SPACES = 100_000, "9" * 5000, " " * 500_000
 TEXTS = {
@@ -196,7 +196,7 @@ def test_a_box_is_an_ordinary_file(tmp_path: Path) -> None:
     assert BlackBoxSnapshot.from_bytes("\u00b2 runs\n".encode() + b"\0" * 16384) is None
 
 
-# ---------------------------------------------------------------- how large, and what may run
+# ---------------------------------------------------------------- sizes, and code
 
 
 def test_an_option_raises_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

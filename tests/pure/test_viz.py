@@ -74,7 +74,7 @@ def areas(figure: Figure, axes: int = 0) -> list[float]:
     return sums
 
 
-# ---------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------- drawn shapes
 
 
 @pytest.mark.parametrize("t", [timeline(), timeline(gpipe), timeline(cells), timeline(split)])
@@ -187,7 +187,7 @@ def test_any_name_can_be_a_title(tmp_path: Path) -> None:
     assert len(gantt(long).axes[0].get_title("left")) < 80
 
 
-# ---------------------------------------------------------------- under each other
+# ---------------------------------------------------------------- several runs in one picture
 
 
 def test_compare_shares_one_axis() -> None:

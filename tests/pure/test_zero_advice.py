@@ -130,7 +130,7 @@ def test_what_is_told_stays_and_bytes_say_the_rest() -> None:
     assert costs.reduce_scatter == 3 and costs.unshard == (0.5, 2.0)
 
 
-# ---------------------------------------------------------------- advice beside it
+# ---------------------------------------------------------------- other plans and schedules
 
 
 def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:

@@ -59,7 +59,7 @@ def cluster(nodes: int = 1, gpus_per_node: int = 4, latency: float = 0.0) -> Clu
     )
 
 
-# ---------------------------------------------------------------- bytes on the wire
+# ---------------------------------------------------------------- sent bytes
 
 
 @pytest.mark.parametrize("dp", [2, 3, 64])

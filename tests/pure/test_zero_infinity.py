@@ -116,7 +116,7 @@ def test_what_section_4_reads_off_figure_3() -> None:
     assert zi.compute_efficiency(zi.intensity_of_checkpoints(8 * K), 1e9, PEAK) > 0.5
 
 
-# ---------------------------------------------------------------- as programs
+# ---------------------------------------------------------------- comparison with programs
 
 
 @cache

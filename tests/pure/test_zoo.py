@@ -285,7 +285,7 @@ def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
             assert growth(v_min) == 6 * max(F, I) - 2 * (F + I + W)
 
 
-# ------------------------------------------------------------------ all of them
+# ------------------------------------------------------------------ all schedules
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.model}-{row.shape.microbatches}")
