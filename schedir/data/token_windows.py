@@ -29,7 +29,7 @@ class WindowBatch(NamedTuple):
 
 
 class TokenWindows(Protocol):
-    """The windows of a stream, by number."""
+    """The numbered windows of a token stream."""
 
     @property
     def description(self) -> str:

@@ -183,7 +183,11 @@ def lay_out(
 def _find_time_ranges(
     timelines: Sequence[Timeline], style: ResolvedStyle, *, has_shared_unit: bool
 ) -> list[TimeRange]:
-    """Return the time range of each chart: equal times, or equal multiples of the busy time."""
+    """Return the time range of each chart.
+
+    All ranges have the same length if the runs have one unit. Otherwise they are the same multiple
+    of the mean busy time of each run.
+    """
     scale = [1.0 if has_shared_unit else float(t.busy.mean()) or 1.0 for t in timelines]
     longest = max(t.span / s for t, s in zip(timelines, scale, strict=True)) or 1.0
     if style.time_range is None:
