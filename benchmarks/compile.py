@@ -38,7 +38,7 @@ from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
 
-# Appended: a worker must import schedir from the checkout that it measures.
+# The path is appended, because a worker must import schedir from the checkout that it measures.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import parse
@@ -83,9 +83,9 @@ ZERO = tuple(
     for name, v in (("one_f_one_b", 1), ("interleaved", 2))
     for m in (64, 128, 256, 512, 1024)
 )
-TORCH = SMALL[3:5] + SMOKE[1:]  # larger programs take torch hours
+TORCH = SMALL[3:5] + SMOKE[1:]  # torch needs hours for larger programs
 PARTS = ("draft", "compile", "simulate", "memory", "show", "parse")
-COUNTED = PARTS[:3]  # what a turn is
+COUNTED = PARTS[:3]  # the parts whose times are the time of a turn
 MOST_TEXT = 2**24  # instructions; larger programs are measured without their text
 
 Measured = dict[str, float]
@@ -184,7 +184,7 @@ def serve(who: str) -> None:
     }  # fmt: skip
     measure = measures[who]
     if who == "compiled":
-        with suppress(ImportError):  # a checkout that has none
+        with suppress(ImportError):  # an old checkout without this module
             import_module("schedir.analysis.numba_jit").enable_numba()
     else:
         sys.modules["numba"] = None  # type: ignore[assignment]
@@ -225,7 +225,7 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.communicate()  # the end of its requests is its own
+        self.process.communicate()  # closes stdin, which ends the process
 
 
 def _in(checkout: Path) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def compare(
         seconds = [f"{1e3 * statistics.median(each):.2f}" for each in times]
         told = [*COUNTED, "all", "B/instr", "with Timeline"]
         if n < 2**16:
-            told[-2:] = []  # so little memory that it is noise
+            told[-2:] = []  # the memory of a small program is within the noise
         cells.append([*row.shape, f"{n:,.0f}", *seconds, *(spread(ratios[p]) for p in told)])
     for name, command in COMMANDS.items():
         say(name)
@@ -329,7 +329,7 @@ def alone(
             with ExitStack() as stack:
                 for who in whose:
                     if who == "torch" and k:
-                        continue  # it takes minutes
+                        continue  # torch takes minutes, so it runs only in the first round
                     worker = stack.enter_context(Worker(ROOT, who))
                     turns = 1 if who == "torch" else row.turns
                     got[who] += [worker.turn(row, turn, text=turn == 0) for turn in range(turns)]

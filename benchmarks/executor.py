@@ -196,7 +196,7 @@ class Bench:
         self.steps["work"] = self._work
 
     def _theirs(self, model: Model, stage: int, stages: int) -> PipelineStage:
-        # Shapes are given: without a transport they cannot be asked for.
+        # Shapes are given, because without a transport torch's stages cannot exchange them.
         zeros = torch.zeros(model.boundary, requires_grad=True)
         first = model.inputs[0] if stage == 0 else zeros
         y = model.stages[stage](first).detach().requires_grad_()
@@ -252,7 +252,7 @@ def together(rank: int, row: Row, pairs: int) -> Result:
 def alone(_: int, row: Row, pairs: int) -> Result:
     """Measure a row without a transport."""
     enter_fake_world(row)
-    # No other rank answers when torch's stages ask whether all know their shapes.
+    # torch's stages ask all ranks whether they know their shapes. No other rank exists here.
     PipelineStage._warmup_backward_result = lambda *_, **__: torch.ones(1)  # type: ignore[method-assign]
     bench = Bench(row, RANK_ALONE, {"alone": Nowhere})
     return Result(bench.run(pairs, lambda: None), bench.counts)

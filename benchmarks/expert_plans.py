@@ -65,7 +65,8 @@ def print_dualpipe() -> None:
 def compute_exposed_share(layers: int, *, is_split: bool) -> float:
     """Return the time per microbatch over its compute, if all-to-alls take as long as compute."""
     segments, microbatches = 2 * layers + 1, 12
-    sent = 3 * segments / (4 * layers)  # 2 * layers all-to-alls in each direction
+    # The time of an all-to-all. There are 2 * layers of them in each direction.
+    sent = 3 * segments / (4 * layers)
     costs = Costs(F=1, I=1, W=1, B=2, dispatch=sent, combine=sent)
     pair = overlapped_pair(F, I) + W if is_split else overlapped_pair(F, B)
     last = I + W if is_split else B
@@ -78,7 +79,8 @@ def compute_exposed_share(layers: int, *, is_split: bool) -> float:
         microbatches=microbatches,
         **options,
     )
-    alone = 3 * segments + 4 * layers * sent  # the first forward and the last backward
+    # The time of the first forward and the last backward, which run alone.
+    alone = 3 * segments + 4 * layers * sent
     return (simulate(program, costs).span - alone) / (microbatches - 1) / (3 * segments)
 
 

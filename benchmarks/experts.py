@@ -40,7 +40,7 @@ MODEL = MoEConfig(
     vocab=64, layers=2, hidden=16, heads=2, context=8, tied=False, experts=4, expert_hidden=16
 )
 RANKS, REPLICAS, MICROBATCHES = 2, 2, 8
-ALL_TO_ALL = 0.7  # of the time of a forward of a segment
+ALL_TO_ALL = 0.7  # time of an all-to-all, as a share of the forward of a segment
 SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "one_f_one_b": ("one_f_one_b", {}),
     "eager_1f1b": ("eager_1f1b", {}),

@@ -93,10 +93,10 @@ from schedir.transports.gpu_selection import require_gpus
 
 RANKS = 4
 DEVICE = "cuda"
-PARKED = 40_000_000  # cycles, some 20 ms
-PATIENCE = 0.005  # seconds, in which something short ends
-WARNED: Final = "called a synchronizing CUDA operation"  # by torch, of what waits unasked
-ASKED: Final = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)  # to synchronize
+PARKED = 40_000_000  # cycles of the kernel that waits, about 20 ms
+PATIENCE = 0.005  # seconds in which a short kernel ends if it does not wait
+WARNED: Final = "called a synchronizing CUDA operation"  # torch's warning of an implicit wait
+ASKED: Final = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)  # have methods that synchronize
 
 
 def main() -> int:
@@ -260,7 +260,7 @@ def machine() -> Iterator[str]:
 def sharing(streams: Sequence[Any]) -> list[tuple[int, int]]:
     """Return the pairs of streams in which the second waits while the first is busy."""
     one = torch.zeros(1, device="cuda")
-    for stream in streams:  # what is done at first use may wait for the whole device
+    for stream in streams:  # the first use of a stream may wait for all streams of the device
         with torch.cuda.stream(stream):
             torch.cuda._sleep(1)
             one.add_(1)
@@ -397,7 +397,7 @@ def instruction_cost(microbatches: int = 256) -> float:
 def two_events(times: int = 100) -> float:
     """Return the seconds between two events that are recorded one after the other."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * times)]
-    torch.cuda._sleep(10_000_000)  # until the host is ahead
+    torch.cuda._sleep(10_000_000)  # meanwhile the host records all events
     for event in events:
         event.record()
     torch.cuda.synchronize()
@@ -409,9 +409,7 @@ def two_events(times: int = 100) -> float:
 
 
 class _Sleep(torch.autograd.Function):
-    """Multiply by a weight after some cycles on one multiprocessor, or backward after twice as
-    many.
-    """
+    """Multiply by a weight after `cycles` cycles on one multiprocessor; twice that in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cycles: int) -> Tensor:
@@ -582,7 +580,7 @@ def host_waits() -> Iterator[list[str]]:
 
 
 def _noted(wait: Callable[..., object], found: list[str]) -> Callable[..., object]:
-    # A function, as the method is: it is bound to what it is asked of.
+    # The replacement must be a plain function, so that Python binds it to the object as a method.
     def noted(*given: Any, **named: Any) -> object:
         found.append(f"{wait.__qualname__} is called")
         return wait(*given, **named)

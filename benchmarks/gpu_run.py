@@ -37,12 +37,12 @@ from benchmarks.harness import parse
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATE = "results.json"
-FIGURES, FOLDER = "FIGURES", "FOLDER"  # stand for a file of figures, and where results are
+FIGURES, FOLDER = "FIGURES", "FOLDER"  # placeholders in commands: the file of figures, the folder
 CUT = "cut, as the run's time was over"
 NOT_REHEARSED = "needs a GPU", "skipped"
 SANITIZER = "TORCH_CUDA_SANITIZER"
-LEAST = 20.0  # seconds: with less left no step is begun
-GRACE = 5.0  # seconds in which a step that is told to end does
+LEAST = 20.0  # seconds; with less time left, no step begins
+GRACE = 5.0  # seconds that a step gets to end after a signal
 
 
 class Step(NamedTuple):
@@ -84,7 +84,7 @@ def training(*sets: str) -> list[str]:
 
 
 NCCL: Final = {"NCCL_DEBUG": "WARN"}
-REHEARSAL: Final = {"SCHEDIR_REHEARSAL": "1"}  # of tests/gpu
+REHEARSAL: Final = {"SCHEDIR_REHEARSAL": "1"}  # makes tests/gpu run on a CPU
 STREAMS: Final = "tests/gpu/test_streams.py"
 STEPS: Final = (
     Step("machine", "the machine and its versions", 60, part("machine"),
@@ -191,7 +191,8 @@ class Run:
         found.unlink(missing_ok=True)
         out.replace(self.folder / file_of(step))
         said = lines[-1].strip("= ") if lines else ""
-        if ended == "ok" and " skipped" in said and " passed" not in said:  # pytest's last line
+        # `said` is the last line of pytest's output.
+        if ended == "ok" and " skipped" in said and " passed" not in said:
             ended = "skipped"
         return Result(ended, seconds, said, measured)
 
@@ -210,7 +211,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     for how in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, how)
-        # One that waits in a driver may not end at all: then we go on without it.
+        # A process that waits in a driver may not end at all. The run then continues.
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
 
@@ -277,7 +278,8 @@ def run_steps(options: argparse.Namespace, folder: Path) -> int:
     run = Run(folder.resolve(), options.device, options.minutes)
     there, well = True, True
     for step in STEPS:
-        # What machine it is, is always asked: where there is no GPU, tests would only be skipped.
+        # The first step always runs: it ends the run if there is no GPU. Otherwise the tests would
+        # only be skipped.
         asks = step == STEPS[0] and options.device == "cuda"
         if options.only and step.name not in options.only and not asks:
             continue

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch._dynamo  # which every optimizer loads
+import torch._dynamo  # every optimizer imports it, so import it before processes are forked
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -49,7 +49,7 @@ from schedir.training.processes import process_world
 from schedir.training.train import build_program, run
 from tests.cpu import faulty
 
-assert trainer and process_world and torch._dynamo  # they load much, which processes share
+assert trainer and process_world and torch._dynamo  # imported here, so forked processes share them
 TIMEOUT, MORE, LONGEST = 12.0, 12.0, 60.0  # seconds
 STEPS = 7
 KINDS = ("raise", "kill", "stop", "interrupt", "exit", "sleep")
@@ -225,7 +225,8 @@ def start(sets: list[str], folder: Path, processes: int, fault: Fault | None) ->
 
     def work(rank: int) -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & ignores
+        # A shell starts background jobs with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         (folder / "tmp").mkdir(exist_ok=True)
         tempfile.tempdir = str(folder / "tmp")
         if fault is not None and fault.process == rank:
@@ -279,7 +280,7 @@ def wrong(fault: Fault, ends: Ends, happened: bool) -> list[str]:
             found.append("failed for a slow disk" if fault.is_slow_disk else "nobody failed")
         return found
     head = re.search(r"^(?:[^\s\[].*: )?process (\d+) \(.*", ends.said, re.M)
-    # What one could not save all say of it, as their own error.
+    # If one process cannot save, all processes raise an error that names this process.
     head = re.search(r"CheckpointError: process (\d+): ValueError.*", ends.said) or head
     if head is None:
         found.append("nothing was said")
@@ -296,7 +297,7 @@ def wrong(fault: Fault, ends: Ends, happened: bool) -> list[str]:
 
 def broken(folder: Path, sets: list[str], processes: int) -> list[str]:
     """Resume the run and run it from the beginning. Return what is wrong."""
-    sets = [*sets, f"train.timeout={LONGEST}"]  # nobody is to be late on a busy machine
+    sets = [*sets, f"train.timeout={LONGEST}"]  # on a busy machine no process may time out
     again = start(sets, folder, processes, None)
     if any(again.codes):
         return [f"did not go on: {again.said}"]

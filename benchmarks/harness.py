@@ -24,7 +24,7 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
-WARM = 3  # steps of each kind that are not counted
+WARM = 3  # warm-up steps of each kind, which are not measured
 Times = list[tuple[float, float]]  # wall and processor seconds of steps
 
 
@@ -113,7 +113,7 @@ def on_ranks(
 
 
 def _quiet(rank: int, work: Callable[..., Any], *args: Any) -> Any:
-    warnings.simplefilter("ignore")  # each process would print what torch warns of
+    warnings.simplefilter("ignore")  # otherwise each process would print torch's warnings
     return work(rank, *args)
 
 

@@ -55,8 +55,8 @@ from schedir.tensor_parallel.vocab_parallel import fused_cross_entropy
 
 DEVICE = "cuda"
 GOAL = 0.8
-CLOCK = 2e9  # at most so many cycles a second
-CACHE = 1 << 28  # bytes, more than a GPU's cache has
+CLOCK = 2e9  # upper limit of a GPU's clock, in cycles per second
+CACHE = 1 << 28  # bytes, more than the cache of a GPU
 WAYS = "ours", "eager", "compiled", "Liger"
 
 Run = Callable[[], Any]
@@ -112,7 +112,7 @@ def bandwidth(options: argparse.Namespace) -> int:
         return lacks(
             f"needs triton, and no {backend_choice.BACKEND_VARIABLE}=reference", options.smoke
         )
-    # Backwards are run again and again over the same activations.
+    # Each backward runs several times over the same activations, so they must not be donated.
     torch._functorch.config.donated_buffer = False
     copy = copied()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy / 1e9:.2f} TB/s")
@@ -159,7 +159,7 @@ def milliseconds(run: Run, times: int = 30) -> float:
     for _ in range(times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cold.zero_()
-        torch.cuda._sleep(asleep)  # or what is measured is how fast the host issues
+        torch.cuda._sleep(asleep)  # so that the host issues all kernels before the first one runs
         begin.record()
         run()
         end.record()
@@ -203,7 +203,7 @@ def works(options: argparse.Namespace) -> Iterator[Work]:
 
 
 def with_compiled(ours: Callable[..., Any], eager: Callable[..., Any]) -> dict[str, Any]:
-    torch._dynamo.reset()  # each shape is compiled for itself
+    torch._dynamo.reset()  # so that each shape is compiled separately
     return {"ours": ours, "eager": eager, "compiled": torch.compile(eager, dynamic=False)}
 
 
@@ -214,13 +214,16 @@ def forward_and_backward(
     inputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> Iterator[Work]:
-    """`moved`: the bytes that backward and forward move, as multiples of the first input."""
+    """Yield the forward and the backward of an operation.
+
+    `moved` has the bytes that the backward and the forward move, as multiples of the first input.
+    """
     inputs = [x.requires_grad_() for x in inputs]
     again, once = moved
     size = inputs[0].nbytes
 
     def backward(way: Callable[..., Any]) -> Run:
-        graph: list[Any] = []  # made when it is first run, so that what fails is seen there
+        graph: list[Any] = []  # built at the first run, so that its errors are reported there
 
         def run() -> Any:
             if not graph:
@@ -263,7 +266,7 @@ def cross_entropies(T: int, k: int) -> Iterator[Work]:
         {key: partial(way, logits, targets, 0) for key, way in ways.items()},
     )
     ways = with_compiled(cross_entropy.write_gradient_, cross_entropy.write_gradient_reference_)
-    each = {way: logits.clone() for way in ways}  # it is written over them
+    each = {way: logits.clone() for way in ways}  # the kernels overwrite their logits
     yield Work(
         "cross entropy, gradient",
         2 * logits.nbytes,
@@ -288,7 +291,7 @@ def cross_entropies(T: int, k: int) -> Iterator[Work]:
         leaf = logits.clone().requires_grad_()
 
         def run() -> Any:
-            loss = way(leaf.view_as(leaf), targets)  # no leaf: who will may write over it
+            loss = way(leaf.view_as(leaf), targets)  # a view, because kernels may overwrite it
             return (loss.detach(), *torch.autograd.grad(loss, leaf))
 
         return run

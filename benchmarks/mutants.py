@@ -42,7 +42,7 @@ from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
 
 CHUNK = 50  # programs of one task
-SEEDS = 100 * CHUNK  # and its seeds, more than it can need
+SEEDS = 100 * CHUNK  # seeds of one task, more than it can need
 COLUMNS = ("rejected", "equivalent", "no program", "disagreements")
 
 NAMES = {

@@ -70,8 +70,8 @@ RANKS = 2
 CONFIG = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tied=False)
 DEEP = gpt.GPTConfig(vocab=256, layers=2, hidden=1024, heads=8, context=32, tied=False)
 SMALL = gpt.GPTConfig(vocab=256, layers=2, hidden=64, heads=2, context=32, tied=False)
-ROWS = 2  # of a microbatch
-# Schedule, stages that are offloaded, forwards that a copy takes.
+ROWS = 2  # sequences of a microbatch
+# The schedule, the stages that are offloaded, and the time of a copy in forwards.
 SLOWED: tuple[tuple[str, Any, float], ...] = (
     ("gpipe", "all", 0.5),
     ("gpipe", "all", 1.5),
@@ -129,7 +129,7 @@ def slowed(
         told: list[Any] = [_costs(plain)]
         dist.broadcast_object_list(told)
         forward = float(np.mean(told[0].F))
-        bandwidth = float(saved.mean()) / (share * forward)  # a copy takes a share of a forward
+        bandwidth = float(saved.mean()) / (share * forward)  # a copy takes `share` forwards
         copy = tuple(float(size) / bandwidth for size in saved)
         costs: Costs = replace(told[0], offload=copy, reload=copy)
         program = compile(
@@ -145,7 +145,7 @@ def slowed(
             each.executor.resources.service(MemoryTiers).poisons_sources = False
         for lane in (Lane.D2H, Lane.H2D):
             slow.executor.resources.service(CopyLanes).bandwidth[lane] = bandwidth
-        took: list[list[float]] = []  # freely and slowed, both measured; and both predicted
+        took: list[list[float]] = []  # measured free and slowed, then predicted free and slowed
         for turn in range(WARM + rounds):
             spans = [0.0] * 4
             for each in pair if turn % 2 else pair[::-1]:

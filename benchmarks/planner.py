@@ -122,8 +122,8 @@ def cluster_of(choice: ParallelPlan) -> Cluster:
     return replace(node, nodes=choice.gpus // node.gpus_per_node)
 
 
-EXACT = False  # whether programs are simulated
-SMOKE = False  # whether tables have few rows
+EXACT = False  # True: steps are simulated; False: steps are results of closed forms
+SMOKE = False  # True: tables have few rows
 
 
 def weak_scaling() -> list[Run]:
@@ -284,7 +284,7 @@ def layout(choice: ParallelPlan) -> str:
 
 
 def memory() -> None:
-    """Compare the states of ZeRO and the saved bytes of a layer with published numbers."""
+    """Compare the model states of ZeRO and the saved bytes of a layer with published numbers."""
     model, cluster = (
         TransformerSpec(72, 4096, 32, vocab=published.VOCAB, sequence=1024),
         planner.cluster_preset("a100"),
@@ -295,7 +295,8 @@ def memory() -> None:
         billions, d = float(row["params_billion"]), int(row["dp_degree"])
         said: list[str] = []
         for level, printed in enumerate((row["P_os"], row["P_os+g"], row["P_os+g+p"]), 1):
-            stages = model.layers  # as many, some of them whole at once: not in the table
+            # One stage per layer, because the paper's table has no memory for unsharded stages.
+            stages = model.layers
             choice = ParallelPlan(dp=d, stages_per_rank=stages, schedule="looped_bfs", zero=level)
             of = planner.peak_memory(model, cluster, choice)
             one = sum(count_layer_params(model))

@@ -45,10 +45,9 @@ from tests import published_runs as published
 from tests.published_runs import GridRun
 
 SMOKE, DRAWS, OUTPUT = False, 200, ""
-COUNTS = 0.10  # runs with a higher MFU count
+COUNTS = 0.10  # only runs with a higher MFU are in the summary of errors
 NANOTRON, CLUSTER = planner.stack_preset("nanotron"), planner.cluster_preset("h100-efa")
-# The constants that left-out rows are predicted with, and that the shipped ones are fitted as: a
-# lower bound, a start, an upper bound.
+# Fitted constants -> (lower bound, start value, upper bound).
 STACK_CONSTANTS = {
     "speed_share": (0.2, 0.74, 1.0), "kernels_per_op": (0.2, 3.0, 20.0),
     "loss_share": (0.1, 0.54, 2.0), "crossing_us": (1.0, 192.0, 1000.0),
@@ -331,7 +330,7 @@ def calibrated() -> None:
     for tested in ((8,), (4, 16))[: 1 if SMOKE else None]:
         stack, cluster = fit_nanotron([run for run in runs if run.nodes not in tested])
         rest = [run for run in runs if run.nodes in tested]
-        many = lru_cache(partial(predict, pool, stack))  # draws share the first steps of their fits
+        many = lru_cache(partial(predict, pool, stack))  # all fits begin with the same predictions
         for draw in range(DRAWS):
             drawn = random.Random(draw).sample(range(len(pool)), 3)
             real = np.log([pool[k].seconds or 0.0 for k in drawn])

@@ -47,7 +47,7 @@ from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.laws import ZOO, shape_of
 
 MODEL = GPTConfig(vocab=256, layers=8, hidden=96, heads=4, context=64)
-SIZE = 4  # sequences of a microbatch
+SIZE = 4  # number of sequences of a microbatch
 BASE = "one_f_one_b"
 WARM, MICROBATCHES, GOAL = 5, 8, 0.03
 

@@ -44,7 +44,7 @@ from schedir.training.processes.watchdog import Watchdog
 from schedir.training.train import run
 
 EVERY, STEPS = 5, 23
-LONGEST = 180.0  # seconds, after which processes hang
+LONGEST = 180.0  # seconds after which processes count as hung
 SHAPES = {
     "pp 2": ["pipeline.ranks=2"],
     "pp 2 x dp 2, zero 3": ["pipeline.ranks=2", "pipeline.dp=2", "pipeline.zero=3"],
@@ -89,7 +89,7 @@ def drawn(draw: random.Random, processes: int) -> Kill:
     """Draw the next kill."""
     where = draw.choice(WHERE)
     most = {"set-up": 6, "step": 20, "losses": 20, "save": 4, "file": 30}[where]
-    # Process 0 alone writes losses, and renames.
+    # Only process 0 writes losses and renames files.
     process = 0 if where == "losses" else draw.randrange(processes)
     longest = {"set-up": 0.05, "step": 0.02, "losses": 0.0, "save": 0.06, "file": 0.0}[where]
     return Kill(process, where, draw.randint(1, most), draw.uniform(0, longest))
@@ -217,10 +217,11 @@ def main() -> None:
             last, kill = kill, drawn(draw, processes) if more else None
             through, text = start(sets, folder, processes, kill)
             found = re.search(r"^resumed at step (\d+) ", text, re.M)
-            # One that was killed before it said so tells nothing.
+            # A run that was killed before it printed a line does not show where it resumed.
             if found or " step " in text:
                 at = int(found[1]) if found else 0
-                if at != before or had - at > 2 * EVERY:  # due, while one is written
+                # Two intervals may be lost: a checkpoint is due while another one is written.
+                if at != before or had - at > 2 * EVERY:
                     raise SystemExit(f"after {last} resumed at {at}, not {before}: {text}")
             if through:
                 break

@@ -67,11 +67,12 @@ from tests.laws import ZOO
 from tests.zero_bubble_figures import PRINTED, rows
 
 Options = argparse.Namespace
-DRAWN = 5  # times that costs are drawn
+DRAWN = 5  # number of draws of random costs
 SHAPES = [(4, 16), (4, 64), (8, 24), (8, 64), (16, 48), (16, 128)]
 BELOW_FILE = Path(__file__).parents[1] / "docs" / "results" / "search-below.csv"
 BELOW_SHAPES = [(6, 12, 3), (8, 16, 4), (8, 16, 6), (8, 24, 4), (8, 24, 6)]  # ranks, m, in flight
-MOST_CELLS = {1: 130, 2: 64, 3: 36}  # (stage, microbatch) of a drawn case, by stages per rank
+# Stages per rank -> the largest number of (stage, microbatch) pairs of a drawn case.
+MOST_CELLS = {1: 130, 2: 64, 3: 36}
 
 
 def table5(options: Options) -> None:
@@ -111,7 +112,7 @@ def best_of_zoo(shape: PipelineShape, costs: Costs, room: int) -> float:
     for schedule in get_built_in_schedules().values():
         try:
             run = schedir.simulate(schedir.compile(schedule, shape, costs=costs), costs)
-        except (MemoryLimitError, SchedirError):  # it is for other shapes
+        except (MemoryLimitError, SchedirError):  # the schedule does not support this shape
             continue
         if (
             run.program.has_backward
@@ -181,7 +182,7 @@ def time(options: Options) -> None:
         took, shown = process_time() - began, perf_counter() - clock
         line(f"{what}: {found.stop_reason}", f"{p} x {m}", f"{took:.2f}", f"{shown:.2f}",
              f"{found.gap_to_bound:.2%}")  # fmt: skip
-        if seen:  # else the time was over before the first schedule
+        if seen:  # empty if the time limit ended the search before its first schedule
             line("its first schedule", f"{p} x {m}", f"{seen[0][0]:.2f}", "", f"{seen[0][1]:.2%}")
         close = [each for each in seen if each[1] <= 0.01]
         if close:
@@ -199,7 +200,7 @@ def time(options: Options) -> None:
 class Result(NamedTuple):
     case: Case
     excess: float
-    slack: float  # of the bound, below the optimum
+    slack: float  # relative difference of the bound from the optimum
     queued: bool
     seconds: float
     by: str
@@ -214,7 +215,7 @@ def searched(case: Case, seconds: float) -> Result:
         time_limit=seconds,
     )  # fmt: skip
     took = process_time() - began
-    # The trail is empty where the time was over before the search had an order of its own.
+    # There are no improvements if the time limit ended the search before it found an order.
     last = found.improvements[-1] if found.improvements else SearchStep(took, "none", found.span)
     taken = last.span
     assert taken >= case.optimum * (1 - PROOF_TOLERANCE), case
@@ -311,7 +312,7 @@ def beside_solver(path: Path, seconds: float) -> None:
             case.shape, case.costs, max_in_flight=case.in_flight, time_limit=seconds
         )
         took = process_time() - began
-        # The trail is empty where the time was over before the search had an order of its own.
+        # There are no improvements if the time limit ended the search before it found an order.
         taken = found.improvements[-1].span if found.improvements else found.span
         over.append(taken / case.optimum - 1)
         line(
@@ -449,7 +450,7 @@ def certify(options: Options) -> None:
         case = drawn(seed)
         try:
             problem = case.problem
-        except SchedirError:  # there is no room for it
+        except SchedirError:  # the memory limit of the case is too small
             continue
         began = perf_counter()
         solved = solve(problem, options.seconds, workers=2)
@@ -465,7 +466,7 @@ TABLES: dict[str, tuple[Callable[[Options], None], float]] = {
     "table5": (table5, 6.0), "uneven": (uneven, 4.0), "time": (time, 10.0),
     "certified": (certified, 2.0), "below": (below, 10.0), "certify": (certify, 6.0),
 }  # fmt: skip
-MAKES = "certify"  # which is no table of a search
+MAKES = "certify"  # this command draws cases and prints no table, so `all` leaves it out
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from tests.browser.chromium import Chromium, found
 
 # Ranks and microbatches of `one_f_one_b` with about 100, 1,000 and 5,000 instructions.
 SIZES = ((4, 5), (8, 23), (8, 113))
-WARM = 3  # changes that are not counted: the browser compiles its scripts
+WARM = 3  # changes that are not measured, because the browser compiles its scripts
 # Moves a slider by one step, back and forth, and returns milliseconds until each picture.
 MEASURE = """
 (async (name, changes) => {

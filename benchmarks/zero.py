@@ -82,7 +82,7 @@ _MESSAGES = {kind.name.lower() for kind in BOUNDARY_VALUES} | {"handed_over"}
 
 
 class Case(NamedTuple):
-    """A case: a schedule, its shape, replicas, tensor-parallel ranks, and the precision."""
+    """A case of `bits`: a schedule, its shape, the parallel sizes, and the precision."""
 
     schedule: Any
     shape: PipelineShape
@@ -90,7 +90,7 @@ class Case(NamedTuple):
     tp: int = 1
     half: bool = False
     options: Any = ()
-    folder: str | None = None  # of what is on the disk
+    folder: str | None = None  # the directory for values on the disk
 
     @property
     def processes(self) -> int:
@@ -219,7 +219,8 @@ def whole(all_found: list[tuple[list[bytes], Found]]) -> dict[Any, torch.Tensor]
         result[key] = torch.full((size,), torch.nan, dtype=own[0][1].dtype)
         for begin, t in own:
             there = result[key][begin : begin + t.numel()]
-            assert torch.equal(there[~there.isnan()], t[~there.isnan()]), key  # replicas are alike
+            # Replicas must have equal parts.
+            assert torch.equal(there[~there.isnan()], t[~there.isnan()]), key
             there.copy_(t)
     return result
 
@@ -267,7 +268,7 @@ def named(all_of: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, A
 
 
 class ByteRow(NamedTuple):
-    """The program of the case."""
+    """A row of `bytes`: the schedule, the shape and the memory options of its program."""
 
     schedule: Any
     shape: PipelineShape
@@ -329,7 +330,7 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = _storages(tree_leaves((args, kwargs)))
         out = func(*args, **(kwargs or {}))
-        # Norms are in float64, and nothing else is; a thread of Gloo may let go of them later.
+        # Only norms are in float64. They do not count, because a thread of Gloo may keep them.
         new = _storages(x for x in tree_leaves(out) if getattr(x, "dtype", 0) != torch.float64)
         self.made |= {one: size for one, size in new.items() if one not in given}
         return out
@@ -362,7 +363,7 @@ class Witness:
         run()
         state = self.executor.state
         joined = [*state.stream.joined.tolist(), False]
-        if joined[k + 1]:  # the group is predicted as one
+        if joined[k + 1]:  # the prediction is for the complete group
             return
         sent = [
             slot
@@ -474,11 +475,10 @@ class GatherRow(NamedTuple):
 def of_torch(program: Program, held: int) -> list[int]:
     """Return the gathers of each rank in one of torch's lists.
 
-    It is the list with the fewest gathers and at most as many unsharded stages.
-
-    The result is empty if each list has more unsharded stages.
+    It is the list with the fewest gathers and at most `held` unsharded stages. The result is empty
+    if each list has more unsharded stages.
     """
-    # Neither is loaded where others import this module.
+    # Other programs import this module without these two modules.
     from torch.distributed.pipelining.schedules import _add_unshard_reshard
 
     from tests.cpu.test_zero_gathers import actions, residency
@@ -503,7 +503,7 @@ def gather_rows(program: Program) -> Iterator[GatherRow]:
                 for k in (0, 1)
             ]
         except ShapeError:
-            continue  # what runs as one uses more
+            continue  # a pair that runs together uses more stages
         few, ours = (count_unshards(one).unshards for one in lowered)
         free = replace(COSTS, unshard=0)
         spans = [simulate(one, COSTS).span for one in lowered]
@@ -541,7 +541,7 @@ def count_gathers(options: argparse.Namespace) -> int:
         placement, v = get_placement_mark(schedule)
         v = v or (options.stages_per_rank if has_free_v(schedule) else 1)
         if v == 1:
-            continue  # its one stage is gathered once, and stays whole
+            continue  # a rank with one stage gathers it once and keeps it unsharded
         shape = PipelineShape(options.ranks, options.microbatches, v, placement or "loop")
         drafts[name] = expand_schedule(schedule, shape)
         for row in gather_rows(drafts[name]):
@@ -567,7 +567,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, help="gathers: ranks")
     parser.add_argument("--microbatches", type=int, default=16, help="gathers: microbatches")
     parser.add_argument("--stages-per-rank", type=int, default=4, help="gathers: stages per rank")
-    few = ["interleaved dp2 bf16", "looped_bfs zero 3, recomputed"]  # a case, and a row of bytes
+    few = ["interleaved dp2 bf16", "looped_bfs zero 3, recomputed"]  # of `bits`, and of `bytes`
     options = parse(parser, names=few, ranks=2, microbatches=4, stages_per_rank=2)
     bad = 0
     for name in TABLES if options.table == "all" else [options.table]:

@@ -1,6 +1,6 @@
 """How sphinx makes the site of these pages: `make docs`.
 
-Pages are Markdown that a code host shows as it is.  So the tree of pages is here, and not in them.
+Pages are plain Markdown, which a code host can show.  So this file has the tree of pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from docs import api_page  # noqa: E402
 
-# Under each page, by caption, what follows it.  A page that is nowhere here is a warning, an error.
+# Page -> caption -> the pages below it.  Sphinx warns of a page that is not in this tree, and the
+# warning counts as an error.
 TREE: dict[str, dict[str, list[str]]] = {
     "docs/index": {
         "Tutorials": [
@@ -94,9 +95,9 @@ root_doc = "docs/index"
 include_patterns = ["docs/**", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "kernels/*.md"]
 exclude_patterns = [".*", "build", "schedir"]
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures, which are not all public
+nitpick_ignore_regex = [("py:.*", ".*")]  # some types in signatures are not public
 highlight_language = "none"
-myst_heading_anchors = 4  # of these levels, named as a code host names them
+myst_heading_anchors = 4  # levels of headings that get anchors, as on a code host
 
 default_role = "code"  # docstrings put names between single backquotes
 add_module_names = False  # names are as users write them after `schedir.`
@@ -125,8 +126,8 @@ def expand_names(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = api_page.SITE()
 
 
-SHORTER = {  # what autodoc writes in signatures
-    r"<factory>": "...",  # which is no expression
+SHORTER = {  # pattern in signatures of autodoc -> replacement
+    r"<factory>": "...",  # `<factory>` is not a Python expression
     r"float \| tuple\[float, \.\.\.\] \| tuple\[tuple\[float, \.\.\.\], \.\.\.\]": "PerStage",
     r"TypeAliasForwardRef\('(\w+)'\)": r"\1",
     r"~numpy\.ndarray\[tuple\[.*?\], ~numpy\.dtype\[~numpy\.(\w+)\]\]": r"NDArray[\1]",
@@ -154,14 +155,14 @@ def keep_first_line(
 
 
 def add_tree(app: Sphinx, page: str, source: list[str]) -> None:
-    """Say at the end of a page what is below it."""
+    """Add a hidden table of contents with the pages below a page."""
     for caption, below in TREE.get(page, {}).items():
         lines = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
         source[0] += "\n\n```{toctree}\n" + "\n".join([*lines, "", *below]) + "\n```\n"
 
 
 def shown(app: Sphinx, page: str, target: str) -> str:
-    """Where a link of a page to source leads: a page of the site that shows it, if it is text."""
+    """Return the URI of the site's page for a source file that a page links to, or ""."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
     if (ROOT / path / "README.md").is_file():
         return app.builder.get_relative_uri(page, f"{path}/README")
@@ -174,7 +175,7 @@ def shown(app: Sphinx, page: str, target: str) -> str:
 
 
 def link_source(app: Sphinx, tree: nodes.document) -> None:
-    """Links to files, which sphinx would offer for download, and to folders, unknown to it."""
+    """Replace links to source files and folders by links to pages that show them."""
     page = app.env.current_document.docname
     for node in [*tree.findall(download_reference), *tree.findall(pending_xref)]:
         target = node["reftarget"]
@@ -185,7 +186,7 @@ def link_source(app: Sphinx, tree: nodes.document) -> None:
 
 
 def show_files(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
-    """A page for each file that is linked to, and the way from the folder to the first page."""
+    """Yield a page for each source file in `SOURCES`, and a redirect to the first page."""
     away = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
     yield "index", {"title": "schedir", "body": "", "metatags": away}, "page.html"
     assert isinstance(app.builder, StandaloneHTMLBuilder)

@@ -33,7 +33,7 @@ def path_of(package: str) -> Path:
 
 
 def description(path: Path) -> str:
-    """Return the first sentence of a package or module about itself."""
+    """Return the first sentence of the docstring of a package or module."""
     if path.is_file():
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
     elif (path / "__init__.py").exists():

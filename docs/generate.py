@@ -1,6 +1,6 @@
-"""Write the pages and pictures that the source already knows: `python docs/generate.py`.
+"""Write the pages and pictures that are generated from the source: `python docs/generate.py`.
 
-A test compares the committed pages with what this makes.
+A test compares the committed pages with the output of this script.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from schedir.ir.isa.instructions import INSTRUCTIONS, LANES, VALUES, Value
 from schedir.ir.isa.table_schema import ProducerRule
 from schedir.schedules.schedule_algebra import get_placement_mark
 
-FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms: of a layer, of a slice, of a boundary
+FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms of a layer's forward, a slice's send, a gather
 GATHERED = {"one_f_one_b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "interleaved": 4}
 
 

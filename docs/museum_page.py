@@ -23,7 +23,9 @@ DEFAULTS = "tp 1  dp 1  tied_weights no  clip_grad_norm no\n"
 
 
 def shown(case: Case) -> tuple[ProgressModel, SchedirError] | None:
-    """The refusal that the page shows: that of `per_device`, or of the first model that refuses.
+    """Return the progress model and the error that the page shows for a case.
+
+    The model is `per_device` if it refuses the program, and otherwise the first that refuses it.
 
     A case can set the model in `show`. If the case is about lazy communicators, the refusal is that
     with lazy communicators.
@@ -70,7 +72,7 @@ def slug(title: str) -> str:
 
 
 def told(case: Case) -> str:
-    """Return the section of a case."""
+    """Return the section of the page about a case."""
     parts = [f"### {case.title}", f"{', '.join(map(link, case.sources)) or _here(case)}"]
     for name, text in (
         ("Seen", case.seen),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from docs.pages import page
 from schedir.predict import zero_infinity as zi
 
-PEAK = 70e12  # operations per second
+PEAK = 70e12  # floating-point operations per second of a GPU
 
 
 def blocks() -> dict[str, object]:

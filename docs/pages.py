@@ -75,7 +75,8 @@ def picture(file: str, draw: Callable[[], object]) -> str:
             draw()
         svg = Path(folder, file).read_text()
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="(?!h|m|p)\w*"', "", svg)  # hatches, markers and clips are referred to
+    # Ids of hatches (h), markers (m) and clip paths (p) must stay, because elements refer to them.
+    svg = re.sub(r' id="(?!h|m|p)\w*"', "", svg)
     svg = re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", svg)
     return re.sub(r"\s*\n\s*", "\n", svg).replace(" \n", "\n")
 

@@ -22,15 +22,15 @@ from schedir.__main__ import main
 
 FILE = Path(__file__).parent / "results" / "which-schedule.csv"
 RANKS = (2, 4, 8, 16)
-PER_RANK = (0.5, 1, 2, 4, 8)  # microbatches
-SENDS = (0.0, 0.05, 0.2)  # of a forward of a whole rank
-LIMITS = (0.5, 0.75, 1.0, 1.5, 2.0, None)  # activations that a rank may hold, over the ranks
-ODD = (8, (3, 5, 11, 13, 21))  # ranks, and microbatches of which they have no even share
-WORK = 3.0  # of a microbatch on a rank: F = 1, B = 2
+PER_RANK = (0.5, 1, 2, 4, 8)  # microbatches per rank
+SENDS = (0.0, 0.05, 0.2)  # time of a message, relative to a forward of all stages of a rank
+LIMITS = (0.5, 0.75, 1.0, 1.5, 2.0, None)  # activations of a rank, divided by the number of ranks
+ODD = (8, (3, 5, 11, 13, 21))  # ranks, and numbers of microbatches that they do not divide
+WORK = 3.0  # time of a microbatch on a rank: F = 1, B = 2
 
 
 class Cell(NamedTuple):
-    """A schedule on a shape, at a time of messages: a row of the file."""
+    """A row of the file: a schedule on a shape with a given message time."""
 
     P: int
     m: int
@@ -44,7 +44,7 @@ class Cell(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The idle share of the ranks. All ranks work for the same time."""
+        """The idle share of the ranks. All ranks are busy for the same time."""
         return 1 - WORK * self.m / self.span
 
     @property

@@ -78,7 +78,8 @@ def blocks() -> dict[str, object]:
 def picture() -> None:
     """Draw the bubble against the memory of all schedules, each with its best number of stages."""
     P, m = SHOWN
-    first = {cell.name: cell for cell in reversed(known()[P, m, SENDS[1]])}  # the shortest stays
+    # Rows are sorted by span, so the shortest row of each schedule overwrites the others.
+    first = {cell.name: cell for cell in reversed(known()[P, m, SENDS[1]])}
     runs = []
     for cell in first.values():
         run = run_of(cell.name, P, m, v=cell.v, send=SENDS[1])

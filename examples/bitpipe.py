@@ -30,7 +30,7 @@ def two_vees(rank: int, ranks: int, microbatches: int) -> RankSchedule:
     outer = min(rank, ranks - 1 - rank)
     for j, stage in enumerate((outer, ranks - 1 - outer, ranks + outer, 2 * ranks - 1 - outer)):
         down = stage in (rank, 2 * ranks - 1 - rank)
-        for k in range((microbatches + down) // 2):  # the odd one goes down
+        for k in range((microbatches + down) // 2):  # an odd microbatch goes down
             unit, place = divmod(k, ranks // 2)
             begin = unit * 4 * ranks + place * 2
             slots.append((begin + stage, F[j]))

@@ -26,7 +26,7 @@ from schedir.training.train import run
 
 CONFIG = Path(__file__).with_name("demo.toml")
 ALONE = {"pipeline.ranks": 1, "pipeline.stages_per_rank": 1, "pipeline.tp": 1}
-STEPS, LIMIT = 20, 1e-4  # over the first so many steps, losses may differ by this, relative
+STEPS, LIMIT = 20, 1e-4  # losses of the first STEPS steps may differ by this relative amount
 SAY = Console(highlight=False)
 
 
@@ -36,10 +36,10 @@ def predict(folder: Path) -> None:
     table = Table("schedule", "v", "span", "bubble", "of busy time", "peak in flight by rank")
     timelines = []
     for schedule, v in ((gpipe, 1), (one_f_one_b, 1), (interleaved, 2)):
-        # A rank's share of the model takes 1 forward and 2 backward, in however many stages.
+        # All stages of a rank together take 1 for a forward and 2 for a backward.
         costs = Costs(F=1 / v, B=2 / v)
         shape = PipelineShape(ranks=4, microbatches=8, stages_per_rank=v)
-        program = schedir.compile(schedule, shape, costs=costs)  # refused unless it is proven
+        program = schedir.compile(schedule, shape, costs=costs)  # also proves the program
         timeline = schedir.simulate(program, costs)
         timelines.append(timeline)
         table.add_row(

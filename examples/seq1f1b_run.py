@@ -35,9 +35,9 @@ BATCH, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 24, 16, 2, 30
 
 PLAN = schedir.PipelineShape(RANKS, SEQUENCES * CHUNKS, sequence_chunks=CHUNKS)
 PROGRAM = schedir.compile(seq1f1b, PLAN)
-CUT = [11, 8, 5]  # a later chunk is shorter: it sees more
+CUT = [11, 8, 5]  # tokens of each chunk; a later chunk is shorter, because it attends to more keys
 BOUNDARY = PerMicrobatchBoundary([(BATCH, n, WIDTH) for n in CUT] * SEQUENCES)
-# What every stage is told of a microbatch, by name.
+# The keyword arguments of every stage for each microbatch.
 KEYWORDS = [{"sequence": n, "chunk": k} for n in range(SEQUENCES) for k in range(CHUNKS)]
 
 
@@ -60,7 +60,7 @@ class Seen(torch.autograd.Function):
         *earlier, own = gradient.split(lengths, dim=-2)
         for chunk, part in enumerate(earlier):
             ctx.owed[chunk] = part + ctx.owed.get(chunk, 0)
-        ctx.kept.pop()  # nobody will see it any more
+        ctx.kept.pop()  # no later forward or backward attends to this chunk
         return own + ctx.owed.pop(len(earlier), 0), None, None
 
 
@@ -72,7 +72,7 @@ class Block(nn.Module):
         self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mix = nn.Linear(WIDTH, 3 * WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
-        self.kept, self.owed = defaultdict(list), defaultdict(dict)  # by sequence
+        self.kept, self.owed = defaultdict(list), defaultdict(dict)  # keys: numbers of sequences
 
     def forward(self, x: Tensor, sequence: int, chunk: int) -> Tensor:
         assert len(self.kept[sequence]) == chunk, "chunks go forward from the first on"
@@ -166,7 +166,7 @@ def main() -> None:
     total = run_sequential(plain, cut(x), cut(y), loss=loss, keywords=KEYWORDS, program=PROGRAM)
     print(f"a loop over chunks loss {float(total):.4f}")
     for one, other in zip(gradients(whole), gradients(plain), strict=True):
-        assert (one - other).norm() <= 1e-6 * one.norm()  # other sums, otherwise rounded
+        assert (one - other).norm() <= 1e-6 * one.norm()  # chunks change the order of additions
 
     ranks = InProcessExecutor(PROGRAM, deepcopy(stages), loss=loss, boundary=BOUNDARY)
     print(f"virtual ranks        loss {float(ranks.step(cut(x), cut(y), keywords=KEYWORDS)):.4f}")

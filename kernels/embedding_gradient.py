@@ -1,7 +1,7 @@
 """The gradient of an embedding, for only the rows that tokens use.
 
 A dense gradient has a row for each token of the vocabulary. Each microbatch would allocate, write
-and add all of them, although its few thousand tokens use only a few thousand rows.
+and add all of these rows, although its few thousand tokens use only a few thousand of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 def sum_rows(tokens: Tensor, dy: Tensor, padding_index: int = -1) -> tuple[Tensor, Tensor]:
     """Return the rows that tokens use, and the gradient of each of them.
 
-    The result has n rows for n tokens, so a GPU does not have to send their number to the host.
-    Unused entries are zeros for row 0. Every other row occurs once. The order of the additions so
-    has no effect, and a GPU may use atomics. Each gradient is bitwise equal to the row of
-    `embedding_dense_backward`.
+    The result has n entries for n tokens. So a GPU does not have to send the number of distinct
+    rows to the host. Unused entries are zeros for row 0. Every other row occurs once. So the order
+    of later additions has no effect, and a GPU may use atomics. Each gradient is bitwise equal to
+    the row of `embedding_dense_backward`.
 
     Args:
         tokens: int64 or int32, of any shape (...).

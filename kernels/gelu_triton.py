@@ -11,7 +11,7 @@ from torch import Tensor
 
 from schedir.kernels import launch_grid
 
-ROWS, COLUMNS, NUM_WARPS = 4, 512, 4  # The tile of a program, in numbers, and its warps.
+ROWS, COLUMNS, NUM_WARPS = 4, 512, 4  # Rows and columns of a program's tile, and its warps.
 # Registers of a thread in the backward, so that 8 programs fit on a multiprocessor.
 MAX_REGISTERS = 64
 # Programs of the backward: enough to fill a GPU, but few, because each writes a partial sum.
@@ -44,7 +44,7 @@ def backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute `each` rows per program, and write their bias gradient to row program_id(0)."""
+    """Compute `each` rows per program, and write their bias gradient to one row of `dbias`."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.load(bias + c, mask=c < n, other=0.0).to(tl.float32)[None, :]
     first = tl.program_id(0) * each

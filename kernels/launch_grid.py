@@ -1,4 +1,4 @@
-"""Compute block counts of kernel launches in plain Python, which is faster than Triton."""
+"""Compute block counts of kernel launches in plain Python, faster than `triton.cdiv` does."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias, in plain torch.
 
-    The gradient of the residual is that of x.
+    The gradient of the residual equals the gradient of x.
 
     Args:
         dh: The gradient of h.

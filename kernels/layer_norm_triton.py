@@ -1,9 +1,10 @@
 """The Triton kernels of `layer_norm`. They read each input from memory once.
 
-A thread has 16 bytes of a row, 8 numbers of bfloat16, because it loads as many at once. A thread of
-the backward keeps two sums per number, and has at most 64 registers. So 32 or more warps fit on a
-multiprocessor: in one block for rows of 8192 numbers, in 8 blocks for rows of 1024. While a row is
-computed, the next row is loaded to shared memory, so a block waits for memory only once.
+A thread computes 16 bytes of a row (8 numbers of bfloat16), because one load instruction reads 16
+bytes. A thread of the backward keeps two sums per number, and has at most 64 registers. So at least
+32 warps fit on a multiprocessor: one block for rows of 8192 numbers, or 8 blocks for rows of 1024.
+While a row is computed, the next row is loaded to shared memory, so a block waits for memory only
+once.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -21,9 +22,10 @@ from triton.runtime import driver
 
 from schedir.kernels import launch_grid
 
-LOAD_BYTES = 16  # Bytes that a thread loads at once.
+LOAD_BYTES = 16  # Bytes that a thread loads with one instruction.
 MAX_TILE_BYTES = 32 * 32 * LOAD_BYTES  # Bytes of a tile in the backward: 32 warps, a full block.
-# The fewest rows of a program in the backward. Each program writes its sums, which are read again.
+# The fewest rows of a program in the backward. Each program writes partial sums, which must be read
+# again, so more programs move more memory.
 MIN_ROWS = 8
 # Registers of a thread in the backward, so that 1024 threads fit on a multiprocessor.
 MAX_REGISTERS = 64
@@ -33,7 +35,7 @@ def count_warps(columns: int, itemsize: int) -> int:
     """Return the number of warps of a program.
 
     Args:
-        columns: Numbers of a row that the program processes.
+        columns: The count of numbers of a row that the program processes.
         itemsize: Bytes of a number.
     """
     return max(1, min(32, columns * itemsize // (32 * LOAD_BYTES)))
@@ -46,8 +48,8 @@ class Tiling(NamedTuple):
         tiles: The number of tiles.
         tile_width: Columns of a tile.
         padded_columns: `tile_width` rounded up to a power of 2.
-        stages: Pipeline stages of the loop over rows. With 3, the next row is loaded while one is
-            computed.
+        stages: Triton's `num_stages` for the loop over rows. With 3, the next row is loaded while
+            one is computed.
         warps: Warps of a program.
     """
 
@@ -77,7 +79,8 @@ def choose_tiling(n: int, itemsize: int, max_shared_bytes: int) -> Tiling:
 def count_shared_bytes(tiles: int, columns: int, itemsize: int) -> int:
     """Return the largest number of bytes of shared memory if the next row is loaded early.
 
-    It has three tensors of each tile for two rows, and the memory of a reduction over a row.
+    Shared memory has three tensors of each tile for two rows, and the memory of a reduction over a
+    row.
 
     Args:
         tiles: The number of tiles.
@@ -152,8 +155,8 @@ def backward_kernel(
     """Compute `each` rows per program, and their partial sums for weight and bias.
 
     `parts` has the shape (2, programs, n). If a row has several tiles, a program computes one of
-    them. It reads the others for two sums over the row. Neighboring programs read the same tiles,
-    so these are in the cache.
+    them. It also reads the other tiles, for two sums over the row. Neighboring programs read the
+    same tiles, so these are in the cache.
     """
     tile = tl.program_id(1)
     c = tile * width + tl.arange(0, COLUMNS)
@@ -253,7 +256,7 @@ def backward(
     dx, rows = torch.empty_like(h), h.numel() // n
     multiprocessors, shared = limits or get_device_limits(h.device)
     tiling = choose_tiling(n, h.element_size(), shared)
-    # At most as many programs as the GPU can run at once.
+    # At most as many programs as the GPU can run at the same time.
     programs = max(1, multiprocessors * (32 // tiling.warps) // tiling.tiles)
     each = max(MIN_ROWS, launch_grid.count_blocks(rows, programs))
     down = launch_grid.count_blocks(rows, each)

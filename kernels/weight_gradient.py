@@ -37,7 +37,7 @@ def accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
 def accumulate_reference_(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     """Do the same as `accumulate_`, in plain torch.
 
-    The operands are cast to the type of the buffer first, and nothing is rounded.
+    The operands are first cast to the type of the buffer, which is exact.
 
     Args:
         main_grad: See `accumulate_`.

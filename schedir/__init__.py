@@ -68,8 +68,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The place where each name is defined: `module`, or `module:name`.  `__getattr__` imports a name at
-# its first use, which keeps `import schedir` and `schedir --help` fast.
+# Public name -> the place that defines it: `module` or `module:name`, relative to `schedir`.
+# `__getattr__` imports a name at its first use, which keeps `import schedir` and `schedir --help`
+# fast.
 _LAZY_IMPORTS: Final = {
     "B": "schedules.schedule_algebra:B",
     "Cluster": "ir.cost.cluster:Cluster",
@@ -129,8 +130,8 @@ _LAZY_IMPORTS: Final = {
     "weave": "schedules.schedule_algebra:weave",
 }
 
-# A notebook calls this when it shows a program.  It imports the pictures only then, because that
-# takes long.
+# A notebook calls this function to show a program.  Only then the function imports `schedir.viz`,
+# because that import is slow.
 register_renderer(lambda shown: str(import_module("schedir.viz.notebook").to_html(shown)))
 
 

@@ -7,7 +7,7 @@ Exit codes:
 - 2: a refused program, nothing that fits, bad usage, or a missing or broken optional package.
 - 130: interrupted.
 
-A command writes all its output at its end.  Errors go to standard error.
+A command writes all its output when it ends.  Errors go to standard error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _EXIT_CODES_HELP = (
     "usage, 130 interrupted"
 )
 
-# `train`, like `plan --measure`, prints its own progress.  `studio` runs until the user ends it.
+# Commands without an activity indicator.  `train`, like `plan --measure`, prints its own progress.
+# `studio` runs until the user ends it.
 _WITHOUT_ACTIVITY: Final = {"studio", "train"}
 
 
@@ -115,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _use_plain_warnings() -> Iterator[None]:
-    """Print schedir's warnings as a sentence, without the source line that raised them."""
+    """Print schedir's warnings as `warning: TEXT`, without the source line that raised them."""
     usual, own = warnings.formatwarning, str(Path(__file__).parent)
 
     def plain(message: Any, category: Any, filename: str, *more: Any, **named: Any) -> str:
@@ -166,14 +167,14 @@ class _Parser(argparse.ArgumentParser):
         self.register("action", None, _StoreOnce)
         self.register("action", "store", _StoreOnce)
 
-    extra_help: Callable[[], str] | None = None  # makes help that takes long
-    examples = ""  # lines that follow the options
+    extra_help: Callable[[], str] | None = None  # returns help text that is slow to create
+    examples = ""  # lines of help after the options
 
     def format_help(self) -> str:
         examples = f"\nexamples:\n{self.examples}" if self.examples else ""
         return super().format_help() + examples + (self.extra_help() if self.extra_help else "")
 
-    command_parser: _Parser | None = None  # of the command that the user typed
+    command_parser: _Parser | None = None  # the parser of the command that the user typed
 
     def error(self, message: str) -> NoReturn:
         parser = self.command_parser or self
@@ -234,7 +235,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_input_limits(parser: argparse.ArgumentParser) -> None:
-    """Add options that limit the size of programs, and whether a source may run code."""
+    """Add the options that limit the size of programs and that forbid running Python files."""
     group = parser.add_argument_group("limits for untrusted files")
     group.add_argument(
         "--max-instructions", dest="most_instructions", type=_parse_positive_count, metavar="N",

@@ -1,4 +1,4 @@
-"""Errors of calls with wrong arguments, which name the right ones."""
+"""Explain calls with wrong arguments: errors that suggest the right arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def explain_wrong_calls(example: str) -> Callable[[_Public], _Public]:
             try:
                 return function(*args, **named)
             except TypeError as error:
-                # A traceback of one frame: Python refused the arguments, and nothing ran.
+                # If the traceback has one frame, Python refused the arguments before the function
+                # ran. Otherwise the function itself raised the error.
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise
                 given = args[1:] if isinstance(public, type) else args
@@ -51,7 +52,7 @@ def explain_wrong_calls(example: str) -> Callable[[_Public], _Public]:
 def _make_call_error(
     public: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any], example: str
 ) -> UsageError | None:
-    """Return the error for arguments that a function does not take, or None if it takes them."""
+    """Return the error for arguments that a function does not accept, or None if it does."""
     name = public.__name__
     parameters = {
         each.name: each

@@ -2,10 +2,10 @@
 
 A bug in schedir raises another exception.
 
-An error has its facts as attributes, and builds its message from them.  So a program can read the
-same facts as a person.  The first line of the message has the name of the program and the fact.
-Then come the instructions concerned (`rank R #I instr`), a part of a Stream, and a hint if a fix is
-certain.
+An error has its facts as attributes, and builds its message from them.  So code can read the same
+facts as a person.  The first line of the message has the name of the program and the fact.  The
+instructions concerned follow (`rank R #I instr`), and for some errors a part of a Stream.  The last
+line is a hint, if a fix is certain.
 
 Example:
     >>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from math import isnan
 from numbers import Real
 
-_MAX_LINE_WIDTH = 160  # characters of a line in a message; a program text may have long lines
+_MAX_LINE_WIDTH = 160  # characters; a message cuts longer lines of a program text
 
 
 def format_bytes(size: float) -> str:
@@ -75,7 +75,7 @@ class InstructionSite:
         rank: Rank of the instruction.
         index: Index of the instruction in the rank's Stream.
         instr: The instruction.
-        note: Text after the instruction in the message, such as "gives it".
+        note: Text that follows the instruction in the message, such as "gives it".
     """
 
     rank: int
@@ -117,8 +117,9 @@ class SchedirError(Exception):
         program: Name of the program, the first part of the message; "" if there is none.
         sites: The instructions concerned.
         hint: A fix, given only if it is certain; "" if there is none.
-        fields: The settings that do not fit, the most likely cause first.  They have their names in
-            `PipelineShape`, `Program` or a configuration, or they are arguments of an executor.
+        fields: Names of the settings that do not fit, the most likely cause first.  A name is a
+            field of `PipelineShape` or `Program`, a setting of a configuration, or an argument of
+            an executor.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ def to_float(value: object) -> float | None:
 
 
 def require_bool(value: object, name: str) -> bool:
-    """Return a boolean that the user gave.
+    """Return a user's value of a boolean setting as a bool.
 
     Args:
         value: A bool, a numpy bool, or the integer 0 or 1.
@@ -284,11 +285,11 @@ class CheckpointError(SchedirError):
 
 
 class ShapeError(SchedirError):
-    """A shape that is not possible: no ranks, too many microbatches, a placement with gaps."""
+    """A pipeline shape that is not possible, such as no ranks or a placement with gaps."""
 
 
 class CostsError(SchedirError):
-    """Costs that are negative, not finite, not one per stage, or not enough for a search."""
+    """Costs that are negative or not finite, do not fit the stages, or do not allow a search."""
 
 
 class ScheduleError(SchedirError):
@@ -311,7 +312,7 @@ class ParseError(SchedirError):
         hint: A fix, given only if it is certain.
 
     Attributes:
-        location_format: Format of the first part of the message.
+        location_format: Format of the position with which the message begins.
     """
 
     location_format = "line {line}, column {column}"
@@ -376,11 +377,11 @@ class ReductionError(CompletenessError):
 
 
 class GroupError(SchedirError):
-    """Instructions that are issued as one group, but cannot be."""
+    """A group of instructions that cannot be issued together."""
 
 
 class OrderError(SchedirError):
-    """A Stream that uses a value before the instruction that gives it."""
+    """A Stream that uses a value before the instruction that produces it."""
 
 
 class SlotError(SchedirError):
@@ -396,8 +397,8 @@ class MemoryLimitError(SchedirError):
         program: Name of the program.
         limit_bytes: The limit, in bytes.
         required_bytes: The bytes that the rank needs at its peak.
-        live_values: The values that take memory at the peak: name, number and bytes of all values
-            of this name.
+        live_values: The values in memory at the peak: for each name, the name, the number of values
+            with this name, and the bytes of all of them.
         site: The instruction at the peak.
         hint: A fix, given only if it is certain.
         tier: The memory tier: "device", "host" or "disk".
@@ -423,7 +424,7 @@ class MemoryLimitError(SchedirError):
         self.live_values: tuple[tuple[str, int, float], ...] = tuple(live_values)
 
     def format_lines(self) -> list[str]:
-        """Return the instruction at the peak, and a line for each name of values."""
+        """Return a line for the instruction at the peak, and for each entry of `live_values`."""
         width = max((len(name) for name, _, _ in self.live_values), default=0)
         most = max((len(str(number)) for _, number, _ in self.live_values), default=0)
         return [
@@ -505,7 +506,7 @@ class ChannelMismatchError(SchedirError):
 
 
 class ProgramSequenceError(SchedirError):
-    """Steps of different ranks that receive each other's messages or wait for each other.
+    """A sequence of steps in which a step receives another's message, or ranks wait in a cycle.
 
     Each argument is also an attribute.
 
@@ -539,9 +540,10 @@ class NonFiniteError(ExecutionError):
     Args:
         fact: One sentence with the reason.
         program: Name of the program.
-        sites: The instruction where it began; empty if it was not found.  For a loss it is a
-            forward of the first stage with an output that is not finite.  For a gradient it is of
-            the last stage with such a gradient, because backwards begin at the last stage.
+        sites: The instruction that produced the first such value; empty if it was not found.  For a
+            loss, it is a forward of the first stage with an infinite or NaN output.  For a
+            gradient, it is of the last stage with such a gradient, because backwards begin at the
+            last stage.
         hint: A fix, given only if it is certain.
         step: Number of the step, from 1.
         process: The process that runs this instruction; 0 if it was not found.

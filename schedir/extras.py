@@ -60,14 +60,14 @@ def install_command(package: str) -> str:
 
 
 def require_package(package: str, feature: str, *, field: str = "", min_version: str = "") -> None:
-    """Raise an error if an optional package is not installed, without importing it.
+    """Raise an error if an optional package is missing or too old, without importing it.
 
     Args:
         package: A package of `EXTRAS`.
         feature: The feature that needs the package, as the subject of the error's sentence.
         field: The setting that needs the package, if there is one.
-        min_version: The lowest version that works, if the feature needs a later one than `EXTRAS`
-            has.
+        min_version: The lowest version that works, if the feature needs a later one than the
+            `min_version` in `EXTRAS`.
 
     Raises:
         MissingPackageError: The package is not installed, or its version is too low.
@@ -88,7 +88,7 @@ def require_package(package: str, feature: str, *, field: str = "", min_version:
 
 
 def broken_package(error: BaseException) -> MissingPackageError | None:
-    """Return the error to show if the import of a package of `EXTRAS` raised an exception.
+    """Return the error to show for an exception that the import of an optional package caused.
 
     Args:
         error: An exception with its traceback.

@@ -1,7 +1,7 @@
-"""Answer retired names, and names of other libraries, with the present names of schedir.
+"""Suggest schedir's present name for a retired name or for a name of another library.
 
-They are names of options, settings, fields, arguments and functions.
-`docs/decisions/47-deleted-features.md` explains the deleted features.
+The names are those of options, settings, fields, arguments and functions. Each table maps an old
+name to its present name. `docs/decisions/47-deleted-features.md` explains the deleted features.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ RENAMED_INSTRUCTIONS: Final = MappingProxyType(
         "validate": "reduce_norm_after_step",
     }
 )
-# Costs: those with the name of an instruction, and the others.
+# Costs. Most of them have the name of an instruction.
 RENAMED_COSTS: Final = MappingProxyType(
     {**RENAMED_INSTRUCTIONS, "gather": "tp_gather", "scatter": "tp_scatter", "sum": "tp_reduce"}
 )
@@ -90,7 +90,7 @@ RENAMED_CLUSTER_FIELDS: Final = MappingProxyType(
     }
 )
 
-# Values of options, by the name of the option.
+# Name of an option -> old value -> present value.
 RENAMED_VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "buffer_sharing": {
@@ -130,10 +130,10 @@ RENAMED_SETTINGS: Final = {
         for old in names
     },
 }  # fmt: skip
-# Hints of errors, by the name that the user wrote.  The name is an option (`--count`), a command
-# (`schedir best`), or a setting of a configuration (`section.name`).  It may also be a value of a
-# setting (`kind = bert`, or the suffix of a file in `source`).  Or it is an option of `compile`,
-# which is also a key in the text form (`open`).  The hint names the replacement.
+# Name that the user wrote -> hint with its replacement.  The name is an option of the command line
+# (`--count`), a command (`schedir best`), or a setting of a configuration (`section.name`).  It may
+# also be a value of a setting (`kind = bert`, or the suffix of a file in `source`).  Or it is an
+# option of `compile`, which is also a key in the text form (`open`).
 RETIRED_HINTS: Final = MappingProxyType(
     {
         **{f"--{old}": f"--{old} is now --{new}" for old, new in _RENAMED_OPTIONS.items()},
@@ -152,8 +152,8 @@ RETIRED_HINTS: Final = MappingProxyType(
     }
 )
 
-# Arguments in Python, with the present names.  An argument has several present names if several
-# functions had it.
+# Arguments of Python functions.  An argument that several functions had may have several present
+# names, separated by spaces.
 _RENAMED_ARGUMENTS: Final = MappingProxyType(
     {
         "about": "comment", "adds": "accumulate_grads", "alike": "allow_identical_stages",
@@ -173,7 +173,7 @@ _RENAMED_ARGUMENTS: Final = MappingProxyType(
         "taken": "received_shape", "unchecked": "skip_checks", "v": "stages_per_rank",
     }
 )  # fmt: skip
-# Arguments of executors that are now fields of an argument, or that are gone: the present call.
+# Arguments of executors that moved into an options object or were removed -> what to write instead.
 _MOVED_ARGUMENTS: Final = MappingProxyType(
     {
         **{
@@ -188,7 +188,8 @@ _MOVED_ARGUMENTS: Final = MappingProxyType(
         "parameter_copies": "stages=[...] of an InProcessExecutor, which copies shared Parameters",
     }
 )
-# What torch, Megatron-LM, DeepSpeed and papers call an argument or an option: schedir's names.
+# Names of arguments and options in torch, Megatron-LM, DeepSpeed and papers -> schedir's names,
+# separated by spaces.
 _OTHER_NAMES: Final = {
     name: new
     for new, names in {
@@ -234,7 +235,7 @@ def find_present_name(name: str, known_names: Iterable[str]) -> str:
 
     Args:
         name: The name that the user gave: a retired one, or one of another library.
-        known_names: The names of the function or of the command.
+        known_names: The function's arguments, or the command's options.
 
     Example:
         >>> find_present_name("updates", ["ranks", "optimizer_steps"])
@@ -254,7 +255,7 @@ def suggest_name(name: str, known_names: Iterable[str]) -> str:
 
     Args:
         name: The name that the user gave.
-        known_names: The names of the function or of the command.
+        known_names: The function's arguments, or the command's options.
 
     Example:
         >>> suggest_name("updates", ["ranks", "optimizer_steps"])
@@ -276,7 +277,7 @@ def suggest_name(name: str, known_names: Iterable[str]) -> str:
     return f"did you mean {near!r}?" if near else ""
 
 
-# Public names by module, and attributes by class.
+# Module -> old public name -> present name.
 RENAMED_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "schedir": {
@@ -318,7 +319,7 @@ RENAMED_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
     }
 )  # fmt: skip
-# Names that a user may try, with the expressions that are right.
+# Module or class -> name that a user may try -> expression that works.
 OTHER_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "schedir": {
@@ -394,7 +395,7 @@ OTHER_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
 
 
 def get_current_value(name: str, value: str) -> str:
-    """Return the current name of an option's value, from a file that may be older.
+    """Return the current name of an option's value in a file, which may be of an older version.
 
     Args:
         name: Name of the option.
@@ -425,9 +426,9 @@ def make_attribute_error(module: str, name: str) -> AttributeError | ImportError
         name: The missing name.
 
     Returns:
-        An ImportError with the right name, if the name was renamed or is in another place:
-        `from module import name` replaces the message of an AttributeError.  Otherwise an
-        AttributeError, with a similar name of the module if there is one.
+        An ImportError with the right name, if the name was renamed or is in another place.  An
+        AttributeError would not do, because `from module import name` replaces its message.  For
+        all other names an AttributeError, with a similar name of the module if there is one.
     """
     text = f"module {module!r} has no attribute {name!r}"
     if new := RENAMED_ATTRIBUTES.get(module, {}).get(name):
@@ -439,18 +440,18 @@ def make_attribute_error(module: str, name: str) -> AttributeError | ImportError
 
 
 def raise_attribute_error(self: object, name: str) -> NoReturn:
-    """Raise the error for an attribute that an object does not have. Classes use it as method.
+    """Raise the error for an attribute that an object lacks. Classes use it as `__getattr__`.
 
     Args:
         self: The object.
         name: The attribute.
 
     Raises:
-        AttributeError: Always. The message has the right name, if the name was renamed or a similar
-            one exists.
+        AttributeError: Always. The message suggests the present name or a similar one, if there is
+            one.
     """
     kind = type(self).__name__
-    if hasattr(type(self), name):  # A property raised an AttributeError of its own.
+    if hasattr(type(self), name):  # A property raised the AttributeError: raise it again.
         object.__getattribute__(self, name)
     own = [] if name.startswith("_") else dir(self)
     near = find_present_name(name, own) or next(iter(get_close_matches(name, own, 1)), "")

@@ -1,4 +1,4 @@
-"""Which cases of a test are tried: a few that between them take every way, or all there are."""
+"""Choose the cases of a test: a few that cover all code paths, or with ALL_CASES=1 all cases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL = bool(os.environ.get("ALL_CASES"))
 
 
 def cases(usual: Sequence[T], more: Sequence[T]) -> list[T]:
-    """Those that are always tried, and with ALL_CASES=1 those, too, that take the same ways."""
+    """Return the cases to try: the first ones always, the others only with ALL_CASES=1."""
     return [*usual, *(more if ALL else ())]
 
 

@@ -1,4 +1,4 @@
-"""Certified: Problems whose optimum CP-SAT has proved, by `benchmarks/search.py certify`."""
+"""Search problems with optima that CP-SAT has proved, from `benchmarks/search.py certify`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A Problem, the least that any order of it takes, and the best of the zoo's that fit.
+    """A search problem, its optimum, and the best built-in schedule within its memory limit.
 
-    Numbers by stage have one for each stage, or one for all.  A limit is `max_in_flight` or, beside
-    sizes, `limit` in bytes; or there is none.  `zoo` is by `orders.length`, too: without the queues
-    of messages.
+    Costs and sizes have one number per stage, or one number for all stages.  The limit is
+    `in_flight`, or `limit` in bytes if there are sizes, or there is none.  `optimum` and `zoo` are
+    lengths without queues of messages.
     """
 
     ranks: int
@@ -73,14 +73,14 @@ class Case:
 
     @property
     def cells(self) -> int:
-        """How many (stage, microbatch) there are."""
+        """The number of (stage, microbatch) pairs."""
         return self.ranks * self.stages_per_rank * self.microbatches
 
     @property
     def tight(self) -> bool:
-        """Whether the rank that holds least has room for fewer microbatches than ranks.
+        """Return whether a rank has memory for fewer microbatches than there are ranks.
 
-        Counted of all its stages, as saved.
+        A microbatch counts with the saved activations of all stages of the rank.
         """
         problem = self.problem
         return any(

@@ -1,4 +1,4 @@
-"""What is looked at when programs are checked: each once, if nobody asks twice."""
+"""Record how often programs are checked, to test that each program is checked only once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from schedir.ir.program import Program
 
 
 def proofs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """From now on, ("complete", name) for each program that is looked at for what is missing, and
-    ("proof", name) for each for which it is proven, under one model, that it ends."""
+    """Return a list to which each check of a program adds an entry from now on.
+
+    An entry is ("complete", name) for a check of completeness, and ("proof", name) for a proof
+    under one progress model that the program finishes."""
     seen: list[tuple[str, str]] = []
 
     def complete(program: Program, *, is_draft: bool) -> object:

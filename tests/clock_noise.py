@@ -1,4 +1,4 @@
-"""Measuring: what a CPU's clocks make of a run whose times are known."""
+"""Compute the timeline that ranks would measure on CPUs for a run with known times."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def measured(
     clocks: Floats | None = None,
     blocking_hosts: bool = False,
 ) -> Timeline:
-    """A run at these costs as its ranks would note it.
+    """Return the timeline that ranks would record for a run with given costs.
 
-    What does not compute is seen to end when somebody looks: who needs it, once the compute lane
-    of that rank is free.  Of the cost of each instruction that computes, the first `host` is the
-    host's, before it begins; it looks in the first half of that.  `clocks` is how far that of
-    each rank is ahead.  Hosts that block note that a message begins when the later one comes to
-    its side, though it may be behind another one in its queue.
+    A rank records the end of a transfer only when it needs its value and its compute lane is free.
+    The first `host` of the cost of each compute is time of the host before the compute starts. The
+    host looks for ended transfers in the first half of this time. `clocks` has the offset of each
+    rank's clock. Blocking hosts record the start of a message when both sides have reached it, even
+    if the message waits in its queue.
     """
     graph = Graph(program, progress_model, blocking_hosts=blocking_hosts)
     true = compute_earliest_times(graph, costs)
     assert true.is_done.all()
     spans = build_spans(program, true.start, true.end)
     compute, own = spans["lane"] == Lane.COMPUTE, program.offsets[spans["rank"]]
-    # When the compute lane of the rank is free, as the Stream comes to each instruction.
+    # The time at which the compute lane is free when the Stream reaches an instruction.
     free = np.where(compute, true.end, 0.0)
     for lo, hi in zip(program.offsets[:-1], program.offsets[1:], strict=True):
         free[lo:hi] = np.append(0.0, np.maximum.accumulate(free[lo:hi])[:-1])
@@ -78,9 +78,9 @@ def measured(
 
 
 def slow_at_the_end(program: Program, times: float) -> Timeline:
-    """A run whose computes of the last microbatch take that many times the others' time.
+    """Return a run whose computes of the last microbatch take `times` times as long as the others.
 
-    At unit costs, without lanes for messages: each rank waits for what the slow ones hand on.
+    Costs are 1. Messages have no lanes, so ranks wait only for values.
     """
     timeline = simulate(program)
     spans, graph = timeline.spans.copy(), timeline.graph

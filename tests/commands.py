@@ -1,4 +1,4 @@
-"""Run the command line, in this process or in one of its own."""
+"""Run the command line, in this process or in another process."""
 
 import os
 import re
@@ -31,6 +31,6 @@ def run_refused_command(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def run_process(*argv: str) -> "subprocess.CompletedProcess[str]":
-    """Run a command in a process of its own."""
+    """Run a command in another process."""
     argv = (sys.executable, "-m", "schedir", *argv)
     return subprocess.run(argv, capture_output=True, text=True, timeout=120, env=ENV)

@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from tests.cases import ALL
 
-# As `schedir train` says before it imports torch, for the processes that tests fork.
+# `schedir train` sets this before it imports torch. Here it is for processes that tests fork.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 # No deadline: a loaded machine must not fail a right answer.
 settings.register_profile("schedir", parent=settings(), deadline=None)
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files that cannot have a test that `-k test_name` asks for.
 
-    To import all of them takes several seconds.
+    Importing all of them takes several seconds.
     """
     names = {*re.findall(r"\w+", config.option.keyword.lower())} - {"or", "and"}
     if collection_path.suffix != ".py" or not names:
@@ -61,7 +61,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection() -> Generator[None, object, object]:
     """Spare the garbage collector the objects that exist when all tests are collected.
 
-    They stay until the end. To search them took a tenth of the time of all tests. Tests leave
+    They stay until the end. Searching them took a tenth of the time of all tests. Tests leave
     little garbage that only a search finds, so the thresholds are high.
     """
     gc.disable()

@@ -1,7 +1,7 @@
-"""Edits: programs as lists of words, what a hand does to them, and the list of mutations.
+"""Edit programs as lists of words, and register mutations.
 
-A mutation takes a program and a random number generator, and returns another program, or None
-where it finds nothing to change.
+A mutation takes a program and a random number generator. It returns another program, or None if it
+finds nothing to change.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def with_op(w: int, o: Opcode) -> int:
 
 
 def bare(w: int) -> int:
-    """The word of an instruction, joined or not."""
+    """Return the word of an instruction without the bit that joins it to a group."""
     return w & ~JOINED_BIT
 
 
 def written(*ranks: str, microbatches: int = 1, header: str = "") -> Program:
-    """A program from the text of its Streams; one stage per rank unless the header says more."""
+    """Return a program from the texts of its Streams and of further header lines."""
     streams = "\n".join(f"rank {r}\n  {text}" for r, text in enumerate(ranks))
     return from_text(
         f"schedir 1\nprogram p\nranks {len(ranks)} microbatches {microbatches} {header}\n{streams}"
@@ -55,7 +55,10 @@ def written(*ranks: str, microbatches: int = 1, header: str = "") -> Program:
 
 @dataclass
 class Edit:
-    """A program that is being changed.  `rank` and `at` say where, in `lists` and in `own`."""
+    """A program that is being edited.
+
+    `lists` has the words of each rank.  `rank` and the index `at` select the current instruction.
+    """
 
     program: Program
     rng: random.Random
@@ -80,11 +83,11 @@ class Edit:
         return self.own[self.at]
 
     def put(self, w: int) -> None:
-        """Another instruction in the place of this one."""
+        """Replace the current instruction. It stays in its group."""
         self.own[self.at] = bare(w) | self.word & JOINED_BIT
 
     def places(self, *ops: Opcode) -> list[Place]:
-        """Where these instructions stand, on any rank; all where none are named."""
+        """Return the places of all instructions with some opcodes, or of all instructions."""
         return [
             (r, k)
             for r, own in enumerate(self.lists)
@@ -93,11 +96,11 @@ class Edit:
         ]
 
     def here(self, *ops: Opcode) -> list[int]:
-        """The same on this rank: indices."""
+        """Return the indices of such instructions on the current rank."""
         return [k for r, k in self.places(*ops) if r == self.rank]
 
     def partner(self, w: int) -> Place | None:
-        """Where the other side of a transfer stands."""
+        """Return the place of the other side of a transfer, or None."""
         row = INSTRUCTIONS[op(w)]
         if row.partner is None or row.peer is None:
             return None
@@ -112,7 +115,7 @@ class Edit:
 
 
 def pull(own: list[int], k: int) -> int:
-    """Take the word at k out of its list; what is left of its group stays one."""
+    """Remove the word at index k and return it. The rest of its group stays a group."""
     w = own.pop(k)
     if not w & JOINED_BIT and k < len(own):
         own[k] = bare(own[k])
@@ -120,25 +123,28 @@ def pull(own: list[int], k: int) -> int:
 
 
 def push(own: list[int], k: int, w: int) -> None:
-    """Put a word before index k; inside a group it becomes one of it."""
+    """Insert a word before index k. Within a group, it joins the group."""
     own.insert(k, bare(w) | (own[k] & JOINED_BIT if k < len(own) else 0))
 
 
 def swap(own: list[int], j: int, k: int) -> None:
-    """Two words change places; which places are joined stays."""
+    """Swap two words. The groups keep their indices."""
     a, b = own[j], own[k]
     own[j], own[k] = bare(b) | a & JOINED_BIT, bare(a) | b & JOINED_BIT
 
 
 def move(own: list[int], k: int, to: int) -> None:
-    """The word at k to before index `to`, as indices were; both ends count."""
+    """Move the word at index k before index `to`, counted before the move."""
     to = min(max(to, 0), len(own))
     w = pull(own, k)
     push(own, to - (to > k), w)
 
 
 def to_another_rank(e: Edit) -> bool | None:
-    """Move the instruction to anywhere on another rank; False where there is none."""
+    """Move the current instruction to a random place on another rank.
+
+    Return False if there is no other rank.
+    """
     if len(e.lists) < 2:
         return False
     other = e.rng.choice([own for rank, own in enumerate(e.lists) if rank != e.rank])
@@ -147,7 +153,10 @@ def to_another_rank(e: Edit) -> bool | None:
 
 
 def to_another_place(e: Edit, *ops: Opcode) -> bool | None:
-    """Swap the instruction with another of some kinds on its rank; False where there is none."""
+    """Swap the current instruction with another one on its rank that has one of some opcodes.
+
+    Return False if there is none.
+    """
     others = [k for k in e.here(*ops) if k != e.at]
     if not others:
         return False
@@ -156,7 +165,7 @@ def to_another_place(e: Edit, *ops: Opcode) -> bool | None:
 
 
 def groups(own: list[int]) -> list[range]:
-    """The index ranges of groups of two and more."""
+    """Return the index ranges of the groups of two or more instructions."""
     begins = [k for k, w in enumerate(own) if not w & JOINED_BIT] + [len(own)]
     return [range(a, b) for a, b in pairwise(begins) if b - a > 1]
 
@@ -168,7 +177,7 @@ MUTATIONS: dict[str, Mutation] = {}
 
 
 def whole(change: Callable[[Edit], object]) -> None:
-    """A mutation of the program as a whole; one that returns False found nothing to change."""
+    """Register a mutation of a program. It returns False if it finds nothing to change."""
 
     def mutate(program: Program, rng: random.Random) -> Program | None:
         edit = Edit.of(program, rng)
@@ -178,7 +187,7 @@ def whole(change: Callable[[Edit], object]) -> None:
 
 
 def at(*ops: Opcode) -> Callable[[Callable[[Edit], object]], None]:
-    """A mutation at an instruction with one of these opcodes; at any, where none are named."""
+    """Register a mutation at a random instruction with one of some opcodes, or with any opcode."""
 
     def one(change: Callable[[Edit], object]) -> None:
         def somewhere(edit: Edit) -> object:

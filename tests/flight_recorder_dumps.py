@@ -1,7 +1,7 @@
-"""Flight: dumps of a flight recorder in torch's documented form, of programs that stand still.
+"""Write flight recorder dumps of a program that hangs, in torch's documented form.
 
-`stopped` says how far a program comes under a model when one of its ranks stops at an instruction,
-and `dumps` writes what the ranks would have recorded, a file per rank.
+`stopped` computes how far a program runs under a progress model if an instruction never runs.
+`record` and `job_of` write the dumps of the ranks, one file per rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS
 
 @dataclass
 class State:
-    """What of a program is issued and what has ended, by position."""
+    """The state of a run: for each instruction, whether it is issued and whether it has ended."""
 
     graph: Graph
     issued: list[bool]
@@ -34,12 +34,11 @@ class State:
 
 
 def stopped(graph: Graph, at: int | None, blocking_hosts: bool, kernels: bool = False) -> State:
-    """The state in which nothing can go on any more, if what stands at a position never runs.
+    """Return the final state of a run in which the instruction at position `at` never runs.
 
-    A host that `blocking_hosts` waits for what a compute needs, and comes no further than the
-    position; one that does not issues its whole Stream, but for a transfer that it never comes to.
-    With
-    `kernels` a transfer waits for all computes that are issued before it, as NCCL's does.
+    A blocking host waits for the inputs of a compute, and does not pass the position. Another host
+    issues its complete Stream, or stops at the position if that is a transfer. With `kernels`, a
+    transfer waits for all computes that are issued before it, as NCCL's transfers do.
     """
     index, program = graph.index, graph.program
     total = len(index)
@@ -64,7 +63,7 @@ def stopped(graph: Graph, at: int | None, blocking_hosts: bool, kernels: bool = 
         return all(ended[k] for k in {*positions} - {NO_POSITION, *but})
 
     def ready(k: int) -> bool:
-        """Whether all has ended that stands before an instruction and its group."""
+        """Return whether all predecessors of an instruction and its group have ended."""
         group = joined[k]
         if kernels and transfer[k] and not over(computes[index.rank[k]][: many[k]], ()):
             return False
@@ -114,12 +113,12 @@ Layout = Callable[[int, int, int], tuple[str, tuple[int, ...]]]
 
 
 def one_group(ranks: Sequence[int], name: str = "1") -> Layout:
-    """One process group for all messages of a pipeline."""
+    """Return a layout with one process group for all messages of a pipeline."""
     return lambda a, b, lane: (name, tuple(ranks))
 
 
 def a_group_each(ranks: Sequence[int]) -> Layout:
-    """A process group of two ranks for each directed edge and kind of message."""
+    """Return a layout with a process group for each directed edge and kind of message."""
 
     def group(a: int, b: int, lane: int) -> tuple[str, tuple[int, ...]]:
         lo, hi = sorted((ranks[a], ranks[b]))
@@ -129,7 +128,7 @@ def a_group_each(ranks: Sequence[int]) -> Layout:
 
 
 class Recorder:
-    """What a rank records: entries as torch writes them, with its counters."""
+    """The flight recorder of a rank, with entries and counters as torch has them."""
 
     def __init__(self, rank: int, backend: str = "nccl") -> None:
         self.rank, self.backend = rank, backend
@@ -179,7 +178,7 @@ class Recorder:
         shape: Sequence[int] = (2, 8),
         dtype: str = "Float",
     ) -> None:
-        """Messages to ranks of a process group that are issued as one; one alone is no batch."""
+        """Record messages of a process group that are issued together. Several are a batch."""
         counts, ranks = self.counts[name], json.loads(self.config[name]["ranks"])
         counts[1] += 1
         state = "completed" if ended else "scheduled"
@@ -199,7 +198,7 @@ class Recorder:
         self._add(name, title, "completed" if ended else "scheduled", False, [*shape], "Float")
 
     def dump(self, last: int | None = None) -> dict[str, Any]:
-        """The dump, of the last entries only where the buffer is so small."""
+        """Return the dump, with only the `last` entries if that is given."""
         return {
             "version": "2.10",
             "pg_config": self.config,
@@ -230,7 +229,7 @@ def record(
     before: int = 0,
     layout: Layout | None = None,
 ) -> list[Recorder]:
-    """What each rank has recorded after some whole steps and then the given state."""
+    """Return the recorders of all ranks after `before` complete steps and a step in a state."""
     program = state.graph.program
     ranks = ranks or range(program.shape.ranks)
     layout = layout or one_group(ranks)
@@ -247,7 +246,7 @@ def record(
 def _issued(
     state: State, own: int, ranks: Sequence[int], layout: Layout
 ) -> Iterator[tuple[list[tuple[str, int]], str, tuple[int, ...], bool]]:
-    """The messages of a rank in the order of its Stream, and what is issued as one together."""
+    """Yield the issued messages of a rank in the order of its Stream, grouped into batches."""
     graph = state.graph
     index, program = graph.index, graph.program
     lo, hi = program.offsets[own : own + 2].tolist()
@@ -278,7 +277,7 @@ def _issued(
 def job_of(
     folder: Path, recorders: Sequence[Recorder], last: int | None = None, as_json: bool = False
 ) -> DistributedJob:
-    """What the files say that ranks have written, and nothing that was there before."""
+    """Write the dumps, and return the job that `read_dumps` finds in them."""
     for old in folder.glob("nccl_*"):
         old.unlink()
     for recorder in recorders:

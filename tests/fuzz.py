@@ -1,9 +1,9 @@
-"""Fuzz: files changed at random, and by hand, against every reader.
+"""Test every reader with files that are changed at random or in fixed ways.
 
     nice -n 19 python -m tests.fuzz --files 100000 --seed 1
 
-prints a table for docs/results/fuzz.md.  A reader takes a file or refuses it by a SchedirError in
-a few lines; whatever else it raises is a bug of ours.
+prints a table for docs/results/fuzz.md. A reader accepts a file or refuses it with a SchedirError
+in a few lines. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from tests.flight_recorder_dumps import Recorder
 
 Content = bytes
 LONGEST = 12  # lines of a refusal
-FAILED = Path("fuzz-failed")  # where a file goes at which a reader fails
+FAILED = Path("fuzz-failed")  # the folder for files on which a reader fails
 
 
 class Reader(NamedTuple):
-    """How a file is read, and files that are right."""
+    """A function that reads a file, and some right files."""
 
     read: Callable[[Path], object]
     right: list[Content]
 
 
 def readers(folder: Path) -> dict[str, Reader]:
-    """Every reader, by what it reads."""
+    """Return every reader by the kind of its files."""
     programs = [
         schedir.to_text(
             schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 3))
@@ -150,7 +150,7 @@ def _program(path: Path) -> None:
 
 
 def with_header(folder: Path) -> Callable[[Path], object]:
-    """Reads a run, whole but for its header."""
+    """Return a reader of a run that is right except for its header."""
     with ZipFile(folder / "right.timeline") as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
 
@@ -164,7 +164,7 @@ def with_header(folder: Path) -> Callable[[Path], object]:
     return reads
 
 
-# ---------------------------------------------------------------- files that are wrong
+# ---------------------------------------------------------------- wrong files
 
 NASTY = (
     b"", b"-1", b"0", b"1e999", b"-0.0", b"nan", b"NaN", b"inf", b"Infinity", b"9" * 19,
@@ -178,8 +178,10 @@ NASTY = (
 
 
 def by_hand(right: list[Content]) -> Iterator[Content]:
-    """Each word of a file, and each space between two, as something nasty in its place; and files
-    that are cut off, doubled, or empty."""
+    """Yield files in which a word or space is replaced by bad text, and damaged files.
+
+    These are truncated, doubled, reversed or empty.
+    """
     for content in right:
         yield from (b"", content * 2, content[::-1], content.replace(b"\n", b"\r\n"), *NASTY)
     for nth in range(10**6):
@@ -195,7 +197,7 @@ def by_hand(right: list[Content]) -> Iterator[Content]:
 
 
 def mutated(right: list[Content], rng: random.Random) -> Content:
-    """A file with a few changes."""
+    """Return a file with a few changes."""
     data = bytearray(rng.choice(right))
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         at, size = rng.randrange(len(data) + 1), rng.choice((1, 1, 2, 4, 16, 64))
@@ -223,18 +225,18 @@ def mutated(right: list[Content], rng: random.Random) -> Content:
 
 
 class Outcome(NamedTuple):
-    """How many files were taken, and refused, by kind of error; and what failed."""
+    """The number of accepted files, of refused files by kind of error, and the failures."""
 
     kinds: Counter[str]
     failed: list[tuple[Content, str]]
 
 
 def judge(reader: Reader, files: Iterator[Content], path: Path) -> Outcome:
-    """What a reader makes of files, one after the other at one path."""
+    """Let a reader read files one after the other at one path."""
     kinds: Counter[str] = Counter()
     failed = []
     for content in files:
-        path.unlink(missing_ok=True)  # some file systems write at once what is overwritten
+        path.unlink(missing_ok=True)  # some file systems write an overwritten file at once
         path.write_bytes(content)
         try:
             reader.read(path)
@@ -254,7 +256,7 @@ ENDS = {"program, .sched": "a.sched", "dump of a flight recorder": "dump_0"}
 
 
 def fuzz(number: int, hand: int, seed: int) -> Iterator[tuple[str, Outcome, float]]:
-    """Each reader, with so many files that are mutated, and at most so many by hand."""
+    """Yield each reader's outcome for `number` random and at most `hand` other changes."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         for what, reader in readers(folder).items():

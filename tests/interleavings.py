@@ -1,4 +1,4 @@
-"""Interleavings: the shortest order of a tiny Problem, by trying every one of them."""
+"""Find the shortest order of a tiny search problem by trying all orders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from schedir.schedule_search.rank_order import KINDS, F, I, W, compute_length, c
 
 
 def orders_of(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]]:
-    """Every order of a rank's work: each kind ascends, F before I before W, and it fits.
+    """Yield the orders of a rank that fit into its memory.
+
+    In an order, microbatches ascend for F, I and W, and F comes before I and I before W.
 
     What is held is judged by `compute_peaks`, and ranks by themselves: an order of all of them may
     hang.
@@ -40,7 +42,7 @@ def orders_of(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]
 
 
 def shortest(problem: SchedulingProblem) -> float:
-    """What the shortest order takes: of every order of every rank, with every other."""
+    """Return the length of the shortest combination of the orders of all ranks."""
     each = [list(orders_of(problem, rank)) for rank in range(problem.shape.ranks)]
     taken = (compute_length(problem, order) for order in product(*each))
     return min((t for t in taken if t is not None), default=inf)

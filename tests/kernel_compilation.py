@@ -1,9 +1,9 @@
-"""Compile every Triton kernel ahead of time, for a GPU that need not be there.
+"""Compile every Triton kernel ahead of time, on a machine that may have no GPU.
 
     python -m tests.kernel_compilation
 
-shows registers, spills and shared memory of each, as ptxas counts them for sm_90, and how many
-blocks of it fit a multiprocessor at once: what waits for memory in one is hidden by the others.
+shows registers, spills and shared memory of each kernel, as ptxas counts them for sm_90. It also
+shows how many blocks fit a multiprocessor at once, since blocks hide each other's waits for memory.
 The types and block shapes are those that the operations choose for a large bfloat16 model.
 """
 
@@ -25,23 +25,23 @@ from triton.compiler import ASTSource
 
 from schedir.kernels import cross_entropy_triton, gelu_triton, launch_grid, layer_norm_triton
 
-# What a multiprocessor of compute capability 9.0 has (CUDA C++ Programming Guide, "Technical
-# specifications per compute capability"; Hopper Tuning Guide, 1.4.1.1 and 1.4.2.4). Each block
-# takes 1 KiB of shared memory besides its own, and registers are given to a warp by 256.
+# The resources of a multiprocessor of compute capability 9.0 (CUDA C++ Programming Guide,
+# "Technical specifications per compute capability", and Hopper Tuning Guide, 1.4.1.1 and 1.4.2.4).
+# Each block needs 1 KiB of shared memory in addition, and a warp gets registers in units of 256.
 WARPS, BLOCKS, REGISTERS, SHARED, RESERVED, GRANULE = 64, 32, 1 << 16, 228 << 10, 1 << 10, 256
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel as it is compiled."""
+    """A kernel with the options of its compilation."""
 
     module: str
     kernel: str
-    types: str  # of the arguments in order, see KINDS
+    types: str  # types of the arguments in order, see KINDS
     constants: Mapping[str, Any]
     warps: int
-    registers: int | None = None  # that the compiler may use, where the launch says so
-    spilled: int = 0  # bytes a thread, at most
+    registers: int | None = None  # the limit for the compiler, if the launch has one
+    spilled: int = 0  # the maximum of bytes per thread
     note: str = ""
 
     @property
@@ -52,11 +52,11 @@ class Case:
         return f"{self.name} {self.note}".strip()
 
 
-# Pointers to tensors; numbers; and m, a whole number that 16 divides, for which Triton makes wider
-# loads: what it sees at run time as well.
+# Pointers to tensors, numbers, and m, a multiple of 16, for which Triton generates wider loads, as
+# it does at run time.
 KINDS = {"bf16": "*bf16", "f32": "*fp32", "i64": "*i64", "i": "i32", "m": "i32", "f": "fp32"}
 
-_WIDTHS = 1024, 2048, 4096, 8192, 12288, 16384  # of rows that are normalised
+_WIDTHS = 1024, 2048, 4096, 8192, 12288, 16384  # widths of normalised rows
 _GELU = {"ROWS": gelu_triton.ROWS, "COLUMNS": gelu_triton.COLUMNS}
 _LOGITS = {"BLOCK": cross_entropy_triton.choose_block_size(51200 // 8)}
 
@@ -108,7 +108,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ptxas says: registers per thread, bytes spilled per thread, shared bytes per block."""
+    """The counts of ptxas: registers and spilled bytes per thread, shared bytes per block."""
 
     registers: int
     spilled: int
@@ -118,7 +118,7 @@ class Compiled:
 
     @property
     def blocks(self) -> int:
-        """How many of its blocks fit a multiprocessor of sm_90 at once."""
+        """The number of blocks that fit a multiprocessor of sm_90 at once."""
         of_a_warp = launch_grid.count_blocks(32 * self.registers, GRANULE) * GRANULE
         return min(
             BLOCKS,
@@ -129,7 +129,7 @@ class Compiled:
 
     @property
     def occupancy(self) -> float:
-        """Its warps on a multiprocessor, of those that could be there."""
+        """The kernel's warps on a multiprocessor, as a share of the maximum."""
         return self.blocks * self.warps / WARPS
 
 
@@ -160,7 +160,7 @@ def compile_for(case: Case, capability: int = 90) -> Compiled:
 
 
 def _ptxas(ptx: str, capability: int) -> str:
-    """What the assembler tells of a kernel."""
+    """Return the assembler's output for a kernel."""
     architecture = re.findall(r"\.target (\w+)", ptx)[0]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
@@ -171,7 +171,7 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 
 def main() -> None:
-    """Compile all, and show what it took."""
+    """Compile all kernels, and print their resources."""
     print(f"triton {triton.__version__}, sm_90")
     columns = "registers", "spilled", "shared", "warps", "blocks", "occupancy"
     print(f"{'kernel':28}" + "".join(f"{column:>10}" for column in columns))

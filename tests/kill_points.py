@@ -1,4 +1,4 @@
-"""Killed: what is left when a process ends before any call of the system that something makes."""
+"""Kill a process before a chosen system call, to test what remains on the disk."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-SYSTEM = ("posix", "_io", "fcntl")  # modules of Python that call it
+SYSTEM = ("posix", "_io", "fcntl")  # Python modules with system calls
 
 
 def killed_before(call: int, work: Callable[[], object]) -> bool:
-    """Do some work in a process that kills itself before such a call; whether it got there."""
+    """Run work in a process that kills itself before a system call; return whether it did."""
     child = os.fork()
     if child == 0:
         left = call

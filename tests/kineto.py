@@ -1,7 +1,8 @@
-"""A writer of torch.profiler's traces, as a run on GPUs would leave them, from a Timeline.
+"""Writes traces of torch.profiler, like those of a run on GPUs, from a Timeline.
 
-After Kineto's documented form: ranges, launches and kernels joined by a correlation, backward
-kernels launched by autograd's thread, NCCL's kernels for messages; and what stands beside it.
+They follow Kineto's documented form. Ranges, launches and kernels are joined by a correlation.
+Autograd's thread launches backward kernels, messages are NCCL's kernels, and there are unrelated
+events too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TEXT = {op: text for text, op in ACTIONS.items()}
 
 
 def name_of(instrs: Sequence[Instr]) -> str:
-    """What torch calls an instruction, or several that are one."""
+    """Return torch's name of an instruction, or of a group of instructions."""
 
     def one(i: Instr) -> str:
         if i.op not in _TEXT:
@@ -51,11 +52,11 @@ def write(
     packed: bool = False,
     own: bool = False,
 ) -> list[Path]:
-    """Files of all ranks, of one ProfilerStep for each Timeline, which follow each other.
+    """Write the files of all ranks, with one ProfilerStep after the other for the Timelines.
 
-    A time t of a Timeline is `unit * t` seconds.  Rank r is on host `hosts[r]`, whose clock is
-    `offsets[hosts[r]]` nanoseconds ahead; each is there `replicas` times, the others a bit later.
-    With `own`, messages of a batch have a range each, as schedir's executor makes them.
+    A time t of a Timeline is `unit * t` seconds. Rank r is on host `hosts[r]`, whose clock is
+    `offsets[hosts[r]]` nanoseconds ahead. Each rank has `replicas` copies, of which the others are
+    a bit later. With `own`, messages of a batch have a range each, as in schedir's executor.
     """
     rng = random.Random(seed)
     paths = []
@@ -109,7 +110,7 @@ class _Rank:
         self.add("kernel", name, 7, start, end, correlation=number, stream=7)
 
     def step(self, run: Timeline, rank: int, number: int, since: int, unit: float) -> None:
-        """One step: the host issues all of it long before the GPU is through."""
+        """Write one step, all of which the host issues long before the GPU ends."""
         rng, lo = self.rng, int(run.program.offsets[rank])
         stream = run.program.streams[rank]
         host = begun = since - 900_000
@@ -143,7 +144,7 @@ class _Rank:
             self.add("gpu_user_annotation", name, 7, start, end)
             self.kernels(instrs, host + 1, host + length - 2, start, end)
             host += length + rng.randint(1, 50)
-            if rng.random() < 0.2:  # a loader of data copies beside
+            if rng.random() < 0.2:  # a data loader copies at the same time
                 self.launched("Memcpy HtoD", host - 1, LOADER, end + 10**7, end + 2 * 10**7)
         self.add("user_annotation", f"ProfilerStep#{number}", MAIN, begun - 10, host + 10)
 
@@ -166,6 +167,6 @@ class _Rank:
             self.add("cpu_op", name, AUTOGRAD, first, last)
         if cuts:  # a sum over tensor-parallel ranks
             self.launched("ncclDevKernel_AllReduce_Sum", at(), MAIN, cuts[0], cuts[1])
-        for thread in (LOADER, 103):  # what others do meanwhile
+        for thread in (LOADER, 103):  # other threads work meanwhile
             if rng.random() < 0.2:
                 self.launched("other", at(), thread, start - 1000, end + 1000)

@@ -1,4 +1,4 @@
-"""Laws: runs of the schedules at many costs, for tests that hold their formulas."""
+"""Runs of the schedules at many costs, for tests of their formulas."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ TRIPLES = [(1, 1, 1), (2, 2, 2), (3, 3, 2), (2, 3, 1), (3, 2, 2), (4, 1, 2), (2,
 
 
 def shape_of(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> PipelineShape:
-    """A shape of the shape that a schedule is for."""
+    """Return a shape with the placement of a schedule."""
     placement, fixed = getattr(schedule, "placed", ("loop", None if schedule in LOOPED else 1))
     return PipelineShape(ranks, microbatches, fixed or v, placement)
 
 
 def least(schedule: Schedule, ranks: int) -> int:
-    """The fewest microbatches that a schedule takes."""
+    """Return the fewest microbatches that a schedule supports."""
     fill: dict[Schedule, int] = {
         zb_v: 2 * ranks - 1, dualpipe_v: 2 * ranks, dualpipe: 2 * ranks, chimera: 2,
         bitpipe: 2,
@@ -61,7 +61,7 @@ def run(
 
 
 class Case(NamedTuple):
-    """A run, its numbers at hand."""
+    """A run and its numbers."""
 
     P: int
     m: int
@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
     @property
     def idle(self) -> float:
-        """What each rank idles; all work the same, so all idle the same."""
+        """The idle time of each rank, which is equal because all have equal work."""
         idle: list[float] = self.timeline.idle.tolist()
         assert idle == [idle[0]] * self.P
         assert self.timeline.span == self.m * self.v * (self.F + self.I + self.W) + idle[0]

@@ -1,9 +1,9 @@
-"""Commands one after the other in a process of little memory and time: what hostile input gets.
+"""Run commands one after the other in a process with little memory and time, for hostile input.
 
     python -m tests.limited_process '[["check", "a.sched"], ...]'
 
-prints, as JSON, the exit code of each and what it wrote to standard error.  A command that
-takes more than a second of the processor's time, or 200 MB, ends in an error that is no refusal.
+prints as JSON the exit code of each command and its standard error. A command that needs more than
+a second of processor time, or 200 MB, ends with an error that is no refusal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS, BYTES = 1.0, 200 * 10**6
-HANGS = 60  # seconds of a command that waits for what never comes
+HANGS = 60  # the limit in seconds for a command that waits forever
 ROOT = Path(__file__).parents[1]
 
 
 class Said(NamedTuple):
-    """The exit code of a command, and what it wrote to standard error."""
+    """The exit code of a command, and its standard error."""
 
     code: int
     text: str
@@ -36,7 +36,7 @@ class _TooLong(BaseException):
 
 
 def confined(commands: Sequence[Sequence[str]], cwd: Path) -> list[Said]:
-    """What each of some commands comes to, in a process of its own."""
+    """Run some commands in a separate process, and return the result of each."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
          "from tests.limited_process import main; main()"],
@@ -47,11 +47,11 @@ def confined(commands: Sequence[Sequence[str]], cwd: Path) -> list[Said]:
 
 
 def main() -> None:
-    """Run the commands that standard input says."""
+    """Run the commands given on standard input."""
     commands = json.load(sys.stdin)
     from schedir import __main__ as command
 
-    for name in ("check", "import", "where", "train"):  # what they import is not what is measured
+    for name in ("check", "import", "where", "train"):  # their imports do not count
         _run(command.main, [name, "no-such-file.toml"])
     resource.setrlimit(resource.RLIMIT_DATA, (_data() + BYTES,) * 2)
     signal.signal(signal.SIGVTALRM, _too_long)
@@ -81,6 +81,6 @@ def _too_long(*_: object) -> None:
 
 
 def _data() -> int:
-    """Bytes that the process has already, as RLIMIT_DATA counts them."""
+    """Return the present bytes of the process, as RLIMIT_DATA counts them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))

@@ -17,7 +17,7 @@ IMPORTS = ast.Import | ast.ImportFrom
 
 
 def is_text(node: ast.stmt) -> bool:
-    """Whether a statement is only a string, as a docstring is."""
+    """Return whether a statement is only a string, like a docstring."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
@@ -26,7 +26,7 @@ def is_text(node: ast.stmt) -> bool:
 
 
 def code_lines(source: str) -> int:
-    """Lines of a file that hold code.
+    """Return the number of lines of code in a file.
 
     >>> code_lines('import os\\n\\n# why\\nx = [\\n    1,  # one\\n]\\n')
     3
@@ -48,13 +48,13 @@ def code_lines(source: str) -> int:
 
 
 def folder_of(path: Path, root: Path) -> str:
-    """The folder that a file counts for, such as `schedir/passes`, `schedir` or `viz`."""
+    """Return the folder for which a file counts, such as `schedir/passes`, `schedir` or `viz`."""
     first, *rest = path.relative_to(root).parts
     return f"{first}/{rest[0]}" if first == "schedir" and len(rest) > 1 else first
 
 
 def lines_by_folder(root: Path, tops: tuple[str, ...] = PRODUCT) -> Counter[str]:
-    """Lines of code of each folder under these top-level folders."""
+    """Return the lines of code of each folder under these top-level folders."""
     found: Counter[str] = Counter()
     for top in tops:
         for path in (root / top).rglob("*.py"):  # does not follow symlinks

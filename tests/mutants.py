@@ -1,6 +1,6 @@
-"""Mutants: legal programs of every schedule, each changed once, judged twice.
+"""Change legal programs by random mutations, and compare the checker with the oracle.
 
-A trial takes the name of a mutation and a seed, which is all that a report needs.
+The name of a mutation and a seed are enough to repeat a trial.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.oracle_threads import verdict
 
 @cache
 def known() -> list[schedule_algebra.Schedule]:
-    """Every schedule of `schedir.schedules`, by name."""
+    """Return all schedules of `schedir.schedules`, sorted by name."""
     return [
         value
         for name, value in sorted(vars(schedules).items())
@@ -61,10 +61,10 @@ def known() -> list[schedule_algebra.Schedule]:
 
 MUTATIONS = edits.MUTATIONS
 
-CORPUS: Final = 0 if ALL else 48  # legal programs of each kind that tests mutate
+CORPUS: Final = 0 if ALL else 48  # number of shared legal programs of each kind; 0 is no sharing
 
-# Mutants that are all as right as the program they come from; that are seldom worse; and that
-# often swap what may be swapped.
+# Mutations whose mutants are always legal, mutations whose mutants are rarely wrong, and mutations
+# that often exchange independent instructions.
 HARMLESS = (
     "fuse_backward", "split_backward", "ungroup_computes", "drop_sharded_pair", "evaluate",
     "drop_r", "renumber", "rename", "spell_placement", "stay_on_the_host",
@@ -75,14 +75,15 @@ RARELY_WRONG = (
 )  # fmt: skip
 COMMUTING = ("swap_neighbours", "early_receive", "late_send", "join_both_sides", "run_order")
 
-# What makes a legal program less like one of the lowering's, where it stays legal.
+# Mutations that make legal programs more varied than those of the lowering. A mutant is used only
+# if it is legal.
 VARIATIONS = (
     "run_order", "evaluate", "early_receive", "late_send", "join_computes",
     "join_next_transfer", "join_next_transfer", "cross_in_groups",
 )  # fmt: skip
 
 
-# What gives a mutation something to change, where programs seldom do.
+# Mutation -> another mutation to apply first, because few programs have something to mutate.
 PREPARED = {
     "ungroup": "join_next_transfer", "reorder_group": "join_next_transfer",
     "ungroup_computes": "join_computes",
@@ -99,7 +100,7 @@ def legal(
     stepped: bool = False,
     pieces: bool = False,
 ) -> Program:
-    """A small program that is legal under `per_edge` at least, in all sorts of ways."""
+    """Return a small random program that is legal at least under `per_edge`."""
     known = turns or rng.random() < (0.6 if stepped else 0.7)
     states = "cpu_step" if stepped else "device"
     program = (
@@ -126,7 +127,7 @@ def legal(
 
 
 def ties(shape: PipelineShape, rng: random.Random) -> TiedStages:
-    """Nothing, first and last stage, or any."""
+    """Draw tied weights: none, a weight of the first and last stage, or any stages."""
     ends = rng.choice([False, False, True])
     if shape.stages < 3 or rng.random() < 0.7:
         return normalize_tied_stages(ends, shape)
@@ -137,19 +138,19 @@ def ties(shape: PipelineShape, rng: random.Random) -> TiedStages:
 
 
 def rows(rng: random.Random, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Two or three holders of each of some stages, anywhere; not every one is a placement."""
+    """Draw the ranks of two or three replicas of each stage. The result may be no placement."""
     each = min(rng.choice([2, 2, 3]), ranks)
     holders = [rng.sample(range(ranks), each) for _ in range(rng.randint(1, 4))]
     return tuple(zip(*holders, strict=True))
 
 
 def frozen(shape: PipelineShape, rng: random.Random) -> int:
-    """How many of the first stages are not trained; mostly none."""
+    """Draw the number of frozen stages, mostly 0."""
     return rng.randrange(shape.stages) if rng.random() < 0.3 else 0
 
 
 def skips(shape: PipelineShape, rng: random.Random) -> Skips:
-    """None, or some."""
+    """Draw skip connections, often none."""
     if shape.stages < 3 or rng.random() < 0.6:
         return ()
     found: list[tuple[int, int]] = []
@@ -161,7 +162,7 @@ def skips(shape: PipelineShape, rng: random.Random) -> Skips:
 
 
 def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[str, Any]:
-    """Options that passes bring along; those of offload where values may be `away`."""
+    """Draw options of the lowering passes. Offload is possible only if `away` is True."""
     stages = max(map(len, program.shape.stages_on_rank))
     values = {
         "recompute": lambda s, m: rng.random() < 0.6,
@@ -173,9 +174,9 @@ def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[st
         "stage_segments": rng.choice([1, 2, 3]),
         "microbatch_chunks": rng.choice([1, 2, 2, 3]),
     }
-    without = {"host_memory_limit"}  # which takes sizes
-    without |= {"fill_collective_waits"}  # which takes costs
-    without |= {"optimizer_device_buffers"}  # `on_host` says how many
+    without = {"host_memory_limit"}  # needs sizes
+    without |= {"fill_collective_waits"}  # needs costs
+    without |= {"optimizer_device_buffers"}  # `on_host` sets it
     without |= {"unsharded_stages", "unshard_prefetch"} if program.zero < 3 else set()
     without |= {"offload", "offload_to_disk"} if not away else set()
     options = [o for each in LOWERING_PASSES for o in each.option_names if o not in without]
@@ -183,7 +184,7 @@ def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[st
 
 
 def sharded(rng: random.Random) -> dict[str, Any]:
-    """A level of ZeRO, and when gradients are reduced."""
+    """Draw a ZeRO level, and the time at which gradients are reduced."""
     zero = rng.choice([1, 2, 3, 3, 3])
     return {
         "zero": zero,
@@ -196,7 +197,7 @@ def sharded(rng: random.Random) -> dict[str, Any]:
 def lowered(
     rng: random.Random, *, turns: bool = False, away: bool = False, pieces: bool = False
 ) -> Program:
-    """A known schedule, or a random draft, lowered with random traits."""
+    """Return a built-in schedule or a random draft, lowered with random options."""
     while True:
         ranks, m = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([1, 2, 2, 3, 3, 4, 6])
         if turns:
@@ -210,7 +211,7 @@ def lowered(
         tp, clip = 2 if pieces else rng.choice([1, 1, 2]), rng.random() < 0.5
         model = rng.choice(
             [model for model in MODELS if model != "torch_lazy"]
-        )  # allows more than edge
+        )  # torch_lazy allows programs that are not legal under per_edge
         try:
             shape = PipelineShape(ranks, m, v, placement)
             draft = drafted(schedule, shape) if schedule else random_compute_program(shape, rng)
@@ -230,9 +231,9 @@ def lowered(
                 added["stage_segments"] = rng.choice(letters)
             program = lower(whole, **added)
         except SchedirError:
-            continue  # a schedule need not know every shape
+            continue  # some schedules do not support all shapes
         if added and verdict(program, "per_edge").kind != "ok":
-            continue  # nor a pass every draft
+            continue  # some passes do not support all drafts
         if rng.random() < 0.4:
             ahead = rng.randint(1, 3)
             program = start_gathers_early(group_opposite_transfers(program), ahead)
@@ -241,12 +242,12 @@ def lowered(
 
 
 def updating(rng: random.Random) -> Program:
-    """A program of several updates that runs, from a schedule or from a draft of any kind."""
+    """Return a legal program of several updates, from a schedule or from a random draft."""
     return updating_where(rng, "device")
 
 
 def updating_where(rng: random.Random, states: str) -> Program:
-    """The same, with the optimizer's states on the device, or with a host that steps them."""
+    """Return a program as `updating` does, with `states` as its `optimizer_placement`."""
     while True:
         updates, delay = rng.choice([2, 2, 3]), rng.choice([0, 1, 1, 2, 2])
         ranks, each, v = rng.choice([1, 2, 2, 3]), rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
@@ -277,10 +278,11 @@ def updating_where(rng: random.Random, states: str) -> Program:
 
 @dataclass
 class Trial:
-    """What a mutation of the program of a seed led to.
+    """The result of one mutation.
 
-    `outcome` is "rejected" if the mutant is wrong under some model under which the program was
-    right, "equivalent" if there is none, and "no program" if its text says none.
+    `outcome` is "rejected" if the mutant is wrong under a progress model under which the original
+    program is right.  It is "equivalent" if there is no such model, and "no program" if the mutant
+    is not a valid program.
     """
 
     mutation: str
@@ -295,7 +297,7 @@ class Trial:
 
 
 class Kind(NamedTuple):
-    """What a mutation needs in a program, as `legal` takes it."""
+    """The arguments of `legal` for programs that a mutation can change."""
 
     first: str | None = None
     turns: bool = False
@@ -306,7 +308,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(name: str, rng: random.Random, *, mixed: bool) -> Kind:
-    """Return the kind of program for a mutation; `mixed` adds offload to some."""
+    """Return the kind of program for a mutation. `mixed` adds offload to some programs."""
     stepped = name in STEPPED
     return Kind(
         PREPARED.get(name),
@@ -327,7 +329,7 @@ def mutate(
         name: The mutation.
         seed: The seed of the mutant.
         share: The number of seeds that share a legal program.
-        mixed: Offload in some programs, although the mutation does not concern it.
+        mixed: True to use offload in some programs, although the mutation does not concern it.
         corpus: If positive, all mutations share this number of programs of each kind, because
             drawing a legal program takes longer than to judge a mutant of it.
     """
@@ -344,9 +346,9 @@ def mutate(
     raise AssertionError("some program can be changed")
 
 
-@lru_cache(256)  # more than any mutation looks at before it finds one to change
+@lru_cache(256)  # more programs than any mutation tries before it can change one
 def base(name: str, seed: int, again: int, mixed: bool) -> Program:
-    """A program for a mutation; `again` counts those in which it found nothing to change."""
+    """Return a program for a mutation. `again` counts the programs that it could not change."""
     rng = random.Random(f"{name} {seed} {again}")
     return legal(rng, **kind_of(name, rng, mixed=mixed)._asdict())
 
@@ -374,7 +376,7 @@ def trial(
     share: int = 4,
     corpus: int = 0,
 ) -> Trial:
-    """Make a mutant of a legal program, and hear checker and oracle under some models."""
+    """Make a mutant of a legal program, and compare checker and oracle under some models."""
     rng = random.Random(seed)
     try:
         program, mutant = mutate(name, seed, share, mixed=True, corpus=corpus)
@@ -392,7 +394,7 @@ def trial(
 
 
 def reordered(program: Program, rng: random.Random) -> Program:
-    """A program of which some instructions come sooner or later, as far as `per_edge` allows."""
+    """Return a program with some instructions moved, so that it stays legal under `per_edge`."""
     for name in rng.choices(("late_send", "run_order", "swap_neighbours"), k=3):
         changed = MUTATIONS[name](program, rng)
         if changed and verdict(changed, "per_edge").kind == "ok":
@@ -401,7 +403,7 @@ def reordered(program: Program, rng: random.Random) -> Program:
 
 
 def refusal(program: Program, progress_model: ProgressModel) -> str:
-    """What the checker says: "" if it accepts, else the error."""
+    """Return the error of the checker, or "" if it accepts the program."""
     try:
         check(program, progress_model)
     except SchedirError as error:

@@ -1,4 +1,4 @@
-"""Mutations of single instructions, mostly for the worse.  What they are worth, the oracle says."""
+"""Mutations of single instructions.  Most mutants are wrong, as the oracle decides."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def duplicate(e: Edit) -> None:
 
 @at()
 def insert(e: Edit) -> None:
-    """Any instruction, some of a stage or microbatch that is not there."""
+    """Insert any instruction, also one of a stage or microbatch that does not exist."""
     shape, o = e.program.shape, e.rng.choice([*Opcode])
     s, m = e.rng.randint(0, shape.stages), e.rng.randint(0, shape.microbatches)
     per = INSTRUCTIONS[o].scope
@@ -108,19 +108,22 @@ def change_opcode(e: Edit) -> None:
 
 @at(I)
 def split_to_whole(e: Edit) -> None:
-    """B in the place of an I; its W is still there."""
+    """Replace an I by a B, but keep its W."""
     e.put(with_op(e.word, B))
 
 
 @at(B)
 def whole_to_split(e: Edit) -> None:
-    """I in the place of a B; there is no W."""
+    """Replace a B by an I without a W."""
     e.put(with_op(e.word, I))
 
 
 @at(I)
 def fuse_backward(e: Edit) -> bool | None:
-    """B in the place of an I, and its W taken out, where no turn would be of that alone."""
+    """Replace an I and its W by a B.
+
+    With a ReduceScatter after each backward, one of them would have nothing to reduce.
+    """
     if e.program.reduce_scatter_at == "each_backward":
         return False
     late = [k for k in e.here(W) if bare(e.own[k]) == bare(with_op(e.word, W))]
@@ -132,7 +135,7 @@ def fuse_backward(e: Edit) -> bool | None:
 
 @at(B)
 def split_backward(e: Edit) -> bool | None:
-    """I and W in the place of a B that is on its own."""
+    """Replace a B that is in no group by an I and a W."""
     if any(e.at in g for g in groups(e.own)):
         return False
     e.own[e.at : e.at + 1] = [with_op(e.word, I), with_op(e.word, W)]
@@ -141,7 +144,7 @@ def split_backward(e: Edit) -> bool | None:
 
 @at(O.Forward)
 def thaw(e: Edit) -> bool | None:
-    """A backward of a frozen stage, somewhere behind its forward."""
+    """Insert a backward of a frozen stage somewhere after its forward."""
     if stage(e.word) >= e.program.frozen_stages:
         return False
     push(e.own, e.rng.randint(e.at + 1, len(e.own)), with_op(e.word, e.rng.choice([B, I, W])))
@@ -150,7 +153,7 @@ def thaw(e: Edit) -> bool | None:
 
 @at(B, I)
 def drop_first_trained(e: Edit) -> bool | None:
-    """No backward of the first stage that is trained, as if that was frozen, too."""
+    """Remove a backward of the first trained stage, as if the stage were frozen."""
     if stage(e.word) != e.program.frozen_stages:
         return False
     pull(e.own, e.at)
@@ -173,7 +176,7 @@ def w_before_i(e: Edit) -> None:
 
 @at(O.Recompute)
 def drop_r(e: Edit) -> None:
-    """What is not recomputed is kept."""
+    """Remove an R. The forward then keeps its activations."""
     pull(e.own, e.at)
 
 
@@ -189,7 +192,7 @@ def move_r(e: Edit) -> None:
 
 @at(O.Recompute)
 def swap_r(e: Edit) -> bool | None:
-    """Two R change places."""
+    """Swap two R."""
     others = [k for k in e.here(O.Recompute) if k != e.at]
     if not others:
         return False
@@ -199,7 +202,7 @@ def swap_r(e: Edit) -> bool | None:
 
 @at(O.Forward)
 def add_r(e: Edit) -> None:
-    """An R of a forward, anywhere; there may be one."""
+    """Insert an R of a forward anywhere, even if the forward already has one."""
     push(e.own, e.rng.randint(0, len(e.own)), with_op(e.word, O.Recompute))
 
 
@@ -227,7 +230,7 @@ def late_send(e: Edit) -> None:
 
 @at(*SEND_OPS)
 def swap_pairs(e: Edit) -> bool | None:
-    """Two sends change places, and so do their receives."""
+    """Swap two sends, and swap their receives."""
     k = e.rng.choice(e.here(*SEND_OPS))
     one, two = e.partner(e.word), e.partner(e.own[k])
     if k == e.at or not one or not two or one[0] != two[0]:
@@ -239,14 +242,14 @@ def swap_pairs(e: Edit) -> bool | None:
 
 @at(*SEND_OPS)
 def drop_pair(e: Edit) -> None:
-    """A send and its receive."""
+    """Remove a send and its receive."""
     if other := e.partner(pull(e.own, e.at)):
         pull(e.lists[other[0]], other[1])
 
 
 @whole
 def phantom_pair(e: Edit) -> bool | None:
-    """A send and its receive that nobody asked for, before or after all else."""
+    """Insert an unneeded send and its receive, each at the beginning or end of its Stream."""
     shape, send = e.program.shape, e.rng.choice(SEND_OPS)
     row, s, m = (
         INSTRUCTIONS[send],
@@ -265,7 +268,7 @@ def phantom_pair(e: Edit) -> bool | None:
 
 @at(*CUTS)
 def drop_sharded_pair(e: Edit) -> None:
-    """A scatter and its gather: the tensor is sent whole."""
+    """Remove a scatter and its gather, so that the complete tensor is sent."""
     cut = pull(e.own, e.at)
     gather, hop = CUTS[op(cut)]
     own = e.lists[int(e.program.shape.rank_of_stage(stage(cut) + hop, mb(cut)))]
@@ -336,7 +339,7 @@ def change_update(e: Edit) -> bool | None:
 
 @at(*BACKWARD_OPS)
 def add_early(e: Edit) -> bool | None:
-    """What adds to an update, and all of its microbatch since the step before, ahead of that."""
+    """Move a backward, and the earlier instructions of its microbatch, before the previous step."""
     steps = [k for k in e.here(O.OptimizerStep) if k < e.at]
     if not steps:
         return False

@@ -1,6 +1,6 @@
-"""Mutations of what holds instructions together: groups, Streams, the shape, the header, the text.
+"""Mutations of groups, Streams, the shape, the header and the text of a program.
 
-One that edits text raises ParseError where what it wrote is no program.
+`edit_text` raises ParseError if the edited text is not a program.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def ungroup(e: Edit) -> bool | None:
 
 @whole
 def ungroup_computes(e: Edit) -> bool | None:
-    """Two computes that ran as one, one after the other."""
+    """Ungroup two computes that run as a pair."""
     return _ungroup(e, *COMPUTE_OPS)
 
 
@@ -81,7 +81,7 @@ def join_computes(e: Edit) -> bool | None:
 
 @at(*TRANSFER_OPS)
 def join_transfers(e: Edit) -> bool | None:
-    """A group of neighbours on one rank; the other sides stay as they are."""
+    """Group two adjacent transfers of a rank, but not their other sides."""
     return _join(e, *TRANSFER_OPS)
 
 
@@ -94,7 +94,7 @@ def _join(e: Edit, *ops: Opcode) -> bool | None:
 
 @whole
 def join_both_sides(e: Edit) -> bool | None:
-    """A group of neighbours whose partners are neighbours too."""
+    """Group two adjacent transfers whose partners are adjacent, and group the partners."""
     met = {p: e.partner(e.lists[p[0]][p[1]]) for p in e.places(*TRANSFER_OPS)}
     found = []
     for (r, k), two in met.items():
@@ -110,7 +110,7 @@ def join_both_sides(e: Edit) -> bool | None:
 
 @at(*TRANSFER_OPS)
 def join_next_transfer(e: Edit) -> bool | None:
-    """A transfer moved into a group with the next one of its rank."""
+    """Move a transfer into a group with the next transfer of its rank."""
     later = [k for k in e.here(*TRANSFER_OPS) if k > e.at]
     if not later:
         return False
@@ -121,9 +121,9 @@ def join_next_transfer(e: Edit) -> bool | None:
 
 @at(*SEND_OPS)
 def cross_in_groups(e: Edit) -> bool | None:
-    """Two messages between the same ranks, grouped on both, in either order on the second.
+    """Group two messages between the same ranks on both ranks, perhaps in opposite orders.
 
-    The sooner send waits for the later one, and the later receive comes as the sooner one does.
+    The earlier send is moved to the later one, and the later receive to the earlier one.
     """
     later = [k for k in e.here(*SEND_OPS) if k > e.at]
     one, two = (e.partner(e.own[k]) for k in (e.at, later[0] if later else e.at))
@@ -150,7 +150,7 @@ def cross_streams(e: Edit) -> None:
 
 @at()
 def cross_instruction(e: Edit) -> None:
-    """One instruction on another rank."""
+    """Move an instruction to a random rank."""
     own = e.rng.choice(e.lists)
     push(own, e.rng.randint(0, len(own)), pull(e.own, e.at))
 
@@ -162,7 +162,7 @@ def lose_stream(e: Edit) -> object:
 
 @whole
 def crowd_placement(e: Edit) -> None:
-    """A stage at another stage's place."""
+    """Change the rank of a stage in the placement."""
     place = e.program.shape.first_rank_per_stage.tolist()
     place[e.rng.randrange(len(place))] = e.rng.randrange(e.program.shape.ranks)
     e.program = replace(e.program, shape=e.program.shape.with_stage_ranks(tuple(place)))
@@ -170,7 +170,7 @@ def crowd_placement(e: Edit) -> None:
 
 @whole
 def spell_placement(e: Edit) -> bool | None:
-    """The same placement, stage by stage, where that says it all."""
+    """Replace a placement without stage replicas by an equal list of ranks."""
     shape = e.program.shape
     if shape.placement_rows > 1:
         return False
@@ -225,7 +225,7 @@ SLIPS = [
 
 
 def edit_text(program: Program, rng: random.Random) -> Program | None:
-    """A line too few, too many or elsewhere, or a slip in one, as by hand."""
+    """Remove, repeat or swap lines of the text, or make a typing error in a line."""
     text = to_text(program, folded=rng.random() < 0.5)
     begin = text.index("\nrank 0") + 1 if rng.random() < 0.8 else 0
     lines = text[begin:].splitlines(keepends=True)
@@ -249,7 +249,7 @@ def edit_text(program: Program, rng: random.Random) -> Program | None:
 
 MUTATIONS["edit_text"] = edit_text
 
-# ---------------------------------------------------------------- as right as before
+# ---------------------------------------------------------------- mutants that stay legal
 
 
 @whole
@@ -259,7 +259,7 @@ def rename(e: Edit) -> None:
 
 @whole
 def renumber(e: Edit) -> None:
-    """The microbatches of each update, or row of holders, in another order, everywhere."""
+    """Permute the microbatches of each update, or of each row of stage replicas, on all ranks."""
     shape = e.program.shape
     updates = range(0, shape.microbatches + 1, shape.microbatches_per_update)
     parts = pairwise(shape.microbatch_row_offsets if shape.placement_rows > 1 else updates)
@@ -271,7 +271,7 @@ def renumber(e: Edit) -> None:
 
 @whole
 def run_order(e: Edit) -> bool | None:
-    """Each Stream in the order in which a run under `per_edge` ended its instructions."""
+    """Order each Stream as its instructions end in a run under `per_edge`."""
     machine = Machine(e.program, "per_edge", e.rng.randrange(2**32))
     if machine.run().kind != "ok":
         return False
@@ -285,7 +285,7 @@ def run_order(e: Edit) -> bool | None:
 
 @whole
 def evaluate(e: Edit) -> None:
-    """Forwards only, with their transfers, and what makes weights whole."""
+    """Keep only forwards, their transfers, and Unshard and Reshard."""
     for own in e.lists:
         for k in reversed(range(len(own))):
             kept = (F, O.SendAct, O.RecvAct, O.TPScatterAct, O.TPGatherAct, O.SendSkip, O.RecvSkip)

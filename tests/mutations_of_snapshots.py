@@ -1,4 +1,4 @@
-"""Mutations of snapshots, and of the steps that wait for them."""
+"""Mutations of snapshots, and of the steps that need them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def double_snapshot(e: Edit) -> None:
 
 @at(O.Snapshot)
 def move_snapshot(e: Edit) -> None:
-    """Before the step it is as right, wherever it stands."""
+    """Move a snapshot anywhere. This is legal before the step."""
     move(e.own, e.at, e.rng.randint(0, len(e.own)))
 
 
@@ -54,15 +54,15 @@ def snapshot_of_another_stage(e: Edit) -> None:
 
 @at(O.Snapshot)
 def snapshot_of_another_update(e: Edit) -> None:
-    """Once in a step is enough, and once in each update too often."""
+    """Change the update of a snapshot. Only the first update has snapshots."""
     e.put(word(O.Snapshot, stage(e.word), e.rng.randint(0, 2)))
 
 
 @at(O.Forward)
 def snapshot_of_any(e: Edit) -> None:
-    """Of what is frozen, too, and by another holder."""
+    """Insert a snapshot of any stage, also of a frozen stage or of a second replica."""
     push(e.own, e.at, word(O.Snapshot, stage(e.word)))
 
 
-# Those that want a program with snapshots.
+# The mutations that need a program with snapshots.
 COPIED = tuple(name for name in MUTATIONS if name not in _OTHERS)

@@ -1,4 +1,4 @@
-"""Mutations of what moves the states of optimizers and steps them, and of what the host steps."""
+"""Mutations of optimizer offload: moves of optimizer state, steps per stage, and host steps."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ REDUCTIONS = (
 
 
 def on_host(program: Program, rng: random.Random) -> Program:
-    """The program with states on the host, or its disk, or stepped there; some ranks say how many
-    slots they have for them, on the device or on the host."""
+    """Return a program with its optimizer state on the host or the disk, or with host steps.
+
+    Some of the programs limit the buffers for states on the device or the host.
+    """
     e = Edit.of(
         replace(program, optimizer_placement=rng.choice(["host", "disk", "cpu_step", "cpu_step"])),
         rng,
@@ -130,19 +132,19 @@ def turn_of_state_on_another_rank(e: Edit) -> bool | None:
 
 @at(*TURNS)
 def end_before_a_turn_of_state(e: Edit) -> None:
-    """The rank's update ends earlier."""
+    """Move the end of an update before an instruction of its optimizer offload."""
     move(e.own, e.rng.choice(e.here(O.OptimizerStep)), e.at)
 
 
 @at(O.OptimizerStep, O.CheckGradsFinite)
 def end_near(e: Edit) -> None:
-    """Sooner or later than where an update ends, or lets go of gradients."""
+    """Move the end of an update, or the release of its gradients, by a few instructions."""
     move(e.own, e.at, e.at + e.rng.choice([-6, -4, -3, -2, -1, 2, 3, 4, 6, 8]))
 
 
 @at(O.OptimizerStep, O.CheckGradsFinite)
 def end_later_with_its_stages(e: Edit) -> None:
-    """An end of an update on a rank comes later, with the copies back, or with the host's steps."""
+    """Move the end of an update later, together with its copies of weights or its host steps."""
     along = O.ReloadWeights if op(e.word) is O.OptimizerStep else O.HostOptimizerStep
     own = [k for k in e.here(along, op(e.word)) if mb(e.own[k]) == mb(e.word)]
     words = [pull(e.own, k) for k in reversed(own)]
@@ -153,7 +155,7 @@ def end_later_with_its_stages(e: Edit) -> None:
 
 @at(O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)
 def compute_past_the_end_of_an_update(e: Edit) -> bool | None:
-    """Something computes for one update beyond an end of another's, or of its own."""
+    """Move a compute past the nearest end of an update."""
     ends = e.here(O.OptimizerStep, O.CheckGradsFinite, O.HostOptimizerStep)
     if e.program.shape.optimizer_steps == 1 or not ends:
         return False
@@ -164,7 +166,7 @@ def compute_past_the_end_of_an_update(e: Edit) -> bool | None:
 
 @at(*REDUCTIONS)
 def reduce_behind_a_turn_of_state(e: Edit) -> bool | None:
-    """What a state's turn may have to wait for comes behind it."""
+    """Move a reduction after an instruction of the optimizer offload that may need it."""
     later = [k for k in e.here(*NEXT) if k > e.at]
     if not later:
         return False
@@ -183,21 +185,21 @@ def compute_behind_a_turn_of_state(e: Edit) -> bool | None:
 
 @at(O.ReloadState, O.OffloadGrads)
 def load_early(e: Edit) -> None:
-    """Right behind what the stage's gradient is reduced by, where it is there."""
+    """Move a load of state, or a copy of a gradient, right after a reduction of its stage."""
     mine = [k for k in e.here(*REDUCTIONS) if k < e.at and stage(e.own[k]) == stage(e.word)]
     move(e.own, e.at, e.rng.choice(mine) + 1 if mine else 0)
 
 
 @whole
 def states_elsewhere(e: Edit) -> None:
-    """What is there once fits another place, or does not."""
+    """Change `optimizer_placement` without changing instructions."""
     places = [where for where in (*TIERS, "cpu_step") if where != e.program.optimizer_placement]
     e.program = replace(e.program, optimizer_placement=e.rng.choice(places))
 
 
 @whole
 def through_the_disk(e: Edit) -> bool | None:
-    """Some state of what lies on the host is fetched and spilled, or is not of what does not."""
+    """Add a read and a write on the disk for the state of a stage, or remove them."""
     for own in e.lists:
         for k in [k for k, w in enumerate(own) if op(w) is O.StageOptimizerStep]:
             if e.rng.random() < 0.5:
@@ -218,7 +220,7 @@ def through_the_disk(e: Edit) -> bool | None:
 
 @whole
 def by_another(e: Edit) -> bool | None:
-    """Some stage of what the device steps is stepped by the host, or the other way around."""
+    """Step a stage on the host instead of the device, or the other way around."""
     ways = (
         (O.ReloadState, O.StageOptimizerStep, O.OffloadState),
         (O.OffloadGrads, O.HostOptimizerStep, O.ReloadWeights),
@@ -236,7 +238,7 @@ def by_another(e: Edit) -> bool | None:
 
 @whole
 def step_before_all_gradients_are_there(e: Edit) -> bool | None:
-    """A stage's gradient goes behind the step of another one, which may not wait for it."""
+    """Move the copy of a stage's gradient after the host step of another stage."""
     for own in e.lists:
         goes = [k for k, w in enumerate(own) if op(w) is O.OffloadGrads]
         steps = [k for k, w in enumerate(own) if op(w) is O.HostOptimizerStep]
@@ -252,10 +254,10 @@ def step_before_all_gradients_are_there(e: Edit) -> bool | None:
 
 @whole
 def some_slots_of_states(e: Edit) -> None:
-    """Any number of them, on each rank: on the device, or on the host."""
+    """Set the number of buffers for states of each rank to any number, on the device or host."""
     counts = [e.rng.randint(0, sum(op(w) is O.ReloadState for w in own)) for own in e.lists]
     e.program = _told(e.program, e.rng.choice(["state", "state_host"]), counts)
 
 
-# Those that want a program with states on the host, or its disk.
+# The mutations that need a program with optimizer offload.
 STEPPED = tuple(name for name in MUTATIONS if name not in _OTHERS)

@@ -1,4 +1,4 @@
-"""Mutations of pieces of stages, of their chunks, and of what is done where ranks meet."""
+"""Mutations of stage segments, of microbatch chunks, and of collectives between segments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, Lane, Opcode, Scope
 from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, whole, with_op, word
 
-# Sums and, where ranks share the sequence, gathers; and all-to-alls of experts.
+# Tensor-parallel collectives per microbatch, and all-to-alls of experts.
 SUMS = tuple(
     row.op
     for row in INSTRUCTIONS
@@ -18,7 +18,7 @@ _BEFORE = {*MUTATIONS}
 
 
 def _beside(e: Edit) -> None:
-    """Another stage, or microbatch, in the place of the instruction's."""
+    """Change the current instruction to an adjacent stage or to a random microbatch."""
     s, m = stage(e.word), mb(e.word)
     if e.rng.random() < 0.5:
         s = max(s + e.rng.choice([-1, 1]), 0)
@@ -44,13 +44,13 @@ def move_sum(e: Edit) -> None:
 
 @at(*SUMS)
 def sum_elsewhere(e: Edit) -> None:
-    """At a boundary beside it, or of another microbatch."""
+    """Move a collective to an adjacent boundary, or to another microbatch."""
     _beside(e)
 
 
 @at(*SUMS)
 def sum_the_other(e: Edit) -> None:
-    """Of an activation in the place of a gradient, or the other way round; or a gather."""
+    """Replace a collective by another one."""
     op = Opcode(e.word >> 48 & 0xFF)
     e.put(with_op(e.word, e.rng.choice([other for other in SUMS if other is not op])))
 
@@ -72,13 +72,13 @@ def move_piece(e: Edit) -> None:
 
 @at(*COMPUTE_OPS)
 def other_piece(e: Edit) -> None:
-    """The piece beside it, or another chunk, in its place."""
+    """Replace a compute by that of an adjacent segment or of another chunk."""
     _beside(e)
 
 
 @whole
 def other_letter(e: Edit) -> Any:
-    """Another letter at one boundary, in what the program says."""
+    """Change one letter of `segment_boundaries`."""
     meets = e.program.segment_boundaries
     if not meets:
         return False
@@ -90,7 +90,7 @@ def other_letter(e: Edit) -> Any:
 
 @whole
 def other_tokens(e: Edit) -> Any:
-    """Ranks share the sequence no more, or do now."""
+    """Toggle `sequence_parallel`."""
     if e.program.tp == 1:
         return False
     e.program = replace(e.program, sequence_parallel=not e.program.sequence_parallel)

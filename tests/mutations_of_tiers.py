@@ -1,4 +1,4 @@
-"""Mutations of what moves the values of forwards to the host and the disk, and back."""
+"""Mutations of activation offload: moves of saved activations between device, host and disk."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ WAYS = (
 
 
 def moved(program: Program, rng: random.Random) -> Program:
-    """The program with some values away from the device between two that use them, anywhere there;
-    some ranks say how many slots they have, there or on the host: enough or more."""
+    """Return a program that offloads some saved activations between two of their uses.
+
+    Some of the programs limit the slots on the device or the host to enough slots or one more.
+    """
     e, share = Edit.of(program, rng), rng.choice([0.3, 0.7, 1])
     for own in e.lists:
         for made in [
@@ -73,8 +75,7 @@ def _told(program: Program, tier: str, counts: list[int]) -> Program:
 
 
 def _away(own: list[int], made: int, rng: random.Random) -> None:
-    """Take the value of a forward off the device, between it and the next that uses it, or between
-    two of these."""
+    """Insert moves of the activations of a forward between two instructions that use them."""
     users = [k for k, w in enumerate(own) if bare(w) == made or _uses(w, made)]
     if len(users) < 2:
         return
@@ -95,7 +96,7 @@ def _uses(w: int, made: int) -> bool:
 
 
 def users(e: Edit) -> list[int]:
-    """Where those stand that use, on the device, what is edited."""
+    """Return the indices of the instructions that need the current value on the device."""
     return [k for k in e.here(*USES) if _uses(e.own[k], e.word)]
 
 
@@ -164,7 +165,7 @@ def back_behind_its_use(e: Edit) -> None:
 
 @at(O.Offload)
 def use_while_away(e: Edit) -> bool | None:
-    """Who uses it comes sooner: behind its offload, and before it is back."""
+    """Move the next use of a value right after its offload, before its reload."""
     later = [k for k in users(e) if k > e.at]
     if not later:
         return False
@@ -174,7 +175,7 @@ def use_while_away(e: Edit) -> bool | None:
 
 @at(O.Offload)
 def used_before_it_goes(e: Edit) -> bool | None:
-    """The same, but before its offload."""
+    """Move the next use of a value right before its offload."""
     later = [k for k in users(e) if k > e.at]
     if not later:
         return False
@@ -184,7 +185,7 @@ def used_before_it_goes(e: Edit) -> bool | None:
 
 @at(O.Offload)
 def away_once_more(e: Edit) -> None:
-    """And back at once; and where it stands already, it is there no more."""
+    """Insert another offload and reload of a value anywhere."""
     k = e.rng.randint(0, len(e.own))
     push(e.own, k, with_op(e.word, O.Reload))
     push(e.own, k, e.word)
@@ -192,7 +193,7 @@ def away_once_more(e: Edit) -> None:
 
 @at(O.OffloadToDisk)
 def stay_on_the_host(e: Edit) -> bool | None:
-    """As right as before: nothing goes to the disk, if the host has room."""
+    """Keep a value on the host instead of the disk. This is legal without a limit on the host."""
     back = [k for k in e.here(O.ReloadFromDisk) if not (e.own[k] ^ e.word) & ADDRESS_MASK]
     told = e.program.slots[e.rank].specified() if e.program.slots else {}
     if len(back) != 1 or "host" in told:
@@ -221,11 +222,11 @@ def one_slot_less(e: Edit) -> bool | None:
 
 @whole
 def some_slots(e: Edit) -> None:
-    """Any number of them, on each rank."""
+    """Set the number of slots of each rank to any number, on the device or the host."""
     forwards = (sum(op(w) is O.Forward for w in own) for own in e.lists)
     counts = [e.rng.randint(0, number) for number in forwards]
     e.program = _told(e.program, e.rng.choice([*ROOMS.values()]), counts)
 
 
-# Those that want a program in which something is away.
+# The mutations that need a program with activation offload.
 AWAY = tuple(name for name in MUTATIONS if name not in _OTHERS)

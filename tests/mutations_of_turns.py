@@ -1,4 +1,4 @@
-"""Mutations of what comes in turns: weights that are made whole and let go, gradients in parts."""
+"""Mutations of ZeRO: Unshard, Reshard and ReduceScatter, which have occurrences per stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OTHERS = {*MUTATIONS}
 
 
 def count(own: list[int]) -> None:
-    """Turns as they stand count from 0 on."""
+    """Number the occurrences of each Unshard, Reshard and ReduceScatter from 0, in their order."""
     times: Counter[tuple[Opcode, int]] = Counter()
     for k, w in enumerate(own):
         if op(w) in TURNS:
@@ -25,20 +25,20 @@ def count(own: list[int]) -> None:
 
 
 def of_its_stage(e: Edit, kind: Opcode) -> tuple[list[int], list[int]]:
-    """Where a stage has those of a kind: before what is edited, and behind it."""
+    """Return the indices of an opcode of the current stage: before and after the current index."""
     own = [k for k in e.here(kind) if stage(e.own[k]) == stage(e.word)]
     return [k for k in own if k < e.at], [k for k in own if k > e.at]
 
 
 def put_both(e: Edit, k: int, first: Opcode, then: Opcode) -> None:
-    """Two more turns of the stage, one behind the other."""
+    """Insert two instructions of the current stage before index k."""
     push(e.own, k, word(then, stage(e.word)))
     push(e.own, k, word(first, stage(e.word)))
     count(e.own)
 
 
 def perhaps(e: Edit) -> None:
-    """Numbers that do not count would be seen first: mostly they do."""
+    """Renumber the occurrences in most mutants, because the checker finds wrong numbers first."""
     if e.rng.random() < 0.8:
         count(e.own)
 
@@ -111,14 +111,14 @@ def turn_of_another_stage(e: Edit) -> None:
 
 @at(*TURNS)
 def another_in_its_turn(e: Edit) -> None:
-    """An Unshard where a Reshard was, and the like."""
+    """Replace an Unshard, Reshard or ReduceScatter by another of the three."""
     e.put(with_op(e.word, e.rng.choice([o for o in TURNS if o is not op(e.word)])))
     perhaps(e)
 
 
 @at(*READS)
 def use_after_reshard(e: Edit) -> bool | None:
-    """What uses weights comes right behind the next Reshard of its stage."""
+    """Move an instruction that needs weights right after the next Reshard of its stage."""
     _, later = of_its_stage(e, O.Reshard)
     if not later:
         return False
@@ -128,7 +128,7 @@ def use_after_reshard(e: Edit) -> bool | None:
 
 @at(O.Reshard)
 def gathered_once_less(e: Edit) -> bool | None:
-    """A Reshard and the next Unshard of its stage are left out: as right, where there is room."""
+    """Remove a Reshard and the next Unshard of its stage. This is legal if there are slots."""
     _, later = of_its_stage(e, O.Unshard)
     if not later:
         return False
@@ -140,7 +140,7 @@ def gathered_once_less(e: Edit) -> bool | None:
 
 @at(O.Reshard)
 def gathered_once_more(e: Edit) -> bool | None:
-    """A Reshard and an Unshard where weights are whole."""
+    """Insert a Reshard and an Unshard while the stage is unsharded."""
     since, _ = of_its_stage(e, O.Unshard)
     if not since:
         return False
@@ -150,7 +150,7 @@ def gathered_once_more(e: Edit) -> bool | None:
 
 @at(O.Unshard)
 def gathered_at_the_end(e: Edit) -> bool | None:
-    """Weights are made whole and let go behind the last use, or behind the step."""
+    """Insert an Unshard and a Reshard after the last use of the stage, perhaps after the step."""
     last = max(k for k in e.here(*TURNS) if stage(e.own[k]) == stage(e.word))
     put_both(e, e.rng.randint(last + 1, len(e.own)), O.Unshard, O.Reshard)
     return None
@@ -158,7 +158,7 @@ def gathered_at_the_end(e: Edit) -> bool | None:
 
 @at(O.ReduceScatter)
 def reduced_once_less(e: Edit) -> bool | None:
-    """Two turns in one."""
+    """Remove a ReduceScatter, so that the next one reduces more gradients."""
     _, later = of_its_stage(e, O.ReduceScatter)
     if not later:
         return False
@@ -169,7 +169,7 @@ def reduced_once_less(e: Edit) -> bool | None:
 
 @at(B, I, O.BackwardWeight)
 def reduced_once_more(e: Edit) -> bool | None:
-    """A turn behind any that adds."""
+    """Insert a ReduceScatter after a backward."""
     if not e.program.zero:
         return False
     push(e.own, e.at + 1, word(O.ReduceScatter, stage(e.word)))
@@ -179,7 +179,7 @@ def reduced_once_more(e: Edit) -> bool | None:
 
 @at(*[o for o in REDUCTIONS if o is not O.ReduceGrads], O.OptimizerStep)
 def end_before_parts(e: Edit) -> bool | None:
-    """What sums, takes the norm of or steps parts comes before the last is there."""
+    """Move a reduction, the norm or the step before one of the last ReduceScatters."""
     last = [k for k in e.here(O.ReduceScatter) if k < e.at]
     if not last or op(e.word) is O.ReduceScatter:
         return False
@@ -189,13 +189,13 @@ def end_before_parts(e: Edit) -> bool | None:
 
 @at(O.ReduceScatter)
 def reduced_whole(e: Edit) -> None:
-    """ReduceGrads where parts are reduced."""
+    """Replace a ReduceScatter by a ReduceGrads."""
     e.put(word(O.ReduceGrads, stage(e.word)))
 
 
 @at(B, I)
 def add_behind_its_turn(e: Edit) -> bool | None:
-    """What adds comes behind the next ReduceScatter of its stage."""
+    """Move a backward after the next ReduceScatter of its stage."""
     _, later = of_its_stage(e, O.ReduceScatter)
     if not later:
         return False
@@ -206,11 +206,11 @@ def add_behind_its_turn(e: Edit) -> bool | None:
             if k > e.at and k < later[0] and e.own[k] & ADDRESS_MASK == e.word & ADDRESS_MASK
         ),
         reverse=True,
-    ):  # its send, and W
+    ):  # the send of its gradient, and W
         move(e.own, k, later[0] + 1)
     move(e.own, e.at, later[0] + 1)
     return None
 
 
-# Those that want a program with turns.
+# The mutations that need a program with ZeRO.
 TURNED = tuple(name for name in MUTATIONS if name not in _OTHERS)

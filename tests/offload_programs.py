@@ -1,4 +1,4 @@
-"""Offloaded: programs whose saved values go to the host, or to its disk, by rows placed by hand."""
+"""Programs with activation offload whose moves are placed by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _USES = tuple(
 
 
 def offloaded(program: Program, *, spilled: bool = False) -> Program:
-    """All that forwards save goes behind them, and comes back right before it is used."""
+    """Offload all saved activations right after their forward, and reload them before their use."""
     out = [Opcode.Offload, Opcode.OffloadToDisk][: 1 + spilled]
     back = [Opcode.ReloadFromDisk, Opcode.Reload][1 - spilled :]
     for op in reversed(out):

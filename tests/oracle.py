@@ -1,8 +1,9 @@
-"""A slow second opinion: the rules of DESIGN as a machine, with no graph in it.
+"""A slow reference simulator that has no dependency graph.
 
-Every queue has a head.  In turns, whatever can start does, and ends after its cost.  What is
-left when nothing can start is stuck.  Where slots are shared, each Stream is gone through once
-with its slots on a heap: who fills one waits for whoever left it.
+It visits all groups of instructions again and again.  A group starts if the previous groups in its
+queues and all its producers have ended, and it ends after its cost.  If no group can start any
+more, the remaining groups are in a deadlock.  With shared slots, an instruction that fills a slot
+also waits for the instruction that freed this slot.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class Machine:
     program: Program
     model: str
     costs: Costs
-    ended: dict[tuple[int, int], float] = field(default_factory=dict)  # (rank, index): when
-    small: float = -1  # messages of at most so many bytes wait for nobody
-    sizes: tuple[float, float, float] = (0, 0, 0)  # of activations, gradients and skips
+    ended: dict[tuple[int, int], float] = field(default_factory=dict)  # (rank, index) -> end time
+    small: float = -1  # sends of at most this many bytes do not wait for their receive
+    sizes: tuple[float, float, float] = (0, 0, 0)  # bytes of activations, gradients and skips
 
     def run(self) -> bool:
-        """Whether everything ended; `ended` says when."""
+        """Set `ended`, and return whether all instructions end."""
         self.lists = [list(s) for s in self.program.streams]
         self.groups = [self._groups(r) for r in range(len(self.lists))]
         self.where = {(r, i): k for r, l in enumerate(self.lists) for k, i in enumerate(l)}
@@ -58,7 +59,7 @@ class Machine:
         return groups
 
     def _taken_apart(self, rank: int, group: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """A group as torch issues it: messages of one way each by itself."""
+        """Return a group as torch issues it: sends only or receives only are issued one by one."""
         ops = {self.lists[rank][k].op for k in group}
         sends, receives = {*SENDING}, {*TAKING}
         return [(k,) for k in group] if ops <= sends or ops <= receives else [group]
@@ -87,7 +88,7 @@ class Machine:
         )
 
     def _other(self, i: Instr) -> int:
-        """The stage at the other side of a message."""
+        """Return the stage at the other side of a message."""
         skips = self.program.skips
         return {
             O.SendAct: i.stage + 1,
@@ -101,7 +102,7 @@ class Machine:
         }[i.op]
 
     def _posted(self, rank: int, group: tuple[int, ...]) -> float | None:
-        """When a group's turn comes and its values are there; None if not yet known."""
+        """Return the time when a group can start, or None if a predecessor has not ended."""
         times = [0.0]
         for g in self.before[rank, group[0]]:
             times += [self.ended.get((rank, k), -1.0) for k in g]
@@ -222,7 +223,7 @@ class Machine:
         ]
 
     def _of_parts(self, rank: int, at: int) -> list[int]:
-        """Where replicas hold parts (ZeRO): the indices of whom an instruction waits for."""
+        """Return the indices of the instructions that an instruction needs because of ZeRO."""
         own, i = self.lists[rank], self.lists[rank][at]
         if not self.program.zero:
             return []
@@ -246,7 +247,8 @@ class Machine:
             needs += before(O.Reshard)[-1:]
         if i.op == O.Reshard:
             needs += [k for k in all_of(O.Unshard) if own[k].mb == i.mb]
-        if i.op == O.ReduceScatter:  # ahead of all that add, it waits for what it sums
+        # A ReduceScatter before all backwards still waits for the gradients that it sums.
+        if i.op == O.ReduceScatter:
             last = all_of(O.ReduceScatter)[-1] == at
             needs += all_of(*adds) if last else before(*adds) or all_of(*adds)
         if i.op in (
@@ -264,7 +266,7 @@ class Machine:
         return needs
 
     def _wholes(self, rank: int) -> dict[tuple[str, int, int], tuple[int, int]]:
-        """As `values`, of weights and gradients that are whole for a time."""
+        """Return the result of `values` for unsharded weights and gradients."""
         wholes, open_ = {}, dict[tuple[str, int], int]()
         adds = (O.Backward, O.BackwardInput, O.BackwardWeight)
         for k, i in enumerate(self.lists[rank]):
@@ -278,11 +280,14 @@ class Machine:
         return wholes
 
     def _from(self, stage: int) -> int:
-        """The stage whose skip a stage takes; -1 for none."""
+        """Return the stage from which a stage receives a skip, or -1."""
         return {t: s for s, t in self.program.skips}.get(stage, -1)
 
     def values(self, rank: int) -> dict[tuple[str, int, int], tuple[int, int]]:
-        """Of each value that lives in a slot: the indices at which it is filled and freed."""
+        """Return for each value in a slot the indices that fill and free the slot.
+
+        A key is (kind of the value, stage, microbatch).
+        """
         own, S = self.lists[rank], self.program.shape.stages
         at = {i: k for k, i in enumerate(own)}
         values = {}
@@ -313,11 +318,11 @@ class Machine:
         return values
 
     def _left(self, rank: int) -> dict[int, list[int]]:
-        """For each index that fills slots which were used before: the indices that freed them."""
+        """Return for each index that fills used slots the indices that freed these slots."""
         left: dict[int, list[int]] = defaultdict(list)
         if not self.program.slots:
             return left
-        # Each slot on the heap is named by the index that freed it, -1 if nobody ever used it.
+        # Each free slot is represented by the index that freed it, or -1 if it was never used.
         heap = {kind: deque([-1] * n) for kind, n in self.program.slots[rank].specified().items()}
         fills, frees = defaultdict(list), defaultdict(list)
         for (kind, _, _), (fill, free) in (self.values(rank) | self._wholes(rank)).items():
@@ -358,12 +363,12 @@ class Machine:
         ]
 
     def _apart(self, partners: list[tuple[int, int]]) -> bool:
-        """Whether one side of a message is in a group, and the other alone: they never meet."""
+        """Return whether a message can never match: one side is in a group, the other is not."""
         message = bool(INSTRUCTIONS[self.lists[partners[0][0]][partners[0][1]].op].peer)
         return message and len({len(self._group_of(r, n)) > 1 for r, n in partners}) > 1
 
     def _leaves(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
-        """The send of a message, if it is small enough to leave without its receiver."""
+        """Return the send of a message if it does not wait for its receive, or None."""
         for rank, k in (one, other):
             i, size = self.lists[rank][k], self.sizes
             if i.op in (O.SendSkip, O.SendSkipGrad):
@@ -394,11 +399,11 @@ class Machine:
         value = 0.0 if value is None else value
         if isinstance(value, tuple):
             column = rank if INSTRUCTIONS[i.op].scope is Scope.RANK else i.stage
-            value = value[min(column, len(value) - 1)]  # one row is that of all stages
+            value = value[min(column, len(value) - 1)]  # a single row is for all stages
         return float(value[i.mb] if isinstance(value, tuple) else value)
 
     def _try(self, rank: int, group: tuple[int, ...]) -> bool:
-        """End a group if all it waits for has ended; whether it was new."""
+        """End a group if all its predecessors have ended. Return whether it ended now."""
         if (rank, group[0]) in self.ended:
             return False
         ends = []
@@ -419,7 +424,7 @@ class Machine:
                 if None in starts:
                     return False
                 costs = [self._cost(r, self.lists[r][n]) for r, n in partners]
-                if leaves is not None and len(partners) == 2:  # a receive, of what has left
+                if leaves is not None and len(partners) == 2:  # the receive of a small message
                     each = zip(starts, costs, strict=True)
                     ends.append(max(s + c for s, c in each if s is not None))
                 else:

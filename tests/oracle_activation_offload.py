@@ -1,10 +1,9 @@
-"""Away: what the oracle's host does where what a forward saved leaves the device and comes back.
+"""Activation offload in the oracle of `oracle_threads.py`.
 
-A part of the oracle in `threads.py`.  Who uses it finds it on the device; who moves it finds it
-where it is to go from, and there it is no more.  It goes each way once.  A rank that says how many
-slots it has on the device, or on the host, has room for as many at once there: whoever brings one
-waits for who left the slot that has been free for longest, and one that nobody is about to leave is
-an error.
+A backward must find its saved activations on the device.  A move must find them on its source tier,
+and leaves them on its target tier.  Each move happens once.  If the program limits the slots of a
+rank on the device or the host, a value that arrives on this tier waits for the slot that was freed
+first.  It is an error if no slot will be freed.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
     from tests.oracle_host import Host
 
 HERE = "device"
-ROOMS = {HERE: "saved", "host": "host"}  # the disk has room
-# From where to where, and in which queue; that to the host is that of snapshots.
+ROOMS = {HERE: "saved", "host": "host"}  # tier -> kind of its slots; the disk has no limit
+# Opcode -> source tier, target tier and queue. Snapshots use the queue "copies" as well.
 MOVED = {
     Opcode.Offload: (HERE, "host", "copies"),
     Opcode.Reload: ("host", HERE, "back"),
@@ -37,7 +36,7 @@ def begin(host: Host) -> None:
 
 
 def enter(host: Host, kind: str) -> None:
-    """Have the entry wait for a slot of a kind, if the rank says how many there are."""
+    """Make the current entry wait for a slot of a kind, if the rank limits these slots."""
     if kind in host.room:
         if not host.room[kind]:
             host.wrong("there is no slot for it")

@@ -1,6 +1,6 @@
-"""The host of one rank: what it issues, and what it knows when it does.
+"""The host of one rank in the oracle: it issues the instructions of a Stream.
 
-A part of the oracle in `threads.py`, which says what the machine is.
+`oracle_threads.py` describes the oracle.
 """
 
 from __future__ import annotations
@@ -39,33 +39,35 @@ PER_STAGE = {
 }
 PER_STAGE |= {*oracle_optimizer_offload.NEXT}
 LARGEST = 256
-Part = tuple[int, str]  # of a stage's gradient: the microbatch's "plain" weights, or "split" ones
+# A part of a stage's gradient: the microbatch, and "split" for weights whose gradients W computes,
+# or "plain" for all other weights.
+Part = tuple[int, str]
 
 
 class Host:
-    """What issues one rank's Stream.  Slots are as the host sees them: filled when issued."""
+    """Issues the Stream of one rank.  A slot counts as filled when its instruction is issued."""
 
     def __init__(self, machine: Machine, rank: int, replica: int = 0) -> None:
         self.machine, self.rank, self.replica = machine, rank, replica
-        self.sums: dict[int, list[Part]] = defaultdict(list)  # of gradients, by stage
+        self.sums: dict[int, list[Part]] = defaultdict(list)  # stage -> parts in its gradient sum
         self.ending = 0  # the update that the rank ends next
         self.own = machine.own[rank]
         self.trained = [s for s in self.own if s >= machine.frozen]
         self.slots: dict[Slot, SlotValue] = {}
-        self.given: list[tuple[Slot, SlotValue]] = []  # by the group that is being issued
+        self.given: list[tuple[Slot, SlotValue]] = []  # slots that the current group fills
         self.changes: dict[tuple[Slot, bool], list[tuple[str, str]]] | None = None
-        self.turns: Counter[tuple[int, ...]] = Counter()  # that were issued, by opcode and stage
-        self.parts: dict[int, list[Part]] = defaultdict(list)  # of gradients that were reduced
-        self.reducing: dict[int, list[Entry]] = defaultdict(list)  # who reduces, by stage
-        self.whole: dict[int, int] = {}  # stages whose weights are, and after how many steps
-        self.adding: set[int] = set()  # stages whose sums of gradients are there
+        self.turns: Counter[tuple[int, ...]] = Counter()  # (opcode, stage) -> number of issues
+        self.parts: dict[int, list[Part]] = defaultdict(list)  # stage -> parts that are reduced
+        self.reducing: dict[int, list[Entry]] = defaultdict(list)  # stage -> its reductions
+        self.whole: dict[int, int] = {}  # unsharded stage -> number of steps before its gather
+        self.adding: set[int] = set()  # stages that have a gradient sum
         self.stepped = 0
-        self.summed: dict[tuple[int, int], Event] = {}  # over parts of the sequence, when
-        self.room: dict[str, list[Event]] = {}  # slots of some kinds, by when they are free
-        self.states: dict[int, tuple[str, Event]] = {}  # how far they are, and when
-        self.gone: dict[int, Event] = {}  # when a stage's gradient is on the host
-        self.update = 0  # that states are stepped in
-        self.released: Event | None = None  # when its gradients are let go
+        self.summed: dict[tuple[int, int], Event] = {}  # ends of sequence-parallel reductions
+        self.room: dict[str, list[Event]] = {}  # kind of slot -> events at which slots are free
+        self.states: dict[int, tuple[str, Event]] = {}  # stage -> place of optimizer state, event
+        self.gone: dict[int, Event] = {}  # stage -> event at which its gradient is on the host
+        self.update = 0  # the update that the host steps
+        self.released: Event | None = None  # event at which the host may use its gradients
         for each in (oracle_sharding, oracle_activation_offload, oracle_optimizer_offload):
             each.begin(self)
         self.entries: list[Entry] = []
@@ -82,13 +84,13 @@ class Host:
             self.require_group(group)
             ways = {i.op in SENDING if i.op in MESSAGES else None for i in group}
             if self.machine.model == "torch_lazy" and ways in ({True}, {False}):
-                for instr in group:  # torch sends, or receives, each by itself
+                for instr in group:  # torch issues such messages one by one
                     self.issue([instr])
             else:
                 self.issue(group)
 
     def require_group(self, group: list[Instr]) -> None:
-        """Whether these can run as one."""
+        """Raise Wrong if the instructions cannot be one group."""
         if len(group) > 1:
             messages = all(i.op in MESSAGES for i in group) and len(group) <= LARGEST
             cell = (
@@ -116,7 +118,7 @@ class Host:
         self.entries.append(self.entry)
 
     def address(self, i: Instr) -> None:
-        """Whether there is such a stage here, and such a microbatch."""
+        """Raise Wrong if the rank does not have the stage or the microbatch of an instruction."""
         per_rank = i.op in (O.ReduceNorm, O.OptimizerStep, O.CheckGradsFinite)
         per_stage = i.op in PER_STAGE
         most = self.machine.updates if per_rank or per_stage else self.machine.microbatches
@@ -129,7 +131,7 @@ class Host:
             raise Wrong(f"there is no {i} on rank {self.rank}")
 
     def runs(self, stage: int, mb: int) -> bool:
-        """Whether this rank runs a microbatch in a stage."""
+        """Return whether this rank runs a microbatch in a stage."""
         return stage in self.own and self.machine.holder(stage, mb) == self.rank
 
     def wrong(self, why: str) -> None:
@@ -141,7 +143,7 @@ class Host:
     # ------------------------------------------------------------ slots
 
     def look(self, *slot: object) -> SlotValue:
-        """The value of a slot, for an entry that waits until it is there."""
+        """Return the value of a slot. The current entry will wait until the value is ready."""
         if slot not in self.slots:
             raise Wrong(f"{self.entry} needs {slot}, which has not been issued")
         value = self.slots[slot]
@@ -149,20 +151,20 @@ class Host:
         return value
 
     def take(self, *slot: object) -> SlotValue:
-        """The same, and the slot is free again."""
+        """Return the value of a slot as `look` does, and free the slot."""
         value = self.look(*slot)
         oracle_unknown_instructions.expect(self, slot, value)
         self.slots.pop(slot, None)
         return value
 
     def give(self, *slot: object) -> SlotValue:
-        """Fill a slot with what will be there when the entry has ended."""
+        """Fill a slot with a value that is ready when the current entry ends."""
         value = SlotValue(self.entry.done, state=oracle_unknown_instructions.made(self, slot))
         self.given.append((slot, value))
         return value
 
     def expect(self, value: SlotValue, *tensor: object) -> None:
-        """Have the entry look at what it took in."""
+        """Verify at the run of the current entry that a value has the expected tensor."""
 
         def see() -> None:
             if value.tensor != tensor:
@@ -172,14 +174,14 @@ class Host:
         entry.actions.append(see)
 
     def add(self, i: Instr, *parts: str) -> None:
-        """Add parts of a gradient to the stage's one sum, when the entry runs."""
+        """Add parts of a gradient to the stage's gradient sum when the current entry runs."""
         self.give("added", *parts, i.stage, i.mb)
         added = [(i.mb, part) for part in parts]
         oracle_sharding.add(self, i.stage)
         self.entry.actions.append(lambda: self.sums[i.stage].extend(added))
 
     def total(self, stage: int, update: int) -> None:
-        """Have the entry find in the sum what belongs to an update, all of it and nothing else."""
+        """Verify, when the entry runs, that the gradient sum has exactly the parts of an update."""
         mbs = [mb for mb in self.machine.mbs(update) if self.runs(stage, mb)]
         right = sorted((mb, part) for mb in mbs for part in ("plain", "split"))
 
@@ -235,7 +237,7 @@ class Host:
         self.add(i, "plain", "split")
 
     def hand_back(self, i: Instr) -> None:
-        """The gradient of the input, in B and in I."""
+        """Issue the part of B or I that computes the gradient of the input."""
         self.queue("compute")
         oracle_activation_offload.use(self, i)
         if i.stage < self.machine.stages - 1:
@@ -247,7 +249,7 @@ class Host:
         if self.machine.beginning(i.stage) >= self.machine.frozen:
             self.hand("skip_grad", i, self.machine.beginning(i.stage))
         if i.stage == self.machine.frozen:
-            return  # nobody wants it
+            return  # no stage needs the gradient of its input
         if self.runs(i.stage - 1, i.mb):
             to = self.give("grad_in", i.stage - 1, i.mb)
             self.make(to, "grad", i.stage, i.mb, oracle_segments.given(self, i))
@@ -255,7 +257,7 @@ class Host:
             self.make(self.give("grad_out", i.stage, i.mb), "grad", i.stage, i.mb)
 
     def hand(self, kind: str, i: Instr, to: int) -> None:
-        """What goes along a skip: to a stage here, or into a message."""
+        """Fill the slot of a skip: the input of a stage of this rank, or the value of a message."""
         slot = (f"{kind}_in", to) if self.runs(to, i.mb) else (f"{kind}_out", i.stage)
         self.make(self.give(*slot, i.mb), kind, i.stage, i.mb)
 
@@ -265,11 +267,11 @@ class Host:
         self.add(i, "split")
 
     def message(self, i: Instr) -> None:
-        """A transfer: sends at once what is in the out slot, or fills the in slot."""
+        """Issue a transfer: a send takes the value of its out slot, a receive fills its in slot."""
         machine, model = self.machine, self.machine.model
         kind, sends = MOVES[i.op], i.op in SENDING
         lane = "grad" if "grad" in kind else "act"
-        up = (lane == "act") == sends  # to a later stage, or from one
+        up = (lane == "act") == sends  # True if the other side is a later stage
         if "skip" in kind:
             stage = machine.skips.get(i.stage, -1) if up else machine.beginning(i.stage)
         else:
@@ -298,7 +300,7 @@ class Host:
         self.entry.meets.append(met)
 
     def collective(self, communicator: object, members: int, update: int) -> None:
-        """Meet the others; who meets them for another update notices."""
+        """Issue a collective. `Machine.join` raises Wrong if its members are of other updates."""
         met = Event()
         member = met, update
         place = self.replica, communicator
@@ -306,7 +308,7 @@ class Host:
         self.entry.meets.append(met)
 
     def reduce_grads(self, i: Instr) -> None:
-        """Over replicas, which all run this Stream."""
+        """Issue the reduction of a stage's gradients over replicas, which all run this Stream."""
         self.queue("reductions")
         oracle_sharding.meet_replicas(self, i, "dp")
         if self.machine.zero:
@@ -321,7 +323,7 @@ class Host:
         self.give("half grad" if len(self.machine.holders) > 1 else "grad", i.stage, i.mb)
 
     def reduce_holders(self, i: Instr) -> None:
-        """The holders of a stage meet."""
+        """Issue the reduction over the ranks that have a replica of the stage."""
         self.queue("reductions")
         self.take("half grad", i.stage, i.mb)
         oracle_sharding.reduced(self, i.stage)
@@ -329,7 +331,10 @@ class Host:
         self.collective(("holders", i.stage), len(self.machine.holders), i.mb)
 
     def reduce_tied(self, i: Instr) -> None:
-        """The holders of copies meet; a rank that holds several names the first."""
+        """Issue the reduction of tied weights over the ranks with copies.
+
+        The instruction has the number of the rank's first stage with a copy.
+        """
         self.queue("reductions")
         copies = [s for s in self.own if s in self.machine.tied]
         if i.stage != min(copies, default=None):
@@ -343,13 +348,13 @@ class Host:
             self.collective(("tied", *sorted(party)), len(party), i.mb)
 
     def final(self, update: int) -> list[Slot]:
-        """Where the rank's gradients are when nothing is left to add."""
+        """Return the slots of the rank's reduced gradients of an update."""
         oracle_sequence_parallel.expect(self, *self.trained, update=update)
         tied = self.machine.tied
         return [("tied grad" if s in tied else "grad", s, update) for s in self.trained]
 
     def ends(self, update: int) -> None:
-        """A rank ends its updates in turn: it has one norm, that of the update that ends."""
+        """Raise Wrong if a rank ends its updates out of order. It has only one norm."""
         if update < self.ending:
             raise Wrong(f"update {update} ends after what is of update {self.ending}")
         self.ending = update
@@ -374,7 +379,7 @@ class Host:
         self.give("parameters", i.mb + 1)
 
     def judge(self) -> None:
-        """What is left on this rank is what should be."""
+        """Raise Wrong if the slots in use at the end are not the expected ones."""
         updates = range(self.machine.updates if self.machine.trains else 0)
         right: set[Slot] = {("parameters", update + 1) for update in updates}
         microbatches = range(self.machine.microbatches)

@@ -1,23 +1,25 @@
-"""Stepped: what the oracle's host does where optimizers' states lie on the host, or the disk.
+"""Optimizer offload in the oracle of `oracle_threads.py`.
 
-A part of the oracle in `threads.py`.  The state of each trained stage is on the host when a step
-begins, or on the disk: then it is fetched once.  It is loaded once, when the stage's gradient is
-reduced and whoever copies the stage has; that of the rank's first copy of a tied weight, when the
-copies are summed.  It is stepped once, on the device, when all gradients of the rank are there,
-with the norm, and all weights are in parts; it is stored once, behind that, and spilled if it came
-from the disk; and the rank ends its update when all have been.  A rank that says how many slots it
-has for states has room for as many on the device, or on the host on their way.
+With a step on the device, the optimizer state of each trained stage is on the host or the disk when
+an update begins.  It passes these states in order, each once (`NEXT`):
 
-Where the host itself steps them nothing is loaded: each gradient is copied to the host once, when
-it is reduced, as above.  Each stage is stepped once, in a queue of what the host computes, when the
-copies of all the rank's gradients are there, with the norm, all weights are in parts, and whoever
-copies any stage of the rank has, which reads the one optimizer that is used from then on beside;
-behind that its weights come back once, and the rank ends its update when all have.
+- A state on the disk is read to the host.
+- It is loaded to the device, after the stage's gradient is reduced and its snapshot is copied.  For
+  tied weights, the copies must be summed.
+- The stage is stepped, after all gradients of the rank and the norm are ready and all weights are
+  sharded.
+- The state is stored on the host, and written to the disk if it came from there.
 
-Of several updates each does all of this in turn, for there is one place on the host for a gradient,
-and one for weights.  Each rank lets go of its gradients once in each, in the queue of what it
-computes, when copies of all are on the host, with the norm: then its sums are empty, and no stage
-is stepped before.
+The rank ends its update when all its stages have passed.  If the program limits the buffers for
+states, a state waits for a free buffer.
+
+With a step on the host, each gradient is copied to the host after it is reduced.  The host steps a
+stage after all gradients of the rank and the norm are on the host, all weights are sharded, and all
+snapshots of the rank are copied.  Then the new weights are copied to the device.
+
+With several updates, each update repeats this, because the host has one buffer for a gradient and
+one for weights.  In each update, a rank releases its gradients once in the compute queue, after all
+their copies and the norm are ready.  This empties its sums.  The host steps no stage before.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from tests.oracle_values import Wrong
 if TYPE_CHECKING:
     from tests.oracle_host import Host
 
-NEXT = {  # what a state must have been through, where that leaves it, and on which queue
+NEXT = {  # opcode -> the state before it, the state after it, and the queue
     Opcode.ReloadState: ("on the host", "loaded", "back"),
     Opcode.StageOptimizerStep: ("loaded", "stepped", "compute"),
     Opcode.OffloadState: ("stepped", "stored", "copies"),
@@ -50,7 +52,7 @@ LAST = {"host": "stored", "disk": "spilled", "cpu_step": "new here"}
 
 
 def kept(host: Host) -> list[int]:
-    """The stages whose states lie elsewhere."""
+    """Return the trained stages whose optimizer state is not on the device."""
     machine = host.machine
     return (
         host.trained if machine.program.optimizer_placement != "device" and machine.trains else []
@@ -107,7 +109,7 @@ def _load(host: Host, i: Instr) -> None:
 
 
 def _reduced(host: Host, i: Instr) -> None:
-    """Have the entry find the stage's gradient, to which nothing is added any more."""
+    """Verify that the stage's gradient is completely reduced when the current entry runs."""
     oracle_sequence_parallel.reduced(host, i)
     oracle_sequence_parallel.expect(host, i.stage, update=i.mb)
 
@@ -127,12 +129,12 @@ def _step_there(host: Host, i: Instr) -> None:
 
 
 def releases(host: Host) -> bool:
-    """Whether the rank lets go of its gradients ahead of its step."""
+    """Return whether the rank releases its gradients before its step."""
     return _lies(host) == "cpu_step" and host.machine.trains and host.machine.updates > 1
 
 
 def release(host: Host, i: Instr) -> None:
-    """The rank's gradients are let go."""
+    """Issue the release of the rank's gradients."""
     host.ends(i.mb)
     host.queue("compute")
     if not releases(host) or host.released is not None or i.mb != host.update:
@@ -160,7 +162,7 @@ def _step(host: Host, i: Instr) -> None:
 
 
 def end(host: Host, i: Instr) -> None:
-    """The rank ends its update."""
+    """End the update of the rank."""
     for stage in kept(host):
         found, ready = host.states[stage]
         if found != LAST[_lies(host)]:

@@ -1,13 +1,13 @@
-"""Pieces: what passes where the program says that ranks meet, and slices that are sent.
+"""Segment boundaries and sliced messages in the oracle of `oracle_threads.py`.
 
-Where ranks enter a region (f), all take the same forward, and each gives an addend of the gradient
-back; where they leave it (g), each gives an addend of the activation, and all take the same back.
-Where experts begin (d) and end (c), a forward and a backward give values of other ranks' tokens,
-and an all-to-all exchanges them.
-If they share the sequence, what is the same for all is what each has of its own tokens: in a region
-it takes all tokens, and what it makes of all of them is summed to the rank's own.
+At f, tensor-parallel ranks enter a region.  All ranks have the same activation there, and each
+computes an addend of its gradient.  At g, they leave the region.  Each rank computes an addend of
+the activation, and all ranks have the same gradient.  At d and c, before and after experts, an
+all-to-all exchanges the values of tokens between ranks.
 
-A part of the oracle in `threads.py`, which says what the machine is.
+With sequence parallelism, a rank has only the values of some tokens outside of a region.  At the
+entry of a region, it gets the values of all tokens.  At the exit, the addends are summed, and each
+rank gets the sums of its tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SUMS = (Opcode.TPReduceAct, Opcode.TPReduceGrad)
 ADDEND, OWN, ALL = "addend", "own tokens", "all tokens"
-# By all-to-all: the letter of its boundaries, and True if it exchanges gradients.
+# All-to-all -> the letter of its boundaries, and True if it exchanges gradients.
 EXCHANGES = {
     Opcode.Dispatch: ("d", False),
     Opcode.Combine: ("c", False),
@@ -33,12 +33,15 @@ SLICES = (Opcode.TPScatterAct, Opcode.TPGatherAct, Opcode.TPScatterGrad, Opcode.
 
 
 def met(host: Host, stage: int) -> str:
-    """Who meets behind a stage: tensor-parallel ranks that enter a region, or leave it."""
+    """Return the letter of the segment boundary after a stage, or ""."""
     return host.machine.program.segment_boundaries[stage : stage + 1] if stage >= 0 else ""
 
 
 def given(host: Host, i: Instr) -> object:
-    """What a forward, or a backward, hands to its neighbour here; True for what is taken so."""
+    """Return the form of the value that a forward or backward gives to its neighbor on the rank.
+
+    True means that the neighbor can use the value without a collective.
+    """
     goes, letter = i.op is Opcode.Forward, met(host, i.stage - (i.op is not Opcode.Forward))
     if letter == ("g" if goes else "f"):
         return ADDEND
@@ -49,14 +52,14 @@ def given(host: Host, i: Instr) -> object:
 
 
 def taken(host: Host, i: Instr) -> object:
-    """What a forward, or a backward, must find."""
+    """Return the form of the value that a forward or backward needs."""
     goes = i.op is Opcode.Forward
     enters = met(host, i.stage - 1) == "f" if goes else met(host, i.stage) == "g"
     return ALL if enters and host.machine.program.sequence_parallel else True
 
 
 def meet(host: Host, i: Instr) -> None:
-    """Makes a sum of addends, or all tokens of each rank's own, in their place."""
+    """Issue a collective that replaces addends by their sum, or some tokens by all tokens."""
     grad = i.op in (Opcode.TPReduceGrad, Opcode.TPGatherGrad)
     sums = i.op in SUMS
     came, made = (ADDEND, True) if sums else (OWN, ALL)
@@ -71,7 +74,7 @@ def meet(host: Host, i: Instr) -> None:
 
 
 def exchange(host: Host, i: Instr) -> None:
-    """Exchanges the tokens of a boundary, or their gradients, in their place."""
+    """Issue an all-to-all that replaces the values of a boundary by the exchanged values."""
     letter, grad = EXCHANGES[i.op]
     if met(host, i.stage if grad else i.stage - 1) != letter:
         raise Wrong(f"{i}: the program has no such all-to-all there")
@@ -83,7 +86,7 @@ def exchange(host: Host, i: Instr) -> None:
 
 
 def reshape(host: Host, i: Instr) -> None:
-    """Scatter and gather, in place: the slot is taken and given again."""
+    """Issue a scatter or a gather, which replaces the value in its slot."""
     if host.machine.program.tp == 1:
         raise Wrong(f"{i}: there is no tensor-parallel group")
     if host.machine.program.sequence_parallel:

@@ -1,10 +1,9 @@
-"""Sequenced: what the oracle's host does where tensor-parallel ranks share the sequence.
+"""Sequence parallelism in the oracle of `oracle_threads.py`.
 
-A part of the oracle in `threads.py`.  All ranks of such a group run one Stream, so one of them
-stands for all.  What each has of the gradients of weights that all hold whole is summed once for
-each trained stage in an update: when all else has been added to them, and over the copies, if the
-stage holds a tied weight.  Whoever steps them, takes their norm, or loads
-their state finds that it has been.
+All ranks of a tensor-parallel group run one Stream, so the oracle has only one of them.  A weight
+that all ranks have unsharded has partial gradients.  In each update, they are summed once for each
+trained stage, after all other reductions of the stage.  For a tied weight, this includes the sum
+over its copies.  Steps, norms and loads of optimizer state verify that the gradients were summed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def reduce(host: Host, i: Instr) -> None:
 
 
 def reduced(host: Host, i: Instr) -> None:
-    """Have the entry find a stage's gradient as all pipeline ranks and replicas leave it."""
+    """Verify that pipeline ranks and replicas have reduced a stage's gradient."""
     copies = [s for s in host.own if s in host.machine.tied]
     there = [name for name in ("grad", "tied grad") if (name, i.stage, i.mb) in host.slots]
     host.look("tied grad" if i.stage in copies else [*there, "grad"][0], i.stage, i.mb)
@@ -36,7 +35,7 @@ def reduced(host: Host, i: Instr) -> None:
 
 
 def expect(host: Host, *stages: int, update: int) -> None:
-    """Have the entry wait until these stages' have been summed."""
+    """Make the current entry wait for the sequence-parallel reductions of some stages."""
     for stage in stages if host.machine.program.sequence_parallel else ():
         if (stage, update) not in host.summed:
             host.wrong(f"gradients of stage {stage} are of a part of the sequence")

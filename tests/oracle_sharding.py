@@ -1,16 +1,16 @@
-"""Sharded weights: what the oracle's host does where replicas hold a part each (ZeRO).
+"""ZeRO in the oracle of `oracle_threads.py`.
 
-A part of the oracle in `threads.py`.  All replicas run one Stream, so one of them stands for all.
+All replicas run the same Streams.
 
-- A stage's weights are in parts, or whole.  An Unshard finds them in parts and leaves them whole,
-  as they are then; a Reshard does the opposite.  Who computes with them, and does not only add to
-  their gradient, finds them whole as it is issued and as it runs, and as they were when the step
-  began.  There is room for as many whole ones as the rank has slots, if it says how many.
-- The step finds all in parts, and leaves them for the next one: nothing touches them behind it.
-- A sum of gradients is there from who adds first until it is reduced; of these, too, there are no
-  more than slots.  A ReduceScatter takes out of the sum what is in it, which is something, and
-  adds it to the part that stays.  While one has not ended, nothing is added to the sum.  Whoever
-  goes on with the part finds all gradients in it, once, and nothing left in the sum.
+- The weights of a stage are sharded or unsharded.  An Unshard gathers sharded weights as they are
+  then, and a Reshard frees unsharded weights.  F, B, I and R need unsharded weights when they are
+  issued and when they run, from a gather before the optimizer step.  If the program limits the
+  slots, a gather waits for a free slot.
+- The optimizer step needs all weights sharded.  No later instruction uses them.
+- A gradient sum exists from the first addition until its reduction.  These sums also need slots.  A
+  ReduceScatter moves the gradients in the sum to the shard.  The sum must not be empty.  No
+  gradient may be added to the sum during the ReduceScatter.  Instructions that use the shard verify
+  that it has each gradient once, and that the sum is empty.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OWN_VALUES = (Value.UNSHARDED_PARAMS, Value.SHARDED_PARAMS, Value.WGRAD_BUFFER)
 
 
 def begin(host: Host) -> None:
-    """Weights are in parts when a step begins."""
+    """Begin a step with sharded weights."""
     machine = host.machine
     if machine.zero:
         for stage in host.trained:
@@ -40,7 +40,10 @@ def begin(host: Host) -> None:
 
 
 def meet_replicas(host: Host, i: Instr, lane: str) -> None:
-    """The same rank of all replicas: they meet by position, and for the same."""
+    """Join a collective of this rank in all replicas. Replicas match by position.
+
+    The oracle raises Wrong if the replicas match different instructions.
+    """
     machine, met = host.machine, Event()
     member = met, int(i.op) << 48 | i.stage << 32 | i.mb
     place = "replicas", lane if machine.model != "blocking_serial" else "all", host.rank
@@ -49,7 +52,7 @@ def meet_replicas(host: Host, i: Instr, lane: str) -> None:
 
 
 def reduced(host: Host, *stages: int) -> None:
-    """Have the entry find all in the parts that are reduced, where it may be by turns."""
+    """Verify that the shards have all gradients of some stages when the current entry runs."""
     for stage in stages if host.machine.zero else ():
         host.total(stage, 0)
 
@@ -63,7 +66,7 @@ def require(host: Host, i: Instr) -> None:
 
 
 def read(host: Host, i: Instr) -> None:
-    """Whole weights are there when it is issued, and when it runs."""
+    """Verify that a stage is unsharded when an instruction is issued and when it runs."""
     if not host.machine.zero or i.stage < host.machine.frozen:
         return
     host.look("unsharded_params", i.stage)
@@ -127,7 +130,7 @@ def reduce_scatter(host: Host, i: Instr) -> None:
         host.adding.remove(i.stage)
         oracle_activation_offload.leave(host, "wgrad")
     result = ("half grad" if len(host.machine.holders) > 1 else "grad", i.stage, 0)
-    host.slots.pop(result, None)  # of the turn before, to which it adds
+    host.slots.pop(result, None)  # the result of the previous ReduceScatter, to which this one adds
     host.give(*result)
     host.reducing[i.stage].append(host.entry)
 
@@ -139,7 +142,7 @@ def reduce_scatter(host: Host, i: Instr) -> None:
 
 
 def add(host: Host, stage: int) -> None:
-    """Who adds to the sum waits for those who take it, and finds that they have ended."""
+    """Add to the gradient sum of a stage, after all its earlier ReduceScatters have ended."""
     entry, before = host.entry, [*host.reducing[stage]]
     if host.machine.zero > 1 and stage not in host.adding:
         host.adding.add(stage)
@@ -155,7 +158,7 @@ def add(host: Host, stage: int) -> None:
 
 
 def step(host: Host) -> None:
-    """The optimizer steps parts."""
+    """Run the optimizer step on the shards."""
     if not host.machine.zero:
         return
     for stage in host.trained:
@@ -169,7 +172,7 @@ def step(host: Host) -> None:
 
 
 def none_whole(host: Host) -> None:
-    """Have the entry find no weights whole when it runs."""
+    """Verify that no stage is unsharded when the current entry runs."""
     entry = host.entry
 
     def see() -> None:

@@ -1,7 +1,6 @@
-"""Snapshots: what the oracle's host does where a stage is copied before it is stepped.
+"""Snapshots in the oracle of `oracle_threads.py`.
 
-A part of the oracle in `threads.py`.  The first holder of each stage that is trained copies it once
-in a step, and the first update of the step finds the copy.
+In a step, the first replica of each trained stage is copied once.  The first update needs the copy.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def copied(host: Host) -> list[int]:
-    """The stages that are copied here."""
+    """Return the stages that this rank copies."""
     first = host.machine.holders[0]
     said = host.machine.program.checkpoint_snapshots and host.machine.trains
     return [s for s in host.trained if said and first[s] == host.rank]

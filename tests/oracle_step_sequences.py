@@ -1,7 +1,6 @@
-"""Steps that ranks run one after the other, executed: the machine of `threads.py`, several times.
+"""Execute a sequence of steps with the oracle of `oracle_threads.py`.
 
-Each step has hosts of its own, which know nothing of other steps.  Ranks have their queues, and
-pairs of ranks their channels, for all steps together.
+Each step has separate hosts.  All steps share the queues of a rank, and the channels between ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.oracle_values import Entry, Event, Message, Slot, Wrong
 
 
 def verdict(runs: Sequence[Sequence[Program]], model: str, seed: int) -> Verdict:
-    """Run the programs of each rank, in the order that `seed` picks."""
+    """Run the programs of each rank, in a random order that depends on `seed`."""
     try:
         return Together(runs, model, seed).run()
     except Wrong as wrong:
@@ -25,7 +24,7 @@ def verdict(runs: Sequence[Sequence[Program]], model: str, seed: int) -> Verdict
 
 
 class Step(Machine):
-    """One run of a program: a machine that leaves all meetings to the common one."""
+    """One step: a machine whose messages and collectives go to the common machine."""
 
     def __init__(self, program: Program, together: Together) -> None:
         super().__init__(program, together.model, None)
@@ -40,7 +39,7 @@ class Step(Machine):
         self.together.post(message)
 
     def join(self, communicator: Slot, members: int, member: tuple[Event, int]) -> None:
-        """Who meets in a collective must be of one step."""
+        """Join a collective. All its members must be of one step."""
         steps = self.together.joined[communicator]
         steps.append(self)
         if steps[0] is not self:
@@ -51,7 +50,7 @@ class Step(Machine):
 
 
 class Together(Machine):
-    """All steps, and where their ranks meet."""
+    """All steps, and the messages and collectives between their ranks."""
 
     def __init__(self, runs: Sequence[Sequence[Program]], model: str, seed: int) -> None:
         super().__init__(next(program for row in runs for program in row), model, seed)
@@ -79,7 +78,7 @@ class Together(Machine):
                 for queue in entry.queues:
                     queues[rank, queue].append(entry)
         threads = [self.thread(entries) for entries in queues.values()]
-        for rank in range(len(self.rows)):  # a host issues one step behind the other
+        for rank in range(len(self.rows)):  # a host issues one step after the other
             threads.append(chain(*(self.calls(host) for host, own in ran if own == rank)))
         self.let_run(threads)
         for host, rank in ran:
@@ -91,7 +90,7 @@ class Together(Machine):
         return Verdict("ok")
 
     def post(self, message: Message) -> None:
-        """Who meets must be of one step."""
+        """Post a message. Both its sides must be of one step."""
         waiting = (self.received if message.sends else self.sent)[message.channel]
         if waiting and self.step_of[id(waiting[0])] is not self.step_of[id(message)]:
             raise Wrong(f"{message.channel}: a message arrives in another step")

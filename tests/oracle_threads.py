@@ -1,56 +1,52 @@
-"""An independent oracle: the program is really executed, with blocking semantics and named data.
+"""An independent oracle: it executes a program with blocking transfers and named values.
 
-It shares no code with the dependency graph or the checker, and no rule of theirs is written
-here.  Every rank has a host that issues its Stream in order into in-order queues, and every
-queue is a thread that runs what is at its head.  The threads are coroutines, which block as
-threads do but cost a hundredth: one sleeps until the event that it yields has happened, and
-when all sleep the program hangs.  Which of those awake goes on is the caller's seed to say;
-the verdict must not depend on it.
+It shares no code and no rule with the dependency graph and the checker.  Every rank has a host that
+issues its Stream in order to in-order queues.  Every queue is a thread that runs its first entry.
+The threads are coroutines, because real threads would be 100 times slower.  A coroutine sleeps
+until the event that it yields has happened.  If all coroutines sleep, the program hangs.  The seed
+of the caller decides which coroutine runs next.  The verdict must not depend on it.
 
-The machine:
+The rules:
 
 - *Queues* of a rank: compute (with scatter), gathers, reductions, copies to the host, copies back,
-  the disk, what the host computes, and those of the progress model for transfers: one per peer,
-  kind and direction (`per_edge`), one per peer (`per_pair`), one per kind (`per_direction`),
-  or one (`per_device`).
-  Under `torch_lazy` there is one for what has both sends and receives,
-  and one per peer for all else.
-  Under `blocking_serial` everything goes into a single queue.
-- *Values* live in slots.  The host looks a value up when it issues the instruction that needs
-  it; one that has not been issued yet is an error, as the wait for a CUDA event that was never
-  recorded.  What an instruction uses up is gone, and no slot is filled twice.
-- *Gradients* of a stage add up in one sum, in the queue's time: B adds all of a microbatch's, I
-  those of weights that are not split, and W the rest.  A reduction and its step each look
-  whether just their update's are in it, and the step empties it.  Updates before the last leave
-  the weights that later forwards look for.
-- *Transfers* block until the other side is there too.  They match by position, not by name:
-  the k-th send from one rank to another meets the k-th receive there,
-  under `per_edge` and `per_direction`
-  of activations and gradients apart,
-  and under `torch_lazy` those of the two kinds of queue apart.  A
-  send of at most `limit` bytes leaves its tensor there, and goes on.  Tensors say what they are, so
-  who takes in the wrong one notices.
-- *Groups* of transfers are issued as one,
-but under `torch_lazy` one by one if all go one way: their
-  needs are looked up together, they are posted when it is the group's turn in all its queues, and
-  what they give is there when all have met.  Two computes joined run as one.  NCCL hangs on groups
-  of more than 256.
-- *Pieces* of a stage give addends where the program says that ranks meet (`meets`), and what has
-  their own tokens only, if they share the sequence; who takes one that is not summed, or not all
-  tokens, notices (`pieces.py`).
-- *Weights* are in parts, or whole, where the program says `zero` (`sharded.py`).
-- *Hosts* issue one thing after the other.  One that `blocks`, as on CPUs, waits until a compute is
-  over, for what a gather takes, and for the reductions before one that other ranks meet, before a
-  gradient goes to the host, and before the host steps, or gradients are let go: then for all
-  copies to it, too.
-- *Replicas*, of which there may be several, run the same Streams, each rank for itself; they meet
-  where they reduce or gather, on a communicator for each of the two.
-- *Collectives* block until every member is there, and all must be there for one update.
-  A rank ends its updates, with the norm and the step, in turn.
+  the disk, and the compute of the host.  The queues for transfers depend on the progress model:
+  one per peer, kind and direction (`per_edge`), one per peer (`per_pair`), one per kind
+  (`per_direction`), or a single one (`per_device`).  Under `torch_lazy`, groups of sends and
+  receives have one queue, and all other transfers have one queue per peer.  Under
+  `blocking_serial`, all instructions of a rank have one queue.
+- *Values* are in slots.  The host reads a slot when it issues an instruction that needs the value.
+  It is an error if no earlier instruction fills the slot, like the wait for a CUDA event that was
+  never recorded.  An instruction that uses up a value frees its slot.  No instruction may fill a
+  slot that is in use.
+- *Gradients* of a stage are added to one sum.  B adds all gradients of a microbatch, I those of
+  weights that are not split, and W the rest.  A reduction and an optimizer step verify that the sum
+  has exactly the gradients of their update.  The step then empties the sum.  It also gives the
+  weights to later forwards.
+- *Transfers* block until both sides have reached them.  They match by position: the k-th send from
+  one rank to another matches the k-th receive there.  Under `per_edge` and `per_direction`,
+  activations and gradients are counted separately.  Under `torch_lazy`, the transfers of each queue
+  are counted separately.  A send of at most `limit` bytes does not wait for its receive.  Tensors
+  have names, so an instruction detects a wrong tensor.
+- *Groups* of transfers are issued together.  They start when the group is the first one in all its
+  queues, and end when all their transfers have matched.  Under `torch_lazy`, a group with only
+  sends or only receives is issued one by one.  Two grouped computes run as one.  NCCL hangs on
+  groups of more than 256 transfers.
+- *Segments* of a stage return partial sums at the program's `segment_boundaries`.  With sequence
+  parallelism, their values have only some of the tokens.  An instruction detects a value that is
+  not summed, or that does not have all tokens (`oracle_segments.py`).
+- *Weights* are sharded or unsharded, according to `zero` (`oracle_sharding.py`).
+- *Hosts* issue one instruction after the other.  A blocking host, as on CPUs, waits for the end of
+  a compute and for the inputs of a gather.  Before a reduction over several ranks, and before a
+  gradient is copied to the host, it waits for all earlier reductions.  Before a host step, it also
+  waits for all copies to the host.
+- *Replicas* run the same Streams, and each replica has separate ranks.  They communicate only in
+  reductions and gathers, which have one communicator each.
+- *Collectives* block until all members have reached them.  All members must have the same update.
+  A rank ends its updates in order, with the norm and the step.
 
-At the end nothing may be left in any slot but the losses of all microbatches and, if there was
-any backward, the parameters of every rank as each step left them; a step takes the reduced, tied
-gradients of all its stages and the norm, so it cannot be there without them.
+At the end, slots may contain only the losses of all microbatches and, if there are backwards, the
+parameters of every rank after each step.  A step needs the reduced gradients of all its stages and
+the norm, so these must have been computed.
 """
 
 from __future__ import annotations
@@ -70,7 +66,7 @@ SMALL = Sizes()
 
 
 class Verdict(NamedTuple):
-    """`kind` is "ok", "wrong" or "hang"; `why` says what went wrong, or who hangs."""
+    """`kind` is "ok", "wrong" or "hang".  `why` has the error, or an instruction that hangs."""
 
     kind: str
     why: str = ""
@@ -86,7 +82,7 @@ def verdict(
     blocking_hosts: bool = False,
     replicas: int = 1,
 ) -> Verdict:
-    """Run the program under a progress model, in the order that `seed` picks."""
+    """Run the program under a progress model, in a random order that depends on `seed`."""
     try:
         machine = Machine(
             program, model, seed, limit, sizes, blocking_hosts=blocking_hosts, replicas=replicas
@@ -102,7 +98,7 @@ def verdict(
 
 
 class Machine:
-    """All ranks, and where they meet."""
+    """All ranks of the program, and the messages and collectives between them."""
 
     def __init__(
         self,
@@ -137,36 +133,40 @@ class Machine:
         self.skips = dict(program.skips)
         self.hosts: list[Host] = []
         self.awake: list[Iterator[Event]] = []
-        self.happened = 0  # how many events have
+        self.happened = 0  # number of events that have happened
         self.sent: dict[Slot, deque[Message]] = defaultdict(deque)
         self.received: dict[Slot, deque[Message]] = defaultdict(deque)
         self.meetings: dict[Slot, list[tuple[Event, int]]] = defaultdict(list)
 
     def holder(self, stage: int, mb: int) -> int:
-        """Who runs a microbatch in a stage: each of n holders has an n-th, or one more."""
+        """Return the rank that runs a microbatch in a stage.
+
+        The ranks with a replica of the stage have equal shares of the microbatches, or one more.
+        """
         return self.holders[self.whose[min(mb, self.microbatches - 1)]][stage]
 
     def beginning(self, stage: int) -> int:
-        """The stage whose skip a stage takes; -1 for none."""
+        """Return the stage from which a stage receives a skip, or -1."""
         return next((s for s, t in self.skips.items() if t == stage), -1)
 
     def mbs(self, update: int) -> range:
-        """The microbatches of an update."""
+        """Return the microbatches of an update."""
         each = self.microbatches // self.updates
         return range(update * each, (update + 1) * each)
 
     def version(self, stage: int, mb: int) -> int:
-        """How many updates the weights have had that a stage uses for a microbatch."""
+        """Return the weight version that a stage uses for a microbatch, as a number of updates."""
         delay = self.program.shape.weight_delay
         behind = delay if isinstance(delay, int) else delay[stage]
         update = mb * self.updates // self.microbatches if self.trains else 0
         return max(update - behind, 0) if stage >= self.frozen else 0
 
     def small(self, i: Instr, kind: str) -> bool:
-        """Whether a send waits for nobody."""
+        """Return whether a send is so small that it does not wait for its receive."""
         if self.limit < 0:
             return False
-        maker = i.stage if kind == "act" else i.stage - 1  # of what the gradient is of
+        # The stage that computed the activation, which has the size of its gradient.
+        maker = i.stage if kind == "act" else i.stage - 1
         name = {"grad": "activation_grad", "act": "activation"}.get(kind, "skip")
         if "skip" in kind:
             maker = i.stage if kind == "skip" else self.beginning(i.stage)
@@ -197,7 +197,7 @@ class Machine:
         return Verdict("ok")
 
     def forget(self) -> None:
-        """Cut the circles of what a run has made: to find them costs as much as the run."""
+        """Break reference cycles. The garbage collector would take as long as the run."""
         for host in self.hosts:
             for entry in [*host.entries, getattr(host, "entry", None)]:
                 if entry is not None:
@@ -208,7 +208,7 @@ class Machine:
         self.hosts.clear()
 
     def let_run(self, threads: list[Iterator[Event]]) -> None:
-        """Until all have ended, or sleep."""
+        """Run the threads until each of them has ended or sleeps."""
         self.awake = threads
         while self.awake:
             pick = self.random.randrange(len(self.awake)) if self.random else -1
@@ -220,8 +220,8 @@ class Machine:
                     break
 
     def calls(self, host: Host) -> Iterator[Event]:
-        """A host's calls, one after the other; one that blocks waits in some of them."""
-        last: dict[object, Entry] = {}  # by what it is of: computes, gathers and so on
+        """Run the calls of a host in order, and yield the events that it waits for."""
+        last: dict[object, Entry] = {}  # kind, such as computes or gathers -> last entry
         for entry in host.entries:
             if self.blocks:
                 yield from (last[kind].done for kind in self.drains(entry) if kind in last)
@@ -233,7 +233,7 @@ class Machine:
             last[entry.kind] = entry
 
     def drains(self, entry: Entry) -> tuple[object, ...]:
-        """What a host waits for: all of these kinds before it."""
+        """Return the kinds of earlier entries that a blocking host waits for before an entry."""
         i = entry.group[0]
         holders = i.op is Opcode.ReduceReplicatedStages and self.program.dp > 1
         if holders or i.op in (Opcode.ReduceTied, Opcode.ReduceNorm):
@@ -246,12 +246,12 @@ class Machine:
         }.get(i.op, ())
 
     def thread(self, entries: list[Entry]) -> Iterator[Event]:
-        """One queue: runs its entries in order, and yields what it must wait for."""
+        """Run the entries of a queue in order, and yield the events that it waits for."""
         for entry in entries:
             yield entry.issued
             entry.arrived += 1
             if entry.arrived < len(entry.queues):
-                yield entry.done  # the queue that comes last runs the group for all
+                yield entry.done  # the last queue that reaches the entry runs it
                 continue
             yield from entry.waits
             for action in entry.actions:
@@ -265,8 +265,8 @@ class Machine:
         self.awake += event.sleepers
 
     def post(self, message: Message) -> None:
-        """Stand in line for the other side; whoever is second carries the tensor over."""
-        if message.alone:  # a copy is on its way
+        """Add one side of a message to its channel. The second side transfers the tensor."""
+        if message.alone:  # a small send ends now, and a copy of its tensor is transferred later
             message.value = SlotValue(message.met, message.value.tensor)
             self.happen(message.met)
         (self.sent if message.sends else self.received)[message.channel].append(message)
@@ -279,7 +279,7 @@ class Machine:
             self.happen(other.met)
 
     def join(self, communicator: Slot, members: int, member: tuple[Event, int]) -> None:
-        """Meet the other members of a collective; the last to come lets all go."""
+        """Join a collective. The last member ends it for all members."""
         meeting = self.meetings[communicator]
         meeting.append(member)
         if len(meeting) == members:

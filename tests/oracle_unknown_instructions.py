@@ -1,7 +1,7 @@
-"""Strange instructions: what the oracle's host does with rows that it has never heard of.
+"""New instructions in the oracle, for which it has no code.
 
-It reads of the table what the row says for itself, and no more: which values it needs, gives and
-frees, how it changes them, and whom it meets.
+The oracle uses only the row of such an instruction in the instruction table: the values that it
+needs, gives and frees, its changes of values, and its partner.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.oracle_host import Host
 
 KNOWN_VALUES = 14
-OWN_VALUES = (  # that the host knows all the same
+OWN_VALUES = (  # newer values for which the host has code
     *OF_PARTS, Value.SNAPSHOT, Value.STATE, Value.STATE_WRITTEN,
     Value.HOST_GRAD, Value.HOST_WEIGHTS, Value.WEIGHTS_RELOADED, Value.GRADS_CHECKED,
 )  # fmt: skip
@@ -34,14 +34,14 @@ _LANES = {Lane.COMPUTE: "compute", Lane.TP: "gathers", Lane.DP: "reductions"}
 
 
 def computes(op: Opcode) -> bool:
-    """Whether it can run as one with another."""
+    """Return whether an instruction can be one of a pair that runs together."""
     row = INSTRUCTIONS[op]
     cuts = (Opcode.TPScatterAct, Opcode.TPScatterGrad)
     return row.lane is Lane.COMPUTE and row.scope is Scope.MICROBATCH and op not in cuts
 
 
 def address(host: Host, i: Instr) -> tuple[bool, bool, int]:
-    """Whether it is once for a rank, or for a stage; and how many numbers there are."""
+    """Return whether it is per rank, whether it is per stage, and how many values `mb` can have."""
     per = INSTRUCTIONS[i.op].scope
     if per is Scope.OCCURRENCE:
         own = [j for j, _ in host.machine.lists[host.rank] if j[:2] == i[:2]]
@@ -51,7 +51,7 @@ def address(host: Host, i: Instr) -> tuple[bool, bool, int]:
 
 
 def issue(host: Host, i: Instr) -> None:
-    """Takes what it needs, gives what it gives, and meets all ranks if it meets anybody."""
+    """Issue an instruction: use the slots that its row names, and join a collective if needed."""
     row = INSTRUCTIONS[i.op]
     if row.scope is Scope.OCCURRENCE and host.machine.updates > 1:
         host.wrong(f"{i} with several updates")
@@ -75,7 +75,7 @@ def issue(host: Host, i: Instr) -> None:
 
 
 def beside(host: Host, i: Instr) -> None:
-    """Of a known instruction, the values that are strange."""
+    """Use the slots of the new values that a known instruction needs."""
     row = INSTRUCTIONS[i.op]
     for token in row.needs:
         if token >= KNOWN_VALUES and _there(host, token):
@@ -84,7 +84,7 @@ def beside(host: Host, i: Instr) -> None:
 
 
 def _there(host: Host, token: Value) -> bool:
-    """Whether there are values of a kind: of a strange one, where something gives it."""
+    """Return whether the rank has values of a kind. A new kind needs a giver on the rank."""
     own = host.machine.lists[host.rank]
     if token < KNOWN_VALUES or token in OWN_VALUES:
         return token not in OWN_VALUES
@@ -92,7 +92,7 @@ def _there(host: Host, token: Value) -> bool:
 
 
 def _slots(host: Host, token: Value, i: Instr) -> list[Slot]:
-    """Where the values of a kind are that an instruction touches."""
+    """Return the slots of the values of a kind that an instruction uses."""
     if token is Value.GRAD:
         return host.final(i.mb)
     if token is Value.PARAMS:
@@ -107,7 +107,7 @@ def _slots(host: Host, token: Value, i: Instr) -> list[Slot]:
 
 
 def _changes(host: Host, slot: Slot, tiers: bool) -> list[tuple[str, str]]:
-    """How the value of a slot changes on its rank, in the order of the Stream."""
+    """Return the changes of the value of a slot, in the order of the rank's Stream."""
     if host.changes is None:
         host.changes = defaultdict(list)
         for i, _ in host.machine.lists[host.rank]:
@@ -119,13 +119,13 @@ def _changes(host: Host, slot: Slot, tiers: bool) -> list[tuple[str, str]]:
 
 
 def made(host: Host, slot: Slot) -> dict[bool, str]:
-    """The state in which a value is made: as the first change wants it, on the device."""
+    """Return the state of a new value: on the device, in the form that its first change needs."""
     forms = _changes(host, slot, False)
     return {True: TIERS[0], False: forms[0][0] if forms else ""}
 
 
 def expect(host: Host, slot: Slot, value: SlotValue) -> None:
-    """Whoever takes a value wants it on the device, as the last change leaves it."""
+    """Verify that a used value is on the device, in the form after its last change."""
     forms = _changes(host, slot, False)
     if value.state != {True: TIERS[0], False: forms[-1][1] if forms else ""}:
         host.wrong(f"{slot} is {value.state}")
@@ -149,7 +149,7 @@ def _change(host: Host, i: Instr, token: Value, slot: Slot) -> None:
 
 
 def kept(host: Host) -> set[Slot]:
-    """What may be left in the end: values that nobody frees."""
+    """Return the slots that may be in use at the end, because no instruction frees their values."""
     names = {
         token.name.lower()
         for token in Value

@@ -1,7 +1,4 @@
-"""What the oracle's hosts and queues carry: tensors that know what they are, slots, and messages.
-
-A part of the oracle in `threads.py`, which says what the machine is.
-"""
+"""The data of the oracle in `oracle_threads.py`: tensors, slots, messages and queue entries."""
 
 from __future__ import annotations
 
@@ -15,20 +12,22 @@ Slot = tuple[object, ...]
 
 
 class Wrong(Exception):
-    """The program did what cannot be right."""
+    """Raised if the program breaks a rule of the oracle."""
 
 
 class Tensor(NamedTuple):
-    """Data that knows what it is: the output of a stage, or the gradient of its input."""
+    """A named value: the output of a stage, or the gradient of its input."""
 
     kind: str  # "act" or "grad", or "skip" or "skip_grad"
     stage: int
     mb: int
-    whole: object = True  # or False: the 1/t that scatter keeps; or what `pieces.py` says
+    # True: the complete value. False: the 1/t of it that a scatter keeps. Other forms are those of
+    # `oracle_segments.py`.
+    whole: object = True
 
 
 class Event:
-    """Something that happens once; `when` counts all that happened before, and is 0 until then."""
+    """An event that happens once. `when` is its number, from 1, or 0 before it happens."""
 
     __slots__ = ("sleepers", "when")
 
@@ -39,11 +38,11 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class SlotValue:
-    """What a slot holds: a tensor that is there when `ready` has happened."""
+    """The value of a slot. Its tensor exists after the event `ready`."""
 
     ready: Event
     tensor: Tensor | None = None
-    state: dict[bool, str] = field(default_factory=dict)  # where it is not as it was made
+    state: dict[bool, str] = field(default_factory=dict)  # True -> its tier, False -> its form
 
 
 @dataclass(eq=False, slots=True)
@@ -52,29 +51,29 @@ class Message:
 
     channel: tuple[object, ...]
     sends: bool
-    value: SlotValue  # what is sent, or where what is received goes
+    value: SlotValue  # the value that is sent, or the slot value that receives it
     met: Event
-    alone: bool = False  # a send that waits for nobody
+    alone: bool = False  # True for a send that does not wait for its receive
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """What a queue runs as one: an instruction, or a group."""
+    """An entry of a queue: an instruction or a group."""
 
     rank: int
     group: list[Instr]
     queues: set[object] = field(default_factory=set)
     waits: list[Event] = field(default_factory=list)
     actions: list[Callable[[], None]] = field(default_factory=list)
-    meets: list[Event] = field(default_factory=list)  # what actions began, and the entry ends with
-    kind: object = ""  # what its queue is of
+    meets: list[Event] = field(default_factory=list)  # ends of its messages and collectives
+    kind: object = ""  # the name of its queue, without the rank
     issued: Event = field(default_factory=Event)
     done: Event = field(default_factory=Event)
-    arrived: int = 0  # queues that stand at this entry
+    arrived: int = 0  # number of its queues that have reached the entry
 
     @property
     def ended(self) -> int:
-        """When all had met; for compute, when it was done."""
+        """The number of the event that ended the entry."""
         return max((event.when for event in self.meets), default=self.done.when)
 
     def __str__(self) -> str:
@@ -82,7 +81,11 @@ class Entry:
 
 
 def met(ties: list[set[int]], stages: list[list[int]], rank: int) -> set[int]:
-    """Whom a rank meets to sum what is tied: who needs its copies, who needs theirs, and so on."""
+    """Return the ranks that sum tied weights together with a rank.
+
+    These are the ranks that are connected to it, directly or over other ranks, by a tied weight
+    with copies on several ranks.
+    """
     party = {rank}
     for _ in stages:
         for tie in ties:

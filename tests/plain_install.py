@@ -19,7 +19,7 @@ from schedir import Costs, PipelineShape, check, compile, schedules, simulate
 from schedir.analysis.dependency_graph import Graph
 from tests import flight_recorder_dumps, kineto
 
-MOST_MEGABYTES = 250  # of a whole environment, pip included
+MOST_MEGABYTES = 250  # for a whole environment with pip
 SHAPE = "--ranks 4 --microbatches 8"
 # Commands that work without torch, and the file that each writes.
 WORKS = (

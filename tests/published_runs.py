@@ -1,4 +1,4 @@
-"""Published runs that the planner is judged by: each as a model, a choice, and measured seconds."""
+"""Published runs to compare the planner with, each with its model, plan and measured seconds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from schedir.planner import ParallelPlan, TransformerSpec
 from schedir.predict.activation_bytes import Recompute
 
 GOLDEN = Path(__file__).parent / "golden"
-VOCAB = 51200  # of GPT-2, padded as Megatron-LM does for t = 8: SC21, section 5
+VOCAB = 51200  # GPT-2's, padded as in Megatron-LM for t = 8 (SC21, section 5)
 ZB_LAYERS = {"1.5B": 22, "6.2B": 30, "14.6B": 46, "28.3B": 62}  # arXiv 2401.10241, Table 3
 ZB_MICROBATCH = {"1.5B": 6, "6.2B": 3, "14.6B": 1, "28.3B": 1}
 
 
 class Run(NamedTuple):
-    """One row: what ran, and the seconds of a step."""
+    """A row of a table: the run, and the seconds of a step."""
 
     name: str
     model: TransformerSpec
@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 def table(name: str) -> list[dict[str, str]]:
-    """Rows of a file, by the names of their columns."""
+    """Return the rows of a file, by the names of their columns."""
     with (GOLDEN / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
@@ -43,7 +43,7 @@ class Measured(NamedTuple):
 
 
 def layer_times() -> list[Measured]:
-    """arXiv 2205.05198, Table 4: a layer of the model of 22 billion."""
+    """Return the times of a layer of the 22-billion model from arXiv 2205.05198, Table 4."""
     model = TransformerSpec(48, 6144, 64, vocab=VOCAB, sequence=2048)
     how: dict[str, tuple[Recompute, bool]] = {
         "Baseline no recompute": ("none", False),
@@ -62,8 +62,10 @@ def layer_times() -> list[Measured]:
 
 
 def stage_times() -> list[Measured]:
-    """arXiv 2401.10241, Tables 3 and 9: an inner stage, of which the first and the last have one
-    layer less; its B is our I."""
+    """Return the times of an inner stage from arXiv 2401.10241, Tables 3 and 9.
+
+    The first and the last stage have one layer less. The paper's B is our I.
+    """
     found = []
     for row in table("zero_bubble_rates"):
         size, p = row["model"], int(row["p"])
@@ -83,10 +85,10 @@ def stage_times() -> list[Measured]:
 
 
 def one_node() -> list[Run]:
-    """A tenth of vTrain's rows of one node.
+    """Return a tenth of vTrain's rows of one node.
 
-    The table does not say what ran again: of none, selective and full, only full makes the rows of
-    the widest layers and largest microbatches possible at the speed that an A100 has.
+    The table does not name the recomputation. Only full recomputation explains the rows of the
+    widest layers and largest microbatches at the speed of an A100.
     """
     runs = []
     for row in table("vtrain_one_node_sample"):
@@ -112,13 +114,13 @@ def one_node() -> list[Run]:
 
 
 def counted(model: TransformerSpec, batch: int) -> float:
-    """Operations of a step as SC21 counts them, its equation 3: with a forward that runs again."""
+    """Return the operations of a step by SC21's equation 3, which includes recomputation."""
     layers, s, h, v = model.layers, model.sequence, model.hidden, model.vocab
     return 96.0 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
 
 
 def weak_scaling() -> list[Run]:
-    """SC21 (arXiv 2104.04473), Table 1: the step from the FLOP/s that it prints."""
+    """Return the runs of SC21 (arXiv 2104.04473), Table 1, with steps from its printed FLOP/s."""
     runs = []
     for row in table("sc21_table1_weak_scaling"):
         layers, hidden, heads = (
@@ -142,7 +144,7 @@ def weak_scaling() -> list[Run]:
 
 
 def groups(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs of one model, one batch and as many GPUs, where there are two or more of them."""
+    """Return groups of at least two runs with the same model, batch and number of GPUs."""
     found: dict[tuple[TransformerSpec, int, int], list[Run]] = defaultdict(list)
     for run in runs:
         found[run.model, run.choice.batch, run.choice.gpus].append(run)
@@ -150,7 +152,7 @@ def groups(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def kept_bytes(model: TransformerSpec) -> list[tuple[str, ParallelPlan, float]]:
-    """arXiv 2205.05198, Table 2: what a layer of a model keeps of one sequence."""
+    """Return the bytes that a layer keeps of one sequence, from arXiv 2205.05198, Table 2."""
     how: dict[str, ParallelPlan] = {
         "no parallelism": ParallelPlan(),
         "tensor parallel (baseline)": ParallelPlan(tp=8),
@@ -193,7 +195,10 @@ GRID_MODELS = {
 
 
 def grid() -> list[GridRun]:
-    """nanotron on 8 to 128 H100.  A replica alone has nothing to shard, so that it has ZeRO 0."""
+    """Return runs of nanotron on 8 to 128 H100.
+
+    A single replica has nothing to shard, so it has ZeRO 0.
+    """
     found = []
     for row in table("h100_grid_sample"):
         at = {name: int(row[name]) for name in ("nodes", "dp", "pp", "tp", "zero", "microbatches")}
@@ -214,7 +219,7 @@ def grid() -> list[GridRun]:
 
 
 def mlperf() -> list[tuple[str, Run]]:
-    """GPT-3 175B of MLPerf training v4.1, which trains in FP8: the accelerator, and the run."""
+    """Return accelerators and runs of GPT-3 175B from MLPerf training v4.1, which uses FP8."""
     found = []
     model = TransformerSpec(96, 12288, 96, vocab=VOCAB, sequence=2048)
     for row in table("mlperf_gpt3"):
@@ -230,7 +235,10 @@ def mlperf() -> list[tuple[str, Run]]:
 
 
 def b200_memory() -> list[tuple[TransformerSpec, ParallelPlan, float, float]]:
-    """Megatron-LM on 8 B200: model, layout with its distributed optimizer, bytes and seconds."""
+    """Return runs of Megatron-LM on 8 B200: model, plan, bytes and seconds.
+
+    The plans use Megatron's distributed optimizer.
+    """
     found = []
     for row in table("b200_memory_sample"):
         at: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: those of `schedir.testing`, and what only our own tests need."""
+"""Hypothesis strategies: those of `schedir.testing`, and more that only these tests need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedir.testing import shapes as shapes
 
 @st.composite
 def costs(draw: st.DrawFn, shape: PipelineShape, send: bool = True) -> Costs:
-    """Whole costs, so that sums are exact in floating point; some are zero."""
+    """Draw integer costs, so that sums are exact in floating point. Some costs are zero."""
 
     def per_stage() -> tuple[float, ...]:
         one = st.integers(0, 5).map(float)
@@ -30,7 +30,7 @@ def costs(draw: st.DrawFn, shape: PipelineShape, send: bool = True) -> Costs:
 
 
 def with_slots(program: Program, rng: random.Random) -> Program:
-    """The program with few slots on each rank, or, every third time, with one for each value."""
+    """Return a program with few slots on each rank, or every third time with one per value."""
     if not rng.randrange(3):
         return replace(program, slots=())
     few = count_min_slots(program)[:, :4].tolist()

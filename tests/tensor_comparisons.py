@@ -66,7 +66,7 @@ def is_or_holds(type_: Type, depth: int) -> bool:
 
 
 def values_of(container: Instance) -> tuple[Type, ...]:
-    """The types in a container of Python's that it compares with `==`."""
+    """Return the types in a Python container that it compares with `==`."""
     if container.type.fullname in SETS:
         return ()
     has_keys = container.type.fullname in (*MAPPINGS, VALUES)
@@ -74,7 +74,7 @@ def values_of(container: Instance) -> tuple[Type, ...]:
 
 
 def fields_of(info: TypeInfo) -> tuple[Type, ...]:
-    """The types of the fields of a dataclass, which its `==` compares; none of other classes."""
+    """Return the types of a dataclass's fields, which its `==` compares, and none for others."""
     variables = (symbol.node for base in info.mro for symbol in base.names.values())
     if "dataclass" not in info.metadata or "__eq__" in info.names:
         return ()
@@ -127,5 +127,5 @@ class TensorComparisons(Plugin):
 
 
 def plugin(version: str) -> type[Plugin]:
-    """What mypy calls for the plugin."""
+    """Return the plugin, as mypy requires."""
     return TensorComparisons

@@ -1,4 +1,4 @@
-"""Legal: what the dependency graph says of when things may happen, for tests of Timelines."""
+"""Compare the times of a Timeline with the dependency graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def too_early(timeline: Timeline, tolerance: float = 0.0) -> list[str]:
     np.maximum.at(over, graph.node, spans["end"])
     ready, found = np.full(graph.node_id_limit, -np.inf), []
     for node in graph.random_topological_order(0):
-        over[node] = max(over[node], ready[node])  # of a group nothing else is known
+        over[node] = max(over[node], ready[node])  # the end of a group is not recorded
         if begins[node] < ready[node] - tolerance:
             found.append(str(graph.index.locate(node)[2]))
         for b in after[node]:

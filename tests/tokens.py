@@ -16,7 +16,7 @@ END = "<|endoftext|>"
 
 
 def train(texts: Iterable[str], vocab: int) -> str:
-    """A tokenizer.json of at most `vocab` tokens, a byte-level BPE that is trained on texts."""
+    """Train a byte-level BPE of at most `vocab` tokens on texts, and return its tokenizer.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     library = Tokenizer(models.BPE())
@@ -31,14 +31,14 @@ def train(texts: Iterable[str], vocab: int) -> str:
 
 
 def decode(tokenizer_json: str, ids: Iterable[int]) -> bytes:
-    """The bytes of tokens; the end of a document has none."""
+    """Return the bytes of tokens. The end of a document has none."""
     told, bytes_of = json.loads(tokenizer_json), _map_characters()
     names = {number: name for name, number in told["model"]["vocab"].items()}
     return b"".join(bytes(bytes_of[c] for c in names[i]) for i in ids if names[i] != END)
 
 
 def write_index(path: Path, kind: np.dtype[Any], lengths: Sequence[int]) -> None:
-    """Write the `.idx` of documents of so many tokens of a type, a sequence each."""
+    """Write the `.idx` of documents with these numbers of tokens, each with one sequence."""
     code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == kind)
     many = np.array(lengths, np.int64)
     head = np.zeros(1, _HEADER)

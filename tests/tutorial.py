@@ -1,4 +1,4 @@
-"""A page as a person follows it: files that grow, commands, and what they print."""
+"""The steps of a tutorial page: files that grow, commands, and their output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ READERS = [
 
 
 class Step(NamedTuple):
-    """A block of Python to run, or of a file to add to it, or a command and what it prints."""
+    """A block of Python to run, a block to add to a file, or a command and its output."""
 
     kind: str  # "file", "python" or "command"
     text: str
@@ -51,12 +51,12 @@ class Step(NamedTuple):
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """The blocks of a page: language and text."""
+    """Return the language and the text of each block of a page."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.M | re.S)
 
 
 def steps(page: str) -> Iterator[Step]:
-    """The steps of a page, in order; `$ ` begins a command, the lines behind it are its output."""
+    """Yield the steps of a page in order. `$ ` begins a command, and its output follows."""
     for language, body in blocks(page):
         if named := re.match(r"# (\w+\.\w+)\n", body):
             yield Step("file", body, named=named[1])

@@ -18,8 +18,8 @@ PRINTED = 1e-4  # rates have four digits
 class Row(NamedTuple):
     """One row of tables 5 and 9.
 
-    In `sizes` what F saves is 1, as the paper counts memory: sbh (34 + 5as/h) of a layer, of which
-    W needs 32sbh (Table 1).
+    The unit of `sizes` is the saved memory of an F. The paper counts sbh (34 + 5as/h) for a layer,
+    of which W needs 32sbh (Table 1).
     """
 
     model: str
@@ -29,7 +29,7 @@ class Row(NamedTuple):
     rates: dict[str, float]  # by the column's name
 
     def rate(self, own_span: float) -> float:
-        """The bubble rate of a schedule in which no rank takes longer than that."""
+        """Return the bubble rate of a schedule whose longest own span is this."""
         costs = self.costs
         work = sum(float(costs.for_opcode(op, self.shape)[0, 0]) for op in WORK)
         return 1 - self.shape.microbatches * work / own_span

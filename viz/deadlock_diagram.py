@@ -43,8 +43,9 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
     """Return an SVG of the instruction lists of the ranks, with the instructions of an error.
 
     For a DeadlockError, ended instructions are grey and waiting ones are filled. An arrow leads
-    from each to the instruction for which it waits. If messages cross, arrows lead from each send
-    to the receive that gets it. For other errors, the instructions that the error names are filled.
+    from each waiting instruction to the one that it needs. If messages cross, arrows lead from each
+    send to the receive that gets it. For other errors, the instructions that the error names are
+    filled.
 
     Args:
         program: The program.
@@ -99,7 +100,7 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
 def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     """Return a mask of the instructions that have ended.
 
-    If only blocking hosts cause the deadlock, it is a mask of the instructions that they have
+    If only blocking hosts cause the deadlock, it is a mask of the instructions that the hosts have
     issued.
     """
     graph = Graph.from_program(program, cast(ProgressModel, error.progress_model))
@@ -144,7 +145,7 @@ class _RankColumn:
             matters = [int(still[0]) if len(still) else size - 1]
         self.begin_index = max(min(matters) - _CONTEXT_INSTRUCTIONS, 0)
         self.end_index = min(max(matters) + _CONTEXT_INSTRUCTIONS + 1, size)
-        # One hidden instruction is shown, because the line "(1 more)" takes the same space.
+        # If only one instruction would be hidden, it is shown: "(1 more)" takes the same space.
         self.begin_index, self.end_index = (
             self.begin_index * (self.begin_index > 1),
             max(self.end_index, size * (self.end_index + 2 > size)),

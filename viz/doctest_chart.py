@@ -17,9 +17,9 @@ from schedir.schedules.schedule_algebra import Schedule
 def draw_timeline(timeline: Timeline, unit: float = 1.0) -> str:
     """Return a text chart of the compute lanes of a timeline.
 
-    A cell has the letter and the microbatch of the instruction that starts in it. Each ' after them
-    counts one local stage of the rank before this stage. `--` continues the instruction, and `..`
-    is idle time. In a pair that runs together, the second instruction begins in the middle.
+    A cell has the letter and the microbatch of the instruction that starts in it. The number of '
+    after them is the local stage. `--` continues the instruction, and `..` is idle time. In a pair
+    that runs together, the second instruction begins in the middle.
 
     Args:
         timeline: The timeline.

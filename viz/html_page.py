@@ -78,7 +78,7 @@ def build_page(
     style: str = "",
     policy: str = "",
 ) -> str:
-    """Return the page of the data of runs.
+    """Return the HTML page that shows the data of one or two runs.
 
     Args:
         data: The data of `describe_runs`, and further keys for `script`.
@@ -87,7 +87,7 @@ def build_page(
         tables: The tables of `build_table`.
         script: A script that runs in the scope of the page's own scripts.
         style: Style sheets for the elements that `script` adds.
-        policy: Directives of the Content-Security-Policy, besides those of the page.
+        policy: Further directives of the Content-Security-Policy, each after a semicolon.
 
     Returns:
         The text of the HTML file.
@@ -166,7 +166,7 @@ def save_html(path: str | Path, timeline: Timeline, other: Timeline | None = Non
 
 
 def dump_json(data: object) -> str:
-    """Return JSON without `<`, so that no name in it can end the script element.
+    """Return data as JSON without `<`, so that no string in it can end the script element.
 
     Args:
         data: The data.

@@ -43,7 +43,7 @@ class ChartRectangles:
 
     Args:
         timeline: The timeline.
-        lanes: Include communication lanes and the bands of unsharded stages.
+        lanes: True to include communication lanes and the bands of unsharded stages.
         curves: The number of curves below each rank.
         gap: The gap between two ranks.
         palette: The colours of the boxes.
@@ -104,7 +104,7 @@ class ChartRectangles:
         self.bottom[second - 1] -= 0.5
         self.top[second] += 0.5
         # Receives are the upper half of a lane and sends the lower half, because both may run at
-        # once.
+        # the same time.
         for lane in self.lanes:
             here = spans["lane"] == lane
             self.top[here] += self.lane_top(lane)
@@ -168,7 +168,7 @@ class ChartRectangles:
 
     @property
     def short_box_width(self) -> float:
-        """The time that 9 of 10 instructions F, B, I, W exceed, in the unit of the timeline."""
+        """The duration that 9 of 10 instructions F, B, I, W, R exceed, in the timeline's unit."""
         work = self.compute_indices[np.isin(self.op[self.compute_indices], COMPUTE_OPS)]
         width = self.right[work] - self.left[work]
         return float(np.quantile(width, 0.1)) if len(work) else max(self.timeline.span, 1.0)
@@ -192,8 +192,8 @@ class ChartRectangles:
 
         Args:
             index: The index of the span.
-            with_letter: Include the letter. Without it, the colour shows the kind of the
-                instruction.
+            with_letter: True to include the letter. Without it, only the colour shows the kind of
+                the instruction.
         """
         row = INSTRUCTIONS[self.op[index]]
         number = str(self.timeline.spans["mb"][index]) if row.op in COMPUTE_OPS else ""

@@ -16,7 +16,7 @@ from schedir.schedule_search.memory_frontier import MemoryFrontier
 from schedir.schedule_search.search_results import SearchResult
 from schedir.viz.svg_thumbnail import draw_thumbnail
 
-# Larger runs have no picture, because a notebook draws them without a request of the user.
+# Instructions. Larger runs have no picture, because notebooks draw it without being asked.
 _MAX_INSTRUCTIONS = 400_000
 _MAX_TEXT_LENGTH = 20_000  # characters
 

@@ -35,7 +35,7 @@ from schedir.viz.time_bins import (
     list_lower_tiers,
 )
 
-_TICKS_PER_SPAN: Final = 2**31 - 1  # times are integers, in the span of a run over this number
+_TICKS_PER_SPAN: Final = 2**31 - 1  # the page's times are integers: ticks of span / this number
 # The number of shades for the stages of a rank, equal to SHADES in data.js. Further stages of a
 # rank use the shades again.
 _MAX_SHADES: Final = 8
@@ -153,7 +153,7 @@ def build_table(run: Timeline, label: str) -> dict[str, Any]:
 
 
 def label_runs(runs: Sequence[Timeline]) -> list[str]:
-    """Return labels that distinguish the runs: kinds, else names, else ordinal numbers.
+    """Return labels that distinguish the runs: their kinds, else their names, else ordinals.
 
     Args:
         runs: The runs of a page.
@@ -182,7 +182,7 @@ def _describe_opcode(row: Any) -> dict[str, Any]:
 
 
 def _count_shades(runs: Sequence[Timeline]) -> int:
-    """Return the number of stages of a rank that have different shades."""
+    """Return the number of different shades for the stages of a rank."""
     return min(max(run.program.shape.stages_per_rank for run in runs), _MAX_SHADES)
 
 

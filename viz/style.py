@@ -30,11 +30,12 @@ class Style(TypedDict, total=False):
             communication lanes, "arrows" for messages, "path" for the critical path, "in_flight"
             and "memory" for curves below each rank, "phases" for shaded warmup and cooldown.
         palette: A name in `schedir.viz.palette.PALETTES`. "plain" is for colour-blind readers and
-            grey prints. "grey" is such a print. "bright" has the colours of Okabe and Ito.
+            grey prints. "grey" has only shades of grey. "bright" has the colours of Okabe and Ito.
         colours: Other colours for some of F, B, I, W, R, step, and the communication lanes such as
             act, grad, tp and dp. A colour is any that matplotlib accepts.
         axis: The label of the time axis. "none" removes the label and the numbers.
-        time: The start and end of the part to draw, in the unit of the runs, from their start.
+        time: The start and end of the part to draw, in the unit of the runs. 0 is the start of a
+            run.
         limits: The memory limit of a rank on each tier, in bytes: {"device": 40e9, "host": 256e9}.
             A line marks each limit on the memory curve.
 
@@ -67,8 +68,8 @@ class ResolvedStyle:
         palette: The palette, with the colours of the user.
         axis_label: The label of the time axis. None gives the unit of time, and "none" removes the
             axis.
-        time_range: The part to draw, as the user gave it. It is validated later, because its limit
-            depends on the runs. None draws all.
+        time_range: The part to draw, as the user gave it. It is validated later, because it must
+            overlap the runs. None draws all.
         width: The width of the axes in inches. None derives it from the labels.
         memory_limits: The memory limit on each tier, in bytes.
     """

@@ -90,7 +90,7 @@ def _draw_boxes(rectangles: ChartRectangles, row_height: float) -> str:
 
 
 def _draw_binned(rectangles: ChartRectangles, row_height: float) -> str:
-    """Return an image of mean colours, with one column for two pixels of the axis."""
+    """Return an image of mean colours, with at most one column for two pixels of the axis."""
     timeline = rectangles.timeline
     stages = timeline.program.shape.stages_per_rank
     columns = max(min(int(_AXIS_WIDTH) // 2, _MAX_PIXELS // timeline.ranks), 1)

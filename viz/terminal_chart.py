@@ -28,10 +28,10 @@ _IDLE_CELL: Final = (".", "bright_black")
 def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
     """Return a text chart of a run, for a terminal of a given width.
 
-    A box has the letter and the microbatch of its instruction. Each ' after them counts one local
-    stage of the rank before this stage. A run that is too long for one row continues in further
-    rows below. A run that is too long for all rows shows one row of columns. Each column has the
-    letter of the instruction that takes most of it, or a dot if it is mostly idle.
+    A box has the letter and the microbatch of its instruction. The number of ' after them is the
+    local stage. A run that is too long for one row continues in further rows below. For a run that
+    is too long for all rows, the chart is one row. Each column of it has the letter of the
+    instruction that takes most of its time, or a dot if it is mostly idle.
 
     To the right of each rank are its idle share and its peak of activations in flight. If the
     program offloads, the peaks on the host and the disk follow.
@@ -95,7 +95,7 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
 
 
 def _find_tier_peaks(timeline: Timeline, tier: str) -> list[int]:
-    """Return the most (stage, mb) pairs of each rank that have a value on a tier at once."""
+    """Return for each rank the peak number of (stage, mb) pairs with a value on a tier."""
     each = replace(timeline, sizes=Sizes(saved=1, recompute_inputs=1))
     return [round(float(curve.total.max())) for curve in each.memory_on(tier)]
 
@@ -114,7 +114,7 @@ class _ColumnLayout(NamedTuple):
 
 
 def _lay_out_columns(timeline: Timeline, rank_count: int, columns: int) -> _ColumnLayout:
-    """Return the rows for a run, each with about `columns` columns and `rank_count` lines."""
+    """Divide a run into rows, each with about `columns` columns and `rank_count` lines."""
     label, narrow = _measure_longest_label(timeline), ChartRectangles(timeline).short_box_width
     need = timeline.span / narrow * (label + 1) if timeline.span else 0.0
     need = min(need, float(_MAX_ROWS * columns + 1))  # ceil needs a finite number
@@ -161,7 +161,7 @@ def _merge_cells(cells: list[StyledText]) -> StyledLine:
 
 
 def _draw_boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
-    """Return a cell per column: the label of each box, then dashes, then a space."""
+    """Return a cell per rank and column: the label of each box, then dashes, then a space."""
     spans, second, local = timeline.spans, timeline.is_second_of_pair, find_local_stages(timeline)
     scale = columns / (timeline.span or 1.0)
     stages = timeline.program.shape.stages_per_rank
@@ -188,7 +188,7 @@ def _draw_boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Sty
 
 
 def _draw_binned(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
-    """Return a cell per column: the letter of the instruction that takes most of it."""
+    """Return a cell per rank and column: the letter of the instruction that takes most time."""
     stages, (kinds, share) = timeline.program.shape.stages_per_rank, bin_timeline(timeline, columns)
     idle, top = 1 - share.sum(-1), share.argmax(-1)
     table = [(INSTRUCTIONS[op].text[0], _choose_style(op, local, stages)) for op, local in kinds]

@@ -51,7 +51,7 @@ def compute_in_flight_curve(timeline: Timeline) -> MemoryCurve:
 
 
 def compute_memory_curve(timeline: Timeline) -> MemoryCurve:
-    """Return the curve of the bytes on the device, or of the activations without sizes.
+    """Return the curve of the bytes on the device. Without sizes, it counts activations.
 
     Args:
         timeline: The timeline.
@@ -108,7 +108,8 @@ class UnshardedIntervals(NamedTuple):
         local_stage: The local stage.
         start: The start, from the start of the timeline.
         end: The end, from the start of the timeline.
-        row: A number that differs between the intervals of a rank that overlap, from 0.
+        row: The row of the interval in the chart, from 0. Intervals of a rank that overlap have
+            different rows.
     """
 
     rank: NDArray[np.int64]
@@ -131,7 +132,7 @@ class UnshardedIntervals(NamedTuple):
 
 
 def find_unsharded_intervals(timeline: Timeline) -> UnshardedIntervals:
-    """Return the intervals in which stages are unsharded. Each takes the first row that is free.
+    """Return the intervals in which stages are unsharded, each in the first row that is free.
 
     Args:
         timeline: The timeline.
@@ -167,7 +168,7 @@ class BinnedRun(NamedTuple):
 
 
 def bin_timeline(timeline: Timeline, columns: int) -> BinnedRun:
-    """Divide the span of a run into equal columns, and return the share of each kind in each.
+    """Divide the span of a run into equal columns, and return the share of each kind of box.
 
     Args:
         timeline: The run.

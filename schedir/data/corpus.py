@@ -20,12 +20,13 @@ Source = str | Sequence[str] | None
 
 
 def get_tokenizer(name: str, vocab: int, end_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer "bytes", or that of a tokenizer.json.
+    """Return the tokenizer "bytes", or the tokenizer in a tokenizer.json.
 
     Args:
         name: "bytes", or the path of a tokenizer.json.
         vocab: The vocabulary size of the model.
-        end_token: The token that ends a document. By default a common name that the tokenizer has.
+        end_token: The token that ends a document. By default the first common name, such as
+            `<|endoftext|>`, that is in the vocabulary.
 
     Raises:
         UsageError: The tokenizer cannot be used, or it has more than `vocab` tokens.
@@ -110,8 +111,8 @@ def split_documents(documents: Documents, validation_share: float) -> tuple[Docu
 
     Args:
         documents: The stream.
-        validation_share: The least share of the tokens in the validation part, which is the end of
-            the stream. If the ends of documents are given, no document is split.
+        validation_share: The smallest share of the tokens for the validation part, which is the end
+            of the stream. If the ends of documents are given, no document is split.
 
     Returns:
         The training part and the validation part.

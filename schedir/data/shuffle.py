@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS: Final = 8  # rounds of the network, one for each 64-bit key of a blake2b digest
-_MIN_HALF_BITS: Final = 3  # bits of a half: fewer bits have few permutations
+_MIN_HALF_BITS: Final = 3  # bits of half an index: with fewer bits there are few permutations
 
 Numbers = NDArray[np.uint64]
 
 
 def shuffle_indices(indices: Numbers, size: int, seed: int, epoch: int) -> Numbers:
-    """Return the windows at some positions of the order of an epoch: a permutation.
+    """Return the numbers of the windows at some positions of an epoch's random order.
 
     Args:
         indices: Positions in the epoch, below `size`. Shape (n,).

@@ -77,7 +77,7 @@ def find_python_files(root: Path) -> list[Path]:
 
 
 def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Return the files that paths and patterns refer to, in that order.
+    """Return the files that paths and patterns refer to, in the order of `sources`.
 
     The files of one pattern are sorted.
 
@@ -127,8 +127,8 @@ def _join_files(paths: Iterable[Path], target: Path) -> None:
     """Write the contents of all files to `target`, atomically."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Several ranks may do this at the same time. Each renames its own file, with the same
-        # contents.
+        # Several ranks may do this at the same time. Each writes and renames a separate file, and
+        # all of these files have the same contents.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             joined = Path(folder, "whole")
             with joined.open("wb") as out:

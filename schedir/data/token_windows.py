@@ -20,7 +20,7 @@ class WindowBatch(NamedTuple):
 
     Attributes:
         positions: The position of each token in the stream. Shape (n, context + 1), int64.
-        is_target: True where a token is a target of the token before it, for each token but the
+        is_target: True where a token is a target of the token before it, for each token except the
             first. Shape (n, context), bool.
     """
 
@@ -29,7 +29,7 @@ class WindowBatch(NamedTuple):
 
 
 class TokenWindows(Protocol):
-    """The windows of a stream, by number."""
+    """The numbered windows of a token stream."""
 
     @property
     def description(self) -> str:
@@ -50,8 +50,8 @@ class TokenWindows(Protocol):
 class ConcatenatedWindows:
     """Windows at even distances in a stream, across documents.
 
-    Each token but the first is a target once. The tokens at the end that do not fill a window are
-    left out.
+    Each token except the first is a target once. The tokens at the end that do not fill a window
+    are left out.
 
     Args:
         tokens: The number of tokens in the stream.
@@ -93,12 +93,12 @@ class PackedWindows:
     """Complete documents of a stream, packed into few windows by best-fit decreasing.
 
     From the longest to the shortest, each document goes into the window with the least remaining
-    space that is enough. A document longer than a window first fills windows of its own. Its next
-    part begins with the last token of the previous part. So each token of a document but its first
-    is a target once.
+    space that is enough. A document longer than a window is divided: all parts except the last fill
+    a window each, and a part begins with the last token of the previous part. So each token of a
+    document except its first is a target once.
 
-    The first token of a later document in a window is no target, and neither is padding. Attention
-    is not masked: it includes the earlier documents of the window.
+    The first token of each document is not a target, and neither is padding. Attention is not
+    masked: it includes the earlier documents of the window.
 
     Args:
         ends: The ascending positions after the last token of each document. Shape (documents,).
@@ -170,8 +170,11 @@ def _split_documents(
 
 
 def _pack_best_fit(lengths: list[int], size: int) -> list[int]:
-    """Return the window of each length, for windows of `size` tokens and descending lengths."""
-    windows_by_space: dict[int, list[int]] = {}  # the windows, by their remaining space
+    """Return the number of the window of each document part.
+
+    `lengths` has the lengths of the parts in descending order. A window has `size` tokens.
+    """
+    windows_by_space: dict[int, list[int]] = {}  # remaining space in tokens -> windows
     spaces: list[int] = []  # the keys of the dictionary, ascending
     window_of, windows = [], 0
     for length in lengths:

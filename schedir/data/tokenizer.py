@@ -24,7 +24,7 @@ from schedir.extras import require_package
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-MAX_TEXT_BYTES: Final = 2**20  # bytes of a text that the library encodes as one string
+MAX_TEXT_BYTES: Final = 2**20  # longer texts are split before the library encodes them
 # Common names of the token that ends a document.
 _END_TOKENS: Final = (
     "<|endoftext|>",
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     """An encoder of bytes as token ids.
 
     Attributes:
-        vocab_size: All token ids are below this.
+        vocab_size: The largest token id plus 1.
         end_token: The id of the token that ends a document. It is not in any text.
         digest: An identifier of the tokenizer and its settings.
     """
@@ -241,8 +241,8 @@ def _split_long_text(text: bytes) -> Iterator[bytes]:
 def _map_characters() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary.
 
-    Visible characters of Latin-1 have their own byte. The other bytes have characters from 256 on,
-    as in GPT-2.
+    As in GPT-2, a visible character of Latin-1 is for the byte with its code. The other bytes have
+    the characters from 256 on.
     """
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in visible)

@@ -2,10 +2,10 @@
 
 DeepSpeed's instructions have the number of a buffer, but not of a microbatch. Each kind of
 instruction runs in the order of microbatches (`TrainSchedule._step_to_micro_batch`). So the k-th
-one is that of microbatch k, and its buffer must agree.
+instruction of a kind is that of microbatch k. Its buffer must be the buffer of microbatch k.
 
-Sends and receives block, so one range contains both post and wait. In DualPipeV they are queued.
-`CommitP2P` then issues all of them as a batch, and waits.
+Sends and receives block, so one range contains both post and wait. DualPipeV queues sends and
+receives. `CommitP2P` then issues all of them as a batch, and waits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAP_ATTRIBUTE: Final = "_INSTRUCTION_MAP"
 
 
 def add_patches(patches: FunctionPatches) -> None:
-    """Plan the wrappers of DeepSpeed's functions.
+    """Add wrappers of DeepSpeed's functions to patches, without installing them.
 
     Args:
         patches: The patches to which wrappers are added.
@@ -109,7 +109,7 @@ class _DeepSpeedStep:
             return original(engine, **kwargs)
 
     def make_range(self, kind: str, arguments: dict[str, Any]) -> Any:
-        """Return the range of an instruction. Instructions that load or queue have none."""
+        """Return the range of an instruction. Loads of data and queued messages have none."""
         if kind in _ACTIONS:
             action = self.name_next_action(kind, arguments["buffer_id"], arguments.get("phase", 0))
             if not self.queues_messages or not kind.startswith(("Send", "Recv")):
@@ -127,7 +127,7 @@ class _DeepSpeedStep:
     def name_next_action(self, kind: str, buffer: int, phase: int) -> str:
         """Return the name of the next instruction of a kind.
 
-        Raise ExecutionError for another buffer.
+        Raise ExecutionError if `buffer` is not the buffer of the instruction's microbatch.
         """
         mb = self.counts[kind, phase]
         self.counts[kind, phase] += 1

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from schedir.errors import UsageError, describe_exception
 
-# The module that marks each trainer. It imports the trainer only when it adds its patches. Its
-# PACKAGE is the package to install, ROOT_MODULE the module to import, and SUPPORTED_VERSION a
+# Trainer -> the module that marks it. The module imports the trainer only when it adds its patches.
+# Its PACKAGE is the package to install, ROOT_MODULE the module to import, and SUPPORTED_VERSION a
 # version that works.
 _MARKERS: Final = {
     "torch": "schedir.instrumentation.torch_pipelining",
@@ -48,7 +48,7 @@ class Instrumented:
     _names: list[str] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Remove the marks, unless another call still uses them. A second call does nothing."""
+        """Remove the marks if no other call of `instrument` uses them. Later calls do nothing."""
         while self._names:
             name = self._names.pop()
             patches = _INSTRUMENTED[name].patches

@@ -2,14 +2,14 @@
 
 These are forwards, backwards, messages and the reduction of gradients.
 
-Its three schedules call `forward_step` and `backward_step`, and post messages through
+Megatron's three schedules call `forward_step` and `backward_step`, and post messages through
 `_batched_p2p_ops` or `_p2p_ops`. They find these functions by name in their modules, so the
 functions can be wrapped.
 
 A forward has its microbatch and model chunk as arguments, and stage = chunk * ranks + rank. Its
-outputs are tagged with both. The backward and the send of an output read this tag. Receives are in
-the order in which the other side computes, which is that of Megatron's own table. The forward or
-backward that uses a received tensor verifies its tag.
+outputs are tagged with stage and microbatch. The backward and the send of an output read this tag.
+Receives have the order in which the sending rank computes: the order of Megatron's schedule table.
+The forward or backward that uses a received tensor verifies its tag.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class _MegatronStep:
     Args:
         ranks: The number of pipeline ranks.
         rank: The pipeline rank.
-        activations: The activations to receive, in order.
-        gradients: The gradients to receive, in order.
+        activations: The stage and microbatch of each activation to receive, in order.
+        gradients: The stage and microbatch of each gradient to receive, in order.
     """
 
     ranks: int
@@ -80,7 +80,7 @@ class _MegatronStep:
     gradients: Iterator[_MessageStage]
 
     def name_message(self, direction: str, tensor: Any) -> str:
-        """Return the name of a message. Tag it if it is received.
+        """Return the name of a message, and tag a tensor that is received.
 
         `direction` is that of the parameter `tensor_{direction}` of `_p2p_ops`, such as
         `send_next`.
@@ -101,7 +101,7 @@ _CURRENT_STEP: ContextVar[_MegatronStep | None] = ContextVar("schedir.megatron",
 
 
 def add_patches(patches: FunctionPatches) -> None:
-    """Plan the wrappers of Megatron's functions.
+    """Add wrappers of Megatron's functions to patches, without installing them.
 
     Args:
         patches: The patches to which wrappers are added.
@@ -216,7 +216,7 @@ def _run_backward(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reduce_gradients(original: Any, stages: range, *args: Any, **kwargs: Any) -> Any:
-    """Reduce the gradients of all stages of the rank in one call, in their ranges."""
+    """Reduce the gradients of all stages of the rank in one call, inside the stages' ranges."""
     with open_reduction_ranges(stages):
         return original(*args, **kwargs)
 
@@ -278,7 +278,7 @@ def _name_messages(step: _MegatronStep | None, arguments: dict[str, Any]) -> dic
     }
 
 
-# ---------------------------------------------------------------- what tensors carry
+# ---------------------------------------------------------------- tags of tensors
 
 
 def _list_tensors(value: Any) -> list[Any]:

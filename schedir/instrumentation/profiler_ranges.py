@@ -71,9 +71,9 @@ def open_reduction_ranges(stages: Iterable[int]) -> ExitStack:
 
 
 class PostedMessages:
-    """The works of posted messages, which marks their wait as a range.
+    """Torch's works of posted messages, with a `wait` that is a profiler range.
 
-    Other attributes are those of the last work.
+    All other attributes are those of the last work.
 
     Args:
         works: Torch's works.
@@ -119,10 +119,10 @@ def wrap_works(works: Sequence[Any], actions: Sequence[str]) -> list[PostedMessa
 
 
 class FunctionPatches:
-    """Wrappers of other packages' functions, installed while a `with` block uses them.
+    """Wrappers of other packages' functions, installed during a `with` block.
 
-    Several blocks, also of several threads, may use them at the same time. The first one installs
-    the wrappers, and the last one removes them.
+    Several blocks, also of several threads, may use the same object at the same time. The first
+    block installs the wrappers, and the last one removes them.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class FunctionPatches:
         self._lock = Lock()
 
     def wrap_function(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Plan that `wrapper(original, *args)` is called in place of `owner.name(*args)`.
+        """Add a wrapper: `wrapper(original, *args)` is called instead of `owner.name(*args)`.
 
         Args:
             owner: The module or class that has the function.

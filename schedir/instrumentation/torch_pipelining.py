@@ -72,7 +72,7 @@ _CURRENT_STEP: ContextVar[_TorchStep | None] = ContextVar("schedir.torch_pipelin
 
 
 def add_patches(patches: FunctionPatches) -> None:
-    """Plan the wrappers of torch's functions.
+    """Add wrappers of torch's functions to patches, without installing them.
 
     Args:
         patches: The patches to which wrappers are added.
@@ -105,8 +105,8 @@ def _run_step(
 ) -> Any:
     if not is_profiling():
         return original(schedule, *args, **kwargs)
-    # A schedule may run within a forward or loss of another one, for example as a teacher. It is
-    # not marked.
+    # A schedule may run inside a forward or a loss of another one, for example as a teacher. Such
+    # an inner schedule is not marked.
     inside = _CURRENT_STEP.get() is not None
     step = (
         None if inside else _TorchStep(isinstance(schedule, runtime), schedule._loss_fn is not None)
@@ -137,7 +137,7 @@ def _name_ops(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any)
 def _post_batch(original: Any, ops: Any, *args: Any, **kwargs: Any) -> Any:
     """Post messages in a range.
 
-    Messages of other code, such as before the first step, have no name.
+    Messages of other code, such as those before the first step, have no name and get no range.
     """
     step = _CURRENT_STEP.get()
     actions = [] if step is None else [getattr(op, _ACTION_ATTRIBUTE, "") for op in ops]
@@ -168,7 +168,7 @@ def _compute_loss(original: Any, schedule: Any, stage: Any, *args: Any, **kwargs
 
 
 def _run_backward(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a backward, a part of one, or the reduction after it. It is not marked in `eval`."""
+    """Run B, I, W or the reduction of gradients in a range. `eval` gets no ranges."""
     step = _CURRENT_STEP.get()
     if step is None or step.is_marked or not stage.has_backward:
         return original(stage, *args, **kwargs)
@@ -181,5 +181,5 @@ def _run_backward(action: str, original: Any, stage: Any, *args: Any, **kwargs: 
 
 
 def _read_microbatch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the microbatch, which is the first parameter of a stage's methods after itself."""
+    """Return the microbatch, which is the first parameter of a stage's methods after `self`."""
     return int(args[0] if args else next(v for k, v in kwargs.items() if k.endswith("chunk_id")))

@@ -1,4 +1,4 @@
-"""Run schedir's schedules inside Megatron-LM, in the place of its own pipeline schedules."""
+"""Run schedir's schedules inside Megatron-LM, instead of Megatron's pipeline schedules."""
 
 from schedir.extras import require_package
 

@@ -61,7 +61,8 @@ class ForwardBackward:
     def __init__(self, schedule: str | Schedule | Program, **options: Any) -> None:
         self.schedule: Schedule | Program = load_schedule(schedule)
         self.options = options
-        # By all that the checks of `_prepare` depend on, with the model chunks as weak references.
+        # A key has everything that the checks of `_prepare` depend on. It refers to the model
+        # chunks by weak references.
         self._prepared: dict[Any, _PreparedRun] = {}
 
     def __call__(
@@ -94,8 +95,8 @@ class ForwardBackward:
             num_microbatches: The number of microbatches.
             seq_length: The sequence length of a microbatch, in tokens.
             micro_batch_size: The number of sequences of a microbatch.
-            decoder_seq_length: The sequence length of the decoder, if it is another.
-            forward_only: True to evaluate.
+            decoder_seq_length: The sequence length of the decoder, if it differs.
+            forward_only: True to run forwards only, for evaluation.
             collect_non_loss_data: True to return the outputs of the loss function unchanged.
             first_val_step: True for the first validation step after training steps.
             adjust_tensor_shapes_fn: Not supported.
@@ -110,7 +111,7 @@ class ForwardBackward:
         Raises:
             UsageError: A setting is not supported, or the schedule does not fit the run. All
                 ranks raise the same error, before the first message.
-            ModelError: A model chunk does not hold its stage.
+            ModelError: A model chunk does not match its stage.
             ExecutionError: An earlier step failed while it reduced gradients.
             SchedirError: The schedule is wrong, or could hang with these process groups.
         """
@@ -208,11 +209,11 @@ def forward_backward(schedule: str | Schedule | Program, **options: Any) -> Forw
     """Return a function to use in the place of Megatron's `get_forward_backward_func()`.
 
     The schedule is compiled at the first call, for the pipeline size, the number of model chunks
-    and the number of microbatches of the call. It is proven to finish with Megatron's process
-    groups, and all ranks compare their programs, before the first message. Megatron's own
-    `forward_step` and `backward_step` compute, so losses and gradients have the bits of Megatron's
-    schedules. Gradients are reduced by Megatron's DistributedDataParallel and finalized by
-    `config.finalize_model_grads_func`.
+    and the number of microbatches of the call. Before the first message, schedir proves that the
+    program finishes with Megatron's process groups, and all ranks compare their programs.
+    Megatron's own `forward_step` and `backward_step` compute, so losses and gradients are bitwise
+    equal to those of Megatron's schedules. Gradients are reduced by Megatron's
+    DistributedDataParallel and finalized by `config.finalize_model_grads_func`.
 
     A schedule with split backwards (I and W) runs the weight gradients of Megatron's
     ColumnParallelLinear and RowParallelLinear in W, and all other gradients in I.
@@ -289,7 +290,7 @@ def _run_step(
 
 
 class _GradientReduction:
-    """Starts the reduction of a chunk's gradients, when its last weight gradient is computed.
+    """Starts the reduction of a chunk's gradients, after its last weight gradient.
 
     Without `overlap_grad_reduce`, Megatron reduces all gradients at the end, in
     `finalize_model_grads_func`.
@@ -314,7 +315,7 @@ def _overlaps_reduction(chunk: Any) -> bool:
 
 
 def _no_sync_functions(config: Any, chunks: list[Any]) -> list[Any]:
-    """Return the functions that keep gradient hooks from starting a reduction."""
+    """Return functions whose contexts keep gradient hooks from starting a reduction."""
     function = config.no_sync_func
     if function is None:
         return [chunk.no_sync for chunk in chunks if _overlaps_reduction(chunk)]
@@ -322,7 +323,7 @@ def _no_sync_functions(config: Any, chunks: list[Any]) -> list[Any]:
 
 
 def _per_chunk(function: Any, chunks: list[Any]) -> list[Any]:
-    """Return a function of Megatron's config for each chunk: it may be one, a list, or None."""
+    """Return a list with a function for each chunk. Megatron's config has one, a list, or None."""
     return function if isinstance(function, list) else [function] * len(chunks)
 
 
@@ -331,7 +332,7 @@ def _copy_to_last_rank(
 ) -> None:
     """Copy the losses of the rank with the last stage to the device of the last pipeline rank.
 
-    They may be tensors, numbers and texts, in lists, tuples and dictionaries.
+    `forward_data` may contain tensors, numbers and strings, in lists, tuples and dictionaries.
     """
     last = group.size() - 1
     if group.rank() == source:

@@ -23,7 +23,7 @@ def _uses_cuda_graphs(value: object) -> bool:
     return value not in (None, False, "none")
 
 
-# Settings of Megatron's TransformerConfig that are refused: the test, and the reason.
+# Setting of Megatron's TransformerConfig -> the test for an unsupported value, and the reason.
 _UNSUPPORTED_SETTINGS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "context_parallel_size": (_is_more_than_one, "context parallelism was not verified"),
     "hybrid_context_parallel": (_is_set, "context parallelism was not verified"),
@@ -88,7 +88,8 @@ def require_call_arguments(chunks: int, iterators: int, has_shapes_fn: bool) -> 
         has_shapes_fn: True if `adjust_tensor_shapes_fn` is given.
 
     Raises:
-        UsageError: `data_iterator` is not one for each chunk, or the function is given.
+        UsageError: There is not one data iterator for each chunk, or `adjust_tensor_shapes_fn` is
+            given.
     """
     if iterators != chunks:
         raise UsageError(
@@ -111,7 +112,7 @@ def require_finished_reductions(chunks: Sequence[Any]) -> None:
         chunks: The model chunks of this rank.
 
     Raises:
-        ExecutionError: A reduction was not finished. Megatron would keep it, and start no other.
+        ExecutionError: A reduction was not finished. Megatron would not start another one.
     """
     for chunk in chunks:
         groups = getattr(chunk, "bucket_groups", []) + getattr(
@@ -125,13 +126,13 @@ def require_finished_reductions(chunks: Sequence[Any]) -> None:
 
 
 class ChunkLayout(NamedTuple):
-    """The part of the model that a chunk holds.
+    """The part of the model that a chunk contains.
 
     Attributes:
         pre_process: True if the chunk has the embedding. None if its model does not define it.
         post_process: True if the chunk has the output layer. None if its model does not define it.
         ties_embeddings: True if the embedding and the output layer share their weight.
-        layer_numbers: The numbers of its transformer layers in the model, from 1.
+        layer_numbers: The numbers of the chunk's transformer layers in the full model, from 1.
     """
 
     pre_process: bool | None
@@ -141,7 +142,7 @@ class ChunkLayout(NamedTuple):
 
 
 def read_layout(chunk: Any) -> ChunkLayout:
-    """Return the part of the model that a chunk holds.
+    """Return the part of the model that a chunk contains.
 
     Args:
         chunk: A model chunk, with or without its wrappers.
@@ -165,15 +166,16 @@ def _read(chunk: Any, name: str) -> Any:
 def require_layout(
     shape: PipelineShape, layouts_per_rank: Sequence[Sequence[ChunkLayout]], schedule: str
 ) -> None:
-    """Refuse model chunks that do not hold the stages of the program.
+    """Refuse model chunks that do not match the stages of the program.
 
     Args:
-        shape: The shape of the program. Chunk k of a rank is the k-th of its stages.
+        shape: The shape of the program. Chunk k of a rank is the rank's k-th stage.
         layouts_per_rank: The layouts of the chunks, for each pipeline rank.
         schedule: The name of the schedule, for errors.
 
     Raises:
-        ModelError: A chunk holds another stage, or tied embeddings are on one rank.
+        ModelError: A chunk does not match its stage. Or the embeddings are tied, and the first and
+            the last stage are on one rank.
     """
     layout_of = {
         stage: layout
@@ -222,7 +224,7 @@ def require_untied_embeddings(shape: PipelineShape, schedule: str) -> None:
         schedule: The name of the schedule, for the error.
 
     Raises:
-        ModelError: Both stages are on one of several ranks.
+        ModelError: There are several ranks, and one of them has both stages.
     """
     first_rank, last_rank = (int(shape.first_rank_per_stage[stage]) for stage in (0, -1))
     if first_rank == last_rank and shape.ranks > 1:

@@ -30,7 +30,7 @@ class PipelineSetting:
         ranks: The pipeline-parallel size.
         chunks: The number of model chunks of each rank: the virtual pipeline size, or 1.
         microbatches: The number of microbatches of a step.
-        forward_only: True for a program that evaluates.
+        forward_only: True for a program with forwards only, for evaluation.
     """
 
     ranks: int
@@ -68,7 +68,7 @@ def compile_program(
     options: Mapping[str, Any],
     supported_ops: Collection[int],
 ) -> Program:
-    """Return the program that a Megatron run executes. It is checked.
+    """Compile and check the program that a Megatron run executes.
 
     Args:
         schedule: The schedule or the program.

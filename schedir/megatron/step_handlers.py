@@ -1,4 +1,4 @@
-"""The instructions of one step inside Megatron: each is a handler, by opcode.
+"""Run one step inside Megatron, with a handler for each opcode.
 
 Megatron's own `forward_step` and `backward_step` compute. The program decides their order, the
 messages, and when the gradients of a chunk are reduced.
@@ -34,7 +34,7 @@ class MegatronCall:
         chunks: The model chunks of this rank.
         config: Megatron's TransformerConfig of the chunks.
         num_microbatches: The number of microbatches.
-        forward_only: True to evaluate.
+        forward_only: True to run forwards only, for evaluation.
         collect_non_loss_data: See Megatron.
         first_val_step: See Megatron.
         boundary_shape: The shape of an activation between stages.
@@ -67,7 +67,7 @@ class _PendingReceive:
 
 @dataclass
 class MegatronStep:
-    """The values of a step on one pipeline rank.
+    """Runs a step on one pipeline rank, and holds the values that its instructions exchange.
 
     Args:
         program: The program.
@@ -75,8 +75,8 @@ class MegatronStep:
         transport: Sends and receives the boundary tensors.
         call: The arguments of the call of `forward_backward_func` that runs the step.
         reduce_chunk: Starts the reduction of the gradients of a chunk.
-        as_stage: Returns a context in which Megatron's functions for the pipeline rank answer for a
-            stage. See `vee_model`.
+        as_stage: Returns the context in which a stage must run. In a vee, Megatron's functions for
+            the pipeline rank return another rank there (see `vee_model`).
     """
 
     program: Program
@@ -151,13 +151,13 @@ class MegatronStep:
         return self.receives.pop((Lane.GRAD, stage, mb)).wait()
 
     def deallocate(self, output: Tensor) -> None:
-        """Free the data of a stage's output, if Megatron is set to do this.  Its graph stays."""
+        """Free the data of a stage's output if Megatron's config requires it; keep its graph."""
         if not self.call.forward_only:
             deallocates = self.call.config.deallocate_pipeline_outputs
             schedules.deallocate_output_tensor(output, deallocates)
 
     def run_backward(self, instr: Instr, deferred: WeightGradients | None) -> None:
-        """Run a backward.  Weight gradients are stored in `deferred`, or computed if it is None."""
+        """Run a backward.  If `deferred` is a list, store weight-gradient computations in it."""
         stage, mb = instr.stage, instr.mb
         with self.as_stage(stage), defer_weight_gradients(deferred):
             gradient = schedules.backward_step(
@@ -242,7 +242,7 @@ def _reduce_gradients(step: MegatronStep, instr: Instr) -> None:
 
 
 def _leave_to_trainer(step: MegatronStep, instr: Instr) -> None:
-    """Do nothing: Megatron's trainer takes the optimizer step after the call."""
+    """Do nothing, because Megatron's trainer runs the optimizer step after the call."""
 
 
 HANDLERS: Final[dict[int, Callable[[MegatronStep, Instr], None]]] = {

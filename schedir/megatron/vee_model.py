@@ -1,8 +1,8 @@
 """Build and run the model chunks of a vee placement in Megatron.
 
-In a vee with two chunks per rank, chunk 1 of rank r holds the stage that Megatron's looped
-placement gives to rank `ranks - 1 - r`. So this rank builds and runs chunk 1 as if it were that
-rank: Megatron's functions for the pipeline rank return the rank of the looped placement.
+In a vee with two chunks per rank, chunk 1 of rank r is the stage that Megatron's looped placement
+gives to rank `ranks - 1 - r`. So rank r builds and runs chunk 1 as if it were that rank: Megatron's
+functions for the pipeline rank return the rank of the looped placement.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def model_provider(
 ) -> Callable[..., Any]:
     """Return a model provider that builds the chunks of a schedule's placement.
 
-    Give the result to Megatron in the place of `build`. It calls `build` once for each chunk, as
-    Megatron does. In a looped placement the arguments are Megatron's own. In a vee, `pre_process`
-    and `post_process` are those of the chunk's stage, and its layers have the numbers of the stage.
+    Pass the result to Megatron instead of `build`. For each chunk it calls `build` once, as
+    Megatron does. In a looped placement the arguments are those that Megatron passes. In a vee,
+    `pre_process` and `post_process` are those of the chunk's stage, and its layers have the numbers
+    of the stage.
 
     Args:
         build: Megatron's model provider. It takes `pre_process`, `post_process` and, with several
@@ -47,8 +48,8 @@ def model_provider(
         A function with the parameters of `build`.
 
     Raises:
-        UsageError: The schedule does not exist, or the k-th stage of a rank is not among the k-th
-            `ranks` stages of the model.
+        UsageError: The schedule does not exist. Or chunk k of a rank is not one of the stages
+            `k * ranks` to `(k + 1) * ranks - 1`, which Megatron can build as chunk k.
         ModelError: A model ties its embeddings, and the first and the last stage are on one rank.
     """
     source = load_schedule(schedule)
@@ -77,7 +78,7 @@ def model_provider(
 def stage_contexts(
     shape: PipelineShape, rank: int, group: Any
 ) -> Callable[[int], AbstractContextManager[object]]:
-    """Return a function of a stage, which returns the context in which the stage is run.
+    """Return a function that maps a stage to the context in which the stage must run.
 
     Args:
         shape: The shape of the program.
@@ -101,7 +102,7 @@ def find_looped_rank(shape: PipelineShape, rank: int, chunk: int) -> int:
 
     Args:
         shape: The shape of the program.
-        rank: The pipeline rank that holds the chunk.
+        rank: The pipeline rank that has the chunk.
         chunk: The number of the chunk on this rank.
 
     Raises:
@@ -124,7 +125,7 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
     """Let Megatron's functions for the pipeline rank of this process return another rank.
 
     Args:
-        rank: The pipeline rank that they return.
+        rank: The pipeline rank that the functions return in this context.
         group: The pipeline-parallel group.
     """
     own_rank, get_group_rank = parallel_state.get_pipeline_model_parallel_rank, utils.get_pg_rank
@@ -149,7 +150,7 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
     finally:
         for module, name, value in patched:
             setattr(module, name, value)
-        if len(sys.modules) != modules:  # modules imported meanwhile have the replacements
+        if len(sys.modules) != modules:  # modules imported in the context have the replacements
             originals = {new: old for old, new in replacements.items()}
             for module, name in _scan_modules(return_rank, return_group_rank):
                 setattr(module, name, originals[getattr(module, name)])
@@ -157,7 +158,7 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _find_names(one: object, two: object, module_count: int) -> list[tuple[Any, str]]:
-    """Return the result of `_scan_modules`, which is kept while no module is imported."""
+    """Return the result of `_scan_modules`. It is cached until another module is imported."""
     return _scan_modules(one, two)
 
 
@@ -174,9 +175,9 @@ def _scan_modules(one: object, two: object) -> list[tuple[Any, str]]:
 
 @dataclass
 class _ShardedStateDict:
-    """The method `sharded_state_dict` of a chunk whose stage a looped placement gives to a rank.
+    """Replaces a chunk's method `sharded_state_dict`, and calls it as rank `looped_rank`.
 
-    Megatron numbers the layers of a chunk from the layer offset of its rank.
+    Megatron numbers the layers of a chunk from the layer offset of the pipeline rank.
     """
 
     model: Any

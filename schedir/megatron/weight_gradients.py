@@ -11,9 +11,11 @@ Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists
 `overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
 to `weight.main_grad`, which is what the hook does.
 
-Two kinds of weights keep Megatron's function, so their gradients are computed in `I`: weights with
-a gradient hook of the user, which only autograd calls, and a weight that embedding and output layer
-of one stage share, because autograd adds both gradients before it adds the sum to `main_grad`.
+Two kinds of weights keep Megatron's function, so their gradients are computed in `I`:
+
+- Weights with a gradient hook of the user, because only autograd calls such hooks.
+- A weight that the embedding and the output layer of one stage share. Autograd adds both gradients
+  before it adds the sum to `main_grad`.
 
 Other gradients (biases, norms, embeddings, Transformer Engine modules, grouped GEMMs) are computed
 in `I`.
@@ -33,7 +35,7 @@ from torch import Tensor
 
 WeightGradients = list[Callable[[], None]]
 
-# The list of the current `I`, or None outside of an `I`: then weight gradients are not deferred.
+# The list to which the current `I` defers weight gradients. None outside of `I`: no deferral.
 _deferred: WeightGradients | None = None
 
 
@@ -42,7 +44,7 @@ def defer_weight_gradients(into: WeightGradients | None) -> Iterator[None]:
     """Store the computations of weight gradients in a list, instead of running them.
 
     Args:
-        into: The list, or None to run them at once.
+        into: The list, or None to run the computations immediately.
     """
     global _deferred
     before, _deferred = _deferred, into
@@ -54,11 +56,11 @@ def defer_weight_gradients(into: WeightGradients | None) -> Iterator[None]:
 
 @contextmanager
 def split_linear_backward() -> Iterator[None]:
-    """Let Megatron's linear layers compute weight gradients apart from input gradients."""
+    """Replace Megatron's linear function by one that can defer weight gradients."""
     name = "linear_with_grad_accumulation_and_async_allreduce"
     original = getattr(layers, name)
 
-    @wraps(original)  # it reads its own attribute through the module
+    @wraps(original)  # Megatron's function reads an attribute of `layers.NAME`; `wraps` copies it
     def apply(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
         function = original if _needs_autograd(weight) else _apply_linear
         return function(input, weight, *args, **kwargs)
@@ -73,10 +75,11 @@ def split_linear_backward() -> Iterator[None]:
 def _needs_autograd(weight: Tensor) -> bool:
     """Return whether autograd must compute the gradient of a weight.
 
-    The hooks of Megatron's DistributedDataParallel are on another object, the AccumulateGrad node.
+    The hooks of Megatron's DistributedDataParallel do not count here, because they are on the
+    AccumulateGrad node of the weight.
     """
     has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    is_shared_in_stage = getattr(weight, "zero_out_wgrad", False)  # Megatron sets it for these
+    is_shared_in_stage = getattr(weight, "zero_out_wgrad", False)  # set by Megatron if shared
     return bool(has_hooks or is_shared_in_stage)
 
 
@@ -114,7 +117,7 @@ def _apply_linear(
     async_grad_allreduce: bool | None = None,
     tp_group: Any = None,
 ) -> Any:
-    """Replace Megatron's function of the same parameters."""
+    """Run a linear layer with `_SplitLinear`. The parameters are those of Megatron's function."""
     settings = _LinearSettings(
         weight,
         gradient_accumulation_fusion,
@@ -124,7 +127,7 @@ def _apply_linear(
         wgrad_deferral_limit or 0,
         layers.get_tensor_model_parallel_group_if_none(tp_group),
     )
-    if not input.requires_grad:  # else autograd would not run the backward of this layer
+    if not input.requires_grad:  # autograd runs a backward only if an input requires a gradient
         input = input.detach().requires_grad_()
     return _SplitLinear.apply(input, bias, settings)  # type: ignore[no-untyped-call]
 
@@ -164,7 +167,7 @@ class _SplitLinear(torch.autograd.Function):
         elif _deferred is not None:
             _deferred.append(add_weight_gradient)
         else:
-            add_weight_gradient()  # while the input gradient is on its way
+            add_weight_gradient()  # overlaps with the communication of the input gradient
         if work is not None:
             work.wait()
         grad_bias = _flatten_tokens(grad_output).sum(dim=0) if ctx.has_bias else None
@@ -190,7 +193,7 @@ def _add_weight_gradient(settings: _LinearSettings, input: Tensor, grad_output: 
 
 
 def _full_input(input: Tensor, settings: _LinearSettings) -> Tensor:
-    """Return the input of all tokens: with sequence parallelism, it is gathered."""
+    """Return the input of all tokens. With sequence parallelism, gather it from all ranks."""
     if not settings.sequence_parallel:
         return input
     size = settings.tp_group.size()

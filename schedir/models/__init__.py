@@ -1,1 +1,1 @@
-"""Models: stages as functions of a configuration, for pipelines and tensor-parallel ranks."""
+"""Language models, built stage by stage from a configuration, with tensor parallelism."""

@@ -3,8 +3,8 @@
 A window is that of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), causal
 and with one dimension. Query i attends to keys j with leader - window < j <= i. The leader is the
 last query of the stride of i: i // stride * stride + stride - 1. `schedir.predict.window_tiles`
-computes the tiles that have such pairs. The keys of a token do not depend on the number of later
-tokens.
+computes the tiles that have such pairs. To which keys a query attends does not depend on the number
+of later tokens.
 
 Tiles without visible pairs are skipped. On CPUs, torch's flash attention operation runs for one
 tile of queries at a time, with its keys. On GPUs, FlexAttention skips the tiles. Neither supports
@@ -85,9 +85,9 @@ def build_window_mask(
     """Return the mask of a window: True where a query attends to a key.
 
     Args:
-        length: Tokens of the sequence.
-        window: Tokens of the window, including the query's own.
-        stride: Tokens by which the window moves.
+        length: Number of tokens of the sequence.
+        window: Number of tokens of the window, including the query's token.
+        stride: Number of tokens by which the window moves.
         device: The device of the mask.
 
     Returns:
@@ -108,7 +108,7 @@ def build_window_mask(
 class _QueryTile(NamedTuple):
     """A tile of queries with its keys and the mask that is added to the scores.
 
-    `mask` is None if the mask is only causal and the last keys are those of the queries.
+    `mask` is None if the keys are those of the queries, so that a causal mask is enough.
     """
 
     queries: slice
@@ -129,7 +129,8 @@ def _build_query_tiles(
         range(0, length, tile), (axis.visited_ranges * axis.kv_tile).tolist(), strict=True
     ):
         ranges.append((range(first, min(first + tile, length)), range(low, min(high, length))))
-    # If all queries of a tile attend to all keys before the tile, its mask is a slice of one mask.
+    # If all queries of a tile attend to all of its keys before the first query, the mask is zeros
+    # for these keys and causal after them. Such masks are slices of one tensor, `widest`.
     uncut = [own.start - keys.start for own, keys in ranges if start[own[-1]] <= keys.start]
     causal = torch.full((tile, tile), -torch.inf, dtype=dtype).triu(1)
     widest = torch.cat(
@@ -156,7 +157,8 @@ def _build_query_tiles(
 class _TiledAttention(torch.autograd.Function):
     """Attention in tiles of queries, with torch's flash attention operation for CPUs.
 
-    It saves the same tensors as that operation: q, k, v, the output, and a number per query.
+    It saves the same tensors as that operation: q, k, v, the output, and the log-sum-exp of the
+    scores of each query.
     Gradients of keys and values are summed over tiles in float32 or in the type of q, whichever is
     wider.
     """
@@ -228,9 +230,9 @@ def build_block_mask(length: int, window: int, stride: int, device: torch.device
     It has the tiles of `compute_device_tiles`.
 
     Args:
-        length: Tokens of the sequence.
-        window: Tokens of the window.
-        stride: Tokens by which the window moves.
+        length: Number of tokens of the sequence.
+        window: Number of tokens of the window.
+        stride: Number of tokens by which the window moves.
         device: The GPU.
     """
     from torch.nn.attention.flex_attention import BlockMask

@@ -5,9 +5,12 @@ Megatron-LM (arXiv 1909.08053). The initial value of a parameter depends only on
 name, so any number of stages and tensor-parallel ranks starts with the same model.
 
 Dropout masks depend on the layer but not on its stage. Tensor-parallel ranks use the same mask for
-tensors that all of them have. They use different masks for their own attention heads, as in
-Megatron-LM (appendix B.2), and for their own tokens with sequence parallelism (arXiv 2205.05198,
+tensors that all of them have. They use different masks for different attention heads, as in
+Megatron-LM (appendix B.2), and for different tokens with sequence parallelism (arXiv 2205.05198,
 section 4.2.2).
+
+In shapes, b is the number of sequences of a microbatch, T their tokens, V the size of the
+vocabulary, and t the tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ def build_stage(
 ) -> Stage:
     """Build a pipeline stage of a GPT, with the shard of this tensor-parallel rank.
 
-    The memory of initialization is the shard's own, and on the CPU one block of a weight
+    Initialization needs the memory of the shard, and CPU memory for one block of a weight
     (`SlicedInit`). The values are the same on all devices, up to rounding to `dtype`.
 
     Args:
@@ -68,7 +71,7 @@ def build_stage(
         stage: The number of the stage.
         stages: The number of stages.
         tp: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if tensor-parallel ranks also share the tokens. The program must
+        sequence_parallel: True if tensor-parallel ranks also divide the tokens. The program must
             have `sequence_parallel yes`.
         layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
             evenly.
@@ -108,13 +111,13 @@ class Stage(nn.Module):
 
     Args:
         config: The configuration of the model.
-        layers: The layers of the stage, as numbers in the model.
+        layers: The numbers of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
         tp: The tensor-parallel group. None is a group of one rank.
         placement: The device and the type of the parameters.
-        sequence_parallel: True if tensor-parallel ranks also share the tokens.
-        make_layer: Returns a layer, from the arguments of `Layer`. By default it is a `Layer`.
+        sequence_parallel: True if tensor-parallel ranks also divide the tokens.
+        make_layer: Builds a layer from the arguments of `Layer`. The default is `Layer`.
     """
 
     def __init__(
@@ -228,8 +231,8 @@ class AttentionLayer(nn.Module):
         self.layer_number = 1 + index
         self.dropout = config.dropout
         self.tp_rank = tp_rank(tp)
-        # The random stream of this rank's heads. With sequence parallelism the stream `tp_rank` is
-        # for its tokens, so its heads use another one.
+        # The random stream of this rank's heads. With sequence parallelism, the stream `tp_rank` is
+        # that of the rank's tokens, so the heads use another one.
         self.head_stream = self.tp_rank + tp_size(tp) * sequence_parallel
         self.window = get_windows(config)[index]
         self.sequence_parallel = sequence_parallel
@@ -255,7 +258,8 @@ class AttentionLayer(nn.Module):
     def use_dropout_stream(self) -> AbstractContextManager[None]:
         """Return a context in which dropout outside of the attention heads uses the layer's stream.
 
-        The dropout after the attention must come before the one after the feed-forward network.
+        Both dropouts of the layer draw from this stream. So the dropout after the attention must
+        come before the one after the feed-forward network.
         """
         stream = self.tp_rank if self.sequence_parallel else None
         return fork_layer_rng(self.layer_number, stream) if self.dropout_rate else nullcontext()
@@ -301,7 +305,7 @@ class AttentionLayer(nn.Module):
         """Add the feed-forward output to the residual stream.
 
         Args:
-            down: The output of the second product, with its bias.
+            down: The output of the linear layer `down`, with its bias.
             x: The residual stream.
         """
         return x + self.apply_dropout(down)
@@ -316,7 +320,7 @@ class AttentionLayer(nn.Module):
 
 
 class Layer(AttentionLayer):
-    """A transformer layer. Tensor-parallel ranks share its heads and its feed-forward width.
+    """A transformer layer. Tensor-parallel ranks divide its heads and its feed-forward width.
 
     Args:
         config: See `AttentionLayer`.
@@ -340,10 +344,10 @@ class Layer(AttentionLayer):
             return self.add_feed_forward(self.down(self.activate(self.up.project(normed))), x)
 
     def activate(self, product: Tensor) -> Tensor:
-        """Return the GELU of the first feed-forward product, with its bias.
+        """Add the bias of the linear layer `up`, and apply GELU.
 
         Args:
-            product: The product without the bias.
+            product: The output of `up` without its bias.
         """
         assert self.up.bias is not None
         return bias_gelu(product, self.up.bias)

@@ -12,7 +12,8 @@ from schedir.models.partitioning import split_heads as split_heads
 from schedir.models.partitioning import split_layers as split_layers
 from schedir.models.window_config import PerLayer, require_windows
 
-# The tensor-parallel collectives of a layer: before and after attention and feed-forward network.
+# The letters of a layer's tensor-parallel collectives: before and after the attention, and before
+# and after the feed-forward network.
 LAYER_BOUNDARIES: Final = 2 * (ENTRY_COLLECTIVE + EXIT_COLLECTIVE)
 
 
@@ -30,14 +31,14 @@ class GPTConfig:
         seed: The seed of the initial parameters.
         dropout: The dropout probability of the embedding, of attention weights, and of the outputs
             of attention and feed-forward network, as in GPT-2.
-        window: Tokens that each token attends to, including itself: one number, or one per layer. 0
-            is all earlier tokens.
-        stride: Tokens by which the window moves. 1 is a sliding window. With a larger stride,
-            kernels skip more tiles of the attention matrix. A stride equal to the window divides
-            the sequence into blocks (arXiv 2504.16922).
+        window: Number of tokens that each token attends to, including itself: one number, or one
+            per layer. 0 is all earlier tokens.
+        stride: Number of tokens by which the window moves: one number, or one per layer. 1 is a
+            sliding window. With a larger stride, kernels skip more tiles of the attention matrix. A
+            stride equal to the window divides the sequence into blocks (arXiv 2504.16922).
 
     Raises:
-        UsageError: A size is not positive, or does not fit the others.
+        UsageError: A size is not positive, or does not fit the other sizes.
     """
 
     vocab: int = 256

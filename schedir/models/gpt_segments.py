@@ -6,12 +6,12 @@ collectives of Megatron-LM (arXiv 1909.08053, section 3):
     norm | f | attention | g | bias, residual, norm | f | feed-forward | g | bias, residual, ...
 
 The last segment of a layer is the first one of the next layer, so a stage of n layers has 4n + 1
-segments. All but the last return two tensors: the one that is reduced or gathered, and the residual
-stream. The program runs the collectives. The segments have the parameters of the stage, with the
-same names.
+segments. All segments except the last return two tensors: the one that is reduced or gathered, and
+the residual stream. The program runs the collectives. The segments have the parameters of the
+stage, with the same names.
 
-With sequence parallelism (arXiv 2205.05198, section 4.2.2), tensors between g and f have only the
-tokens of a rank, and so does the residual stream. The segments between f and g have all tokens.
+With sequence parallelism (arXiv 2205.05198, section 4.2.2), the residual stream and the tensors
+between g and f have only the tokens of a rank. The segments between f and g have all tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SegmentStep(NamedTuple):
 
     Attributes:
         parameter_names: The dotted names of parameters and submodules of the stage.
-        run: The function of the stage and the tensors. It returns a tuple of tensors.
+        run: Called with the stage and the input tensors. It returns a tuple of tensors.
     """
 
     parameter_names: list[str]
@@ -71,9 +71,9 @@ class StageSegment(Stage):
 def split_stage(stage: Stage) -> list[nn.Module]:
     """Split a stage into its segments, in order.
 
-    The segments are the stages of a program with this number in `segments_per_stage`. They share
-    the parameters of the stage, and use the same random streams for dropout. With one
-    tensor-parallel rank the collectives do nothing.
+    A program with their number in `segments_per_stage` runs each segment as a stage. They share the
+    parameters of the stage, and use the same random streams for dropout. With one tensor-parallel
+    rank the collectives do nothing.
 
     Args:
         stage: The stage.
@@ -109,7 +109,7 @@ def split_stage(stage: Stage) -> list[nn.Module]:
 
 
 def require_splittable(stage: Stage) -> None:
-    """Refuse a stage with an embedding and a head that are one weight.
+    """Refuse a stage whose embedding and head are one tied weight.
 
     Args:
         stage: The stage.
@@ -157,11 +157,11 @@ def build_boundaries(
         segments_per_stage: The number of segments of each stage.
         boundary: The boundary between stages, or its shape.
         frozen_stages: The number of frozen stages.
-        tp_size: The number of tensor-parallel ranks that share the sequence. 1 is without sequence
+        tp_size: The number of tensor-parallel ranks that divide the sequence. 1 is without sequence
             parallelism.
 
     Returns:
-        The boundary after each segment but the last, by the number of the segment.
+        The boundary after each segment except the last, by the number of the segment.
 
     Example:
         >>> from schedir.models.gpt_segments import build_boundaries

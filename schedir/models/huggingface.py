@@ -18,13 +18,13 @@ from schedir.models.partitioning import split_layers
 
 
 class _Family(NamedTuple):
-    """The names of a decoder's parts.
+    """The attribute names of a decoder's submodules.
 
     Attributes:
         layers: The list of layers.
         norm: The norm after the last layer.
         embedding: The embedding of tokens.
-        identity: Parts that only the first stage has, and that keep a value in the others.
+        identity: Submodules of the first stage that the other stages replace by `nn.Identity`.
         positions: The embedding of positions, which is added to the embedding of tokens. "" is
             none.
     """
@@ -50,7 +50,7 @@ _FAMILIES: Final = {
 class Stage(nn.Module):
     """A pipeline stage of a model: some of its layers, and perhaps its embedding or its head.
 
-    Its parameters are those of the model, and have the names that they have there. `forward` takes
+    The stage shares its parameters with the model, under the same names. `forward` takes
     tokens of shape (batch, sequence) in the first stage, and hidden states of shape (batch,
     sequence, hidden) in the others. It returns hidden states, or in the last stage logits of shape
     (batch, sequence, vocabulary). All stages take the model's keywords `attention_mask` and
@@ -59,7 +59,7 @@ class Stage(nn.Module):
     Args:
         model: The causal language model.
         family: The names of the decoder's parts.
-        layers: The first layer of the stage, and the one after its last.
+        layers: The number of the stage's first layer, and its last layer's number plus 1.
     """
 
     def __init__(self, model: Any, family: _Family, layers: tuple[int, int]) -> None:
@@ -105,7 +105,8 @@ class Stage(nn.Module):
                 hint="the last stage returns all logits; give labels to the executor as targets",
             )
         decoder: Any = getattr(self, self._prefix)
-        attention = self._model_config._attn_implementation  # The layers read it here.
+        # The layers read this setting from the model's config, so the decoder's copy must follow.
+        attention = self._model_config._attn_implementation
         if decoder.config._attn_implementation != attention:
             decoder.config._attn_implementation = attention
         given = {"input_ids" if self.is_first else "inputs_embeds": x}
@@ -114,7 +115,7 @@ class Stage(nn.Module):
 
 
 class _NoPositions(nn.Module):
-    """Positions that change no bit of the value to which they are added."""
+    """Replaces the position embedding by -0.0, which is added without changing any bit."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
         return torch.tensor(-0.0, device=position_ids.device)  # x + -0.0 is x, also for x = -0.0.
@@ -123,10 +124,10 @@ class _NoPositions(nn.Module):
 def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) -> list[Stage]:
     """Return the pipeline stages of a causal language model of Hugging Face.
 
-    The stages share their parameters with the model. Losses and gradients of the stages, one after
-    the other, are those of the model with `use_cache=False`, bit for bit. Tied weights are in the
-    first and in the last stage; `schedir.find_tied_weights` finds them. A model with LoRA of peft
-    is cut as `cut(model.get_base_model(), stages)`.
+    The stages share their parameters with the model. If they run one after the other, losses and
+    gradients are bitwise those of the model with `use_cache=False`. Tied weights are in the first
+    and in the last stage; `schedir.find_tied_weights` finds them. For a model with LoRA of peft,
+    use `cut(model.get_base_model(), stages)`.
 
     Args:
         model: A model such as `LlamaForCausalLM` or `GPT2LMHeadModel`, of the types gemma, gpt2,
@@ -136,9 +137,9 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
             the layers evenly.
 
     Raises:
-        UsageError: The model is of another type, or has no head for language modeling, or has
-            parameters or layers that no stage would use, or a replaced `forward`, or the layers do
-            not fit the stages.
+        UsageError: The model is of another type, has no head for language modeling, or has
+            parameters or layers that no stage would use. Or its `forward` was replaced, or the
+            layers do not fit the stages.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

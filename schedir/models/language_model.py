@@ -68,10 +68,10 @@ def make_normal_init(
     Args:
         seed: The seed of the model.
         name: The name of the parameter.
-        k: The first dimension.
-        n: The second dimension.
+        k: The size of the first dimension.
+        n: The size of the second dimension.
         placement: The device and the type of the parameter.
-        dim: The dimension that tensor-parallel ranks share.
+        dim: The dimension that is divided among tensor-parallel ranks.
         std: The standard deviation.
     """
     return SlicedInit(f"{seed} {name}", torch.Size((k, n)), dim, std, **placement)
@@ -81,8 +81,8 @@ class EmbeddingAndHead(NamedTuple):
     """The embedding of the first stage, and the head of the last stage.
 
     Attributes:
-        embedding: The embedding, or None.
-        head: The head, or None.
+        embedding: The embedding, or None if the stage is not the first.
+        head: The head, or None if the stage is not the last.
     """
 
     embedding: VocabParallelEmbedding | None
@@ -101,7 +101,8 @@ class EmbeddingAndHead(NamedTuple):
     ) -> EmbeddingAndHead:
         """Build the embedding and the head that a stage has, with the shards of this rank.
 
-        If the weight is tied, both share one Parameter. On two stages, each has a copy.
+        If the weight is tied and one stage has both, they share one Parameter. On two stages, each
+        has a copy.
 
         Args:
             config: The configuration of the model.
@@ -109,7 +110,7 @@ class EmbeddingAndHead(NamedTuple):
             is_last: True if the stage is the last.
             tp: The tensor-parallel group. None is a group of one rank.
             placement: The device and the type of the parameters.
-            sequence_parallel: True if tensor-parallel ranks also share the tokens.
+            sequence_parallel: True if tensor-parallel ranks also divide the tokens.
         """
 
         def weight(name: str) -> nn.Parameter:
@@ -142,9 +143,9 @@ def find_tied_weight(
 ) -> nn.Parameter | None:
     """Return a stage's copy of a tied weight if another stage has one too.
 
-    The gradients of both copies are summed. The result is None if the weight
-    is not tied, and on inner stages. It is also None on a stage with both ends, because the head
-    there uses the parameter of the embedding.
+    The gradients of both copies are summed. The result is None if the weight is not tied, and on
+    stages without embedding and head. It is also None on a stage with both, because the head there
+    uses the parameter of the embedding.
 
     Args:
         config: The configuration of the model.

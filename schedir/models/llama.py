@@ -10,7 +10,8 @@ The model is that of Touvron et al. (LLaMA, arXiv 2302.13971, section 2.2):
 - Query heads may share a head of keys and values (Ainslie et al., GQA, arXiv 2305.13245).
 
 As in the GPT (`models/gpt.py`), the initial value of a parameter depends only on the seed and its
-name.
+name. Shapes have the letters of the GPT: b sequences, T tokens, V vocabulary, t tensor-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ def build_stage(
 ) -> Stage:
     """Build a pipeline stage of a Llama model, with the shard of this tensor-parallel rank.
 
-    Tensor-parallel ranks have complete groups: a head of keys and values with its query heads.
+    Each tensor-parallel rank has complete groups. A group is a head of keys and values with its
+    query heads.
 
     Args:
         config: The configuration of the model.
         stage: The number of the stage.
         stages: The number of stages.
         tp: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if tensor-parallel ranks also share the tokens. The program must
+        sequence_parallel: True if tensor-parallel ranks also divide the tokens. The program must
             have `sequence_parallel yes`.
         layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
             evenly.
@@ -95,12 +97,12 @@ class Stage(nn.Module):
 
     Args:
         config: The configuration of the model.
-        layers: The layers of the stage, as numbers in the model.
+        layers: The numbers of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
         tp: The tensor-parallel group. None is a group of one rank.
         placement: The device and the type of the parameters.
-        sequence_parallel: True if tensor-parallel ranks also share the tokens.
+        sequence_parallel: True if tensor-parallel ranks also divide the tokens.
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class Stage(nn.Module):
 
 
 class Layer(nn.Module):
-    """A Llama layer. Tensor-parallel ranks share its groups of heads and its feed-forward width.
+    """A Llama layer. Tensor-parallel ranks divide its groups of heads and its feed-forward width.
 
     Args:
         config: The configuration of the model.
@@ -237,11 +239,11 @@ class Layer(nn.Module):
 def compute_rotations(length: int, width: int, theta: float, like: Tensor) -> Tensor:
     """Return the cosines and sines of the rotary angles, of shape (2, T, width).
 
-    The angle of pair i at position p is p / theta^(2i / width) (2104.09864, eq. 15). A pair is the
-    numbers i and i + width/2 of a head.
+    The angle of pair i at position p is p / theta^(2i / width) (2104.09864, eq. 15). Pair i
+    consists of the elements i and i + width/2 of a head.
 
     Args:
-        length: Tokens of the sequence, T.
+        length: Number of tokens of the sequence, T.
         width: Width of a head.
         theta: The base of the angles.
         like: A tensor with the device and the type of the result.

@@ -26,13 +26,13 @@ class LlamaConfig:
         eps: The epsilon of the RMS norms.
         tied: True if the head uses the weight of the embedding.
         seed: The seed of the initial parameters.
-        window: Tokens that each token attends to, including itself: one number, or one per layer. 0
-            is all earlier tokens.
-        stride: Tokens by which the window moves. 1 is the sliding window of Mistral (Jiang et al.,
-            arXiv 2310.06825, section 2).
+        window: Number of tokens that each token attends to, including itself: one number, or one
+            per layer. 0 is all earlier tokens.
+        stride: Number of tokens by which the window moves: one number, or one per layer. 1 is the
+            sliding window of Mistral (Jiang et al., arXiv 2310.06825, section 2).
 
     Raises:
-        UsageError: A size is not positive, or does not fit the others.
+        UsageError: A size is not positive, or does not fit the other sizes.
     """
 
     vocab: int = 256

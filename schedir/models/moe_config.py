@@ -23,14 +23,14 @@ class MoEConfig(GPTConfig):
     are added with these probabilities, divided by their sum (Mixtral, arXiv 2401.04088).
 
     The auxiliary loss of a layer and microbatch is `aux_loss` * tokens * experts * sum(f * p)
-    (arXiv 2101.03961, equation 4). An expert has the share f of the tokens, and the mean
-    probability p. Each replica computes the loss for its own tokens.
+    (arXiv 2101.03961, equation 4). The sum is over the experts: f is an expert's share of the
+    tokens, and p its mean probability. Each replica computes the loss for its tokens.
 
     Args:
-        experts: The experts of a layer.
-        active: The experts that process each token.
-        expert_hidden: The units of an expert. 0 is 4 * hidden.
-        shared_experts: The experts that process all tokens, in addition to the `active` ones
+        experts: Number of experts of a layer.
+        active: Number of experts that process each token.
+        expert_hidden: Number of hidden units of an expert. 0 is 4 * hidden.
+        shared_experts: Number of experts that process all tokens, in addition to the `active` ones
             (DeepSeekMoE, arXiv 2401.06066). Each replica has them. 0 is none.
         aux_loss: The factor of the auxiliary loss.
         balance_rate: The step of the routing bias after an update, such as 0.001. The bias
@@ -40,7 +40,7 @@ class MoEConfig(GPTConfig):
             if the router is perfectly balanced. With more tokens the step raises an error.
 
     Raises:
-        UsageError: A number is not positive, or does not fit the others.
+        UsageError: A number is not positive, or does not fit the other numbers.
     """
 
     experts: int = 8
@@ -73,7 +73,7 @@ class MoEConfig(GPTConfig):
 
     @property
     def expert_width(self) -> int:
-        """The units of an expert."""
+        """Number of hidden units of an expert."""
         return self.expert_hidden or 4 * self.hidden
 
     @property
@@ -82,7 +82,7 @@ class MoEConfig(GPTConfig):
         dense_network = 8 * self.hidden**2 + 5 * self.hidden
         expert = 2 * self.hidden * self.expert_width + self.expert_width + self.hidden
         added_per_layer = self.experts * (expert + self.hidden) - dense_network
-        if self.shared_experts:  # They are one network, with one bias of the output.
+        if self.shared_experts:  # All shared experts are one network, with one output bias.
             added_per_layer += self.shared_experts * (expert - self.hidden) + self.hidden
         added_per_layer += self.experts * (self.balance_rate > 0)
         return super().num_parameters + self.layers * added_per_layer
@@ -91,8 +91,8 @@ class MoEConfig(GPTConfig):
         """Return the rows of a rank's buffer for the tokens of its experts.
 
         Args:
-            tokens: The tokens of a microbatch. Each is sent to `active` experts.
-            ep: The ranks that share the experts of a layer.
+            tokens: Number of tokens of a microbatch. Each is sent to `active` experts.
+            ep: Number of ranks among which the experts are divided.
 
         Example:
             >>> config = MoEConfig(active=2, capacity_factor=1.5)
@@ -100,5 +100,5 @@ class MoEConfig(GPTConfig):
             (16, 24)
         """
         rows = tokens * self.active
-        # All ranks together send at most `ep` times the rows of one.
+        # All ranks together send at most `ep` times the rows of one rank.
         return math.ceil(min(self.capacity_factor, ep) * rows)

@@ -1,9 +1,9 @@
-"""A mixture-of-experts GPT in pipeline stages. Replicas share the experts.
+"""A mixture-of-experts GPT in pipeline stages. The experts are divided among replicas.
 
 The attention is that of `gpt`. The feed-forward network of each layer is a router and experts (see
 `MoEConfig`). With expert parallelism (GShard, arXiv 2006.16668) each of `ep` replicas has some of
-the experts, and the stages are split into segments at the all-to-alls of a program: d is the
-dispatch of tokens to experts, and c (combine) returns the outputs:
+the experts. Stages are split into segments at the all-to-alls of a program: d dispatches tokens to
+experts, and c (combine) returns the outputs:
 
     embedding, attention, router | d | experts | c | sum, attention, router | d | experts | ...
 
@@ -55,8 +55,8 @@ def build_stage(
         config: The configuration of the model.
         stage: The number of the stage.
         stages: The number of stages.
-        ep: The number of ranks that share the experts. With more than one, run the segments of the
-            stage (`split_stage`).
+        ep: The number of ranks among which the experts are divided. With more than one, run the
+            segments of the stage (`split_stage`).
         ep_rank: The number of this rank in its group: the replica modulo `ep`.
         layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
             evenly.
@@ -101,13 +101,14 @@ def build_stage(
 class MoEStage(gpt.Stage):
     """Consecutive layers of a mixture-of-experts GPT.
 
-    The forward maps the residual stream (b, T, hidden) and the auxiliary loss (1,) to both. The
-    first stage takes only int64 tokens of shape (b, T). The last stage returns logits in the place
-    of the stream. Parameters have the names that they have in a model of one stage and one rank.
+    The forward takes the residual stream (b, T, hidden) and the auxiliary loss (1,), and returns
+    both. The first stage takes only int64 tokens of shape (b, T). The last stage returns logits
+    instead of the residual stream. Parameters have the names that they have in a model of one stage
+    and one rank.
 
     Args:
         config: The configuration of the model.
-        layers: The layers of the stage, as numbers in the model.
+        layers: The numbers of the stage's layers in the full model, from 0.
         is_first: True if the stage has the embedding.
         is_last: True if the stage has the head.
         experts: The experts of this rank.
@@ -133,10 +134,11 @@ class MoEStage(gpt.Stage):
         """Return the output of the stage, and the auxiliary loss up to it.
 
         Args:
-            *inputs: The input of the stage, and for all stages but the first the auxiliary loss.
+            *inputs: The input of the stage, and the auxiliary loss. The first stage takes only its
+                input.
 
         Raises:
-            ModelError: The rank has some of the experts only.
+            ModelError: The rank has only some of the experts.
         """
         if not self.has_all_experts:
             raise ModelError(
@@ -181,8 +183,8 @@ class MoELayer(gpt.AttentionLayer):
         if self.has_shared_experts:
             width = config.shared_experts * config.expert_width
             self.shared_experts = Expert(weights, "shared_experts", width)
-        # A segment keeps a layer if it names one of the layer's submodules. The segment after the
-        # experts names this one.
+        # A segment keeps a layer only if it names one of the layer's submodules. The segment after
+        # the experts uses no parameters of the layer, so it names this submodule.
         self.output = nn.Identity()
 
     def route(self, x: Tensor, aux: Tensor) -> Tensors:
@@ -193,9 +195,10 @@ class MoELayer(gpt.AttentionLayer):
             aux: The auxiliary loss of earlier layers, (1,).
 
         Returns:
-            Six tensors: the tokens sorted by expert, (b*T*active, hidden), and the number of tokens
-            of each expert. The weights of the experts of each token, (b*T, active), and the
-            permutation that sorted the tokens. The residual stream, and the auxiliary loss.
+            Six tensors. The first four are the tokens sorted by expert, (b*T*active, hidden), the
+            number of tokens of each expert, (experts,), the weights of the experts of each token,
+            (b*T, active), and the permutation that sorted the tokens, (b*T*active,). The last two
+            are the residual stream and the auxiliary loss.
         """
         with self.use_dropout_stream():
             x, normed = self.run_attention(x)
@@ -226,17 +229,17 @@ class MoELayer(gpt.AttentionLayer):
 
         Args:
             rows: The tokens, sorted by the rank that sends them and then by expert, (rows, hidden).
-                There may be more rows, which are not used.
+                Rows after the last token are not used.
             counts: The number of tokens from each rank for each expert of this rank, (ranks *
                 experts,). The first numbers are those of the first rank.
 
         Returns:
-            The outputs in the same places. Rows that are not used are zero.
+            The outputs, in the same order as `rows`. Rows that are not used are zero.
         """
         sizes = counts.tolist()
         pieces = [*rows[: sum(sizes)].split(sizes)]
         for number, expert in enumerate(self.experts.values()):
-            # The pieces of this expert, one from each rank that sends it tokens.
+            # The indices of this expert's blocks of rows, one from each rank that sends it tokens.
             own = [k for k in range(number, len(sizes), len(self.experts)) if sizes[k]]
             if not own:
                 continue
@@ -257,7 +260,8 @@ class MoELayer(gpt.AttentionLayer):
         outputs = rows[order.argsort()].view(*gates.shape, -1)
         total = (outputs * gates.unsqueeze(-1)).sum(1).to(x.dtype).view_as(x)
         with self.use_dropout_stream():
-            # Draw the masks of `route` again: the next mask is then that of one process.
+            # The context begins the layer's random stream again. Draw the masks of `route` once
+            # more, so that the next mask is the same as without expert parallelism.
             for _ in range(1 + self.has_shared_experts if self.dropout_rate else 0):
                 F.dropout(x.detach(), self.dropout_rate)
             return self.add_feed_forward(total, x)
@@ -291,8 +295,8 @@ class Expert(nn.Module):
 def split_stage(stage: MoEStage) -> list[nn.Module]:
     """Split a stage into its segments at the all-to-alls of its layers, in order.
 
-    They are the stages of a program with `stage_segments` of "dc" for each layer. They share the
-    parameters of the stage.
+    The segments are the stages of a program whose `stage_segments` has "dc" for each layer. They
+    share the parameters of the stage.
 
     Args:
         stage: The stage.
@@ -327,10 +331,10 @@ def build_boundaries(
         config: The configuration of the model.
         segments_per_stage: The number of segments of each stage: 1, or 2n + 1 for n layers.
         boundary: The residual stream of a microbatch, (b, T, hidden).
-        ep: The number of ranks that share the experts.
+        ep: The number of ranks among which the experts are divided.
 
     Returns:
-        The boundary after each segment but the last, by the number of the segment.
+        The boundary after each segment except the last, by the number of the segment.
 
     Example:
         >>> from schedir.models.moe_gpt import MoEConfig, build_boundaries
@@ -361,12 +365,12 @@ def build_boundaries(
 
 
 def loss(output: tuple[Tensor, Tensor], targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
-    """Return the sum of the cross entropies of all tokens that count, and the auxiliary losses.
+    """Return the cross entropies of all tokens that count, plus the auxiliary losses, as one sum.
 
     Args:
         output: The logits (b, T, V) and the auxiliary loss (1,), from the last stage.
         targets: int64 of shape (b, T). Tokens with the target `IGNORE_INDEX` do not count.
-        tp: None, because these models have no tensor parallelism.
+        tp: Must be None, because these models have no tensor parallelism.
     """
     logits, aux = output
     return gpt.loss(logits, targets, tp) + aux.sum()

@@ -29,7 +29,7 @@ class LayerParameters(NamedTuple):
         residual_adds: The number of outputs that the full model adds to the residual stream.
         tp: The tensor-parallel group. None is a group of one rank.
         placement: The device and the type of the parameters.
-        sequence_parallel: True if tensor-parallel ranks also share the tokens.
+        sequence_parallel: True if tensor-parallel ranks also divide the tokens.
     """
 
     seed: int

@@ -17,10 +17,9 @@ M = TypeVar("M", bound=nn.Module)
 def select_submodules(module: M, names: Iterable[str]) -> M:
     """Return a copy of a module that has only the named submodules and parameters.
 
-    They are shared with the module, under the same names. Other parameters and submodules are None
-    in the copy, or missing in a ModuleDict. Methods are those of the module. So one segment of a
-    stage can use `part.proj.weight` and another one `part.proj.bias`, each with its own parameters
-    only.
+    The copy shares them with the module, under the same names. Other parameters and submodules are
+    None in the copy, or missing in a ModuleDict. Methods are those of the module. So one segment of
+    a stage can have only `proj.weight`, and another segment only `proj.bias`.
 
     Args:
         module: The module.

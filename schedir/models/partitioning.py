@@ -37,7 +37,7 @@ def split_layers(
     """Return the number of layers of each stage.
 
     Args:
-        layers: Layers of the model.
+        layers: Number of layers of the model.
         stages: The number of stages.
         layers_per_stage: An uneven division. Only the first and the last of several stages may have
             0 layers, because they have the embedding and the head. None divides the layers evenly.
@@ -102,7 +102,7 @@ def split_tokens(context: int, tp: int) -> int:
     """Return the number of tokens per rank with sequence parallelism.
 
     Args:
-        context: Tokens of the sequence.
+        context: Number of tokens of the sequence.
         tp: The tensor-parallel size.
 
     Raises:

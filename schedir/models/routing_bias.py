@@ -4,8 +4,8 @@ The router adds the bias to the probabilities only to choose experts (DeepSeek-V
 section 2.1.2). After an update, the bias of an expert with more tokens than the mean decreases by a
 fixed rate, and that of an expert with fewer tokens increases.
 
-The excess of tokens is the gradient of the bias. So a program sums it over microbatches and
-replicas as all other gradients, and the optimizer steps by its sign.
+The excess of tokens is used as the gradient of the bias. So a program sums it over microbatches and
+replicas like all other gradients, and the optimizer moves the bias by the sign of the sum.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from torch import Tensor, nn
 from schedir.models.language_model import ParameterPlacement
 
 # The factor of the gradient. It is so small that the bias adds less than 1e-12 to the norm of all
-# gradients. Its square, divided by the square of the tokens of a step, must be a float32 number.
+# gradients. Its square, divided by the square of a step's number of tokens, must not underflow in
+# float32.
 _GRADIENT_SCALE: Final = 2.0**-33
-# AdamW adds this to the absolute value of the gradient. The step is then never above the rate.
+# AdamW divides the gradient by its absolute value plus this number. So no step is above the rate.
 _ADAMW_EPS: Final = 1e-19
 
 
 def make_routing_bias(experts: int, rate: float, placement: ParameterPlacement) -> nn.Parameter:
-    """Return the bias of a layer, which is zero. It has at least 32 bits.
+    """Return the routing bias of a layer, filled with zeros, in float32 or a wider type.
 
     Args:
         experts: The number of experts.
-        rate: The step of the bias after an update. It is the attribute `balance_rate`.
+        rate: The change of the bias per update. The parameter gets it as attribute `balance_rate`.
         placement: The device and the type of the parameter.
     """
     dtype = torch.promote_types(placement["dtype"], torch.float32)
@@ -40,7 +41,7 @@ def make_routing_bias(experts: int, rate: float, placement: ParameterPlacement) 
 
 
 def make_load_term(bias: Tensor, counts: Tensor) -> Tensor:
-    """Return 0, with the excess of tokens of each expert as the gradient of its bias.
+    """Return a loss term of 0, whose gradient is the excess of tokens of each expert.
 
     Args:
         bias: The bias.
@@ -59,11 +60,12 @@ def make_adamw_groups(
 
     Args:
         parameters: The parameters that the optimizer steps.
-        model_parameters: Those of the model, in the same order. They have the attribute
-            `balance_rate`.
+        model_parameters: The parameters of the model, in the same order. Routing biases have the
+            attribute `balance_rate`.
 
     Returns:
-        The other parameters. The groups have the key `balance_rate`, which is their learning rate.
+        The parameters that are no routing biases, and the groups of the routing biases. A group has
+        the key `balance_rate`, which is its learning rate.
     """
     others: list[nn.Parameter] = []
     biases: dict[float, list[nn.Parameter]] = {}

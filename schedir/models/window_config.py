@@ -13,7 +13,8 @@ PerLayer = int | tuple[int, ...]
 class WindowedModelConfig(Protocol):
     """A configuration of a model with attention windows.
 
-    `window` and `stride` are one number for all layers, or one for each. A window of 0 is none.
+    `window` and `stride` are one number for all layers, or a tuple with one number for each layer.
+    Layers with a window of 0 attend to all earlier tokens.
     """
 
     @property
@@ -26,11 +27,11 @@ class WindowedModelConfig(Protocol):
 
     @property
     def window(self) -> PerLayer:
-        """Tokens of the window. 0 is all earlier tokens."""
+        """Number of tokens in the window. 0 is all earlier tokens."""
 
     @property
     def stride(self) -> PerLayer:
-        """Tokens by which the window moves."""
+        """Number of tokens by which the window moves."""
 
 
 def require_windows(config: WindowedModelConfig) -> None:
@@ -103,8 +104,8 @@ def _list_windows(config: WindowedModelConfig) -> list[tuple[int, int]]:
     return [*zip(windows, strides, strict=True)]
 
 
-# Queries and keys of a tile. On CPUs a tile fits in the caches and has few pairs that are masked.
-# On GPUs it is the size of FlexAttention.
+# Number of queries of a tile, and of keys. On CPUs a tile of this size fits in the caches and has
+# few masked pairs. On GPUs it is the block size of FlexAttention.
 TILE_SIZE: Final = {"cpu": 64, "cuda": 128}
 
 
@@ -112,9 +113,9 @@ def compute_device_tiles(length: int, window: int, stride: int, device: str = "c
     """Return the tiles that windowed attention computes on a type of device, without dropout.
 
     Args:
-        length: Tokens of the sequence.
-        window: Tokens of the window.
-        stride: Tokens by which the window moves.
+        length: Number of tokens of the sequence.
+        window: Number of tokens of the window.
+        stride: Number of tokens by which the window moves.
         device: The device type, "cpu" or "cuda".
 
     Example:

@@ -1,10 +1,13 @@
 """Linear layers of a tensor-parallel group (1909.08053, section 3), with a split backward.
 
-A layer takes the full weight, a tensor or a `SlicedInit` that is initialized slice by slice, and
-keeps its shard. The result does not depend on the number of ranks.
+A layer takes the full weight, as a tensor or as a `SlicedInit`, and keeps its shard. The result
+does not depend on the number of ranks.
 
-With `sequence_parallel` the ranks also share the tokens (2205.05198, section 4.2.2). A tensor that
-is otherwise the same on all ranks then has the tokens of each rank, (..., s / t, n).
+With `sequence_parallel` the ranks also divide the tokens (2205.05198, section 4.2.2). A tensor that
+is otherwise the same on all ranks then has only the tokens of this rank, (..., s / t, n).
+
+In shapes, s is the number of tokens and t the number of ranks. n and k are the input and the output
+features of the full weight.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class ColumnParallelLinear(nn.Module):
         weight: The full weight, of shape (k, n).
         bias: The full bias, of shape (k,), or None.
         group: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if the ranks also share the tokens of the input.
+        sequence_parallel: True if the ranks also divide the tokens of the input.
 
     Raises:
         UsageError: t does not divide k.
@@ -59,7 +62,7 @@ class ColumnParallelLinear(nn.Module):
     def forward_local(self, x: Tensor) -> Tensor:
         """Return the output, without communication.
 
-        The caller gathers x and reduces its gradient over the group.
+        The caller must gather x and reduce its gradient over the group.
 
         Args:
             x: The input.
@@ -93,7 +96,7 @@ class RowParallelLinear(nn.Module):
         weight: The full weight, of shape (k, n).
         bias: The full bias, of shape (k,), or None.
         group: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if the ranks also share the tokens of the output.
+        sequence_parallel: True if the ranks also divide the tokens of the output.
 
     Raises:
         UsageError: t does not divide n.

@@ -3,9 +3,9 @@
 A group is a `ProcessGroup`. None is a tensor-parallel size of 1, without communication.
 
 With sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2), each rank has 1/t
-of the tokens outside of the tensor-parallel layers. The tokens are the second to last dimension.
-Rank r has those from r * s / t on. An all-reduce then becomes a reduce-scatter where the tokens are
-divided, and an all-gather where they are needed on all ranks.
+of the tokens outside of the tensor-parallel layers. The tokens are the second to last dimension, of
+size s. Rank r has the tokens from r * s / t to (r + 1) * s / t - 1. An all-reduce then becomes a
+reduce-scatter where the tokens are divided, and an all-gather where all ranks need all tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def shard(
         full: The full weight.
         dim: The dimension to divide.
         group: The tensor-parallel group. None is a group of one rank.
-        padded: True if zeros pad the last shards if t does not divide the dimension.
+        padded: True to pad the last shards with zeros if t does not divide the dimension.
 
     Raises:
         UsageError: t does not divide the dimension, and `padded` is False.
@@ -128,7 +128,7 @@ def mark_sequence_parallel(
     Args:
         replicated: A parameter, or a module with parameters, that each rank has unsharded.
         group: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if the ranks share the tokens.
+        sequence_parallel: True if the ranks divide the tokens.
         has_local_tokens: True if the parameter receives different tokens on each rank. If False, it
             is marked as one whose gradient is the same on all ranks.
 
@@ -155,7 +155,7 @@ def enter_tp_region(
 
     Args:
         group: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if the ranks share the tokens of the input.
+        sequence_parallel: True if the ranks divide the tokens of the input.
 
     Returns:
         The rule. It is None for a single rank, where no communication is needed.
@@ -181,10 +181,10 @@ def leave_tp_region(
         x: The partial output of this rank. The all-reduce overwrites it if it is contiguous, so no
             other operation may need it.
         group: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if the ranks share the tokens of the output.
+        sequence_parallel: True if the ranks divide the tokens of the output.
 
     Raises:
-        UsageError: The ranks cannot share the tokens evenly.
+        UsageError: The number of tokens is not a multiple of t.
     """
     if tp_size(group) == 1:
         return x
@@ -200,10 +200,10 @@ def select_local_tokens(
     Args:
         x: All tokens.
         group: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if the ranks share the tokens. If False, the result has all tokens.
+        sequence_parallel: True if the ranks divide the tokens. If False, the result has all tokens.
 
     Raises:
-        UsageError: The ranks cannot share the tokens evenly.
+        UsageError: The number of tokens is not a multiple of t.
     """
     t = tp_size(group) if sequence_parallel else 1
     require_even_split(x.shape[-2], t)
@@ -213,13 +213,13 @@ def select_local_tokens(
 def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool) -> Tensor:
     """Return the first token, (b, n) of (b, s, n), on all ranks.
 
-    With sequence parallelism, rank 0 sends it to all ranks. All ranks must compute the same with
-    it. Each then has its full gradient, and only rank 0 uses it.
+    With sequence parallelism, all ranks receive it from rank 0. They must then compute the same
+    with it, so that each rank has the full gradient of the token. Only rank 0 uses this gradient.
 
     Args:
-        x: The tokens, of this rank or all.
+        x: The tokens of this rank, or all tokens without sequence parallelism.
         group: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if the ranks share the tokens.
+        sequence_parallel: True if the ranks divide the tokens.
     """
     if not sequence_parallel or group is None or group.size() == 1:
         return x[:, 0]

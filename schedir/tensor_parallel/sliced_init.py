@@ -1,8 +1,9 @@
 """Initialize weights slice by slice, so that no rank needs memory for the full weight.
 
-A weight is divided into blocks along the dimension that tensor-parallel ranks share. Each block has
-its own random generator. A value depends only on the seed, the name and the position, so any number
-of ranks has slices of the same weight. A rank needs memory for its slice and one block.
+A weight is divided into blocks along the dimension that is sharded over tensor-parallel ranks. Each
+block has a separate random generator. A value depends only on the seed, the name and the position,
+so any number of ranks has slices of the same weight. A rank needs memory for its slice and one
+block.
 
 Blocks are generated on the CPU for all devices, because torch's generators of other devices return
 other numbers.
@@ -27,7 +28,7 @@ class SlicedInit:
     Args:
         key: The seed and the name of the weight. It determines the values.
         shape: The shape of the full weight.
-        dim: The dimension that tensor-parallel ranks share.
+        dim: The dimension that is sharded over tensor-parallel ranks.
         std: The standard deviation.
         device: The device of the slices.
         dtype: The type of the slices.
@@ -41,7 +42,7 @@ class SlicedInit:
     dtype: torch.dtype = torch.float32
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
-        """Return a slice in its own memory, like `Tensor.narrow`.
+        """Return a slice, as `Tensor.narrow` does, but in new memory.
 
         Args:
             dim: The dimension. It must be `self.dim`.
@@ -67,8 +68,8 @@ class SlicedInit:
         return max(1, BLOCK_SIZE * self.shape[self.dim] // max(1, self.shape.numel()))
 
     def _draw_block(self, number: int) -> Tensor:
-        # The key of the first block has no number. Models that were initialized before there were
-        # blocks so keep their values.
+        # The key of the first block has no number. So weights of one block keep the values that
+        # they had in versions without blocks.
         key = f"{self.key} {number}" if number else self.key
         digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -1,12 +1,12 @@
-"""Embedding, head and cross entropy with a vocabulary that tensor-parallel ranks share.
+"""Embedding, head and cross entropy with a vocabulary divided among tensor-parallel ranks.
 
 Rank r has the tokens r*k to (r+1)*k - 1, with k = ceil(vocab / t). Rows after the vocabulary are
 padding: they are zero, no token uses them, and their logits are -inf.
 
-The loss (1909.08053, section 3) needs one MAX and one SUM reduction of a few numbers per token; a
-gather of the logits would send the full vocabulary. On a GPU it is one gather of three numbers per
-token and rank, and the logits are never copied (`schedir.kernels.cross_entropy`). If some logits
-are padding, their gradient is copied once.
+The loss (1909.08053, section 3) needs one MAX and one SUM reduction of a few numbers per token. A
+gather of the logits would send the full vocabulary. On a GPU the loss needs one gather of three
+numbers per token and rank, and does not copy the logits (`schedir.kernels.cross_entropy`). If some
+logits are padding, their gradient is copied once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         weight: This rank's rows, from `shard_vocab`.
         group: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if the ranks share the tokens of the output.
+        sequence_parallel: True if the ranks divide the tokens of the output.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class VocabParallelHead(nn.Module):
             (tied).
         vocab: Size of the vocabulary.
         group: The tensor-parallel group. None is a group of one rank.
-        sequence_parallel: True if the ranks share the tokens of the input.
+        sequence_parallel: True if the ranks divide the tokens of the input.
     """
 
     def __init__(
@@ -147,8 +147,9 @@ def fused_cross_entropy(
 ) -> Tensor:
     """Return the same as `vocab_parallel_cross_entropy`, from fused operations on any device.
 
-    On a GPU with Triton these are kernels, otherwise their references. The backward overwrites the
-    logits with the gradient. A second backward raises RuntimeError.
+    On a GPU with Triton these are kernels, and otherwise the reference implementations of the
+    kernels. The backward overwrites the logits with the gradient. A second backward raises
+    RuntimeError.
 
     Args:
         logits: This rank's logits, of shape (..., k), in any floating type.
@@ -165,7 +166,7 @@ def fused_cross_entropy(
 def _find_local_rows(
     tokens: Tensor, rows: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the row of each token on this rank, or 0, and whether it is on another rank."""
+    """Return the row of each token on this rank (0 if absent), and a mask of absent tokens."""
     row = tokens - tp_rank(group) * rows
     absent = (row < 0) | (row >= rows)
     return row.masked_fill(absent, 0), absent
@@ -229,7 +230,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         logits, flat, parts = ctx.saved_tensors
         rows = logits.view(-1, logits.shape[-1])
         cross_entropy.write_gradient_(rows, flat, parts, dlosses[0], ctx.first, ctx.ignore)
-        # Autograd does not see that a kernel wrote to the logits. With a new version, it refuses a
-        # second backward.
+        # Autograd does not see that a kernel wrote to the logits. The new version number makes it
+        # refuse a second backward.
         torch.autograd.graph.increment_version(logits)
         return logits, None, None, None

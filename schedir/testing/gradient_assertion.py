@@ -333,8 +333,8 @@ def _find_stage_names(
 ) -> dict[nn.Parameter, str | None]:
     """Return the name in the model of each parameter of a stage, or None if it has none.
 
-    A tied parameter has several names.  If the stage contains the module of one of them, that name
-    is returned.
+    A tied parameter has several names.  If the stage contains a module that has the parameter, the
+    name within this module is returned.
     """
     module_names: dict[nn.Module, str] = {}
     for name, module in modules.items():

@@ -18,7 +18,8 @@ from schedir.testing.unpipelined_model import (
     flatten_to_float64,
 )
 
-# Relative to the sum of the norms of the gradients of single microbatches.
+# Largest error of a correct gradient, relative to the sum of the norms of the gradients of single
+# microbatches.
 TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
 MAX_NAMES: Final = 3  # parameter names in one line of the error; longer lines are hard to read
 MISSING: Final = "no gradient"
@@ -42,7 +43,7 @@ class GradientDump:
     stages: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def infer_stages(self) -> GradientDump:
-        """Return a copy with the stages of a model that was given as a list of stages.
+        """Return a copy that has `stages`, for a model that was given as a list of its stages.
 
         The number before the first dot of a parameter name is the number of its stage.
 
@@ -62,7 +63,7 @@ class StageLocation(NamedTuple):
 
     Attributes:
         stage: The number of the stage, or None if it is not known.
-        rank: The rank, or None for a gradient that no rank has, or fewer ranks than replicas.
+        rank: The rank. None if no rank has the gradient, or fewer ranks than there are replicas.
     """
 
     stage: int | None
@@ -120,7 +121,7 @@ class WrongGradients(AssertionError):
     Args:
         differences: The differences, the lowest stage first.
         weight_names: The names of each weight that has or should have a gradient.
-        correct_locations: The stages and ranks with correct gradients only.
+        correct_locations: The stages and ranks where all gradients are correct.
     """
 
     def __init__(
@@ -145,9 +146,8 @@ def _suggest_first_stage(
 ) -> str:
     """Return a hint with the stage in which the error begins, or "" if it is not clear.
 
-    Backwards run from the last stage to the first, so an error spreads to the lower stages.  If all
-    stages up to one are wrong and the later ones are correct, the error begins in the last wrong
-    stage.
+    Backwards run from the last stage to the first, so an error spreads to the lower stages.  If
+    stages 0 to k are wrong and the stages after k are correct, the error begins in stage k.
     """
     stages = {stage for difference in differences for stage in difference.stages}
     good = {place.stage for place in correct_locations}
@@ -248,7 +248,7 @@ def _list_gradients(
                 and not bool(gradient.any())
             ):
                 gradient = None  # a step may return zeros for the parameters of other ranks
-            # Otherwise the rank does not have the parameter.
+            # If neither is true, the rank does not have the parameter.
             if gradient is not None or name in stage_of:
                 result.append((StageLocation(stage_of.get(name), rank), name, gradient))
     for names in weight_names:

@@ -34,11 +34,11 @@ def assert_schedule(
     A schedule is correct on a shape if all of this is true:
 
     - It compiles, it is complete, and it finishes under each of `progress_models`.
-    - It gives the loss and the gradients of a tiny model without a pipeline.  The program runs in
-      this process, in a random legal order of its instructions.
+    - A tiny model has the same loss and gradients as without a pipeline.  The program runs in this
+      process, in a random legal order of its instructions.
 
-    If a program has several optimizer steps, the gradients of the last one are compared.  The
-    weights do not change between them.
+    If a program has several optimizer steps, the gradients of the last one are compared.  The steps
+    do not change the weights.
 
     Args:
         schedule: The schedule.

@@ -32,8 +32,8 @@ def shapes_for(
 ) -> list[PipelineShape]:
     """Return all shapes up to some sizes that a schedule can take, smaller ones first.
 
-    The placement and the stages per rank are those of `with_placement`.  A schedule without this
-    mark gets the placement "loop".  It gets several stages per rank only if it has a parameter `v`.
+    The decorator `with_placement` gives the placement and the stages per rank.  A schedule without
+    it gets the placement "loop", and several stages per rank only if it has a parameter `v`.
 
     Args:
         schedule: The schedule.
@@ -242,11 +242,11 @@ def programs(
 
 @st.composite
 def compile_options(draw: st.DrawFn, draft: Program) -> dict[str, Any]:
-    """Draw options of `compile` that a draft allows, none of which changes the trained weights.
+    """Draw options of `compile` that a draft allows.
 
-    The options are tied weights, frozen stages, skip connections, gradient clipping and its check,
-    ZeRO and its residency, the place of the optimizer state, snapshots, recomputation, activation
-    offload, buffer sharing and overlap.
+    The options are tied weights, frozen stages, skip connections, gradient clipping and overlap.
+    The others concern memory: ZeRO, the place of the optimizer state, snapshots, recomputation,
+    activation offload and buffer sharing.
 
     Args:
         draw: Passed by hypothesis.
@@ -392,7 +392,7 @@ def random_compute_program(
     steps = _StepOrder(shape)
 
     def offer(stage: int, row: int) -> None:
-        """Add the next backward of a stage if it can run; a full backward waits for all W."""
+        """Add a stage's next backward to `ready` if it can run.  B runs after all earlier W."""
         mb = next_backward[row][stage]
         if (stage, mb) in arrived_gradients and (
             backward[stage, mb] is _I or not waiting_weights[row][stage]
@@ -431,7 +431,7 @@ def random_compute_program(
 
 
 class _StepOrder:
-    """The optimizer steps that have all their gradients, during a random execution.
+    """Counts the missing gradients of each optimizer step, during a random execution.
 
     Args:
         shape: The shape of the draft.
@@ -446,7 +446,7 @@ class _StepOrder:
             self.missing[update, int(shape.rank_of_stage(stage, mb))] += 1
 
     def find_possible(self, ready: list[Instr]) -> list[Instr]:
-        """Return the instructions that may run before the next optimizer step."""
+        """Return the ready instructions that need no optimizer step with missing gradients."""
         if self.shape.optimizer_steps == 1:
             return ready
         return [instr for instr in ready if self._is_possible(instr)]

@@ -11,7 +11,7 @@ from schedir.io.torch_csv import format_cells
 from schedir.ir.isa.instructions import BACKWARD_INPUT_OPS, FORWARD
 from schedir.ir.program import WORD_DTYPE, Program, is_op
 
-ActionLists = dict[int, list[Any]]  # by rank
+ActionLists = dict[int, list[Any]]  # rank -> actions
 
 
 def make_compute_actions(program: Program) -> ActionLists:

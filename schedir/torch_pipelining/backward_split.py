@@ -1,17 +1,17 @@
-"""torch's split backward, and full backwards where it would lose gradients.
+"""Detect where torch's split backward would be wrong, and run a full backward instead.
 
 torch computes the gradients of weights from the autograd nodes where the paths of weights and
 inputs join. It silently computes no gradient for two kinds of weights:
 
-- A weight has no path to an output that joins a path of an input. Examples are weights of a stage
-  after frozen stages, and a table that the stage returns.
-- A weight is not a parameter of the stage. An example is a parameter of the loss.
+- Weights whose path to the outputs joins no path of an input. Examples are weights of a stage after
+  frozen stages, and a table that the stage returns.
+- Weights that are not parameters of the stage, such as a parameter of the loss.
 
-torch also detaches the tensors that backwards begin with in place, which fails for views.
+torch also detaches, in place, the tensors that a backward begins with. This fails for views.
 
 Both halves run the nodes where weights and inputs join. A `torch.autograd.Function` there may count
-its calls, add to a gradient of its own, or write to its arguments. Then only a full backward is
-right.
+its calls, add to a gradient, or write to its arguments. Such a function must run only once, so only
+a full backward is right.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch.distributed.pipelining import _backward as theirs
 
 
 def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int) -> bool:
-    """Return whether the halves of torch's split backward would be wrong for a microbatch.
+    """Return whether torch's split backward would be wrong for a microbatch.
 
-    They are wrong if they leave out a weight that is used, or a path from it to an output. They are
-    also wrong if they count a path twice, or call a `torch.autograd.Function` twice.
+    It is wrong if it leaves out a weight that is used, or a path from a weight to an output. It is
+    also wrong if it counts a path twice, or calls a `torch.autograd.Function` twice.
 
     Args:
         stage: A stage of torch, after its forward.
@@ -50,7 +50,7 @@ def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int
         return True
     twice = [node for group in groups for node in _nodes_in_both_halves(group, reverse_graph)]
     if len(twice) > len({*twice}) or any(isinstance(node, BackwardCFunction) for node in twice):
-        return True  # the half of one group frees saved tensors that other groups need
+        return True  # the W of one group would free saved tensors that other groups need
     return any(_bypasses_group(group, reverse_graph, {*roots}) for group in groups)
 
 
@@ -68,14 +68,14 @@ def compute_input_gradients(
 ) -> tuple[Any, ...]:
     """Return the gradients of a stage's inputs, from which torch infers the shapes of messages.
 
-    torch's method uses `torch.autograd.grad`, so a full backward replaces it for reentrant
-    checkpoints.
+    torch's method uses `torch.autograd.grad`, which reentrant checkpoints refuse. For these, this
+    function runs a full backward instead.
 
     Args:
         stage: A stage of torch.
-        run: The method of torch.
+        run: The method of torch that this function replaces.
         outputs: The outputs of the stage, or its loss.
-        inputs: Its inputs.
+        inputs: The inputs of the stage.
         *gradients: The gradients of the outputs.
     """
     roots = _gradient_nodes(outputs)
@@ -112,7 +112,7 @@ def _reachable_nodes(nodes: set[Any], get_neighbours: Callable[[Any], Any]) -> s
 
 
 def _bypasses_group(group: Any, reverse_graph: Any, roots: set[Any]) -> bool:
-    """Return whether weights have a path to an output without the join nodes of their group."""
+    """Return whether weights have a path to an output that avoids their group's join nodes."""
     seen = set(group["params"])
     left = [*seen]
     while left:
@@ -132,7 +132,7 @@ def _gradient_nodes(tensors: Sequence[object]) -> list[Any]:
 
 
 def make_detachable(tensor: Any) -> Any:
-    """Return a tensor that a backward can begin with and that torch can detach in place.
+    """Return an output or a loss as a tensor that torch can detach in place.
 
     Args:
         tensor: An output or a loss.
@@ -147,7 +147,7 @@ def make_detachable(tensor: Any) -> Any:
 
 
 class _MemoryAlias(Function):
-    """Makes a tensor in the same memory that is not a view."""
+    """Returns its input as another tensor in the same memory that is not a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

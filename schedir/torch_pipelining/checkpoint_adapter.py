@@ -27,7 +27,7 @@ from schedir.transports.rank_agreement import gather_or_raise
 
 @dataclass(frozen=True)
 class OptimizerList:
-    """The optimizers of a process with several of them.
+    """The optimizers of a process that has more than one.
 
     Args:
         optimizers: The optimizers.
@@ -39,7 +39,7 @@ class OptimizerList:
 class TorchCheckpointState:
     """Builds the checkpoint state of a schedule.
 
-    The replicas are the pipelines that the processes of the default group run.
+    The processes of the default group run one or several pipelines. Each pipeline is a replica.
 
     Args:
         stages: The stages of this rank.
@@ -84,8 +84,8 @@ class TorchCheckpointState:
         All processes of the default group must call this.
 
         Args:
-            has_failed: True if the last step of the schedule failed. The state of a rank is refused
-                then.
+            has_failed: True if a step of the schedule failed. A save or a load with the returned
+                state then raises CheckpointError.
 
         Raises:
             CheckpointError: The pipelines of the processes are not replicas, or the tied weights do
@@ -113,14 +113,14 @@ class TorchCheckpointState:
                 )
             return [self._rank_state(optimizer, mesh)]
 
-        # The user's optimizer makes the updates, and they are not validated later.
+        # The user's optimizer makes the updates, so there is no post-validation.
         return CheckpointState(ranks, validate_last_update=lambda: None)
 
     def _rank_state(self, optimizer: Any, mesh: Sequence[tuple[int, ...]]) -> RankCheckpointState:
         shape, flat = self.program.shape, [process for members in mesh for process in members]
         world = [shape.ranks, 1, len(mesh), shape.stages]
-        # The order of processes is left out if it is that of executors, so that both can load the
-        # random state of each other.
+        # Executors number processes in this order and do not save it. It is left out here too, so
+        # that a Schedule and an Executor can load each other's random state.
         world += [] if flat == [*range(len(flat))] else flat
 
         def set_incomplete(begins: bool) -> None:
@@ -142,9 +142,9 @@ class TorchCheckpointState:
 
 
 def _build_mesh(pipelines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the processes of each pipeline, by rank.
+    """Return for each pipeline its processes, in the order of pipeline ranks.
 
-    `pipelines` has an entry for each process: the number of stages and the processes of its
+    `pipelines` has an entry for each process: the number of stages, then the processes of its
     pipeline.
     """
     stages, mesh = pipelines[0][0], dict.fromkeys(tuple(members) for _, *members in pipelines)

@@ -52,13 +52,14 @@ def infer_stage_boundaries(
     *,
     has_backward: bool,
 ) -> dict[int, tuple[Boundary, ...]]:
-    """Return the boundaries of each stage but the last.
+    """Return the boundaries of each stage except the last, by stage number.
 
-    The stages run one after the other. Each runs on zeros of the shapes that the one before
-    returned. Buffers, gradients and generators are restored. All ranks of the group must call this.
+    The stages run one after the other. Each runs on zeros with the shapes of the previous stage's
+    outputs. Afterwards buffers, gradients and random generators are restored. All ranks of the
+    group must call this.
 
     Args:
-        modules: This rank's stages.
+        modules: The modules of this rank's stages, by stage number.
         shape: The shape of the program.
         group: The process group of the pipeline.
         args: The arguments of the first stage for a microbatch.
@@ -66,7 +67,7 @@ def infer_stage_boundaries(
         has_backward: True if the step has backwards.
 
     Raises:
-        ModelError: In all ranks, if a stage fails or returns anything but tensors.
+        ModelError: On all ranks, if a stage fails or returns anything but tensors.
     """
     rank, boundaries = dist.get_rank(group), dict[int, tuple[Boundary, ...]]()
     for s in range(shape.stages - 1):
@@ -98,8 +99,8 @@ def _infer_outputs(
     """Run a stage on one microbatch, and return the boundaries of its outputs."""
     device = find_device({stage: module})
     xs = tuple(_make_zeros(x, device) if isinstance(x, Boundary) else x for x in inputs)
-    # A module may write to its inputs, and autograd allows that only for copies that are not
-    # leaves.
+    # The stage gets clones, because it may write to its inputs in place. Autograd refuses such
+    # writes to leaf tensors.
     with preserve_module(module, device), torch.set_grad_enabled(has_backward):
         args, named = tree_map_only(Tensor, torch.clone, (xs, dict(kwargs)))
         y = module(*args, **named)
@@ -119,7 +120,7 @@ def _make_zeros(boundary: Boundary, device: torch.device) -> Tensor:
 # ---------------------------------------------------------------- executors
 
 
-# The shapes of inputs, and those of keywords, each by microbatch.
+# Two tuples, for inputs and for keywords: the result of `collect_shapes` for each microbatch.
 InputShapes = tuple[tuple[Any, ...], ...]
 
 
@@ -131,8 +132,8 @@ class ExecutorRequirements(NamedTuple):
     Attributes:
         has_backward: True if the step trains.
         shapes: The shapes of inputs and keywords.
-        module_ids: The ids of the modules of the stages.
-        trained_ids: The id of each parameter in order, or 0 if it is frozen.
+        module_ids: The `id()` of the module of each stage.
+        trained_ids: The `id()` of each parameter in order, or 0 if it is frozen.
         dtypes: The dtype of autocast, or None if it is off, and the dtypes of the parameters.
         name_prefixes: The prefix of parameter names in each module, which `torch.compile` adds.
         num_failures: The number of steps that have failed.
@@ -166,7 +167,7 @@ class CachedExecutor:
     receive_storages: frozenset[int]
 
     def matches_step(self, has_backward: bool, shapes: InputShapes, stages: Sequence[Any]) -> bool:
-        """Return whether the executor fits a step, by the facts of this rank.
+        """Return whether the executor fits a step, as far as this rank can see.
 
         Args:
             has_backward: True if the step trains.
@@ -246,7 +247,7 @@ def collect_requirements(
 def _boundary_dtypes(
     stage_device: Any, parameters: Iterable[Tensor]
 ) -> tuple[torch.dtype | None, ...]:
-    """Return the autocast dtype and the parameter dtypes, which decide those of boundaries."""
+    """Return the autocast dtype and the parameter dtypes. Boundary dtypes depend on them."""
     device = torch.device(stage_device).type
     on = torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None, *map(_get_dtype, parameters)
@@ -328,7 +329,7 @@ def _prefix_tied_names(
 
 
 def _unwrap_ddp(module: nn.Module) -> nn.Module:
-    """Return the module inside of a DDP, which runs without DDP's reductions."""
+    """Return the module inside a DDP wrapper, or the module if it has none."""
     return module.module if isinstance(module, Replicated) else module
 
 
@@ -350,7 +351,7 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
 
 
 def _describe_non_tensor(value: object) -> str:
-    """Return the type of a value, or the value of a bool or string, on which stages may branch."""
+    """Return the type of a value, or the value of a bool or string, because stages may test it."""
     return repr(value) if isinstance(value, bool | str) else type(value).__name__
 
 
@@ -365,7 +366,7 @@ def _parameter_prefix(module: nn.Module) -> str:
 
 
 def _require_executor_support(stage: Any) -> None:
-    """Refuse a stage that the executor does not run as its wrapper would."""
+    """Refuse a stage whose FSDP or DDP wrapper has a feature that the executor does not support."""
     module = stage.submod
     if any(p._unsharded_dtensor_spec for g in list_parameter_groups(module) for p in g.fsdp_params):
         raise UsageError(

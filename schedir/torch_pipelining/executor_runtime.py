@@ -27,16 +27,17 @@ from schedir.torch_pipelining.fsdp_stages import unshard_stages
 from schedir.torch_pipelining.output_checks import PendingOutputs
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 
-MAX_EXECUTORS: Final = 4  # Executors. The oldest is dropped to free its memory and connections.
+# A larger number would keep the memory and connections of more executors that may not run again.
+MAX_EXECUTORS: Final = 4
 
 
 class ExecutorRuntime:
     """Runs the steps of a `schedir.torch_pipelining.Schedule` with schedir's Executor.
 
     The first step builds the executor, for the stages' `submod` and the shapes of its first
-    microbatch. Before each step the ranks exchange one number. It is 0 if the executor still fits
-    on all of them. If shapes, dtypes, autocast, modules or trained parameters changed on a rank,
-    all ranks build another executor. So a change never causes a hang. The last `MAX_EXECUTORS`
+    microbatch. Before each step the ranks exchange one number, which is 0 if the executor still
+    fits on all ranks. If shapes, dtypes, autocast, modules or trained parameters changed on a rank,
+    all ranks build another executor. So a change never causes a hang. The newest `MAX_EXECUTORS`
     executors are kept.
 
     A rank whose step fails disconnects, and the ranks that wait for it raise an ExecutionError. The
@@ -188,7 +189,7 @@ class ExecutorRuntime:
             gradients.scale_gradients(self.stages, self.divisor)
 
     def _compute_loss(self, output: Any, mb_and_target: tuple[int, Any]) -> Tensor:
-        """Keep the output and the loss of a microbatch, and return the start of its backward."""
+        """Keep the output and the loss of a microbatch, and return the tensor to differentiate."""
         mb, target = mb_and_target
         if self.keeps_outputs:
             self.outputs[mb] = tree_map_only(Tensor, self._detach_for_caller, output)
@@ -276,7 +277,7 @@ def _get_num_failures(requirements: ExecutorRequirements) -> int:
 
 
 def _choose_flag_device(group: Any, device: torch.device) -> torch.device:
-    """Return the device on which processes compare a number, the CPU if the group supports it."""
+    """Return the device of `changed_flag`: the CPU if the group has a backend for the CPU."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:

@@ -1,6 +1,6 @@
 """Check each forward of torch's runtime, and keep losses by microbatch.
 
-A check after each forward decides whether torch's split backward of it would be wrong.
+After each forward, a check decides whether torch's split backward would give wrong gradients.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from schedir.torch_pipelining.stages import require_declared_output
 
 
 class MicrobatchLossRuntime(_PipelineScheduleRuntime):
-    """torch's runtime, with the loss of each microbatch under its number."""
+    """torch's runtime, which stores the loss of each microbatch under the microbatch's number."""
 
     _losses_by_mb: dict[int, Tensor]
     _loss_kwargs: dict[str, Any] | None
 
     def _on_forward_end(self, stage: Any, output: Any, mb_index: int) -> None:
-        """Do something after a forward and its loss; subclasses override this."""
+        """Do nothing. Subclasses override this method, which runs after a forward and its loss."""
 
     def _maybe_compute_loss(
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any
@@ -63,7 +63,7 @@ class MicrobatchLossRuntime(_PipelineScheduleRuntime):
 # ---------------------------------------------------------------- checks of forwards
 
 
-# The last schedule of each stage.
+# Stage -> the schedule that ran it last.
 _LAST_SCHEDULE: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 _STAGE_METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
@@ -74,9 +74,9 @@ class CheckedRuntime(MicrobatchLossRuntime):
     _has_backward: bool
     _split_stages: frozenset[int]  # stages with at least one split backward
     _last_modules: list[Any]  # modules of the last step that succeeded
-    # These belong to the current step.
+    # The next four attributes belong to the current step.
     _full_stages: set[int]  # stages that run full backwards for all microbatches
-    _full_microbatches: set[tuple[int, int]]  # stages and microbatches with a full backward
+    _full_microbatches: set[tuple[int, int]]  # (stage, microbatch) pairs with a full backward
     _pending_outputs: PendingOutputs
     # `hook_count()` and `checkpoint_count()` before the current forward.
     _counts_before: tuple[int, int]
@@ -94,7 +94,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
 
     @contextmanager
     def _check_stage_calls(self) -> Iterator[None]:
-        """In this context, stages run forwards and backwards through methods of this object."""
+        """Replace the forward and backward methods of stages by methods of this object."""
         self._pending_outputs = PendingOutputs(by_value=self._last_modules != self._stage_modules())
         self._full_microbatches = set()
         self._full_stages = {
@@ -115,7 +115,10 @@ class CheckedRuntime(MicrobatchLossRuntime):
         return [stage.submod for stage in self._stages]
 
     def _can_split_backward(self, stage: Any) -> bool:
-        """Return whether torch splits backwards of a stage. The first stage's are full, at W."""
+        """Return whether torch splits the backwards of a stage.
+
+        For the first stage torch does not: it runs the full backward at W.
+        """
         splits = self._has_backward and stage.stage_index in self._split_stages
         return splits and not stage.is_first and stage.dw_builder is None
 
@@ -149,7 +152,10 @@ class CheckedRuntime(MicrobatchLossRuntime):
                         info.buffer = info.buffer.detach().contiguous()
 
     def _warn_of_checkpoints(self, count_before: int) -> None:
-        """Warn once that I runs full backwards if forwards since a count had checkpoints."""
+        """Warn once if forwards ran activation checkpoints, because I then runs full backwards.
+
+        `count_before` is `checkpoint_count()` before these forwards.
+        """
         split = [stage.stage_index for stage in self._stages if self._can_split_backward(stage)]
         if self._has_warned_of_checkpoints or not split or checkpoint_count() == count_before:
             return
@@ -166,7 +172,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
     def _run_forward(
         self, stage: Any, run: Callable[..., Any], mb: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a forward of a stage, and check its inputs first."""
+        """Check the inputs of a forward, and run it."""
         self._pending_outputs.require_unwritten((stage.stage_index - 1, mb))
         self._counts_before = hook_count(), checkpoint_count()
         output = run(mb, *args, **kwargs)
@@ -174,7 +180,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
         return output
 
     def _on_forward_end(self, stage: Any, output: Any, mb_index: int) -> None:
-        """Decide from the forward of a stage, and its loss, whether its backward may be split."""
+        """Check the outputs of a forward, and decide whether its backward may be split."""
         s, has_hooks = stage.stage_index, self._counts_before != (hook_count(), checkpoint_count())
         outputs, inputs = stage.fwd_cache[mb_index]
         sent = not stage.is_last and s + 1 not in {each.stage_index for each in self._stages}
@@ -201,7 +207,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
             self._full_microbatches.add((s, mb_index))
 
     def _outputs_needed_later(self, stage: Any, output: Any, mb: int) -> list[Any]:
-        """Return the outputs of a forward, and its loss, that are needed after it."""
+        """Return the outputs and the loss of a forward that torch or the caller needs later."""
         if not stage.is_last:
             return tree_leaves(output)
         kept = tree_leaves(output) if stage.output_chunks else []
@@ -225,7 +231,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
         self, stage: Any, run: Callable[..., Any], mb: int, *args: Any, **kwargs: Any
     ) -> None:
         """Run the half of a backward that computes the gradients of weights."""
-        if stage.is_first and not stage.is_last:  # its full backward runs here
+        if stage.is_first and not stage.is_last:  # torch runs this stage's full backward at W
             self._pending_outputs.release(stage.stage_index, mb)
         with self._force_full_if_needed(stage, mb):
             run(mb, *args, **kwargs)
@@ -233,7 +239,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
 
     @contextmanager
     def _force_full_if_needed(self, stage: Any, mb: int) -> Iterator[None]:
-        """In this context, torch runs a full backward at I if halves would be wrong."""
+        """Make torch run the full backward at I if a split backward would be wrong."""
         full = (stage.stage_index, mb) in self._full_microbatches
         if full:
             stage.dw_builder = backward_split.full_backward_dw_builder
@@ -246,7 +252,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
 
 @contextmanager
 def _replace_method(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
-    """In this context, a method of a stage is `run`, whose first arguments are stage and method."""
+    """Replace a method of a stage by a call of `run(stage, method, ...)` in this context."""
     own = vars(stage).get(name)
     setattr(stage, name, partial(run, stage, getattr(stage, name)))
     try:

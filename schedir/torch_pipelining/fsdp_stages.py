@@ -3,8 +3,8 @@
 torch's runtime gathers the parameters of a stage at UNSHARD, and frees them at RESHARD. Actions
 that compute with them must be in between. `insert_unshards` adds both actions to a rank's list.
 
-schedir's executor runs all its instructions between one unshard and one reduction of each stage, as
-`unshard_stages` makes them.
+With schedir's executor, `unshard_stages` gathers the parameters of all stages before a step. It
+reduces the gradients and frees the parameters after the step.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def insert_unshards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
 
     Args:
         actions: The actions of the rank.
-        unsharded_stages: The most stages that are unsharded at once. If an action uses more stages,
-            that number applies instead.
+        unsharded_stages: The largest number of stages that are unsharded at once. If a single
+            action uses more stages, the number of its stages is the limit.
     """
     changes_before = place_unshards(
         [_stages_of_action(action) for action in actions], unsharded_stages
@@ -54,14 +54,14 @@ def insert_unshards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
 
 
 def _max_unsharded(actions: Sequence[Any], unsharded_stages: int) -> int:
-    """Return how many stages may be unsharded at once."""
+    """Return the largest number of stages that may be unsharded at once."""
     return max(unsharded_stages, *(len(_stages_of_action(action)) for action in actions), 0)
 
 
 def _stages_of_action(
     action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)
 ) -> tuple[int, ...]:
-    """Return the stages of an action and of its parts, if they are of one of these kinds.
+    """Return the stages of an action, or of its sub-actions, that have one of these kinds.
 
     The default kinds are those that need unsharded parameters.
     """
@@ -77,15 +77,15 @@ def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
 
     Args:
         actions: The actions of the rank.
-        unsharded_stages: The most stages that may be unsharded at once. If an action uses more
-            stages, that number applies instead.
+        unsharded_stages: The largest number of stages that may be unsharded at once. If a single
+            action uses more stages, the number of its stages is the limit.
 
     Raises:
         OrderError: An action uses a stage that is sharded, or comes after the reduction of its
             stage. Or a stage is unsharded or resharded twice in a row.
         SlotError: Too many stages are unsharded at once.
-        CompletenessError: A stage stays unsharded at the end, or is not reduced exactly if it has
-            backwards.
+        CompletenessError: A stage stays unsharded at the end. Or a stage has backwards but no
+            reduction, or a reduction but no backwards.
     """
     unsharded: set[int] = set()
     reduced: set[int] = set()
@@ -142,14 +142,14 @@ def list_parameter_groups(module: Any) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
     parts: Iterator[Any] = module.modules()  # type: ignore[attr-defined]
-    # Several modules may have one state, as after `fully_shard([norm, head])`.
+    # Several modules may share one state, as after `fully_shard([norm, head])`.
     states = dict.fromkeys(part._get_fsdp_state() for part in parts if isinstance(part, FSDPModule))
     return [group for state in states for group in state._fsdp_param_groups]
 
 
 @contextmanager
 def unshard_stages(stages: Sequence[Any], *, trains: bool) -> Iterator[None]:
-    """In this context, stages under `fully_shard` have all their parameters, as plain modules have.
+    """Keep the parameters of stages under `fully_shard` unsharded in this context.
 
     FSDP neither reshards nor reduces within the context. Gradients add up in `reduce_dtype`. At the
     end they are reduced once, and the stages are sharded again.
@@ -185,4 +185,4 @@ def unshard_stages(stages: Sequence[Any], *, trains: bool) -> Iterator[None]:
 
 
 def _do_nothing(*_: Any) -> None:
-    """Take the place of a method of FSDP."""
+    """Replace a method of FSDP that must not run."""

@@ -1,4 +1,4 @@
-"""Reduce, sum and scale the gradients of a step of torch's runtime, once each.
+"""Reduce, sum and scale the gradients of a step of torch's runtime, once per step.
 
 If gradients are accumulated over steps, those of earlier steps are set aside and added at the end.
 Otherwise they would be divided again.
@@ -88,8 +88,9 @@ def scale_gradients(stages: Sequence[Any], divisor: int) -> None:
 def average_over_replicas(ddp: Any) -> None:
     """Average each gradient over the replicas of a stage, as its DDP would.
 
-    If only some replicas have a gradient of a parameter, the others count as zeros. Parameters are
-    reduced in their order, in buckets of one dtype and device. All replicas must call this.
+    If only some replicas have a gradient of a parameter, the missing gradients count as zeros.
+    Parameters are reduced in their order, in buckets of one dtype and device. All replicas must
+    call this.
 
     Args:
         ddp: The DistributedDataParallel module of the stage.
@@ -183,10 +184,10 @@ def _make_p2p_op(op: Any, tensor: Tensor, peer: int, group: Any) -> dist.P2POp:
 
 
 def _contiguous_gradient(p: nn.Parameter, seen: set[nn.Parameter]) -> Tensor:
-    """Return the gradient of a copy, contiguous.
+    """Return the gradient of a copy of a tied weight, contiguous.
 
-    It is zeros if the copy has no gradient. It is also zeros if another stage of the rank has the
-    same Parameter, whose gradient is that of both stages.
+    Return zeros if the copy has no gradient, or if its Parameter is in `seen`. Two stages of a rank
+    may share one Parameter, whose gradient must be counted once.
     """
     has_gradient = p.grad is not None and p not in seen
     seen.add(p)

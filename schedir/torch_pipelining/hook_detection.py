@@ -1,12 +1,12 @@
-"""Find hooks that torch's split backward calls too often or never, and activation checkpoints.
+"""Detect activation checkpoints, and hooks that a split backward calls too often or never.
 
 The first half of a split backward runs the autograd nodes where weights and inputs join, and the
 second half starts at these nodes. So both halves call a hook on the outputs of these nodes, and a
 hook that changes a gradient changes it twice. A hook on a parameter receives the gradient of one
 group of weights at a time. Post-accumulate-grad hooks are never called.
 
-Each group of weights would also recompute the activations of a checkpoint. A selective checkpoint
-refuses a second backward.
+In a split backward, each group of weights would also recompute the activations of a checkpoint. A
+selective checkpoint refuses a second backward.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def install_hook_counters() -> None:
 
     Tensor.register_hook = counted_register_hook  # type: ignore[method-assign]
     Tensor.retain_grad = counted_retain_grad  # type: ignore[assignment, method-assign]
-    # The first is the context of a checkpointed forward, and the second a reentrant one.
+    # A non-reentrant checkpoint creates `_checkpoint_hook` for its forward. A reentrant one calls
+    # `CheckpointFunction.forward`.
     for owner, name in ((checkpoints._checkpoint_hook, "__init__"), (_Reentrant, "forward")):
         setattr(owner, name, _count_checkpoints(vars(owner)[name]))
 

@@ -20,7 +20,10 @@ OutputKey = tuple[int, int]  # stage and microbatch
 
 
 class _Output(NamedTuple):
-    """An output as its forward returned it. `checksum` is None if values are not compared."""
+    """An output of a forward, and its state then. `checksum` is None if values are not compared.
+
+    `number` is the index of the output among all outputs of the forward.
+    """
 
     number: int
     tensor: Tensor
@@ -39,9 +42,9 @@ class PendingOutputs:
     def __init__(self, *, by_value: bool) -> None:
         self._by_value = by_value
         self._needed_outputs: dict[OutputKey, list[_Output]] = {}
-        self._latest_mb: dict[int, int] = {}  # by stage, the microbatch of its last forward
-        # The results are on a GPU. The host reads them only at the end of the step, because reading
-        # them waits for the GPU.
+        self._latest_mb: dict[int, int] = {}  # stage -> microbatch of its latest forward
+        # Results of comparisons on a GPU. The host reads them only at the end of the step, because
+        # reading them waits for the GPU.
         self._gpu_comparisons: list[tuple[OutputKey, _Output, Tensor]] = []
 
     def add(self, stage: int, mb: int, tensors: Iterable[Any]) -> None:
@@ -66,8 +69,8 @@ class PendingOutputs:
     def note_read(self, stage: int, mb: int) -> None:
         """Record that the next stage, on the same rank, has read the outputs of a forward.
 
-        Only outputs with a gradient are still needed, until their backward. From now on they are
-        compared with their present state, because the next stage may have written to its inputs.
+        Only outputs with a gradient are still needed, until their backward. Later checks compare
+        them with their state now, because the next stage may have written to its inputs.
 
         Args:
             stage: The stage of the outputs.
@@ -84,8 +87,8 @@ class PendingOutputs:
     def release(self, stage: int, mb: int) -> None:
         """Check the outputs of a forward when its backward begins, and forget them.
 
-        Their gradient has arrived, so they were received. If no output has a gradient, they are
-        needed until the step ends, because nothing shows that they were received.
+        Their gradient has arrived, so the outputs were received. Outputs without a gradient are
+        needed until the step ends, because nothing shows earlier that they were received.
 
         Args:
             stage: The stage.

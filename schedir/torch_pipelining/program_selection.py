@@ -1,4 +1,4 @@
-"""Choose the program that a schedule runs for the stages of the processes."""
+"""Find the program that a `Schedule` runs: load or compile it for the stages of the ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def compile_for_stages(
     Args:
         source: A schedule or a Program.
         shape: The shape of the stages of all ranks.
-        tied_weights: The stages of each tied weight. Ties of a Program take precedence.
+        tied_weights: The stages of each tied weight. If a Program has tied weights, those are used.
 
     Raises:
         UsageError: The Program is for other stages, has a ZeRO level, or has collectives between
@@ -176,13 +176,13 @@ def infer_shape(
 
 
 def get_progress_model(group: Any, device: torch.device) -> tuple[ProgressModel, bool]:
-    """Return the progress model of torch's runtime on a group, and if hosts are blocking.
+    """Return the progress model of torch's runtime on a group, and whether hosts are blocking.
 
     torch's runtime sends each message alone (`_batch_p2p` in its schedules.py). The model follows
     from the backend:
 
-    - NCCL: A message uses the communicator of its two ranks ("torch_lazy"). If the group is bound
-      to a device, it uses that of the group ("per_device").
+    - NCCL: Each pair of ranks has a communicator for its messages ("torch_lazy"). If the group is
+      bound to a device, all messages use the communicator of the group ("per_device").
     - Gloo: All messages from one rank to another have one tag and match by position, both
       activations and gradients. "per_pair" has this rule. It is stricter than Gloo, in which the
       two directions of a pair do not wait for each other.

@@ -44,24 +44,24 @@ Runtime = Literal["torch", "schedir"]
 class Schedule(CheckedRuntime):
     """A schedule of torch.distributed.pipelining that runs a schedir program.
 
-    It takes the arguments of torch's schedules, and one of `schedule` and `program`. All ranks of a
-    pipeline must create theirs together. The program is proven before the first step, under the
-    progress model of the stages' process group (`program_selection.get_progress_model`). All ranks
-    have the same program.
+    It takes the arguments of torch's schedules, and either `schedule` or `program`. All ranks of a
+    pipeline must create their Schedules together, with the same program. Before the first step,
+    schedir proves that the program is complete and cannot deadlock under the progress model of the
+    stages' process group (`program_selection.get_progress_model`).
 
-    `step` and `eval` are those of torch. They take complete batches or microbatches (`arg_mbs`,
-    `kwarg_mbs` and `target_mbs`, a list each). `eval` runs only the forwards of any schedule.
+    `step` and `eval` work as in torch. They take complete batches or microbatches (`arg_mbs`,
+    `kwarg_mbs` and `target_mbs`, a list each). `eval` runs only the forwards of the program.
 
     Stages may be wrapped by `fully_shard` or by DistributedDataParallel. Gradients are reduced once
-    per step, after all backwards and halves of backwards have added to them. Gradients of tied
-    weights are summed once per step, in the order of stages.
+    per step, after all full and split backwards have added to them. Gradients of tied weights are
+    summed once per step, in the order of stages.
 
     Args:
         stages: The PipelineStages of this rank, or a single one.
         n_microbatches: The number of microbatches.
         loss_fn: The loss function. Without it only forwards run.
         args_chunk_spec: The dimensions along which arguments of a complete batch are split.
-        kwargs_chunk_spec: The same for keywords.
+        kwargs_chunk_spec: The same for keyword arguments.
         output_merge_spec: The dimensions along which outputs are merged.
         scale_grads: True to divide the gradients of a step by the number of microbatches, once.
             They are then added to the gradients from before the step.
@@ -75,13 +75,14 @@ class Schedule(CheckedRuntime):
             It is not needed if the stages of a rank share one Parameter, or if modules have an
             attribute `tied_weight`.
         allow_identical_stages: True to allow equal trained parameters in different stages. By
-            default they are refused if they are not constant and not tied.
-        unsharded_stages: The most stages of a rank under `fully_shard` that are unsharded at once.
-        backward_requires_autograd: An argument of torch's schedules, which is passed on.
+            default they are refused, except for tied and for constant ones, such as all zeros.
+        unsharded_stages: The largest number of stages of a rank that are unsharded at once, if
+            `fully_shard` wraps them.
+        backward_requires_autograd: Passed on to torch's schedule class.
 
     Raises:
         ModelError: The tied weights do not match the stages.
-        UsageError: An argument is wrong or differs between ranks; the same error on all ranks.
+        UsageError: An argument is wrong or differs between ranks. All ranks raise the same error.
         SchedirError: `check` refuses the program.
 
     Example:
@@ -248,7 +249,7 @@ class Schedule(CheckedRuntime):
         )
 
     def _set_mapping(self) -> None:
-        """Give torch the rank of each stage and the compute of each rank."""
+        """Set the attributes from which torch reads the rank of a stage and the rank's actions."""
         self.pipeline_order: actions.ActionLists = actions.make_compute_actions(self.program)
         self.stage_index_to_group_rank: dict[int, int] = dict(enumerate(self._rank_of))
         for stage in self._stages:
@@ -294,14 +295,14 @@ class Schedule(CheckedRuntime):
             arg_mbs: A tuple of arguments for each microbatch.
             kwarg_mbs: A dict of keywords for each microbatch.
             target_mbs: A target for each microbatch.
-            **kwargs: Keywords of every stage. Each rank gives those of its own stages.
+            **kwargs: Keyword arguments of the stages. Each rank passes those of its stages.
 
         Returns:
             The merged outputs on the rank of the last stage, if `return_outputs`, and None
             elsewhere.
 
         Raises:
-            ExecutionError: The step before failed, or a load of a checkpoint failed.
+            ExecutionError: An earlier step failed, or a load of a checkpoint failed.
             UsageError: Both a batch and microbatches are given, no target is given, or the program
                 has no backwards.
             ModelError: A stage does not fit the program, or overwrites an output that is still
@@ -397,9 +398,9 @@ class Schedule(CheckedRuntime):
             last.output_chunks[:] = [made[mb] for mb in sorted(made)]
 
     def _disable_auto_reshard(self) -> None:
-        """Let the schedule reshard stages, and not their forwards.
+        """Disable FSDP's reshard after each forward; the schedule has RESHARD actions instead.
 
-        After a forward that reshards, the half of a backward would add to freed parameters.
+        After FSDP's reshard, a split backward would add gradients to freed parameters.
         """
         modules = self._stage_modules()
         if modules == self._last_modules:
@@ -414,8 +415,8 @@ class Schedule(CheckedRuntime):
     def _must_set_gradients_aside(self) -> bool:
         """Return whether gradients from before the step must be set aside.
 
-        They would be scaled or summed again. torch also drops those of sharded stages when it
-        infers shapes.
+        Otherwise this step would scale or sum them again. torch also drops the gradients of sharded
+        stages when it infers shapes.
         """
         divides = self.scale_grads and self._n_microbatches > 1
         sums = self._shared_weights is not None and bool(self._shared_weights.tied_stages)
@@ -427,7 +428,7 @@ class Schedule(CheckedRuntime):
 
     @contextmanager
     def _remove_ddp(self) -> Iterator[None]:
-        """Remove DDP from stages in this context if it would not reduce their gradients.
+        """Remove DDP from stages in this context if it would not reduce gradients correctly.
 
         DDP has no hook at W of a split backward. With a static graph, it would reduce after the
         first microbatch.
@@ -449,14 +450,14 @@ class Schedule(CheckedRuntime):
                 stage.submod = self._ddp_modules.get(stage.stage_index, stage.submod)
 
     def _reduce_gradients(self, action: Any, ctx: Any) -> None:
-        """Run REDUCE_GRAD: reduce a stage over replicas, unscaled until the end of the step."""
+        """Run REDUCE_GRAD: reduce a stage's gradients. `_finish_gradients` scales them later."""
         (stage,) = (s for s in self._stages if s.stage_index == action.stage_index)
         stage.perform_reduce_grad(1)
         if (ddp := self._ddp_modules.get(action.stage_index)) is not None:
             gradients.average_over_replicas(ddp)
 
     def _finish_gradients(self) -> None:
-        """Sum the copies of tied weights and scale gradients, each parameter once."""
+        """Sum the gradients of tied weights, and scale all gradients, each parameter once."""
         if self._shared_weights is not None:
             gradients.sum_tied_gradients(self._shared_weights.weights, self._rank_of, self._group)
         if self.scale_grads and self._n_microbatches > 1:

@@ -54,18 +54,17 @@ def require_stages(stages: object) -> list[Any]:
 def require_runnable(
     stages: Sequence[Any], microbatches: object, loss_fn: object, unsharded_stages: object
 ) -> None:
-    """Refuse arguments of a schedule that cannot run.
+    """Refuse stages and options with which a Schedule cannot run.
 
     Args:
         stages: The stages of this rank.
         microbatches: The number of microbatches.
         loss_fn: The loss function, or None.
-        unsharded_stages: The most stages that may be unsharded at once.
+        unsharded_stages: The largest number of stages that may be unsharded at once.
 
     Raises:
-        UsageError: Stages differ in their number of stages, group or device. Or a number is not an
-            integer of at least 1, `loss_fn` is not a function, or only parts of a stage are
-            wrapped.
+        UsageError: Stages differ in `num_stages`, group or device. Or a number is not an integer of
+            at least 1, `loss_fn` is not a function, or only submodules of a stage are wrapped.
     """
     for stage in stages[1:]:
         for what in ("num_stages", "group", "device"):
@@ -87,7 +86,7 @@ def require_runnable(
 
 
 def require_outermost_wrapper(stages: Sequence[Any]) -> None:
-    """Refuse a stage with sharded or replicated parts that is not sharded or replicated as well.
+    """Refuse a stage whose submodules are sharded or replicated, but not the stage's module itself.
 
     torch's runtime checks only the outermost module.
 
@@ -95,7 +94,7 @@ def require_outermost_wrapper(stages: Sequence[Any]) -> None:
         stages: The stages of this rank.
 
     Raises:
-        UsageError: Only parts of a stage are wrapped.
+        UsageError: Only submodules of a stage are wrapped.
     """
     for stage in stages:
         for is_so, done, again in (
@@ -119,7 +118,7 @@ def _is_sharded(module: Any) -> bool:
 def _is_replicated(module: Any) -> bool:
     """Return whether a module is replicated by DistributedDataParallel, or by `replicate`.
 
-    `replicate` does the same without a wrapper.
+    `replicate` has the effect of DDP without a wrapper module.
     """
     by_name = "replicate" in (_get_registry(module) or ()) and not isinstance(module, FSDPModule)
     return isinstance(module, Replicated) or by_name
@@ -148,10 +147,10 @@ def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
 
 
 def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> None:
-    """Refuse an output that differs from the declared one, or from that of the first microbatch.
+    """Refuse an output that differs from the declared output, or from the one of the first step.
 
-    torch would send it into a buffer of another shape, or would not send its gradient back. It
-    would raise no error.
+    torch would not raise an error. It would send the output into a buffer of another shape, or not
+    send its gradient back.
 
     Args:
         stage: A stage of torch.
@@ -159,7 +158,7 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
         is_sent: True if the next stage is on another rank.
 
     Raises:
-        ModelError: A sent output has another shape or dtype. Or it needs a gradient, and the
+        ModelError: A sent output has another shape or dtype. Or an output needs a gradient, and the
             declared one does not.
     """
     declared = stage._stage_meta.outputs or ()
@@ -199,7 +198,7 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 class SharedWeights:
-    """The weights that stages share.
+    """Finds the tied weights of the stages, which several stages share.
 
     All ranks of the group must create it together.
 
@@ -211,7 +210,7 @@ class SharedWeights:
 
     Attributes:
         weights: The tied weights that have copies on this rank. `bind_program` sets them.
-        tied_stages: The stages of each tied weight.
+        tied_stages: For each tied weight, the numbers of its stages.
 
     Raises:
         ModelError: The ties contradict each other or the stages.
@@ -279,10 +278,10 @@ class SharedWeights:
         )
 
     def refresh(self) -> None:
-        """Find the tied weights again if modules have other parameters since.
+        """Find the tied weights again if the parameters of a module were replaced.
 
-        Parameters on the meta device have no numbers to compare. If a module had such parameters,
-        all ranks compare the numbers at their first step.
+        Parameters on the meta device have no values to compare. If a module had such parameters,
+        all ranks compare the values at their first step.
 
         Raises:
             ModelError: The ties do not match the program, or equal weights are not tied.

@@ -28,19 +28,19 @@ def patch_torchtitan(
     program: ProgramSource | None = None,
     **options: Any,
 ) -> type[Schedule]:
-    """Make torchtitan's trainer run a schedule of schedir, in the place of its own.
+    """Make torchtitan's trainer run a schedule of schedir instead of torch's.
 
     Call it on every rank before torchtitan builds its trainer. It replaces the function by which
-    `torchtitan.distributed.pipeline_parallel` finds a schedule class. So the trainer makes one
-    stage per rank or several, in a loop or in a vee, as the schedule needs. A later call replaces
-    the schedule of an earlier one.
+    `torchtitan.distributed.pipeline_parallel` finds a schedule class. The trainer then creates the
+    stages that the schedule needs: one or several per rank, in a loop or in a vee. A later call
+    replaces the schedule of an earlier one.
 
     torchtitan logs the losses of the rank that its option `pipeline_parallel_schedule` implies. For
     a vee, the option must be "ZBVZeroBubble". For any other placement, it must be another name.
 
     Args:
         schedule: A schedule, its name, or a "file.py:function", as in `Schedule`.
-        program: A Program, or the path of a .sched or .csv file, in the place of `schedule`.
+        program: A Program, or the path of a .sched or .csv file, instead of `schedule`.
         **options: Other keywords of `Schedule`, such as `runtime`.
 
     Returns:
@@ -84,7 +84,8 @@ def patch_torchtitan(
     vee = replacement if is_vee else theirs.ScheduleZBVZeroBubble
     pipeline_parallel.ScheduleZBVZeroBubble = vee
     if options.get("runtime") == "schedir" and metadata.version("torchtitan") == KNOWN_VERSIONS[-1]:
-        # Its models keep the forward of each layer before the executor could make it splittable.
+        # Models of this version store the `forward` of each Linear when they are built, before the
+        # executor could replace it. So the class gets the splittable forward now.
         linear = import_module("torchtitan.models.common.linear")
         linear.Linear.forward = SplitLinear.forward
     return replacement

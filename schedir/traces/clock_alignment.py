@@ -52,7 +52,8 @@ def align_clocks(
         TraceError: The messages contradict each other, because clocks drift or jump. Or two hosts
             are not connected by messages in both directions.
     """
-    max_offset = np.full((len(hosts), len(hosts)), np.inf)  # of offset(column) - offset(row)
+    # The upper bound of offset(column) - offset(row), in seconds.
+    max_offset = np.full((len(hosts), len(hosts)), np.inf)
     np.fill_diagonal(max_offset, 0.0)
     np.minimum.at(max_offset, (sender, receiver), transfer_times)
     for via in range(len(hosts)):  # the algorithm of Floyd and Warshall
@@ -71,4 +72,5 @@ def align_clocks(
     # The latest and the earliest offsets satisfy all bounds, so their mean does too.
     offsets = (max_offset[0] - max_offset[:, 0]) / 2
     differ = offsets[None] - offsets[:, None]
-    return ClockOffsets(offsets, float((max_offset - differ).max()))  # covers both directions
+    # The maximum is over both directions of each pair of hosts.
+    return ClockOffsets(offsets, float((max_offset - differ).max()))

@@ -1,12 +1,13 @@
 """Find when a rank ran each instruction, from profiler ranges and kernels.
 
-On a CPU, the time of an instruction is that of its range without the waits for messages in it. For
-example, torch's runtime waits for a receive inside of the F or B that needs it. A range of Gloo
+On a CPU, the time of an instruction is the time of its range, without the waits for messages in it.
+For example, torch's runtime waits for a receive inside of the F or B that needs it. A range of Gloo
 gives the end of a wait, and the end of the previous operator gives its start.
 
 On a GPU, the ranges of the host only show which instruction launched which kernels. The time of an
-instruction is that of the kernels launched in its range. The launching thread is the thread of the
-range or, for a backward, a thread of autograd. The time of a message is that of NCCL's kernels.
+instruction is the time of the kernels launched in its range. The launching thread is the thread of
+the range or, for a backward, a thread of autograd. The time of a message is the time of NCCL's
+kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from schedir.io.torch_csv import ACTIONS
 from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, FORWARD, RECV_OPS, TRANSFER_OPS
 from schedir.traces.kineto import GpuKernels, Ints, ProfilerRange, Trace
 
-# The kind of a message that is posted inside of a forward (True) or of a backward (False).
+# (operator, True inside a forward or False inside a backward) -> opcode of the posted message.
 _POSTED_ACTIONS: Final = {
     ("send", True): ACTIONS["SEND_F"],
     ("recv", True): ACTIONS["RECV_F"],
@@ -40,9 +41,9 @@ class ExecutedSpan(NamedTuple):
         actions: The instructions.
         start: The start, in nanoseconds.
         end: The end, in nanoseconds. None for a posted message whose arrival is not recorded.
-        wait_time: The nanoseconds of its range that were a wait for messages. They are not between
-            `start` and `end`.
-        is_joined: True if it ran as one with the previous span.
+        wait_time: The time in its range that was a wait for messages, in nanoseconds. This time is
+            not between `start` and `end`.
+        is_joined: True if it is in one group with the previous span (`&` in the text form).
         has_operators: True if an operator ran in its range.
     """
 
@@ -165,8 +166,8 @@ def _collect_items(
 def _add_posted_messages(trace: Trace, items: list[_RangeItem]) -> list[_RangeItem]:
     """Add the messages that were posted inside of each forward and backward, if none are marked.
 
-    If some messages are posted outside of them, their instructions are ambiguous, and none is
-    added.
+    If a message was posted outside of all forwards and backwards, its instruction is ambiguous.
+    Then no messages are added.
     """
     if not items or any(action.op in TRANSFER_OPS for item in items for action in item.actions):
         return items
@@ -292,7 +293,7 @@ def _make_gpu_timer(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeIt
 
 
 def _find_owners(items: list[_RangeItem], kernels: GpuKernels, autograd: set[int]) -> Ints:
-    """Return the number of the item that launched each kernel, or -1. The innermost item counts."""
+    """Return the index of the innermost item that launched each kernel, or -1."""
     owner = np.full(len(kernels.launch_time), -1, np.int64)
     by_launch = np.argsort(kernels.launch_time, kind="stable")
     launch = kernels.launch_time[by_launch]

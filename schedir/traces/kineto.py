@@ -6,8 +6,8 @@ are ranges that the program named (`user_annotation`), operators (`cpu_op`), lau
 `args.correlation` connects a launch and its work. `ts` and `dur` are microseconds, and absolute
 time is `baseTimeNanoseconds + 1000 ts`.
 
-A file may have gigabytes, most of them not needed. So it is parsed as a stream, and only the needed
-events are kept.
+A file may have gigabytes, but only a part of it is needed. So it is parsed as a stream, and only
+the needed events are kept.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ _MESSAGE_OPS: Final = {
 # Such a range starts when a receive is posted, and ends when a waiting thread sees the message.
 _WAIT_RANGES: Final = ("gloo:recv",)
 _AUTOGRAD_PREFIX: Final = "autograd::engine::"
-# cuda_runtime, cuda_driver, and the categories of other vendors.
+# Suffixes of the categories of launches: cuda_runtime, cuda_driver, and those of other vendors.
 _LAUNCH_SUFFIXES: Final = ("_runtime", "_driver")
 _KEPT_CATEGORIES: Final = ("user_annotation", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
-# Microseconds. A file without a base time counts from 1970, and nanoseconds must fit into int64.
+# The largest time, in microseconds. A file without a base time counts from 1970, and the time in
+# nanoseconds must fit into int64.
 _MAX_MICROSECONDS: Final = 2**61 / 1e3
 _MAX_OPEN_BRACKETS: Final = 1000  # brackets left open in one read; the parser keeps all open ones
 _MAX_HEADER_BYTES: Final = 2**22  # bytes before the events: usually thousands, more in large jobs
@@ -93,7 +94,7 @@ class Trace:
 
     Attributes:
         path: The path of the file.
-        rank: The number among all processes, if the file or its name contains one.
+        rank: The rank among all processes, if the file or its name contains it; otherwise None.
         host: The name of the host, or "".
         backend: The backend of torch.distributed in lower case, or "".
         groups: The ranks of each process group that the file lists.
@@ -149,8 +150,8 @@ def read_trace(path: str | Path) -> Trace:
 class _TraceFile:
     """A file that is decompressed if its first bytes are those of gzip.
 
-    It refuses to read more than `max_bytes` bytes. It also refuses files with many unclosed
-    brackets, since a parser keeps all of them in memory.
+    `read` refuses more than `max_bytes` bytes. It also refuses files with many unclosed brackets,
+    because a parser keeps all of them in memory.
     """
 
     def __init__(self, path: str | Path, max_bytes: int | None = None) -> None:
@@ -168,7 +169,7 @@ class _TraceFile:
         """Return up to `size` bytes.
 
         Raises:
-            TraceError: They have too many unclosed brackets, or exceed `max_bytes`.
+            TraceError: The bytes have too many unclosed brackets, or exceed `max_bytes`.
         """
         data = self.file.read(size)
         self.bytes_read += len(data)
@@ -190,7 +191,7 @@ class _TraceFile:
 
 
 def _parse_events(path: str | Path, events: Iterator[Any]) -> Iterator[Any]:
-    """Yield the results of a parser, with its errors as TraceError."""
+    """Yield the results of a parser, and raise its errors as TraceError."""
     import ijson
 
     try:
@@ -211,8 +212,8 @@ def _first_line(error: Exception) -> str:
 def _read_header(path: str | Path) -> dict[str, Any]:
     """Return the needed values outside of the events, by name, and whether there are events.
 
-    torch writes them before the events. If other tools changed the order, they are read from after
-    the events.
+    torch writes these values before the events. If another tool changed the order, a second pass
+    over the file reads them after the events.
     """
     import ijson
 
@@ -269,8 +270,8 @@ class _TraceReader:
                 self._read_event(event)
         for ranges in (trace.instruction_ranges, trace.messages, trace.receive_waits):
             ranges.sort(key=lambda each: (each.start, -each.end))
-        # A GPipe may have ranges of its own, which contain messages and waits. Ranges in torch's
-        # names are preferred.
+        # A GPipe may also have ranges with other names, which contain messages and waits. Ranges
+        # with torch's names (`PP:...`) are preferred, because they do not.
         trace.instruction_ranges = [
             e for e in trace.instruction_ranges if is_torch_range(e.name)
         ] or trace.instruction_ranges
@@ -343,7 +344,7 @@ class _TraceReader:
 
 
 def _parse_groups(config: object) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each process group that lists them."""
+    """Return the ranks of each process group that lists its ranks."""
     each = [group.get("ranks") for group in config if isinstance(group, dict)] if isinstance(
         config, list) else []  # fmt: skip
     return tuple(

@@ -54,8 +54,8 @@ class ScheduleExecution(NamedTuple):
         description: The step, in words.
         ranks: The runs of the ranks, in the order of their stages.
         num_replica_traces: The number of traces of replicas that were left out.
-        is_one_pipeline: True if process groups show that the ranks exchange messages with each
-            other.
+        is_one_pipeline: True if the ranks surely are one pipeline. False if they may be processes
+            of different replicas.
     """
 
     description: str
@@ -78,8 +78,8 @@ class ScheduleExecution(NamedTuple):
 class TracedProcesses:
     """The traces of a run, grouped by process and by step.
 
-    A process may have several files, each of a different time. If not all files contain a rank,
-    each file is a process of its own.
+    A process may have several files, each of a different time. If a file does not contain its rank,
+    each file is assumed to be a separate process.
 
     Args:
         traces: The traces.
@@ -161,7 +161,7 @@ class TracedProcesses:
         """Yield each run of the schedule in a step, the last one first.
 
         Args:
-            step: The number of the ProfilerStep. None for all of the traces.
+            step: The number of the ProfilerStep. None uses the complete traces.
 
         Raises:
             TraceError: Ranks ran the schedule a different number of times. Or two traces of one
@@ -215,7 +215,7 @@ class TracedProcesses:
 
 
 def _has_receives_and_sends(traces: Sequence[Trace]) -> tuple[bool, bool]:
-    """Return whether a process receives in its forwards, and whether it sends.
+    """Return whether a process receives in its forwards, and whether it sends in them.
 
     Only ranges that do not name a stage count as forwards.
     """

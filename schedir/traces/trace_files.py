@@ -15,7 +15,7 @@ from schedir.io.files import expand_paths
 from schedir.traces.kineto import Trace, read_trace
 
 FILE_PATTERNS: Final = ("*.json", "*.json.gz")
-# Bytes. More than this is read in several processes, and takes so long that progress is shown.
+# Bytes. Larger inputs are read in several processes, and the command shows its progress.
 PARALLEL_READ_BYTES: Final = 2**26
 
 
@@ -54,7 +54,7 @@ def sum_file_sizes(files: Iterable[Path]) -> int:
     """Return the total size of the existing files, in bytes.
 
     Args:
-        files: The files. Other paths count as 0.
+        files: Paths. A path that is not a file counts as 0 bytes.
     """
     return sum(path.stat().st_size for path in files if path.is_file())
 
@@ -92,7 +92,7 @@ def read_traces(
 
 
 def _count_cores() -> int:
-    """Return the number of cores that this process may use, if the system can list them."""
+    """Return the number of cores that this process may use, or of all if that is not known."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -101,7 +101,7 @@ def _read_each(files: Sequence[Path]) -> Iterator[Trace]:
     if workers < 2 or sum_file_sizes(files) < PARALLEL_READ_BYTES:
         yield from map(read_trace, files)
         return
-    # At Ctrl-C the workers must end without a traceback, since this process reports it.
+    # At Ctrl-C the workers must end without a traceback, because this process reports it.
     end_quietly = signal.SIGINT, signal.SIG_DFL
     with ProcessPoolExecutor(
         workers, get_context("forkserver"), initializer=signal.signal, initargs=end_quietly

@@ -45,7 +45,7 @@ Floats = NDArray[np.float64]
 
 _STEP_OP: Final = OPCODE_BY_TEXT["step"]
 # Progress models to try, the strictest first. The run did finish, so one of them must accept it.
-# Torch's lazy model is the last, since a trace does not record which communicators exist.
+# "torch_lazy" is the last, because a trace does not record which communicators existed.
 _GPU_MODELS: Final[tuple[ProgressModel, ...]] = (
     "per_device",
     "per_direction",
@@ -305,7 +305,7 @@ def _check_under_models(
     raise error
 
 
-# ---------------------------------------------------------------- its times
+# ---------------------------------------------------------------- the times of instructions
 
 
 def _instruction_times(program: Program, ranks: list[ScheduleRun]) -> tuple[Floats, Floats]:
@@ -340,7 +340,8 @@ def _align_host_clocks(program: Program, hosts: list[str], start: Floats, end: F
     sends = sends[graph.partner[sends] != NO_POSITION]
     got = graph.partner[sends]
     start_of, end_of = start.copy(), end.copy()
-    # A message without times is between the instruction before it and the instruction after it.
+    # A message without times was sent after the instruction that produces its value had started. It
+    # arrived before the instruction that uses the value ended.
     for giver in Dataflow.from_program(program).givers:
         taker = np.flatnonzero(giver != NO_POSITION)
         sent = taker[np.isnan(start[taker]) & index.is_op(SEND_OPS)[taker]]
@@ -359,8 +360,7 @@ def _fill_missing_times(program: Program, start: Floats, end: Floats) -> None:
     """Fill in the times that traces do not contain, within the limits that other times set.
 
     An instruction without a mark starts when all instructions before it on its rank have ended, and
-    takes no time. A message without a recorded arrival may have been in transfer until its value
-    was used.
+    takes no time. A message without a recorded arrival is assumed to arrive when its value is used.
     """
     index, flow = InstructionIndex.from_program(program), Dataflow.from_program(program)
     lacking = np.isnan(start)

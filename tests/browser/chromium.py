@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its DevTools pipe: real pages, real keys, no other package."""
+"""Controls a headless Chromium over its DevTools pipe, without other packages."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_PATIENCE = 60.0  # seconds for any answer: a hang must become a failure
+_PATIENCE = 60.0  # seconds for any answer, so that a hang becomes a failure
 _ARROWS = ("ArrowLeft", "ArrowUp", "ArrowRight", "ArrowDown")
 _KEYS = {"Enter": 13, "Escape": 27} | {name: 37 + k for k, name in enumerate(_ARROWS)}
 
 
 def found() -> str | None:
-    """The path of a Chromium, if there is one."""
+    """Return the path of a Chromium, if one is installed."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Chromium:
-    """One tab.  `said` is all that its console said, `asked` every address that it asked for."""
+    """A tab. `said` are all messages of its console, and `asked` all addresses it requested."""
 
     def __init__(self, path: str, width: int = 1400, height: int = 860, ratio: float = 1.0) -> None:
         self.said: list[str] = []
@@ -66,7 +66,7 @@ class Chromium:
         self._home.cleanup()
 
     def call(self, method: str, **params: Any) -> Any:
-        """One command of the DevTools protocol, and its answer."""
+        """Send a command of the DevTools protocol, and return its answer."""
         self._number += 1
         asked = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -101,21 +101,21 @@ class Chromium:
         elif method == "Network.requestWillBeSent":
             self.asked.append(params["request"]["url"])
 
-    # ------------------------------------------------------------ what a person does
+    # ------------------------------------------------------------ user actions
 
     def open(self, path: Path) -> None:
-        """Load a file and wait until its picture is there."""
+        """Load a file, and wait until its picture is drawn."""
         self.call("Page.navigate", url=path.as_uri())
         self.until(lambda: self.js("document.documentElement?.dataset.ready") == "true")
 
     def js(self, code: str) -> Any:
-        """The value of an expression."""
+        """Return the value of an expression."""
         got = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in got, got
         return got["result"].get("value")
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for something that must come."""
+        """Wait until a condition holds, and fail after a timeout."""
         end = time.monotonic() + _PATIENCE
         while not holds():
             assert time.monotonic() < end, f"waited in vain; the console says {self.said}"
@@ -123,23 +123,23 @@ class Chromium:
         self.frame()
 
     def frame(self) -> None:
-        """Wait until what was done is painted."""
+        """Wait until all changes are painted."""
         painted = "requestAnimationFrame(() => requestAnimationFrame(() => done(1)))"
         self.js(f"new Promise((done) => {painted})")
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """mouseMoved, mousePressed, mouseReleased or mouseWheel at a point of the page."""
+        """Send mouseMoved, mousePressed, mouseReleased or mouseWheel at a point of the page."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
         self.frame()
 
     def click(self, x: float, y: float) -> None:
-        """A click of the left button."""
+        """Click with the left button."""
         self.mouse("mouseMoved", x, y)
         for kind in ("mousePressed", "mouseReleased"):
             self.mouse(kind, x, y, button="left", clickCount=1)
 
     def key(self, name: str) -> None:
-        """A key, pressed and let go."""
+        """Press and release a key."""
         text = {"text": name} if len(name) == 1 else {}
         code = {"windowsVirtualKeyCode": _KEYS[name]} if name in _KEYS else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=name, **text, **code)
@@ -147,12 +147,12 @@ class Chromium:
         self.frame()
 
     def type(self, text: str) -> None:
-        """Text into what has the focus."""
+        """Type a text into the element with the focus."""
         self.call("Input.insertText", text=text)
         self.frame()
 
     def prefer(self, scheme: str) -> None:
-        """A light or a dark system."""
+        """Set the preference for a light or a dark scheme."""
         self.call(
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": scheme}],
@@ -160,5 +160,5 @@ class Chromium:
         self.frame()
 
     def picture(self) -> bytes:
-        """What is seen, as PNG."""
+        """Return a screenshot as PNG."""
         return b64decode(self.call("Page.captureScreenshot", format="png")["data"])

@@ -1,4 +1,4 @@
-"""The interactive page in a real browser: it opens, answers, and keeps to itself."""
+"""Tests of the interactive page in a real browser: it opens, reacts, and requests nothing else."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.browser.chromium import Chromium
 
 COSTS = Costs(F=1, B=2, send=0.25)
 PREDICTED = simulate(compile(one_f_one_b, PipelineShape(4, 8), costs=COSTS), COSTS)
-ACCENT = (0xC8, 0x00, 0x5F)  # of page.css
-GUTTER, HEAD = 96, 70  # of scene.js
+ACCENT = (0xC8, 0x00, 0x5F)  # from page.css
+GUTTER, HEAD = 96, 70  # from scene.js
 Page = Callable[..., Chromium]
 
 
 def slower(t: Timeline, factor: float = 1.5e-3) -> Timeline:
-    """The same, measured in seconds."""
+    """Return the same Timeline, as measured in seconds."""
     spans = t.spans.copy()
     spans["start"], spans["end"] = spans["start"] * factor + 3, spans["end"] * factor + 3
     return Timeline(t.program, spans, "measured", "s", t.progress_model)
@@ -38,7 +38,10 @@ def slower(t: Timeline, factor: float = 1.5e-3) -> Timeline:
 
 @pytest.fixture
 def page(chromium: Chromium, tmp_path: Path) -> Iterator[Page]:
-    """Opens the page of some runs; at the end, nothing was asked for and nothing complained."""
+    """Yield a function that opens the page of some runs.
+
+    At the end, check that the browser requested nothing and logged no complaint.
+    """
 
     def opened(*runs: Timeline) -> Chromium:
         save_html(tmp_path / "x.html", *runs)
@@ -54,13 +57,13 @@ def page(chromium: Chromium, tmp_path: Path) -> Iterator[Page]:
 
 
 def text(browser: Chromium, name: str) -> str:
-    """What is shown of an element; nothing if it is hidden."""
+    """Return the visible text of an element, which is empty if it is hidden."""
     shown = f"((e) => e.checkVisibility() ? e.innerText : '')(document.getElementById('{name}'))"
     return str(browser.js(shown))
 
 
 def place(browser: Chromium, t: float, span: float) -> tuple[float, float]:
-    """Where a time is on rank 0's row, when the whole run is in view."""
+    """Return the point of a time on rank 0's row, when the whole run is in view."""
     left, top, width = browser.js(
         "(({x, y, width}) => [x, y, width])(document.getElementById('canvas')"
         ".getBoundingClientRect())"
@@ -70,7 +73,7 @@ def place(browser: Chromium, t: float, span: float) -> tuple[float, float]:
 
 
 def pixels(browser: Chromium, colour: tuple[int, int, int]) -> int:
-    """How many pixels have a colour, or all but."""
+    """Return the number of pixels with nearly this colour."""
     seen = imread(BytesIO(browser.picture()))[..., :3] * 255
     return int((abs(seen - np.array(colour)) < 3).all(-1).sum())
 
@@ -128,7 +131,7 @@ def test_zoom_and_pan(page: Page) -> None:
     x, y = place(browser, 1.5, PREDICTED.span)
     for _ in range(4):
         browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-150)
-    assert [told(1.5), told(1.5, 60)] == ["F 0.1", "F 0.1"]  # larger, around the pointer
+    assert [told(1.5), told(1.5, 60)] == ["F 0.1", "F 0.1"]  # zoomed in at the pointer
     wide = 240.0
     browser.mouse("mousePressed", x, y, button="left", clickCount=1)
     browser.mouse("mouseMoved", x + wide / 2, y, button="left", buttons=1)
@@ -200,7 +203,7 @@ def test_keys_alone_reach_everything(page: Page) -> None:
 
 def test_light_and_dark(page: Page) -> None:
     browser = page(PREDICTED)
-    light, dark = (0xFF, 0xFF, 0xFF), (0x12, 0x15, 0x1B)  # of page.css
+    light, dark = (0xFF, 0xFF, 0xFF), (0x12, 0x15, 0x1B)  # from page.css
     assert pixels(browser, light) > 100_000 > pixels(browser, dark)
     browser.prefer("dark")
     assert pixels(browser, dark) > 100_000 > pixels(browser, light)
@@ -265,7 +268,7 @@ def test_every_kind_of_run_opens(page: Page, kind: str) -> None:
 
 
 def test_what_runs_again_is_hatched(page: Page) -> None:
-    """R has the hue of F, and so lines across: along a row of pixels its colour comes and goes."""
+    """R has the hue of F with diagonal lines, so its colour alternates along a row of pixels."""
     run = simulate(compile(one_f_one_b, PipelineShape(2, 4), recompute="all"))
     browser = page(run)
     row = np.array(
@@ -277,5 +280,5 @@ def test_what_runs_again_is_hatched(page: Page) -> None:
         fill = format_hex(choose_box_color(op, 0, 1))
         own = (row == [int(fill[at : at + 2], 16) for at in (1, 3, 5)]).all(1)
         changes.append(int((own[1:] != own[:-1]).sum()))
-    assert 0 < changes[0] <= 2 * 4  # of each box the two sides
+    assert 0 < changes[0] <= 2 * 4  # the two sides of each box
     assert changes[1] > 4 * 4

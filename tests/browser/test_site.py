@@ -1,4 +1,4 @@
-"""The site, as `make docs` makes it: it is whole, and reads on a phone as on a desktop."""
+"""Tests that the site from `make docs` is complete, and is readable on a phone and a desktop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make docs` makes, or has made."""
+    """Return the folder of the site, which is built if necessary."""
     if made := os.environ.get("SCHEDIR_SITE"):
         return Path(shutil.copytree(ROOT / made, tmp_path_factory.mktemp("made") / "site"))
     recipe = r"^\t\$\(BIN\)/sphinx-build (.*) \. build/site$"
@@ -34,8 +34,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("width", [360, 1280])
 def test_pages_are_whole_and_fit(chromium: Chromium, site: Path, width: int) -> None:
-    """Nothing is broken, sticks out, or is asked of anybody."""
-    (site / "index.html").unlink(missing_ok=True)  # leads away, to the first page
+    """Pages have no broken parts, fit the width, and request nothing from other hosts."""
+    (site / "index.html").unlink(missing_ok=True)  # it redirects to the first page
     source = [site / "source" / "schedir" / "ir" / "ops.py.html"]
     pages = [page for page in site.rglob("*.html") if "source" not in page.parts] + source
     assert len(pages) > 50

@@ -1,4 +1,4 @@
-"""The studio in a real browser: controls, code, edits by hand, causes of idle time, addresses."""
+"""Tests of the studio in a real browser: controls, code, edits, causes of idle time, addresses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def runner() -> Iterator[CodeRunner]:
 
 @pytest.fixture
 def studio(chromium: Chromium, runner: CodeRunner) -> Iterator[Opener]:
-    """Opens a studio; at the end, it asked nobody else and nothing complained."""
+    """Yield a function that opens a studio.
+
+    At the end, check that the browser asked no other host and logged no complaint.
+    """
     servers: list[StudioServer] = []
 
     def opened(
@@ -85,14 +88,14 @@ def value(browser: Chromium, name: str) -> str:
 
 
 def answered(browser: Chromium, act: Callable[[], object]) -> None:
-    """Do something, and wait until its answer is drawn."""
+    """Run `act`, and wait until the studio's answer to it is drawn."""
     before = browser.js(ANSWERED)
     act()
     browser.until(lambda: bool(browser.js(f"{ANSWERED} > {before}")))
 
 
 def enter(browser: Chromium, name: str, entered: str) -> None:
-    """Type a text into a control, in place of the one that it has."""
+    """Type a text into a control, in place of its present text."""
     element, command = f"document.getElementById('{name}')", "document.execCommand"
     browser.js(f"{element}.focus(); {element}.select()")
     typed = f"{command}('insertText', false, {json.dumps(entered)}) || {command}('delete')"
@@ -130,13 +133,13 @@ def press(browser: Chromium, name: str) -> None:
 
 
 def place(browser: Chromium, t: float, rank: int = 0) -> tuple[float, float]:
-    """Where a time is on the row of a rank, when the complete run is in view."""
+    """Return the point of a time on the row of a rank, when the complete run is in view."""
     left, top, width = browser.js(
         "(({x, y, width}) => [x, y, width])(document.getElementById('canvas')"
         ".getBoundingClientRect())"
     )
     span = float(re.search(r"span\s+([\d.]+)", text(browser, "facts")).group(1))  # type: ignore[union-attr]
-    high = 128 if rank else 0  # of a rank, with its messages and curves
+    high = 128 if rank else 0  # height of a rank, with its messages and curves
     return left + 96 + (t / span + 0.005) / 1.02 * (width - 96), top + 70 + 25 + rank * high
 
 
@@ -395,7 +398,7 @@ def test_a_challenge_is_solved(studio: Opener) -> None:
     assert "2 ranks wait" in text(browser, "problem") and "lead = min(rank" in value(
         browser, "editor"
     )
-    assert text(browser, "facts") == ""  # the timeline of the challenge before is gone
+    assert text(browser, "facts") == ""  # the timeline of the previous challenge is gone
     press(browser, "code-tab")
     run_code(browser, CODE)
     press(browser, "challenges-tab")

@@ -1,9 +1,9 @@
-"""The memory of a GPU that is not there: what torch's caching allocator would ask the device for.
+"""The memory of a virtual GPU: what torch's caching allocator would request from the device.
 
-A tensor takes a piece of what its stream has let go, of the smallest that it fits into, and the
-rest stays; pieces that lie beside each other become one again.  Where nothing fits, the device is
-asked for a segment that has room for several (c10/cuda/CUDACachingAllocator, whose segments are
-20 MiB for tensors of up to 10).
+A tensor takes the smallest fitting piece of memory that its stream has released, and the rest
+remains free. Adjacent free pieces are merged. If none fits, the device is asked for a segment with
+room for several tensors (c10/cuda/CUDACachingAllocator, whose segments are 20 MiB for tensors of up
+to 10 MiB).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from tests.cpu.virtual_gpu import Stream, VirtualGPU
 
-GRAIN = 512  # bytes, to which sizes are rounded
+GRAIN = 512  # bytes, a multiple of which each size is rounded to
 SEGMENT = 16 << 10  # bytes, where tests' largest tensors have 8 KiB
-GAP = 1 << 40  # between what the device has given
+GAP = 1 << 40  # addresses between segments
 
 
 class CachingAllocator(TorchDispatchMode):
-    """`asked` counts how often the device has been asked."""
+    """A model of torch's caching allocator. `asked` counts the requests to the device."""
 
     def __init__(self, gpu: VirtualGPU) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,6 +69,6 @@ class CachingAllocator(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """What has memory of its own: a sparse tensor is made of others."""
+    """Return the tensors with their own memory, since a sparse tensor consists of others."""
     tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor))
     return [t for t in tensors if t.layout == torch.strided]

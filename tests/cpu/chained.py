@@ -25,7 +25,7 @@ MICROBATCHES = 4
 
 
 def chain(ranks: int, stages: int) -> Any:
-    """A schedule that runs each stage on all microbatches, forward and backward."""
+    """Return a schedule that runs each stage on all microbatches, forward and then backward."""
 
     def words(r: int, P: int, m: int) -> RankSchedule:
         own = range(stages // ranks)

@@ -6,7 +6,7 @@ import torch
 
 from tests.cpu.training import end_all, write_config
 
-# Bits are compared between processes: each has the same one thread.
+# Bits are compared between processes, so each has one thread.
 torch.set_num_threads(1)
 
 
@@ -35,6 +35,6 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files go first, so that none is left to one worker alone at the end."""
+    """Run long files first, so that no worker is left alone with one at the end."""
     at = {name: k for k, name in enumerate(LONG)}
     items.sort(key=lambda item: at.get(item.path.stem, len(LONG)))

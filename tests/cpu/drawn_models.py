@@ -20,7 +20,7 @@ WIDTH = 6
 class Traits(NamedTuple):
     """The properties of a drawn model and of its batches."""
 
-    rows: tuple[int, ...]  # of each microbatch
+    rows: tuple[int, ...]  # the rows of each microbatch
     dropout: bool
     batch_norm: bool
     writes_to_input: bool

@@ -20,14 +20,14 @@ Wrap = Callable[[nn.Module, Any], nn.Module]
 
 
 def made(parts: dict[int, nn.Module], stages: int, group: Any = None, **options: Any) -> Schedule:
-    """A Schedule of some parts of a model."""
+    """Return a Schedule of some parts of a model."""
     held = [stage_of(part, s, stages, group) for s, part in parts.items()]
     given: dict[str, Any] = {"n_microbatches": MB, "loss_fn": mse_loss} | options
     return Schedule(held, **given)
 
 
 def run(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor, **more: Any) -> Any:
-    """One step, told to each rank what is for it."""
+    """Run one step, and pass each rank the arguments that it needs."""
     last = schedule._num_stages - 1
     return schedule.step(*((x,) if 0 in parts else ()), target=y if last in parts else None, **more)
 
@@ -41,7 +41,10 @@ def step_of(
     around: Callable[[Schedule, dict[int, nn.Module], Tensor, Tensor], None] | None = None,
     **options: Any,
 ) -> Step:
-    """A step over several parts of the batch, gradients adding up; `around` runs ahead of each."""
+    """Return a step over several parts of the batch, which accumulates gradients.
+
+    `around` runs before each part.
+    """
 
     def step(rank: int, ranks: int, model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
         mesh = init_device_mesh("cpu", (ranks // dp, dp), mesh_dim_names=("pp", "dp"))

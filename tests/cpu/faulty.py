@@ -1,4 +1,4 @@
-"""What goes wrong in one process of a run, for tests and for `benchmarks/hangs.py`."""
+"""Faults in one process of a run, for tests and for `benchmarks/hangs.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from schedir.training.batches import prefetch
 
 
 def fault(kind: str) -> None:
-    """What happens to a process; "" is nothing."""
+    """Make a fault happen in this process. "" is no fault."""
     if not kind:
         return
     if kind == "kill":
@@ -49,7 +49,7 @@ def fault(kind: str) -> None:
 
 
 def after(number: int, kind: str, whole: Any, at: Callable[[], object]) -> Any:
-    """A function whose call of that number has a fault, and calls `at` before."""
+    """Return a function whose call of that number has a fault, and calls `at` before it."""
     left = itertools.count(number, -1)
 
     def called(*given: Any, **named: Any) -> Any:
@@ -62,8 +62,11 @@ def after(number: int, kind: str, whole: Any, at: Callable[[], object]) -> Any:
 
 
 def goes_wrong(kind: str, where: str, number: int, at: Callable[[], object] = int) -> None:
-    """Let this process have a fault: in set-up, or at the so many-th batch ("between" steps),
-    layer ("inside" of an instruction) or loss."""
+    """Let this process have a fault in set-up, or at some call.
+
+    The call with that number is one of a batch ("between" steps), of a layer ("inside" of an
+    instruction) or of the loss.
+    """
     if where == "set-up":
         gpt.build_stage = after(1, kind, gpt.build_stage, at)
     if where == "between":
@@ -77,9 +80,11 @@ def goes_wrong(kind: str, where: str, number: int, at: Callable[[], object] = in
 
 
 def at_instruction(k: int, step: int, when: str, fails: Callable[[], object]) -> None:
-    """Let what runs instruction k of a rank's first program fail in a step (from 1): "before" it is
-    waited for what it needs, "within", "behind" what it does at once, or "on the lane" that it
-    starts something on."""
+    """Let instruction k of a rank's first program fail in a step, where the first step is 1.
+
+    It fails "before" the wait for its inputs, "within" its work, "behind" the work that it does at
+    once, or "on the lane" on which it starts work.
+    """
     of, lanes = cast(Any, program_runner), cast(Any, CopyLanes)
     link, start = of.link_stream, lanes.start
     steps, starts = itertools.count(1), [False]

@@ -1,4 +1,4 @@
-"""Stages that functions are, with a weight each."""
+"""Stages made from functions, with one weight each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedir.schedules import gpipe, interleaved
 
 
 class Made(nn.Module):
-    """A stage that a function is."""
+    """A stage whose forward is a given function."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def total(y: Tensor, target: Tensor) -> Tensor:
 
 
 def weighed(world: InProcessExecutor, stage: int) -> list[float]:
-    """The gradient of a stage's weight."""
+    """Return the gradient of a stage's weight."""
     found = [own.stages[stage].module for own in world.executors if stage in own.stages]
     grad = found[0].get_parameter("weight").grad
     assert grad is not None
@@ -57,7 +57,7 @@ def weighed(world: InProcessExecutor, stage: int) -> list[float]:
 
 
 def ranks(*runs: Callable[..., Any], ranks: int = 2, **how: Any) -> InProcessExecutor:
-    """Stages that functions are, as many to each rank."""
+    """Return an executor with stages made from functions, equally many on each rank."""
     shape = PipelineShape(ranks, 2, len(runs) // ranks)
     stages = [Made(run) for run in runs]
     how = {"loss": squares, "boundary": TWO, **how}

@@ -1,9 +1,9 @@
-"""Races: what would race on a GPU, found where there is none.
+"""Finds accesses that would race on a GPU, on a machine without one.
 
-On a virtual GPU every operation of torch runs at once, and is noted as one of the stream that is
-current.  Of what came before it, a stream has seen what its events order; two uses of a memory, one
-of which writes, must be ordered.  Memory that is let go is taken anew by the stream that asked for
-it, so whatever else used it must be over there (torch's caching allocator).
+On a virtual GPU every operation of torch runs at once, and is recorded for the current stream. A
+stream has seen the earlier work that its events order before it. Two uses of a memory must be
+ordered if one of them writes. torch's caching allocator gives released memory back to the stream
+that requested it, so that stream must have seen the end of all other uses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.cpu.virtual_gpu import Stream, VirtualGPU
 
 
 class _Memory:
-    """A storage: the stream that asked for it, the last write, and the reads since."""
+    """A storage, with the stream that requested it, the last write, and the reads since."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -29,7 +29,7 @@ class _Memory:
 
 
 class Races(TorchDispatchMode):
-    """Within this, `found` are the uses that nothing orders."""
+    """Collects in `found` the unordered uses of memory while the context is active."""
 
     def __init__(self, gpu: VirtualGPU) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class Races(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         returned = [r.alias_info for r in func._schema.returns]
         if any(alias is not None and not alias.is_write for alias in returned):
-            return out  # a view, which uses nothing
+            return out  # a view, which does not access the memory
         given = {**dict(enumerate(args)), **(kwargs or {})}
         stream = self.gpu.stream
         stream.seen[stream] += 1
@@ -60,7 +60,7 @@ class Races(TorchDispatchMode):
         return out
 
     def use(self, tensor: Tensor, stream: Stream, name: str, writes: bool) -> None:
-        """Note a use that torch does not see, or one that it has noted."""
+        """Record a use of a tensor, which may be one that torch does not see."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.memories:
@@ -87,7 +87,7 @@ class Races(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors in what an operation takes or gives; the two of a sparse one."""
+    """Yield the tensors of an operation's arguments or results, and both parts of a sparse one."""
     for value in tree_leaves(values):
         if isinstance(value, Tensor):
             yield from [value._indices(), value._values()] if value.is_sparse else [value]

@@ -1,4 +1,4 @@
-"""Hugging Face models in stages, and what a step of a pipeline leaves beside one process's."""
+"""Hugging Face models in stages, and a comparison of pipeline steps with one process."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ class Whole(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a step leaves on a rank: by name how far a gradient is off, and which are the same bits;
-    and on the rank of the last stage the losses and the logits."""
+    """The results of a step on a rank.
+
+    `off` has the error of each gradient by name, and `same` the names of gradients with equal bits.
+    The rank of the last stage also has the losses and the logits.
+    """
 
     off: dict[str, float]
     same: set[str]
@@ -58,7 +61,7 @@ def whole(kind: str) -> Whole:
     sequences = torch.randint(WORDS, (MICROBATCHES * SIZE, CONTEXT + 1))
     tokens, targets = sequences[:, :-1], sequences[:, 1:]
     keywords = {}
-    if kind == "keywords":  # each sequence has distances of its own
+    if kind == "keywords":  # each sequence has its own distances
         steps = torch.randint(1, 4, (len(tokens), 1))
         keywords["position_ids"] = steps * torch.arange(CONTEXT)
     losses, logits = [], []
@@ -103,7 +106,7 @@ def llama(attention: str) -> Any:
 
 
 class WithPositions(nn.Module):
-    """Some of Llama's layers, where each stage is given the positions and makes its own tables."""
+    """Some of Llama's layers, where each stage gets the positions and computes its own tables."""
 
     def __init__(self, model: Any, number: int, stages: int) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class FiveTensors(nn.Module):
         cos: Tensor | None = None,
         sin: Tensor | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Tokens, or what the stage before gives, to what the next takes or logits."""
+        """Turn tokens, or the previous stage's output, into input for the next stage or logits."""
         from transformers.masking_utils import create_causal_mask
 
         if self.first:
@@ -163,12 +166,12 @@ class FiveTensors(nn.Module):
 
 @cache
 def in_example(name: str) -> Any:
-    """A function of the example."""
+    """Return a function of the example."""
     return runpy.run_path(str(ROOT / "examples/torch_drop_in.py"))[name]
 
 
 def stage_class(kind: str) -> Callable[[Any, int, int], nn.Module]:
-    """The function that makes a stage of a model."""
+    """Return the function that creates a stage of a model."""
     if kind == "gpt2":
         return lambda model, number, stages: huggingface.cut(model, stages)[number]
     return WithPositions if kind == "keywords" else FiveTensors
@@ -176,12 +179,12 @@ def stage_class(kind: str) -> Callable[[Any, int, int], nn.Module]:
 
 @cache
 def ends() -> Any:
-    """The ranks that have copies of a tied weight where stages are placed in a loop."""
+    """Return a group of the ranks with copies of a tied weight, for stages placed in a loop."""
     return dist.new_group([0, RANKS - 1])
 
 
 class Pipeline:
-    """The stages of a rank, and the schedule that `build` makes of them."""
+    """The stages of a rank, and the schedule that `build` returns for them."""
 
     def __init__(
         self, kind: str, own: Sequence[int], stages: int, build: Callable[[list[Any]], Any]
@@ -194,14 +197,17 @@ class Pipeline:
         ]
         for stage in held:
             if hasattr(stage, "_get_init_p2p_neighbors_ops"):
-                # What it would send first is for NCCL; torch 2.11 sends it to itself, and Gloo
-                # refuses that.
+                # These first messages are only for NCCL. torch 2.11 sends them to itself, which
+                # Gloo refuses.
                 stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
         self.schedule = build(held)
 
     def run(self, what: str = "step", by_hand: bool = True) -> Left:
-        """A step, or `eval`; the copies of the tied weight are summed by hand, as torch's users do,
-        or by the schedule.  Gradients are gone after it."""
+        """Run a step or `eval`, and clear the gradients.
+
+        The gradients of the tied copies are summed by hand, as torch's users do, or by the
+        schedule.
+        """
         model, losses = self.case.model, list[Tensor]()
         output = getattr(self.schedule, what)(
             *((self.case.tokens,) if self.first else ()),

@@ -1,9 +1,9 @@
-"""Triton kernels on a CPU: modules of them, as Triton's interpreter runs them.
+"""Loads modules of Triton kernels for Triton's interpreter, which runs them on a CPU.
 
-What is known to be different there (seen with triton 3.7): programs run one after the other, so
-a missing atomic passes; bfloat16 is carried as bits, so arithmetic and `tl.dot` on it are garbage
-and kernels must cast first; a cast from float32 to bfloat16 cuts off instead of rounding, so
-tolerances are twice as wide; `triton.autotune` and libdevice are not there.
+The known differences from a GPU, as of triton 3.7, are as follows. Programs run one after the
+other, so a missing atomic is not noticed. bfloat16 is stored as bits, so arithmetic and `tl.dot` on
+it are garbage, and kernels must cast first. A cast from float32 to bfloat16 truncates, so
+tolerances are twice as wide. `triton.autotune` and libdevice are not available.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from triton.runtime.jit import JITFunction
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Within this, kernels that are defined are interpreted, and can be run.
+    """Interpret the kernels that are defined while the context is active.
 
-    TRITON_INTERPRET=1 is for a whole process, in which nothing can be compiled any more.  Here
-    both can be had: what Triton itself defines (tl.sum and the like) is interpreted when an
-    interpreted kernel calls it, and triton.language is as it was when the call is over.
+    TRITON_INTERPRET=1 applies to a whole process, which then cannot compile any kernel. Here both
+    are possible: Triton's own functions, such as tl.sum, are interpreted when an interpreted kernel
+    calls them, and triton.language is restored after the call.
     """
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
@@ -41,7 +41,7 @@ def interpreting() -> Iterator[None]:
 
     def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
-        # Of triton 3.6, int() of an array that has a dimension, which numpy 2.4 refuses.
+        # triton 3.6 calls int() on an array with a dimension, which numpy 2.4 refuses.
         scope.set_attr(tensor, "__index__", lambda x: x.handle.data.item())
 
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +53,7 @@ def interpreting() -> Iterator[None]:
 
 
 def load(name: str, **constants: int) -> ModuleType:
-    """A copy of schedir.kernels.NAME, of its own, with other constants; see `interpreting`."""
+    """Return a separate copy of schedir.kernels.NAME with other constants. See `interpreting`."""
     spec = importlib.util.find_spec(f"schedir.kernels.{name}")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""The largest tensor that is made."""
+"""Finds the largest tensor that is created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """How many numbers operations have given in memory of their own, and the most of these."""
+    """Records the sizes of new tensors with their own memory, and the largest of them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

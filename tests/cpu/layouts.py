@@ -1,4 +1,4 @@
-"""Layouts: a GPT trained by as many processes as a layout takes, saved and read by another."""
+"""Layouts of processes that train a GPT, save it, and load it in another layout."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ BATCH, CONTEXT, HIDDEN, VOCAB, LAYERS, SAMPLES = 2, 8, 16, 31, 4, 4
 
 
 class Layout(NamedTuple):
-    """Who has what: a schedule's shape, replicas, tensor-parallel ranks, parts; of microbatches a
-    replica has as many as the shape says."""
+    """A layout: schedule, shape, replicas, tensor-parallel ranks and ZeRO level.
+
+    Each replica has the number of microbatches of the shape.
+    """
 
     schedule: Any
     shape: PipelineShape
@@ -39,12 +41,12 @@ class Layout(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """How many it takes."""
+        """The number of processes of the layout."""
         return self.shape.ranks * self.dp * self.tp
 
 
 class Model(NamedTuple):
-    """What is trained: all that does not depend on the layout."""
+    """The options of the training that do not depend on the layout."""
 
     tied: bool = True
     half: bool = False
@@ -55,7 +57,7 @@ class Model(NamedTuple):
     def stage(
         self, s: int, shape: PipelineShape, tp: Any, *, sequence: bool = False
     ) -> torch.nn.Module:
-        """A stage of a shape."""
+        """Build a stage of a shape."""
         cfg = gpt.GPTConfig(
             vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=2, context=CONTEXT, tied=self.tied,
             dropout=self.dropout,
@@ -66,12 +68,12 @@ class Model(NamedTuple):
         return stage
 
     def boundary(self, cut: int = 1) -> Boundary:
-        """What stages give each other: one in so many of the tokens."""
+        """Return the boundary of stages, with one of `cut` parts of the tokens."""
         dtype = torch.bfloat16 if self.half else torch.float32
         return Boundary((BATCH, CONTEXT // cut, HIDDEN), dtype)
 
     def make(self, parameters: Any) -> Any:
-        """The optimizer of some parameters."""
+        """Return the optimizer of some parameters."""
         if self.half:
             return MainOptimizer(parameters, self.optimizer)
         return self.optimizer(parameters)
@@ -87,7 +89,7 @@ def program_of(layout: Layout, model: Model) -> Any:
 
 
 def executor_of(layout: Layout, model: Model) -> Executor:
-    """The executor of this process."""
+    """Return the executor of this process."""
     program = program_of(layout, model)
     transport = GlooTransport(program)
     tp = transport.tp_group
@@ -106,7 +108,7 @@ def executor_of(layout: Layout, model: Model) -> Executor:
 
 
 def in_process(layout: Layout, model: Model, **how: Any) -> InProcessExecutor:
-    """All ranks of a layout without replicas and slices."""
+    """Return the executor of all ranks of a layout without replicas and tensor parallelism."""
     program = program_of(layout, model)
     stages = [model.stage(s, layout.shape, None) for s in range(layout.shape.stages)]
     return InProcessExecutor(
@@ -120,7 +122,7 @@ def in_process(layout: Layout, model: Model, **how: Any) -> InProcessExecutor:
 
 
 def steps(executor: Executor | InProcessExecutor, first: int, end: int) -> list[float]:
-    """The losses of steps from a number on, where they are known."""
+    """Run steps from `first` to `end`, and return their losses where they are known."""
     found = []
     of = executor if isinstance(executor, Executor) else executor.executors[0]
     m, transport = of.program.shape.microbatches, of.state.transport
@@ -134,12 +136,12 @@ def steps(executor: Executor | InProcessExecutor, first: int, end: int) -> list[
 
 
 def same(_: int, name: str) -> str:
-    """The trainer's GPT has names of the whole model."""
+    """Return the name unchanged, since the trainer's GPT has names of the whole model."""
     return name
 
 
 def whole(folder: Path, step: int) -> dict[str, Tensor]:
-    """All tensors of a checkpoint."""
+    """Return all tensors of a checkpoint."""
     place = CheckpointDirectory(folder)
     manifest = place.load_manifest(step)
     found = {
@@ -152,7 +154,7 @@ def whole(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 def trained(layout: Layout, model: Model, folder: Path) -> None:
-    """Six steps in one run, saved after three and at the end."""
+    """Run six steps, and save after three and at the end."""
     executor = executor_of(layout, model)
     steps(executor, 0, 3)
     save(executor, folder, step=3, name_map=same)
@@ -161,7 +163,7 @@ def trained(layout: Layout, model: Model, folder: Path) -> None:
 
 
 def resumed(executor: Executor | InProcessExecutor, folder: Path, name: str) -> None:
-    """What was saved is read, and saved again before and after three more steps."""
+    """Load a checkpoint, and save again before and after three more steps."""
     assert load(executor, folder, step=3, name_map=same) == {"step": 3, "extra": {}}
     save(executor, folder / name, step=3, name_map=same)
     steps(executor, 3, 6)
@@ -175,7 +177,7 @@ def all_of(
     models: dict[str, Model],
     folder: Path,
 ) -> None:
-    """A process: a run under one layout, and three more steps under each of a model's layouts."""
+    """Run the base layout in a process, and three more steps in each of a model's layouts."""
     for name, model in models.items():
         trained(base, model, folder / name)
         for other, layout in layouts[name].items():

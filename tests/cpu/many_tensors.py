@@ -1,4 +1,4 @@
-"""Stages that pass on several tensors, of all kinds, drawn from a seed."""
+"""Stages that pass several tensors of all kinds, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from schedir.runtime.boundaries.boundary import Boundary
 
 ROWS, WIDTH = 3, 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
-# What a stage makes of nothing but numbers that are not trained.
+# The dtypes of tensors that a stage computes without trained weights.
 TABLES = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
 
 
 class Out(NamedTuple):
-    """A tensor that a stage puts out: `made` of all it knows, a `table`, or an input `through`."""
+    """An output of a stage: `made` from all its tensors, a `table`, or an input `through`."""
 
     how: str
     boundary: Boundary
@@ -27,7 +27,7 @@ class Out(NamedTuple):
 
 
 class Many(nn.Module):
-    """Takes several tensors, uses some, puts out others."""
+    """Takes several tensors, uses some of them, and returns others."""
 
     def __init__(
         self, takes: list[Boundary], uses: list[int], gives: list[Out], again: bool
@@ -55,7 +55,7 @@ class Many(nn.Module):
             h = h + shift
         out: list[Tensor] = []
         for k, (how, boundary, of) in enumerate(self.gives):
-            if how == "through":  # of a view autograd hands on the gradient that it is given
+            if how == "through":  # autograd returns the gradient of a view unchanged
                 out.append(xs[of].view_as(xs[of]) if k % 2 else xs[of])
                 continue
             y = self.give[str(k)](h) if str(k) in self.give else h.sum()
@@ -66,7 +66,7 @@ class Many(nn.Module):
 
 
 def _like(y: Tensor, boundary: Boundary) -> Tensor:
-    """A tensor of a boundary's shape and type, of numbers of another."""
+    """Return a tensor with the shape and dtype of a boundary, computed from another tensor."""
     if not boundary.shape:
         return y.sum().to(boundary.dtype)
     rows = y.reshape(-1, boundary.shape[-1])[0].expand(boundary.shape)
@@ -74,7 +74,7 @@ def _like(y: Tensor, boundary: Boundary) -> Tensor:
 
 
 def drawn(stages: int, seed: int, tensors: int = 4) -> tuple[list[nn.Module], dict[int, Any]]:
-    """Stages, and what passes between them; the same numbers for the same seed."""
+    """Draw stages and the boundaries between them, which depend only on the seed."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     takes = [
@@ -116,7 +116,7 @@ def _shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def batch(microbatches: int) -> tuple[list[Any], Tensor, list[dict[str, Tensor]]]:
-    """Inputs, targets and keywords."""
+    """Return inputs, targets and keywords."""
     draw = torch.Generator().manual_seed(microbatches)
     inputs = [
         (
@@ -131,12 +131,12 @@ def batch(microbatches: int) -> tuple[list[Any], Tensor, list[dict[str, Tensor]]
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
-    """The sum of squared errors."""
+    """Return the sum of squared errors."""
     return (y - target).square().sum()
 
 
 def gradients(stages: list[nn.Module]) -> list[dict[str, Tensor]]:
-    """Copies of those of each stage, by name."""
+    """Return copies of the gradients of each stage, by name."""
     found = []
     for stage in stages:
         own = {}
@@ -148,7 +148,7 @@ def gradients(stages: list[nn.Module]) -> list[dict[str, Tensor]]:
 
 
 def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
-    """Whether gradients are equal, bit for bit."""
+    """Return whether gradients are equal bit for bit."""
     return [*map(list, one)] == [*map(list, other)] and all(
         torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a
     )

@@ -28,8 +28,7 @@ class Case:
 
     `is_vee` builds the model for the schedule's placement. `frozen` are parts of the names of
     parameters that are not trained. `aligned` starts reductions as `--align-grad-reduce` does.
-    `settings` are fields of
-    TransformerConfig, and `ddp` of DistributedDataParallelConfig.
+    `settings` are fields of TransformerConfig, and `ddp` of DistributedDataParallelConfig.
     """
 
     pp: int = 2
@@ -58,7 +57,7 @@ class Result:
 
 
 class _OnCPU(TorchFunctionMode):
-    """Tensors that Megatron asks for on a GPU are made on the CPU."""
+    """Creates on the CPU the tensors that Megatron requests on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -78,7 +77,7 @@ class _AnyStream:
 
 @contextmanager
 def megatron_on_cpu(case: Case) -> Iterator[None]:
-    """Initialize Megatron's process groups, with what it needs of a GPU replaced by the CPU."""
+    """Initialize Megatron's process groups, and replace the GPU functions it needs by the CPU."""
     warnings.simplefilter("ignore")
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
@@ -101,7 +100,7 @@ def megatron_on_cpu(case: Case) -> Iterator[None]:
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
-    moe_utils.te_general_gemm = None  # which is undefined without Transformer Engine
+    moe_utils.te_general_gemm = None  # it is undefined without Transformer Engine
     random.CudaRNGStatesTracker.fork = fork
     random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *_, **__: None
@@ -162,7 +161,7 @@ def run_step(case: Case, forward_backward: Any, chunks: list[Any], step: int) ->
 
 
 def first_layer(chunk: Any) -> int:
-    """The number of the first layer of a chunk."""
+    """Return the number of the first layer of a chunk."""
     from megatron.core.utils import get_attr_wrapped_model
 
     return int(get_attr_wrapped_model(chunk, "decoder").layers[0].layer_number)
@@ -298,7 +297,7 @@ def forward_step(data: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]
 
 
 def compute_loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the summed loss, the number of tokens, and what is reported, as pretrain_gpt.py."""
+    """Return the summed loss, the number of tokens, and a report, as pretrain_gpt.py does."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -309,7 +308,7 @@ def compute_loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dic
 class Comparison(NamedTuple):
     """The runs of a process with Megatron's schedule and with one of schedir.
 
-    `losses` are those of Megatron's last stage, and `own_losses` those that this process got.
+    `losses` are those of Megatron's last stage, and `own_losses` those of this process.
     `wrong` are the names of gradients that differ in a bit from Megatron's.
     """
 

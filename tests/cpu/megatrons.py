@@ -1,7 +1,7 @@
-"""Megatron-LM on a CPU, for tests of what runs it.
+"""Runs Megatron-LM on a CPU, for tests of code that runs it.
 
-What its schedules ask of a GPU, a CPU gives here, not in schedir: `torch.zeros(...,
-device="cuda")`, `torch.cuda.current_device()` and `torch.cuda.synchronize()`.
+This module, and not schedir, provides on a CPU what Megatron's schedules need of a GPU:
+`torch.zeros(..., device="cuda")`, `torch.cuda.current_device()` and `torch.cuda.synchronize()`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTH = 4
 
 
 class _OnCPU(TorchFunctionMode):
-    """What is to be made on a GPU is made here."""
+    """Creates on the CPU the tensors that are requested on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -29,8 +29,8 @@ class _OnCPU(TorchFunctionMode):
 
 @contextmanager
 def on_cpu(ranks: int) -> Iterator[None]:
-    """In a process of as many: Megatron's pipeline of them, without a GPU."""
-    warnings.simplefilter("ignore")  # of what is not installed beside Megatron
+    """Initialize Megatron's pipeline of `ranks` processes in this process, without a GPU."""
+    warnings.simplefilter("ignore")  # about missing optional packages
     from megatron.core import parallel_state
 
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -41,7 +41,7 @@ def on_cpu(ranks: int) -> Iterator[None]:
 
 
 class Chunk(torch.nn.Module):
-    """A stage as Megatron holds it: its input is set before it is called."""
+    """A stage with Megatron's interface, whose input is set before the call."""
 
     def __init__(self, config: Any, vp_stage: int | None, part: torch.nn.Module) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Chunk(torch.nn.Module):
 
 
 def chunks_of(ranks: int, parts: list[torch.nn.Module], **settings: Any) -> list[Chunk]:
-    """The stages of a rank, in order."""
+    """Return the stages of a rank, in order."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     several = len(parts) > 1

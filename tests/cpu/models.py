@@ -1,4 +1,4 @@
-"""Tiny models of each kind, their batches, and what a step of them leaves, for tests."""
+"""Tiny models of each kind, their batches, and their gradients, for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB, HIDDEN, LAYERS, CONTEXT, BATCH = 30, 16, 4, 8, 2
 
 
 class Given(NamedTuple):
-    """What a step is given, and the scale that makes a mean of its loss."""
+    """The batch of a step, and the scale that turns its summed loss into a mean."""
 
     inputs: Microbatches
     targets: Microbatches
@@ -28,8 +28,7 @@ class Given(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of model: what makes a stage of it, of so many and of a group of ranks; its loss; what
-    passes; batches; and which stages share a weight."""
+    """A kind of model: functions for its stages, loss, boundaries and batches, and tied stages."""
 
     stage: Callable[..., nn.Module]
     loss: Callable[..., Tensor]
@@ -38,12 +37,12 @@ class Kind(NamedTuple):
     tied: Callable[[int], Any]
 
     def stages(self, count: int) -> list[nn.Module]:
-        """All stages, whole."""
+        """Return all stages, without tensor parallelism."""
         return [self.stage(s, count) for s in range(count)]
 
 
 def sequences(microbatches: int, seed: int) -> Given:
-    """Tokens, and those that come next."""
+    """Return tokens and the following tokens."""
     numbers = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (microbatches, BATCH, CONTEXT + 1), generator=numbers)
     targets = tokens[..., 1:].clone()
@@ -67,7 +66,7 @@ def of_llama(tied: bool = False) -> Kind:
 
 
 def sentences(config: bert.BertConfig, microbatches: int, seed: int) -> Given:
-    """Pairs of sentences of any lengths, some tokens of them masked."""
+    """Return pairs of sentences of various lengths with some masked tokens."""
     numbers = torch.Generator().manual_seed(seed)
     shape = (microbatches, BATCH, config.context)
     tokens = torch.randint(config.text, shape, generator=numbers)
@@ -104,7 +103,7 @@ SOURCE = 6
 
 
 def translations(microbatches: int, seed: int) -> Given:
-    """Sources of any lengths, and targets, whose tokens but the first are to be found."""
+    """Return sources of various lengths, and targets, whose tokens except the first count."""
     numbers = torch.Generator().manual_seed(seed)
     source = torch.randint(VOCAB, (microbatches, BATCH, SOURCE), generator=numbers)
     target = torch.randint(VOCAB, (microbatches, BATCH, CONTEXT + 1), generator=numbers)
@@ -135,7 +134,7 @@ KINDS |= {"encoder_decoder": of_encoder_decoder(2, 2), "uneven": of_encoder_deco
 
 
 def gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
-    """The gradients of each stage."""
+    """Return the gradients of each stage."""
     return [
         {n: p.grad.clone() for n, p in s.named_parameters() if p.grad is not None} for s in stages
     ]

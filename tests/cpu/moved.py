@@ -1,4 +1,4 @@
-"""Programs that move what forwards save, at places that a test draws."""
+"""Programs that offload saved activations at places that a test draws."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ USES = tuple(
 def moved(
     program: Program, seed: int, *, share: float = 1.0, spilled: float = 0.0, late: float = 0.5
 ) -> Program:
-    """The program with a share of what forwards save moved to the host before it is used, and of
-    that a share to the disk; at places in order between the two, or, a share of them, right behind
-    the forward and right before the use."""
+    """Return a program that offloads a share of its saved activations to the host.
+
+    A share `spilled` of these goes on to the disk. The instructions are at random places between
+    the forward and the use, or, for a share `late`, directly after the forward and before the use.
+    """
     rng, joined = random.Random(seed), [*program.joined.tolist(), False]
     index = InstructionIndex.from_program(program)
     address, ops = program.words & ADDRESS_MASK, program.op.tolist()

@@ -1,10 +1,9 @@
-"""NCCL as the streams of a GPU see it, in real processes: the data travel over Gloo.
+"""A stand-in for NCCL with its use of streams, in real processes. The data go over Gloo.
 
-As torch's ProcessGroupNCCL does, each process group has a stream.  What is issued to a group
-follows the stream that is current then, and runs on the group's stream behind what was issued
-before.  A Work's `wait` lets the stream that is current then follow, and it holds up no host.
-Collectives that are not asynchronous run on the stream that is current.  What is sent is copied
-into static memory first, and gathers are waited for on a stream aside.
+As in torch's ProcessGroupNCCL, each process group has a stream. Work issued to a group waits for
+the current stream, and runs on the group's stream after earlier work. `wait` of a Work makes the
+current stream wait, and does not block the host. Synchronous collectives run on the current stream.
+Messages are first copied into static memory, and a side stream waits for gathers.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def _name(kind: collectives.Collective) -> Kind:
 
 
 class _StreamWork:
-    """Something under way on a group's stream."""
+    """Work in progress on a group's stream."""
 
     def __init__(self, transport: NcclLike, kind: Kind, work: Work, stream: Stream) -> None:
         self.transport, self.kind = transport, kind
@@ -48,18 +47,18 @@ class _StreamWork:
 
     def wait(self) -> None:
         current = self.transport.gpu.stream
-        # The recorder's own streams wait as soon as something is issued.  The host must not wait
-        # there for data: the peer may send them later.
+        # The recorder's own streams wait as soon as work is issued. The host must not wait for
+        # data there, since the peer may send them later.
         if current not in self.transport.recorders and self.work is not None:
             with _disable_current_modes():
                 self.work.wait()
-            self.work = None  # Gloo's work can be waited for once
+            self.work = None  # Gloo's work can be waited for only once
         if self.kind != self.transport.unwaited:
             current.wait_event(self.end)
 
 
 class _Issued:
-    """A collective on a stream of the transport's, with the work that brings the data."""
+    """A collective on a stream of the transport, with the work that transfers the data."""
 
     def __init__(self, transport: NcclLike, kind: Kind, issued: Any, data: Work) -> None:
         self.transport, self.kind, self.issued, self.data = transport, kind, issued, data
@@ -73,9 +72,10 @@ class _Issued:
 
 
 class NcclLike(EdgeGroups):
-    """`unwaited` is a kind of which nobody waits for the end: a mutant, which must be found.
+    """A transport with NCCL's use of streams.
 
-    `uses` counts what was issued, by kind; "dX" is a layer's sum of its input's gradient, if
+    With `unwaited`, it never waits for the end of that kind of work. This is a mutant that tests
+    must find. `uses` counts issued work by kind. "dX" is a layer's sum of its input's gradient, if
     layers start it by `start_sum`.
     """
 
@@ -90,7 +90,7 @@ class NcclLike(EdgeGroups):
         self.use_streams("cuda")
 
     def follow(self, executor: Executor) -> None:
-        """Know the recorder's streams."""
+        """Remember the recorder's streams."""
         if isinstance(executor.timestamps, EventTimestamps):
             self.recorders = [*executor.timestamps.side_streams.values()]
 
@@ -105,7 +105,7 @@ class NcclLike(EdgeGroups):
     def _issue(
         self, kind: Kind, group: Any, reads: list[Tensor], writes: list[Tensor], start: Any
     ) -> Work:
-        """Issue to a group what reads and writes these tensors."""
+        """Issue work that reads and writes these tensors to a group."""
         stream = self.streams.setdefault(id(group), Stream(self.gpu))
         stream.wait_stream(self.gpu.stream)
         self._note(kind, stream, reads, writes)
@@ -147,7 +147,7 @@ class NcclLike(EdgeGroups):
         return _Issued(self, _name(kind), issued, self.data)
 
     def start_sum(self, group: Any, x: Tensor) -> PendingTensor:
-        """As layers start the sum of an input's gradient over their group."""
+        """Start the sum of an input's gradient over a group, as layers do."""
 
         def start() -> Any:
             return SimpleNamespace(wait=start_sum(group, x))

@@ -1,4 +1,4 @@
-"""torch's schedules on real Gloo processes, under torch.profiler: what they leave behind."""
+"""Runs torch's schedules on real Gloo processes under torch.profiler."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ RANKS, MICROBATCHES, WIDTH, STEPS = 4, 8, 128, 2
 VEE = ("ZBVZeroBubble", "DualPipeV")
 SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", *VEE)
 NAMES = (*SEVERAL, "GPipe")
-EVALUATED = "Interleaved1F1B"  # whose last steps are a step and an evaluation
+EVALUATED = "Interleaved1F1B"  # ends with a step and an evaluation
 
 
 def stages_of(name: str, rank: int) -> list[int]:
-    """The stages of a rank."""
+    """Return the stages of a rank."""
     if name not in SEVERAL:
         return [rank]
     return [rank, 2 * RANKS - 1 - rank] if name in VEE else [rank, rank + RANKS]
 
 
 def steps(rank: int, folder: str) -> dict[str, list[str]]:
-    """Runs each schedule some steps, the last ones profiled; returns what torch says this rank's
-    computes are, in order, for those that say so."""
+    """Run some steps of each schedule, and profile the last ones.
+
+    Return this rank's order of computes for schedules whose torch class has one.
+    """
     torch.manual_seed(rank)
     said = {}
     for name in NAMES:
@@ -71,7 +73,7 @@ def steps(rank: int, folder: str) -> dict[str, list[str]]:
 
 
 def ranges(path: Path) -> list[dict[str, Any]]:
-    """All complete events of a trace, read apart from what is tested."""
+    """Return all complete events of a trace, without the code under test."""
     import json
 
     return [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]

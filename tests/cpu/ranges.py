@@ -1,4 +1,4 @@
-"""Runs of other people's trainers under torch.profiler, and what their traces say is run."""
+"""Runs other trainers under torch.profiler, and reads their traces."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.ir.program import Program
 from schedir.traces.trace_import import read_run
 
-# `torch_lazy` is how torch's own schedules issue messages: one alone is in no batch there, as it is
-# in Megatron's and DeepSpeed's.
+# `torch_lazy` is the way in which torch's own schedules issue messages. A single message is in no
+# batch there, unlike in Megatron and DeepSpeed.
 ELSEWHERE = [model for model in MODELS if model != "torch_lazy"]
 
 
 def profiled(step: Callable[[], Any], path: Path | str) -> list[str]:
-    """What ranges a step has, by their start, the outer before the inner; the trace is kept."""
+    """Return a step's ranges by their start, the outer before the inner, and save its trace."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
     ) as profile:
@@ -43,10 +43,10 @@ def profiled(step: Callable[[], Any], path: Path | str) -> list[str]:
 
 
 def imported(folder: str | Path, name: str) -> Program:
-    """What `schedir import` makes of a run's traces: a program that is whole, and finishes."""
+    """Return the program that `schedir import` reads from a run's traces."""
     return read_run([f"{folder}/{name}-*.json"]).timeline.program
 
 
 def computes(program: Program) -> list[list[int]]:
-    """Forwards and backwards, by rank, in order."""
+    """Return the forwards and backwards of each rank in order."""
     return [s.words[np.isin(s.op, COMPUTE_OPS)].tolist() for s in program.streams]

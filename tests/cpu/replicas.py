@@ -1,4 +1,4 @@
-"""Replicas: stages with peculiar gradients, and a log of when their sums over replicas begin."""
+"""Replicas of stages with special gradients, and a log of when sums over replicas begin."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.cpu.tiny_stages import zb
 
 WIDTH, ROWS = 6, 3
 Log = list[str]
-LOG: Log = []  # of a process: what is begun, and which layers its backwards have come to
+LOG: Log = []  # of a process: the sums that began, and the layers that backwards reached
 
 
 class _Mark(torch.autograd.Function):
-    """Itself; its backward notes that it has come here."""
+    """Returns its input. Its backward logs that it was reached."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
@@ -46,7 +46,7 @@ class _Mark(torch.autograd.Function):
 
 
 class _Puts(torch.autograd.Function):
-    """Itself; its backward puts another gradient in the place of that of a layer's weight."""
+    """Returns its input. Its backward replaces the gradient of a layer's weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
@@ -60,7 +60,7 @@ class _Puts(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Linear layers; `how` says what is peculiar about them."""
+    """Linear layers. `how` selects what is special about their gradients."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -85,10 +85,10 @@ class Layers(nn.Module):
         weight: Any = self.layers[3].weight
         with torch.no_grad():
             if self.how == "hook of a module":
-                weight.grad.data.mul_(0.5)  # which raises no version
+                weight.grad.data.mul_(0.5)  # does not raise the version counter
             elif self.how == "put in its place late":
                 self.writes += 1
-                if not self.writes % 3:  # else it is known before the last backward
+                if not self.writes % 3:  # otherwise it is known before the last backward
                     weight.grad = weight.grad + 1
             else:
                 weight.grad += 1
@@ -107,7 +107,7 @@ class Layers(nn.Module):
             if self.how == "put by a Function" and k == 3:
                 x = _Puts.apply(x, self.layers[3])  # type: ignore[no-untyped-call]
             if some and k == 2:
-                continue  # by the numbers, and so not on all replicas
+                continue  # depends on the data, and so does not happen on all replicas
             layer = partial(self._layer, k)
             if self.how == "checkpoint":
                 x = checkpoint(layer, x, use_reentrant=False)
@@ -136,7 +136,7 @@ def _clamp(p: Tensor) -> None:
 
 
 class Spied(GlooTransport):
-    """Notes what is begun for replicas, and where the rank stands then."""
+    """Logs the collectives that begin for replicas, and the position of the rank."""
 
     executor: Executor
 
@@ -166,7 +166,7 @@ def buckets_of(size: int) -> Iterator[None]:
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
-    """Of a target with a NaN it is NaN, and its gradient zero."""
+    """Return a loss that is NaN with a gradient of zero if the target contains a NaN."""
     usual = (y.float() - target.nan_to_num()).square().sum()
     return torch.where(target.isnan().any(), torch.nan, usual)
 
@@ -201,7 +201,7 @@ def executor_of(case: Case, transport: type[GlooTransport] = Spied) -> Executor:
 
 
 def steps(executor: Executor, bad: bool = False) -> Any:
-    """Gradients, weights and norm after two steps, and the logs of both."""
+    """Return gradients, weights and norm after two steps, and the logs of both steps."""
     logs: list[Log] = []
     m = executor.program.shape.microbatches
     numbers = torch.Generator().manual_seed(executor.state.transport.dp_rank)

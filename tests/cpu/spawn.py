@@ -30,16 +30,16 @@ from schedir.transports.local_processes import run_processes as run_in
 
 __all__ = ["CONTEXT", "RankError", "run", "run_fresh"]
 
-# The children fork from a server that has torch loaded and no threads yet: as quick as fork,
-# as safe as spawn. pytest is there because each child imports the parent's main module, and
-# torch._dynamo because every optimizer does, a second of each child's, and the picture because
-# every run that ends well draws it.
+# The children fork from a server that has torch loaded and no threads yet, which is as quick as
+# fork and as safe as spawn. The server also loads pytest because each child imports the parent's
+# main module, torch._dynamo because every optimizer imports it (a second per child), and the
+# picture because every successful run draws it.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch._dynamo", "numpy", "pytest", "schedir.training.trainer", "schedir.torch_pipelining",
      "schedir.viz.figures.gantt_chart", __name__]
 )  # fmt: skip
-gc.freeze()  # this is the last: no child looks through what the server has loaded for garbage
+gc.freeze()  # comes last, so that no child searches the server's objects for garbage
 
 
 def run_fresh(
@@ -49,7 +49,7 @@ def run_fresh(
     limit: float = 240,
     grace: float = GRACE_SECONDS,
 ) -> list[Any]:
-    """Return the results of `fn(rank, *args)` in new processes, for what they may not survive."""
+    """Return the results of `fn(rank, *args)` in new processes, for calls that may end them."""
     return run_in(fn, world_size, *args, context=CONTEXT, timeout=limit, grace_seconds=grace)
 
 
@@ -97,7 +97,7 @@ class _World:
         pipe, child_pipe = CONTEXT.Pipe()
         process = CONTEXT.Process(target=_serve, args=(len(self.processes), child_pipe))
         process.start()
-        child_pipe.close()  # else the pipe stays open when the child dies
+        child_pipe.close()  # otherwise the pipe stays open when the child dies
         self.processes.append(process)
         self.pipes.append(pipe)
 

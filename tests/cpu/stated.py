@@ -1,4 +1,4 @@
-"""Programs with states on the host, and optimizers for them."""
+"""Programs with optimizer states on the host, and optimizers for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
 def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Two groups, of which one has nothing of some stages."""
+    """Return an optimizer with two groups, one of which has no weights of some stages."""
     matrices = [p for p in parameters if p.ndim > 1]
     others = [p for p in parameters if p.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": 1e-3}]
@@ -77,7 +77,7 @@ def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InP
 
 
 def stepped(world: InProcessExecutor, *at: int) -> list[Tensor]:
-    """Losses of some steps, in an order that a seed picks."""
+    """Return the losses of some steps in random orders."""
     found = []
     for k in at:
         x, y, scale = batch(world.program.shape.microbatches, k)
@@ -86,7 +86,7 @@ def stepped(world: InProcessExecutor, *at: int) -> list[Tensor]:
 
 
 def left(world: InProcessExecutor) -> list[Tensor]:
-    """Each rank's parameters, with what its optimizer keeps of each, and the loss scale."""
+    """Return each rank's parameters, their optimizer states, and the loss scale."""
     found: list[Any] = []
     for rank in world.executors:
         optimizer: Any = rank.resources.optimizer
@@ -110,7 +110,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 def both(
     schedule: Any, shape: PipelineShape, *, states: str = "host", **how: Any
 ) -> tuple[Program, Program]:
-    """A program with states on the device, and the same with them on the host, or on the disk."""
+    """Return a program with states on the device, and the same with states on host or disk."""
     other = schedir.compile(
         schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
     )

@@ -1,8 +1,8 @@
-"""Strict: a CPU transport that queues as strictly as the `per_device` model says.
+"""A CPU transport with queues exactly as in the `per_device` model.
 
-Gloo's own sends are asynchronous, so a program that would hang on a GPU runs on it.  Here each
-rank has one queue; a batch of transfers leaves it when all of its members have ended on both
-sides, a send no sooner than its receive (a rendezvous), as in a communicator of NCCL.
+Gloo's own sends are asynchronous, so a program that would hang on a GPU runs over Gloo. Here each
+rank has one queue. A group of transfers leaves it when all its members have ended on both sides,
+and a send ends no earlier than its receive (a rendezvous), as in a communicator of NCCL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from schedir.ir.program import Program
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.transport import Work
 
-ACK = 99  # the tag of a receiver's word that it is there
+ACK = 99  # the tag of a receiver's message that it is ready
 
 
 class Stuck(Exception):
@@ -28,7 +28,7 @@ class Stuck(Exception):
 
 
 class _Batch:
-    """Transfers that are issued as one: (send or not, tensor, peer, lane)."""
+    """Transfers of a group, each with whether it is a send, its tensor, peer and lane."""
 
     def __init__(self, limit: float) -> None:
         self.members: list[tuple[bool, Tensor, int, Lane]] = []
@@ -40,7 +40,7 @@ class _Batch:
 
 
 class Strict(ProcessTransport):
-    """`waits` is how long a transfer may take before it raises Stuck."""
+    """A strict transport. A transfer that takes longer than `waits` seconds raises Stuck."""
 
     progress_model = "per_device"
     is_grouped = True

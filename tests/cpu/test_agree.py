@@ -1,4 +1,4 @@
-"""What processes must agree on is compared before it can become a hang or a wrong result."""
+"""Tests that processes compare settings before a difference causes a hang or wrong results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
 
 
 def _executor(process: int, differs: str) -> None:
-    """One of two ranks, or of two replicas, of which process 1 has something of its own."""
+    """Build the executor of one of two ranks or replicas, where process 1 differs."""
     other = process == 1
     replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
     shape = PipelineShape(1, 2) if replicas else PipelineShape(2, 2)
@@ -66,7 +66,7 @@ def _executor(process: int, differs: str) -> None:
 
 
 def _change(stage: nn.Module, how: str) -> None:
-    """As many numbers in another shape; the same in another order; or one less to train."""
+    """Change a shape, the order of parameters, or the number of trained parameters."""
     weight, bias = (stage.get_parameter(f"layers.0.proj.{name}") for name in ("weight", "bias"))
     if how == "turned":
         weight.data = weight.data.view(8, 32)

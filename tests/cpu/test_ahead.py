@@ -1,4 +1,7 @@
-"""Updates that wait for no other rank: the bits of those that do, whatever has to be made again."""
+"""Tests that updates which wait for no other rank have the same bits as those which wait.
+
+This must hold whatever steps have to be repeated.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ PLANS: list[tuple[Any, PipelineShape]] = [
 
 
 def both(make: Callable[[str], InProcessExecutor]) -> tuple[InProcessExecutor, InProcessExecutor]:
-    """Virtual ranks whose steps wait for the norm, and some whose steps do not."""
+    """Return virtual ranks whose steps wait for the norm, and others whose steps do not."""
     return make("before_step"), make("after_step")
 
 
@@ -77,7 +80,7 @@ def gpts(
 
 
 def repeated(ranks: InProcessExecutor) -> int:
-    """How many steps were run again, on every rank."""
+    """Return how many steps were repeated, which is the same number on every rank."""
     (number,) = {
         rank.state.service(OptimisticStep).repeated_steps
         for rank in ranks.executors
@@ -91,7 +94,7 @@ def norms(ranks: InProcessExecutor) -> list[float]:
 
 
 def same(one: InProcessExecutor, other: InProcessExecutor) -> bool:
-    """Whether two have the same weights, state of optimizers, buffers, norms and verdicts."""
+    """Return whether two runs have equal weights, optimizer states, buffers, norms, finiteness."""
     pairs = [*zip(learned(one), learned(other), strict=True)]
     for a, b in zip(one.executors, other.executors, strict=True):
         pairs += [(a.grad_norm, b.grad_norm), (a.finite_updates, b.finite_updates)]
@@ -107,7 +110,8 @@ def other_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
     return next(rank.stages[s].module for rank in ranks.executors if s in rank.stages)
 
 
-# Norms of the first steps are 1.2, 0.7, 0.5 or so: all are clipped, the first, or none.
+# The norms of the first steps are about 1.2, 0.7 and 0.5, so all steps, only the first, or no
+# steps are clipped.
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, math.inf])
 @pytest.mark.parametrize(("schedule", "shape"), PLANS)
 def test_the_same_bits(schedule: Any, shape: PipelineShape, max_norm: float) -> None:
@@ -120,7 +124,8 @@ def test_the_same_bits(schedule: Any, shape: PipelineShape, max_norm: float) -> 
     assert [repr(n) for n in norms(right)] == [repr(n) for n in norms(ahead)]
     ahead.validate_last_update()
     assert same(right, ahead)
-    # Who always clips is wrong once; else NaN is wrong, too, and what is clipped after a good one.
+    # With every step clipped, only the first guess is wrong. Otherwise a NaN is wrong too, and
+    # so is a clipped step after one that was not clipped.
     assert (repeated(ahead) == 1) if max_norm != 1.0 else (repeated(ahead) in (2, 3))
 
 
@@ -164,7 +169,7 @@ def test_random_schedules_orders_and_verdicts(
 
 
 class Noisy(nn.Module):
-    """Draws random numbers, and counts what it has seen in buffers, and in frozen Parameters."""
+    """Draws random numbers, and changes buffers and frozen Parameters in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +200,7 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5),
     "sgd": partial(torch.optim.SGD, lr=0.01),
     "nadam": partial(torch.optim.NAdam, lr=0.01),
-    "adafactor": partial(torch.optim.Adafactor, lr=0.1),  # whose module is torch.optim itself
+    "adafactor": partial(torch.optim.Adafactor, lr=0.1),  # its module is torch.optim itself
     "main": lambda ps: MainOptimizer(ps, ADAMW),
 }
 
@@ -205,13 +210,13 @@ SEEDS = [*((each, 0) for each in OPTIMIZERS), ("sgd", None)]
 
 @pytest.mark.parametrize(("optimizer", "seed"), SEEDS)
 def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None) -> None:
-    """Buffers, random numbers, the state of optimizers, and rates that change meanwhile."""
+    """This covers buffers, random numbers, optimizer states, and learning rates that change."""
     wide = optimizer == "main"
     torch.manual_seed(2)
     drawn = dict.fromkeys(("before_step", "after_step"), torch.get_rng_state())
 
     def step(ranks: InProcessExecutor, x: Tensor, y: Tensor) -> Tensor:
-        """From where its own last one has left torch's generator."""
+        """Run a step from where the previous step of `ranks` left torch's generator."""
         torch.set_rng_state(drawn[ranks.program.norm_check])
         loss = ranks.step(x, y)
         drawn[ranks.program.norm_check] = torch.get_rng_state()
@@ -257,7 +262,7 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
 
 
 def test_a_loss_scale_is_led_by_the_right_updates() -> None:
-    """float16: the scale begins too large, and halves until updates are finite."""
+    """With float16, the scale begins too large and halves until updates are finite."""
     scale = LossScale(2.0**24, growth_interval=2)
 
     def make(validate: str) -> InProcessExecutor:
@@ -335,7 +340,7 @@ def test_processes_have_the_same_bits(name: str, dp: int, max_norm: float) -> No
 
 @pytest.mark.parametrize("how", [{}, {"recompute": "all"}], ids=str)
 def test_split_layers(how: dict[str, Any]) -> None:
-    """W computes with tapes, in any order; and forwards are run again."""
+    """W instructions use deferred gradients in any order, and forwards are recomputed."""
 
     def make(validate: str) -> InProcessExecutor:
         program = compile(

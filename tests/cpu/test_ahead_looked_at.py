@@ -1,4 +1,4 @@
-"""An update that is not validated: who is refused, and what is left as it was."""
+"""Tests of updates that are not validated: which accesses are refused, and what stays unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def one(**how: Any) -> InProcessExecutor:
 
 
 class Broken(nn.Linear):
-    """Fails when it is told."""
+    """Fails in its forward if `fails` is set."""
 
     fails = False
 
@@ -51,7 +51,7 @@ class Broken(nn.Linear):
 
 
 class Steps(ProgramService):
-    """Counts the steps, and keeps the count between them."""
+    """Counts the steps, and keeps the count between steps."""
 
     count = 0
 
@@ -76,7 +76,7 @@ def test_a_service_keeps_its_state_when_a_step_runs_again() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_after_an_error_no_weights_are_left_that_were_not_validated(stage: int) -> None:
-    """Also on the second rank, which has not begun when the first one fails."""
+    """This holds on the second rank too, which has not begun when the first one fails."""
     stages = [Broken(3, 3), Broken(3, 3)]
     ranks = one(stages=stages, gradients=GradientOptions(max_norm=1e-3))
     before = learned(ranks)
@@ -117,7 +117,7 @@ def test_an_update_is_made_again_whatever_has_become_of_the_gradients() -> None:
 
 
 class Head(nn.Module):
-    """A loss that learns, which somebody else steps, and that writes to its target."""
+    """A loss with weights that the user steps, which writes to its target."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Head(nn.Module):
 
 @pytest.mark.parametrize("max_norm", [1e-3, math.inf])
 def test_what_is_given_is_as_one_step_leaves_it(max_norm: float) -> None:
-    """Targets that are written to, and gradients of inputs and of a loss."""
+    """This covers targets that are written to, and gradients of inputs and of a loss."""
     found: list[list[Any]] = []
     for validate in ("before_step", "after_step"):
         torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_what_is_given_is_as_one_step_leaves_it(max_norm: float) -> None:
         x, y = X.clone().requires_grad_(), X.clone()
         rows = [row.clone().requires_grad_() for row in X]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the loss
+            warnings.simplefilter("ignore")  # warnings of the loss
             found.append([ranks.step(given, y) for given in (x, rows, x)])
         found[-1] += [x.grad, y, loss.head.weight.grad, *(row.grad for row in rows)]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -203,7 +203,7 @@ def _slow(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _late(ranks: InProcessExecutor, stage: nn.Module, _: Any) -> object:
-    """A forward begins to write to a frozen Parameter, in a step that is in vain."""
+    """Let a forward start to write to a frozen Parameter in a step that is undone."""
     late = ranks.executors[0].stages[0].module
     for k in range(3):
         ranks.step(X, X + 1e9 * (k == 2))
@@ -212,7 +212,7 @@ def _late(ranks: InProcessExecutor, stage: nn.Module, _: Any) -> object:
 
 
 class Late(nn.Linear):
-    """Writes to a frozen Parameter when it is told."""
+    """Writes to a frozen Parameter if `begins` is set."""
 
     begins = False
 
@@ -298,7 +298,7 @@ def test_what_is_refused() -> None:
 
 
 def test_settled_weights_may_be_looked_at_and_written_to() -> None:
-    """A run that goes on from what was saved and loaded, as one that never stopped."""
+    """A run that continues from saved and loaded weights equals one that never stopped."""
     whole, parts = (
         one(gradients=GradientOptions(max_norm=1e-3)),
         one(gradients=GradientOptions(max_norm=1e-3)),
@@ -306,7 +306,7 @@ def test_settled_weights_may_be_looked_at_and_written_to() -> None:
     for k in range(3):
         assert torch.equal(whole.step(X, X + k), parts.step(X, X + k))
         parts.validate_last_update()
-        parts.validate_last_update()  # nothing is left
+        parts.validate_last_update()  # has no effect
         for rank in parts.executors:
             module, optimizer = rank.stages[rank.rank].module, rank.resources.optimizer
             weights = {name: p.clone() for name, p in module.state_dict().items()}
@@ -320,7 +320,7 @@ def test_settled_weights_may_be_looked_at_and_written_to() -> None:
 
 
 def test_a_failed_settle_is_refused_again() -> None:
-    """Weights that were written to stay refused: to go back would lose what was written."""
+    """Weights that were written to stay refused, since restoring them would lose the writes."""
     ranks = one()
     ranks.step(X, X)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Stages that overwrite or share their outputs: the bits of the reference, or one error."""
+"""Tests of stages that overwrite or share outputs: bits of the reference, or one error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.cpu.tiny_stages import gradients, same_bits
 
 
 class Reuses(nn.Module):
-    """Returns a buffer of its own."""
+    """Returns its own buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Reuses(nn.Module):
 
 
 class ReusesUnseen(Reuses):
-    """The same, with a write that no version counter shows."""
+    """Does the same with a write that no version counter shows."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.buffer.data.copy_(x + 1)
@@ -70,7 +70,7 @@ class Fresh(nn.Module):
 @pytest.mark.parametrize("others", [[], [nn.Identity, nn.Identity]])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_buffer_that_is_returned_twice(name: str, others: list[Any]) -> None:
-    """In any order, the bits of a stage that returns new tensors, or an error."""
+    """In any order, the stage has the bits of one that returns new tensors, or is refused."""
     program, refused = PROGRAMS[name](), 0
     right = made(Fresh, *others)
     total = run_sequential(right, *batch(), loss=squares)
@@ -83,7 +83,7 @@ def test_a_buffer_that_is_returned_twice(name: str, others: list[Any]) -> None:
             assert instruction_of(error).op is not Opcode.OptimizerStep
             refused += 1
     if not program.shares_slots and not (name == "interleaved" and others):
-        assert refused  # a value that is still on its way is written to
+        assert refused  # a value that is still being sent is overwritten
 
 
 @settings(max_examples=30, deadline=None)
@@ -116,7 +116,7 @@ def test_processes_refuse_a_buffer_that_is_returned_twice(kind: Any) -> None:
 
 
 class Sums(nn.Module):
-    """A loss that returns a buffer of its own."""
+    """A loss that returns its own buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ OVERLAPPING: list[tuple[Any, Boundary]] = [
 @pytest.mark.parametrize(("second", "boundary"), OVERLAPPING)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_outputs_that_overlap_pass(name: str, second: Any, boundary: Boundary) -> None:
-    """They have the gradients of a loop over the stages, where none is changed in place."""
+    """The gradients are those of a loop over the stages without changes in place."""
     own, plain = (made(lambda: Two(second), lambda: Both(None, says_so=True)) for _ in range(2))
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
     ranks = world(PROGRAMS[name](), own, boundary=edges)
@@ -262,7 +262,7 @@ class Writes(Layer):
     ),
 )
 def test_a_stage_that_changes_what_another_has(name: str, what: str, says_so: bool) -> None:
-    """A copy is changed, or the stage is refused; nothing else changes in any case."""
+    """The stage changes a copy, or it is refused. No other tensor changes in either case."""
     returns = lambda: Returns(what)  # noqa: E731
     before = [] if "weight" in what else [Layer]  # a weight does not depend on an input
     stages = [*before, returns, lambda: Writes(says_so)]

@@ -1,6 +1,6 @@
-"""Bits do not depend on addresses: what a stage receives begins on a 64-byte line.
+"""Tests that bits do not depend on addresses: inputs of a stage begin on a 64-byte line.
 
-MKL picks the order of a sum by the alignment of its operands (docs/explanation/same-bits.md), so
+MKL chooses the order of a sum by the alignment of its operands (docs/explanation/same-bits.md), so
 a value that the reference has at an aligned address must be aligned in every run.
 """
 
@@ -31,7 +31,7 @@ LINE = 64
 
 
 class _Addresses(torch.autograd.Function):
-    """The identity; records where its gradient and the tensor that it saved begin."""
+    """The identity, which records the addresses of its gradient and of its saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log: list[int]) -> Tensor:
@@ -46,7 +46,7 @@ class _Addresses(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """Takes and gives two tensors of odd sizes; records where its operands begin."""
+    """Takes and returns two tensors of odd sizes, and records the addresses of its operands."""
 
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Stage(nn.Module):
 
 
 def misplaced(program: Program, transport: Any = None, seed: int | None = None) -> list[int]:
-    """Run two steps and return the offsets, in bytes, of what does not begin on a line."""
+    """Run two steps, and return the offsets in bytes of tensors that do not begin on a line."""
     count = program.shape.stages
     own = {s: Stage(s, count) for s in range(count)}
     for stage in own.values():

@@ -1,4 +1,4 @@
-"""Windowed attention, in tiles, against the whole of it with a mask."""
+"""Tests of windowed attention in tiles against full attention with a mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Heads = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def heads(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Heads:
-    """q, k and v as the GPT has them, views of one tensor, and a gradient of what comes out."""
+    """Return q, k and v as views of one tensor, as in the GPT, and a gradient of the output."""
     numbers = torch.Generator().manual_seed(seed)
     qkv = torch.randn(2, length, 3, 3, 8, generator=numbers, dtype=dtype)
     grad = torch.randn(2, 3, length, 8, generator=numbers, dtype=dtype)
@@ -105,7 +105,7 @@ def test_what_comes_before_does_not_change_with_what_comes_after() -> None:
 @pytest.mark.parametrize("window", [None, (64, 16), (100, 7)])
 @pytest.mark.parametrize(("groups", "dropout"), [(1, 0.0), (3, 0.0), (3, 0.3)])
 def test_queries_share_keys_and_values(window: Any, groups: int, dropout: float) -> None:
-    """As if each query had its own: gradients of a head are the sums over queries."""
+    """Results are as if each query had its own. Gradients of a key head are sums over queries."""
     numbers = torch.Generator().manual_seed(0)
     shapes = [(2, heads, 200, 8) for heads in (6, groups, groups)]
     q, k, v, grad = (

@@ -1,4 +1,4 @@
-"""What can be held without a GPU of the benchmark that needs one."""
+"""Tests of the GPU benchmark, as far as they are possible without a GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_goal_that_is_no_number_is_missed() -> None:
 
 
 def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """A file that was cut short has all but what was being written."""
+    """A truncated file has all figures except the one that was being written."""
     file = tmp_path / "figures"
     written = [Figure("a", 1.5, "us", figures.GAP), Figure("b", math.inf, "")]
     assert figures.read(file) == []
@@ -72,7 +72,7 @@ def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_the_shapes_of_a_stage_allow_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is timed beside a stage has as many operations as the stage is said to have."""
+    """The timed products have as many operations as the benchmark states for the stage."""
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     counted = []
 
@@ -113,7 +113,7 @@ def test_every_part_is_measured_beside_one_that_fails(
 def test_every_part_runs_to_its_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a CPU that stands in: all figures are there, and say nothing.
+    """A CPU in place of the GPU gives all figures, though their values mean nothing.
 
     Its streams have no hardware queues.
     """
@@ -167,7 +167,7 @@ def test_waits_of_the_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the host, on streams and a clock of our own."""
+    """Everything except the host runs on virtual streams with a virtual clock."""
     gpu = install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.work(cycles * 1e-6))
     boundary = Boundary((1, 2, 4))
@@ -192,7 +192,7 @@ def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_figures_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would run and allocate, to the end: the figures themselves say nothing here."""
+    """All work of a GPU runs to its end, though the figures mean nothing here."""
     gpu = install(monkeypatch)
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     for name, given in (("memory_allocated", 100), ("max_memory_allocated", 2**20)):
@@ -235,5 +235,5 @@ def test_the_peak_of_ranks_together_is_in_the_order_of_issue() -> None:
         each = simulate(program, sizes=sizes).peak_memory
         together = peak(world, sizes)
         assert each.max() <= together <= each.sum()
-        # Ranks in turn come to hold all that they may: 3, 2 and 1 microbatches.
+        # The ranks reach their maximum of 3, 2 and 1 microbatches at the same time.
         assert together == each.sum()

@@ -1,4 +1,4 @@
-"""What can be held without a GPU of the benchmark of kernels."""
+"""Tests of the benchmark of kernels, as far as they are possible without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from benchmarks import kernels as benchmark
 
 OPTIONS = argparse.Namespace(tokens=6, hidden=32, vocab=80, tp=2, widths=[16, 40])
-SIZES = {  # bytes of bfloat16: T k, T n and T width, as often as they must be moved
+SIZES = {  # bytes of bfloat16 tensors, times the number of their moves
     "cross entropy, statistics": 6 * 40 * 2,
     "cross entropy, gradient": 6 * 40 * 2 * 2,
     "cross entropy, both": 6 * 40 * 2 * 3,
@@ -45,7 +45,7 @@ def test_all_ways_give_the_same() -> None:
     for work in benchmark.works(OPTIONS):
         seen[work.name] = work.bytes
         assert set(work.ways) >= {"ours", "eager", "compiled"}
-        # Once each: some write over what they are given.
+        # Each runs once, since some overwrite their inputs.
         given = {way: tensors(run()) for way, run in work.ways.items()}
         for way in given:
             for one, other in zip(given[way], given["eager"], strict=True):
@@ -60,7 +60,7 @@ def tensors(given: Any) -> list[torch.Tensor]:
 def test_it_runs_to_its_end_beside_what_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A compiler that is not there is said, and everything else is measured."""
+    """A missing compiler is reported, and everything else is measured."""
 
     def fail(*_: Any) -> Any:
         raise OSError("no compiler")

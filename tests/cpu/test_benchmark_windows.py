@@ -1,4 +1,4 @@
-"""The benchmark of windows: that it runs, and says what tiles predict."""
+"""Tests that the benchmark of windows runs, and prints the predictions of tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts of benchmarks/ run all their code on small sizes, with `--smoke`.
+"""Tests that scripts of benchmarks/ run all their code on small sizes with `--smoke`.
 
 A few run by default, and all with ALL_CASES=1, as in `make campaign`.
 """
@@ -26,7 +26,7 @@ QUICK = ["alignment", "executor", "gpu", "gpu_run", "kernels"]
 
 @pytest.mark.parametrize("name", cases(QUICK, [name for name in SCRIPTS if name not in QUICK]))
 def test_a_script_runs_its_code_on_small_sizes(name: str, tmp_path: Path) -> None:
-    """It ends well, and prints something, also where this machine lacks what it needs."""
+    """It succeeds and prints something, even if this machine lacks a requirement."""
     path = ROOT / "benchmarks" / f"{name}.py"
     code, out, err = launched([str(path), "--smoke"], tmp_path / name)
     assert code == 0, out + err

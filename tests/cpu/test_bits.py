@@ -1,4 +1,4 @@
-"""Checksums of tensors: what changes them, and what does not."""
+"""Tests of the checksums of tensors, and of the changes that they detect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_any_change_of_one_number_or_of_the_order_is_seen(
 
 
 def test_a_swap_along_a_diagonal_of_the_matrix_of_words_is_seen() -> None:
-    """The rows of that matrix have 256 words: such a swap changes a row sum and a column sum."""
+    """Rows of that matrix have 256 words, so such a swap changes a row sum and a column sum."""
     numbers = torch.arange(5000)
     for distance in (255, 257):
         swapped = numbers.clone()

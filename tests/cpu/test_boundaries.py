@@ -1,4 +1,4 @@
-"""Several tensors between stages: any shapes and types, with and without gradients."""
+"""Tests of several tensors between stages, of any shapes and dtypes, with and without gradients."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ torch.set_num_threads(1)
 
 
 def as_in(program: Program, seed: int, order: int | None = None) -> None:
-    """A step of drawn stages has the loss and the gradients of the reference."""
+    """Check that steps of drawn stages have the loss and the gradients of the reference."""
     stages, boundary = drawn(program.shape.stages, seed)
     plain = deepcopy(stages)
     inputs, targets, keywords = batch(program.shape.microbatches)
     right = run_sequential(plain, inputs, targets, loss=loss, program=program, keywords=keywords)
     found = infer_boundaries(plain, inputs[0], keywords=keywords[0])
     assert found == boundary
-    norm = math.inf if program.clip_grad_norm else None  # of which nothing is clipped
+    norm = math.inf if program.clip_grad_norm else None  # clips no gradient
     ranks = InProcessExecutor(
         program,
         stages,
@@ -64,7 +64,7 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
         gradients=GradientOptions(max_norm=norm),
         execution=ExecutionOptions(record_timestamps=False),
     )
-    for _ in range(2):  # the second has what the first left in every slot
+    for _ in range(2):  # the second step finds the slots as the first left them
         total = ranks.step(inputs, targets, order_seed=order, keywords=keywords)
         assert torch.equal(total, right)
         assert not program.has_backward or same_bits(gradients(stages), gradients(plain))
@@ -78,7 +78,7 @@ def test_any_tensors_pass_in_any_order(draft: Program, seed: int, order: int) ->
 
 
 def test_a_program_of_several_updates_has_the_gradients_of_its_last() -> None:
-    """Nobody steps: so each update has the same weights."""
+    """There is no optimizer, so each update has the same weights."""
     shape = PipelineShape(3, 8, optimizer_steps=2, weight_delay=1)
     stages, boundary = drawn(3, 3)
     plain = deepcopy(stages)
@@ -95,7 +95,7 @@ def writes(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
 
 
 def test_whole_numbers_may_be_written_to_where_they_are_received() -> None:
-    """Each microbatch brings its own; on one rank they are those of the stage before."""
+    """Each microbatch receives its own tensor. On one rank it is that of the previous stage."""
     world = ranks(two, writes)
     for _ in range(2):
         assert torch.equal(world.step(X, X), 2 * (COUNT.float()).square().sum())
@@ -105,7 +105,7 @@ def test_whole_numbers_may_be_written_to_where_they_are_received() -> None:
 
 
 def test_each_tensor_is_written_to_by_itself() -> None:
-    """One that a stage writes to lies beside one that autograd has saved."""
+    """A stage writes to one of two tensors, and autograd has saved the other."""
 
     def three(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return w * x, COUNT.float(), COUNT.clone()
@@ -121,7 +121,7 @@ def test_each_tensor_is_written_to_by_itself() -> None:
 
 
 def test_a_stage_that_says_so_writes_to_copies() -> None:
-    """Of all that it takes, where the stage before, on its rank, may have saved it."""
+    """All its inputs are copied if the previous stage is on its rank and may have saved them."""
 
     class Says(Made):
         inplace = True
@@ -158,7 +158,7 @@ def test_one_tensor_twice_has_the_sum_of_both_gradients(own: int) -> None:
 
 @pytest.mark.parametrize("slots", [None, "minimal"])
 def test_what_a_stage_does_not_use_has_a_gradient_of_zeros(slots: Any) -> None:
-    """Of some microbatches alone; what the others sent is not met again."""
+    """Only some microbatches use the tensor, and gradients of others are not reused."""
 
     def both(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return w * x, w * 3
@@ -178,7 +178,7 @@ def test_what_a_stage_does_not_use_has_a_gradient_of_zeros(slots: Any) -> None:
 
 
 def test_a_gradient_has_the_type_of_its_tensor() -> None:
-    """Whatever a Function of somebody's gives."""
+    """This holds whatever dtype a user's Function returns."""
 
     class Wider(torch.autograd.Function):
         @staticmethod
@@ -200,7 +200,7 @@ def test_a_gradient_has_the_type_of_its_tensor() -> None:
 
 
 def test_of_each_edge_its_own_shapes_are_counted() -> None:
-    """Slots, messages and predictions have the bytes of all tensors that pass."""
+    """Slots, messages and predictions have the bytes of all tensors that cross the edge."""
     edges: Any = {0: TWO, 1: Boundary((3,), torch.bfloat16)}
 
     def narrow(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def test_stages_are_left_as_they_were() -> None:
 
 
 def test_behind_frozen_stages_nothing_has_a_gradient() -> None:
-    """The first of them may pass on whole numbers alone."""
+    """The first frozen stage may pass on only integers."""
     stages: list[nn.Module] = [
         Made(lambda w, x: x.long()),
         Made(lambda w, n: (w * n, n.float())),
@@ -272,7 +272,7 @@ def test_behind_frozen_stages_nothing_has_a_gradient() -> None:
 
 
 class Case(NamedTuple):
-    """A program, and the transport that it runs over."""
+    """A program and its transport."""
 
     transport: Any
     schedule: Any
@@ -300,7 +300,7 @@ CASES = [
 
 
 def own_steps(process: int, cases: list[Case], seed: int) -> list[Any]:
-    """Of each case the gradients of own stages, and the loss."""
+    """Return for each case the gradients of this process's stages, and the loss."""
     found = []
     for case in cases:
         program, shape = case.program(), case.shape
@@ -326,7 +326,7 @@ def own_steps(process: int, cases: list[Case], seed: int) -> list[Any]:
 
 
 def test_processes_have_the_bits_of_the_reference() -> None:
-    """Over every transport of CPUs: replicas, slices of a boundary, slots that are shared."""
+    """Every transport of CPUs is tested with replicas, slices of a boundary, or shared slots."""
     seed = 1
     results = run(own_steps, 4, CASES, seed)
     for case, processes in zip(CASES, zip(*results, strict=True), strict=True):

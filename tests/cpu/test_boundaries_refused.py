@@ -1,4 +1,4 @@
-"""What cannot pass between stages is one error, and says which tensor."""
+"""Tests that wrong tensors between stages cause one error, which names the tensor."""
 
 from __future__ import annotations
 

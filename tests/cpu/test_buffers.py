@@ -1,4 +1,4 @@
-"""What modules keep beside their parameters, and how values lie in memory, in any schedule."""
+"""Tests of module buffers, and of the memory layout of values, in any schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOUNDARY = Boundary((ROWS, WIDTH))
 
 
 class Normed(nn.Module):
-    """A linear layer and one with running statistics; either may be run again in the backward."""
+    """A linear layer and a batch norm, either of which may be recomputed in the backward."""
 
     def __init__(self, k: int, again: str = "", replaces: bool = False) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def virtual(schedule: Any, shape: PipelineShape, stages: list[nn.Module]) -> InP
 def test_running_statistics_are_those_of_a_plain_loop(
     schedule: Any, shape: PipelineShape, again: str
 ) -> None:
-    """Also where others than the layer that has them are recomputed."""
+    """This holds too if only other layers are recomputed."""
     m, ours, theirs = shape.microbatches, *(normed(shape.stages, replaces=True) for _ in range(2))
     for stage in ours:
         stage.again = again
@@ -109,7 +109,7 @@ def test_running_statistics_are_those_of_a_plain_loop(
 
 
 class Cached(nn.Module):
-    """Keeps numbers that are always the same, in a buffer that it makes or writes again."""
+    """Keeps constant numbers in a buffer that it creates or writes again."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_a_module_with_buffers_in_two_stages_is_said() -> None:
 
 
 def test_microbatches_may_lie_anywhere_in_a_batch() -> None:
-    """Where one begins at no multiple of a vector, products round otherwise than of a copy."""
+    """Products of a tensor that is not aligned to vectors round differently than of a copy."""
     numbers = torch.Generator().manual_seed(0)
     x, target = torch.randn(2, 4, 3, 6, generator=numbers)
     stages: list[Any] = [nn.Linear(6, 6) for _ in range(2)]
@@ -206,7 +206,7 @@ def test_statistics_that_a_backward_would_take_again_are_refused(schedule: Any) 
 
 
 def newest_first(r: int, P: int, m: int) -> RankSchedule:
-    """Forwards and backwards against the order of the microbatches."""
+    """Return forwards and backwards in descending order of the microbatches."""
     late = [*reversed(range(m))]
     return sum((op.at(mb) for op in (F, B) for mb in late), 0 * F)
 
@@ -216,7 +216,7 @@ def test_other_orders_are_said_and_are_those_of_the_programs_reference() -> None
     ranks = virtual(newest_first, shape, ours)
     with pytest.warns(UserWarning, match="do not run in the order of the microbatches") as caught:
         ranks.step(*batch(4))
-    assert len(caught) == 2  # one for each stage
+    assert len(caught) == 2  # one per stage
     run_sequential(theirs, *batch(4), loss=squares, program=ranks.program)
     run_sequential(plain, *batch(4), loss=squares)
     assert same_bits(buffers(ours), buffers(theirs)) and not same_bits(
@@ -263,7 +263,7 @@ def test_a_step_that_is_undone_leaves_statistics_as_they_are() -> None:
 
 
 class Turned(nn.Module):
-    """Gives, and gives back, what lies across or behind other rows; sums up what it is given."""
+    """Returns outputs and gradients that are transposed or strided, and sums its inputs."""
 
     def __init__(self, k: int, across: bool) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ SIDE = 65
 
 @pytest.mark.parametrize("across", [False, True])
 def test_a_layout_is_the_same_whether_handed_over_or_sent(across: bool) -> None:
-    """The bits of a sum depend on how its parts lie."""
+    """The bits of a sum depend on the memory layout of its terms."""
     x = torch.randn(3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     right = [Turned(k, across) for k in range(4)]
     total = run_sequential(right, x, x, loss=squares)
@@ -323,4 +323,4 @@ def test_what_is_handed_over_lies_as_what_is_sent() -> None:
         laid = boundary.to_message_layout(value)
         assert torch.equal(laid, value) and laid.stride() == (3, 3, 1)
         assert laid.storage_offset() == 0 and boundary.to_message_layout(laid) is laid
-        assert laid.untyped_storage().nbytes() == laid.nbytes  # nothing else is kept with it
+        assert laid.untyped_storage().nbytes() == laid.nbytes  # it keeps no other memory alive

@@ -1,4 +1,4 @@
-"""Forwards that change a buffer of several stages, or of a loss, cause a warning."""
+"""Tests of the warning for forwards that change a buffer of several stages or of a loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 
 class Means(nn.Module):
-    """A linear layer and a mean of what comes in, in memory that other stages may have, too."""
+    """A linear layer and a mean of its inputs, in memory that other stages may use too."""
 
     def __init__(self, k: int, mean: Tensor, changes: bool = True) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Means(nn.Module):
 def test_a_buffer_of_several_stages_is_said(
     schedule: Any, shape: PipelineShape, view: bool
 ) -> None:
-    """On one rank or several of a process; of one stage it is that of a plain loop."""
+    """The stages are on one or several ranks of a process. A single stage gets no warning."""
     mean = torch.zeros(WIDTH)
     stages = [Means(k, mean[:] if view else mean) for k in range(shape.stages)]
     with warnings.catch_warnings(record=True) as caught:
@@ -62,7 +62,7 @@ def test_a_buffer_of_several_stages_is_said(
         for _ in range(2):
             ranks.step(*batch(4))
     said = sorted(str(w.message) for w in caught)
-    assert len(said) == (shape.stages if shape.stages > 1 else 0)  # once for each stage
+    assert len(said) == (shape.stages if shape.stages > 1 else 0)  # once per stage
     for s, text in enumerate(said):
         assert f"stage {s} changes its buffer mean" in text
 
@@ -75,7 +75,7 @@ def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(shape: PipelineS
         virtual(interleaved, shape, [Means(k, mean, changes=False) for k in range(2)]).step(
             *batch(4)
         )
-        parts = torch.zeros(2, WIDTH)  # of one memory, and nothing of it in both
+        parts = torch.zeros(2, WIDTH)  # disjoint parts of one memory
         virtual(interleaved, shape, [Means(k, parts[k]) for k in range(2)]).step(*batch(4))
 
 
@@ -89,7 +89,7 @@ def test_a_module_of_stages_on_several_ranks_is_said() -> None:
 
 
 class Scored(nn.Module):
-    """A loss that counts how often it is taken."""
+    """A loss that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()

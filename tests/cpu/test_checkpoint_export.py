@@ -1,4 +1,4 @@
-"""`schedir checkpoint export`: the numbers of a checkpoint, as other tools read them."""
+"""Tests that other tools read the files of `schedir checkpoint export`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL = {  # a GPT without layers
 
 @pytest.fixture(scope="module", params=["tied in float32", "bfloat16"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of two runs of two steps: of three heads, so that none is taken for q."""
+    """Return the checkpoints of two runs of two steps, whose models have three heads."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
     (folder / "run.toml").write_text(CONFIG.format(text=folder / "text.txt"))
@@ -48,7 +48,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def made(folder: str, step: int, tensors: dict[str, Tensor], **state: object) -> None:
-    """A checkpoint of some tensors, each in two boxes or more if it can be cut."""
+    """Write a checkpoint of some tensors, each in several slices if it can be divided."""
     place, pieces, kinds = CheckpointDirectory(folder), {}, {}
     at = place.begin(step)
     for name, value in tensors.items():
@@ -88,7 +88,7 @@ def test_transformers_gives_the_same_logits(
     tokens = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours, found = stage(tokens), theirs.eval()(tokens).logits
-    assert ours.std() > 0.1  # it has learned something: logits are no noise about 0
+    assert ours.std() > 0.1  # trained logits are not just noise around 0
     torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
     assert theirs.config.tie_word_embeddings is tied
 
@@ -116,7 +116,7 @@ def test_safetensors_reads_what_was_saved(
 def test_all_shapes_and_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The odd ones first, so that what follows is aligned only if that was seen to."""
+    """Odd sizes come first, so that later tensors are aligned only if the export does it."""
     monkeypatch.chdir(tmp_path)
     tensors = {
         "buffers/mask": torch.tensor([True, False, True]),

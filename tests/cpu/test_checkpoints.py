@@ -1,4 +1,4 @@
-"""Checkpoints: what one layout of ranks has written, any other reads, and goes on as in one run."""
+"""Tests that any layout of ranks reads another's checkpoint and continues as in one run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cpu.layouts import whole as read_whole
 from tests.cpu.spawn import run
 
 BASE = Layout(one_f_one_b, PipelineShape(2, 4), dp=2)
-# The same replicas, and sums in the same order: the same bits.
+# These layouts have the same replicas and sum in the same order, so they have the same bits.
 ALIKE = {
     "the same": BASE,
     "zero 1": BASE._replace(zero=1),
@@ -53,7 +53,7 @@ whole = cache(read_whole)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of a run of six steps, and of three more under every layout, of every model."""
+    """Return a folder with checkpoints of a run, continued in every layout, for every model."""
     folder, every = tmp_path_factory.mktemp("checkpoints"), ALIKE | OTHERS
     several = [case for case in CASES if every[case[0]].processes == BASE.processes]
     layouts = {model: {n: every[n] for n, m in several if m == model} for model in MODELS}
@@ -86,7 +86,7 @@ def test_layouts_that_sum_alike_go_on_with_the_bits_of_one_run(
 
 @pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[0] in OTHERS])
 def test_any_layout_goes_on(name: str, model: str, folder: Path) -> None:
-    """But for slices that drop out each its own of their heads, and so another in each layout."""
+    """The exception is dropout of tensor-parallel ranks, which differs between layouts."""
     found = differing(whole(folder / model, 6), whole(folder / model / name, 6))
     assert found
     if not (MODELS[model].dropout and OTHERS[name].tp > 1):

@@ -1,4 +1,4 @@
-"""Checkpoints where all ranks are in one process: any stages, optimizers and types."""
+"""Checkpoints of virtual ranks in one process, with any stages, optimizers and dtypes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIMIZERS = {
 
 
 class Mixed(nn.Module):
-    """A stage of all kinds: frozen, without numbers, of one number, with two names, and buffers."""
+    """A stage with frozen, empty, scalar and twice registered parameters, and with buffers."""
 
     count: Tensor
 
@@ -110,7 +110,7 @@ def test_any_draft_reads_what_any_other_wrote(data: Any, zeros: Any, name: str) 
     draft = data.draw(compute_programs(3, 3))
     shape, (one, two) = draft.shape, zeros
     assume(shape.optimizer_steps == 1)
-    writes = shape.placement_rows == 1  # else each holder of a stage would have buffers of its own
+    writes = shape.placement_rows == 1  # replicas of a stage would have different buffers
     m, stages, optimizer = shape.microbatches, shape.stages, OPTIMIZERS[name]
     other = data.draw(
         st.sampled_from(
@@ -165,7 +165,7 @@ def test_a_weight_that_stages_share_is_there_once(tied: bool, tmp_path: Path) ->
 
 
 def test_types_of_weights_may_be_others(tmp_path: Path) -> None:
-    """Weights of 16 bits are those of 32 rounded, and these are kept where there are any."""
+    """16-bit weights are read from rounded float32 weights, and float32 from main parameters."""
     wide, half = Model(), Model(half=True)
     one, two, three = (in_process(GPTS[k], m) for k, m in ((0, wide), (2, half), (1, wide)))
     steps(one, 0, 2)
@@ -189,7 +189,7 @@ class Drops(nn.Linear):
 
 
 def test_draws_go_on(tmp_path: Path) -> None:
-    """By the seed and the number of the step, or as torch's generators are."""
+    """After a load, random numbers continue: from the seed and step, or from torch's generators."""
     for seed in (3, None):
 
         def made() -> InProcessExecutor:
@@ -302,7 +302,7 @@ def test_weights_alone_are_read_where_nothing_is_trained(tmp_path: Path) -> None
                 assert torch.equal(right[f"{kind}/stages.{s}.{name}"], value)
 
 
-# ------------------------------------------------------------ what is refused
+# ------------------------------------------------------------ refusals
 
 
 class Own(torch.optim.SGD):
@@ -318,7 +318,7 @@ class Counts:
 
 
 class Slashed(torch.optim.SGD):
-    """Keeps something by a name that a checkpoint would take for two."""
+    """An optimizer with a slash in the name of a state."""
 
     elementwise = True
 

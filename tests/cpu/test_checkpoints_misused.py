@@ -1,5 +1,7 @@
-"""Checkpoints where calls, names, modules or files are not as they should be: nothing is saved or
-read that is not what it says."""
+"""Tests of checkpoints with wrong calls, names, modules or files.
+
+No wrong data are saved or loaded.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def alike(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 class Scaled(nn.Module):
-    """A loss with a number of its own."""
+    """A loss with its own weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +71,7 @@ class Scaled(nn.Module):
 
 
 class Inner(nn.Linear):
-    """A stage that has such a loss, and does not use it as one."""
+    """A stage that contains such a loss, but does not use it as its loss."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -87,7 +89,7 @@ def test_a_name_is_one_weights_also_within_a_stage(tmp_path: Path) -> None:
 
 
 def told(rank: int, folder: Path) -> None:
-    """A process: one has no names."""
+    """Save from a process, of which the second has no names."""
     names: dict[str, str] = {}
     executor = executor_of(Layout(one_f_one_b, PipelineShape(2, 2)), Model())
     own: Callable[[int, str], str] = (lambda s, n: names[n]) if rank else (lambda s, n: n)
@@ -122,7 +124,7 @@ def test_what_a_load_has_changed_is_not_saved_as_what_was_due(tmp_path: Path) ->
     with pytest.raises(ModelError, match="step 1 cannot be saved"):
         saver.write()
     assert not CheckpointDirectory(tmp_path / "due").list_steps()
-    saver.schedule_save(1)  # and goes on
+    saver.schedule_save(1)  # the run continues
     now = numbers(ranks)
     step(ranks, 1)
     saver.write()
@@ -194,7 +196,7 @@ def test_nobody_goes_on_from_what_is_partly_read(
 
 
 class Odd(nn.Linear):
-    """A stage with what lies in memory otherwise than in its own order."""
+    """A stage with tensors whose memory layout differs from their order."""
 
     def __init__(self, *, expanded: bool = False) -> None:
         super().__init__(4, 4)
@@ -239,7 +241,7 @@ def test_it_is_said_that_a_frozen_weight_leaves_its_moments(tmp_path: Path) -> N
 
 
 def written_by_one(rank: int, folder: Path) -> str:
-    """A process: only the first has weights that were changed behind the Saver's back."""
+    """Save from a process, of which only the first has weights changed without the Saver."""
     layout = Layout(one_f_one_b, PipelineShape(2, 2), options={"checkpoint_snapshots": True})
     executor = executor_of(layout, Model(tied=False))
     saver = Saver(executor, folder)
@@ -260,9 +262,9 @@ def test_all_processes_refuse_to_write_what_one_has_not_copied(tmp_path: Path) -
 
 
 def left_alone(rank: int) -> str:
-    """A process: the other one goes while both would tell each other something."""
+    """Destroy the group of a process while the other one would exchange data with it."""
     group = dist.new_group(backend="gloo")
-    dist.barrier()  # all have made the group
+    dist.barrier()  # both have created the group
     if rank:
         dist.destroy_process_group(group)
         return ""
@@ -293,7 +295,7 @@ def test_what_is_due_and_never_written_is_said(tmp_path: Path) -> None:
 
 
 def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
-    """A process: reads of a checkpoint what is its share, and where that is wrong, all know."""
+    """Load this process's part of a checkpoint, whose errors are reported by all processes."""
     executor = executor_of(Layout(one_f_one_b, PipelineShape(2, 2)), Model(tied=False))
     for number in (1, 2):
         save(executor, folder, step=number, name_map=lambda s, n: n)

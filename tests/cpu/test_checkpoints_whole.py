@@ -1,4 +1,4 @@
-"""What is said of checkpoints that are not whole by who loads the newest one."""
+"""Tests of the messages about incomplete checkpoints when the newest one is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def two() -> InProcessExecutor:
 
 
 def test_a_checkpoint_that_is_not_whole_is_passed_over_in_words(tmp_path: Path) -> None:
-    """None of those that are there being whole is not the same as none being there."""
+    """A folder with only incomplete checkpoints differs from a folder without checkpoints."""
     one = two()
     assert load(one, tmp_path) is None
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Collectives of all kinds over all transports of a CPU, against a plain computation."""
+"""Tests of all collectives over all transports of a CPU, against a plain computation."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ TRANSPORTS: tuple[Callable[[Program], ProcessTransport], ...] = (
     Strict,
 )
 TYPES = (torch.float32, torch.bfloat16, torch.complex64)
-PART = 3  # numbers of a rank's part
+PART = 3  # elements of a rank's part
 
 
 def brings(process: int, members: int, dtype: torch.dtype) -> Tensor:
-    """What a process brings to a group; sums of it are exact in any order."""
+    """Return the input of a process to a group, whose sums are exact in any order."""
     return (1 + process + torch.arange(members * PART) ** 2 % 7).to(dtype)
 
 
 def plainly(kind: CollectiveName, members: list[int], own: int, dtype: torch.dtype) -> Tensor:
-    """What process `own` must get."""
+    """Return the right result of process `own`."""
     all_of = [brings(process, len(members), dtype) for process in members]
     at = members.index(own)
     if kind == "all_gather":
@@ -52,7 +52,7 @@ def plainly(kind: CollectiveName, members: list[int], own: int, dtype: torch.dty
 def collect(
     transport: Any, group: GroupKey, members: list[int], own: int, dtype: torch.dtype
 ) -> dict[tuple[CollectiveName, bool], tuple[Any, Tensor]]:
-    """Start every kind in a group: by kind, and whether in place, its Work and result."""
+    """Start every collective in a group. Return its Work and result by kind and `in_place`."""
     n, started = len(members), {}
     for kind in COLLECTIVES:
         for in_place in (False, True):
@@ -71,7 +71,7 @@ def collect(
 
 
 def wrong(started: Any, members: list[int], own: int, dtype: torch.dtype) -> list[Any]:
-    """Wait for all that was started; which of it was not as it should be."""
+    """Wait for all started collectives, and return those with wrong results."""
     found = []
     for (kind, in_place), (work, out) in started.items():
         work.wait()
@@ -81,7 +81,7 @@ def wrong(started: Any, members: list[int], own: int, dtype: torch.dtype) -> lis
 
 
 def groups_of(program: Program, process: int) -> dict[GroupKey, list[int]]:
-    """Who is in the groups of a process, by the order of processes (dp, pp, tp)."""
+    """Return the members of the groups of a process, for processes in the order (dp, pp, tp)."""
     tp, dp, pp = program.tp, program.dp, program.shape.ranks
     r, p, t = process // (pp * tp), process // tp % pp, process % tp
 
@@ -107,7 +107,7 @@ def groups_of(program: Program, process: int) -> dict[GroupKey, list[int]]:
 def exchange(
     transport: Any, group: GroupKey, members: list[int], own: int, dtype: torch.dtype
 ) -> bool:
-    """Send (a + 2b) % 3 numbers from member a to member b; whether they come in order."""
+    """Send (a + 2b) % 3 elements from member a to b, and return whether they are in order."""
     n, me = range(len(members)), members.index(own)
     sent, received = (tuple((a + 2 * b) % 3 for a, b in pairs) for pairs in (
         [(me, other) for other in n], [(other, me) for other in n]
@@ -147,7 +147,7 @@ def test_processes() -> None:
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_virtual_ranks(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the order in which they come."""
+    """Results are right in any order of the ranks."""
     program = compile(gpipe, PipelineShape(3, 2), tied_weights=True)
     for order in permutations(range(3)):
         if on_gpu:
@@ -164,7 +164,7 @@ def test_virtual_ranks(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_virtual_ranks_meet_in_their_own_order(
     kind: CollectiveName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums that are rounded are the same, in bits, whoever comes last."""
+    """Rounded sums have the same bits, whichever rank comes last."""
     program, results = compile(gpipe, PipelineShape(3, 2)), set()
     for order in permutations(range(3)):
         ranks = mailbox.make_mailboxes(program, "per_edge", False, [])

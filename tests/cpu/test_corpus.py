@@ -1,4 +1,4 @@
-"""What a configuration trains on: tokenizers, documents, what is held out; and a run on them."""
+"""Tests of training data: tokenizers, documents, held-out data, and a run on them."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_only_targets_of_one_document_count(source: str) -> None:
     samples = Corpus(told(source, packing="best_fit")).batches
     inputs, targets = samples.read_batch(0, len(samples))
     counted = targets != gpt.IGNORE_INDEX
-    assert gpt.count_tokens(targets) == sum(map(len, TEXTS))  # and of each one its end
+    assert gpt.count_tokens(targets) == sum(map(len, TEXTS))  # with the end of each document
     assert not counted.all() and (targets[counted] < 257).all()
-    # Nothing is a target of a document's end.
+    # The end of a document has no target.
     assert not counted[inputs == 256].any()
     assert int((targets == 256).sum()) == len(TEXTS)
     _, targets = Corpus(told(source)).batches.read_batch(0, 5)
@@ -100,7 +100,7 @@ def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_p
 def test_a_run_on_packed_documents(
     config: str, source: str, tokenizer: str, tmp_path: Path
 ) -> None:
-    """In two processes as in one, with a count of targets that differs by microbatch."""
+    """Losses in two processes and in one are equal, with different target counts per microbatch."""
     sets = [f'data.source="{source}"', f'data.tokenizer="{tokenizer}"', "model.vocab=300",
             "data.packing=best_fit", "data.validation=0.1", "pipeline.tp=1",
             "train.steps=3"]  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_run_on_packed_documents(
 def test_a_run_reads_its_data_once(
     config: str, source: str, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what it holds out, and evaluates on."""
+    """This includes the held-out data for evaluations."""
     asked: list[str] = []
 
     def counted(name: str, *rest: object) -> object:

@@ -1,4 +1,4 @@
-"""Token streams and batches."""
+"""Tests of token streams and batches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_samples_are_windows_and_a_function_of_seed_and_number(
 def test_whatever_is_taken_at_once_epochs_have_every_window_once(
     length: int, context: int, sizes: list[int], seed: int
 ) -> None:
-    """As where the number of replicas or of microbatches changes between runs."""
+    """The number of replicas or of microbatches may change between runs, for example."""
     context = min(context, length - 1)
     batches = Batches(np.arange(length, dtype=np.uint8), context, 1, seed)
     taken, parts = 0, []

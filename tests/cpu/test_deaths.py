@@ -1,4 +1,4 @@
-"""A process that dies in a run: one message that names it, and none of those that lose it."""
+"""Tests that a dead process of a run causes one message, which names it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def dying(config: str, tmp_path: Path, how: str, transport: str, ranks: int = 3) -> list[str]:
-    """What `schedir train` is told, for a run whose second rank dies."""
+    """Return the arguments of `schedir train` for a run whose second rank dies."""
     schedule = tmp_path / "mine.py"
     schedule.write_text(DEADLY.format(how=how))
     sets = [f"pipeline.ranks={ranks}", "pipeline.tp=1", "pipeline.stages_per_rank=1",
@@ -71,7 +71,7 @@ def test_the_launcher_says_who_died_and_how(
     code, _, err = launched(words, tmp_path / "out")
     assert code == 1 and err.count("\n") == 1
     assert err.startswith(f"process 1 (pipeline rank 1){said}")
-    # The batch of a step is drawn by another thread, meanwhile or before.
+    # Another thread draws the batch of a step, during the step or before.
     assert "in step " in err or "of step " in err
 
 
@@ -130,7 +130,7 @@ def test_under_torchrun_a_neighbour_says_who_died(
     code, _, err = launched(words, tmp_path / "out")
     ours = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and "pair.cc" not in err
-    # torchrun ends the others at once; who is told to end says who has died.
+    # torchrun ends the others at once, and they report the dead process.
     (said,) = ours
     assert said.startswith("process 1 (pipeline rank 1) has died without a message, ")
     assert "Root Cause" in err and "rank      : 1 " in err

@@ -1,4 +1,4 @@
-"""The CPU optimizer with weight delay: it steps while the next update is computed."""
+"""Tests of the CPU optimizer with weight delay, which steps while the next update computes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ WHERE = ("device", "cpu_step")
 
 
 def flushed(r: int, P: int, m: int) -> RankSchedule:
-    """Two microbatches of an update, in all ranks one update after the other."""
+    """Return updates of two microbatches, which all ranks run one after the other."""
     return m // 2 * (2 * F + 2 * B)
 
 
 def deep(r: int, P: int, m: int) -> RankSchedule:
-    """Two stages of a rank, two microbatches of an update: depth first."""
+    """Return depth-first updates of two microbatches, for two stages per rank."""
     return m // 2 * (2 * F[0] + 2 * F[1] + 2 * B[1] + 2 * B[0])
 
 
@@ -87,7 +87,7 @@ def world_of(
 def test_a_microbatch_uses_its_version_whatever_takes_how_long(
     case: tuple[Any, PipelineShape], optimizer: Any, seed: int
 ) -> None:
-    """In random legal orders, with a plain loop over kept versions."""
+    """Random legal orders are compared with a plain loop that keeps versions."""
     schedule, shape = case
     right = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer)
     world = world_of(schedule, shape, "cpu_step", optimizer)
@@ -95,9 +95,9 @@ def test_a_microbatch_uses_its_version_whatever_takes_how_long(
     slow = [lane for k, lane in enumerate((Lane.HOST, Lane.D2H, Lane.H2D)) if seed >> k & 1]
     event(f"slow: {len(slow)} lanes")
     for k, rank in enumerate(world.executors):
-        for lane in slow:  # a millisecond or so a stage
+        for lane in slow:  # about a millisecond per stage
             rank.state.resources.service(CopyLanes).bandwidth[lane] = 2e6
-        if Lane.HOST in slow:  # ahead of what it does, too
+        if Lane.HOST in slow:  # also delay the start of its work
             own = steps_of(world, k)
             vars(own)["step"] = partial(_late, own.step)
     world.step(*make_batch(shape.microbatches), order_seed=seed)
@@ -119,7 +119,7 @@ def _late(step: Any, *what: Any) -> None:
     ],
 )
 def test_the_bits_are_those_of_steps_on_the_device(case: int, make: str, how: Any) -> None:
-    """Also of losses, and from one program to the next."""
+    """Losses are equal too."""
     schedule, shape = CASES[case]
     half, found = make == "bfloat16", []
     for states in WHERE:
@@ -160,13 +160,13 @@ def test_only_the_update_that_is_not_finite_is_left_out(clip: bool) -> None:
 
 
 def _spoil(calls: Iterator[int], module: Any, taken: Any, out: Tensor) -> Tensor:
-    """The third forward of a stage gives what is not finite."""
+    """Make the third forward of a stage return values that are not finite."""
     return out * (torch.nan if next(calls) == 2 else 1.0)
 
 
 @pytest.mark.parametrize("states", WHERE)
 def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(states: str) -> None:
-    """Whoever ends updates late may be told the next norm before it has judged by the first."""
+    """A rank that ends updates late may receive the next norm before it has used the first."""
     shape, seen = PipelineShape(2, 2, optimizer_steps=2, weight_delay=1), 0
     own = schedir.compile(
         pipedream_2bw,
@@ -231,7 +231,7 @@ def test_on_processes() -> None:
 
 @pytest.mark.parametrize("case", [0, 1, 4, 5, 6])
 def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
-    """And no more versions live than are counted, in any order."""
+    """In any order, no more versions exist than are counted."""
     schedule, shape = CASES[case]
     stages, (x, y, _) = of_gpt.gpt_stages(shape.stages, tied=False), of_gpt.batch(2)
     sizes = measure_sizes(
@@ -271,7 +271,7 @@ def _counted(versions: Any, most: list[int], rank: int) -> None:
 
 
 def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """Each run of a program begins with a delay of none, so versions are not in it."""
+    """Each run of a program begins without delay, so checkpoints contain no versions."""
     model = Model(dropout=0.1, clip=True)
 
     def layout(states: str) -> Layout:
@@ -288,7 +288,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_the_host_steps_while_the_next_update_is_computed() -> None:
-    """As a run has it: what the host does lies beside computes, and ends before the step."""
+    """In a measured run, the host's step overlaps with computes and ends before the step."""
     schedule, shape = CASES[0]
     world = made(
         schedir.compile(schedule, shape, progress_model="per_edge", optimizer_placement="cpu_step"),

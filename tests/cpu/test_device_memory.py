@@ -1,4 +1,4 @@
-"""Memory that a GPU is asked for after the first step: it is counted, and a run says so once."""
+"""Tests of requests for GPU memory after the first step, which are counted and reported once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_run_says_so_once(
     capsys: pytest.CaptureFixture[str],
     grows: int,
 ) -> None:
-    """Of a GPU that is not there, whose memory grows in a step."""
+    """A virtual GPU's memory grows in a step."""
     step, issue = 0, StepQueue.issue
 
     def issued(self: StepQueue, *given: Any) -> None:
@@ -38,7 +38,7 @@ def test_a_run_says_so_once(
     lines = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     said = [line for line in lines if line.startswith("memory: ")]
     assert len(said) == (grows == 3) and all("1 of 1 processes allocated" in line for line in said)
-    if said:  # in the first step all may be asked for; then before the report of what grew
+    if said:  # requests in the first step are not reported, and later ones before their step's line
         assert lines.index(said[0]) == lines.index("step 4") - 1
 
 
@@ -47,5 +47,5 @@ def test_it_counts_what_may_wait_for_the_device(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     assert count_allocations(torch.device("cuda", 0)) == 8
     assert count_allocations(torch.device("cpu")) == 0
-    stats.clear()  # before torch has begun with the GPU
+    stats.clear()  # as before torch initializes the GPU
     assert count_allocations(torch.device("cuda", 0)) == 0

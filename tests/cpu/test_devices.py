@@ -1,4 +1,4 @@
-"""What is refused before a GPU is touched; all that a machine without one can tell."""
+"""Tests of errors before a GPU is used, as far as a machine without one can test them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_machines_that_are_refused() -> None:
             require_gpus(processes, gpus, environ)
         assert error.value.hint
         said.append(format_error(error.value))
-    # How a torch without CUDA is told apart is not this test's.
+    # Other tests cover a torch without CUDA.
     assert "\n".join(said[1:]) + "\n" == (GOLDEN / "machines.txt").read_text()
 
 
@@ -168,7 +168,7 @@ def test_unknown_devices_and_the_like(wrong: dict[str, str]) -> None:
 def test_what_waits_behind_a_compute_is_refused_on_every_device(
     device: Literal["cpu", "cuda"], tmp_path: Path
 ) -> None:
-    """The model `per_edge` allows it, but hosts that wait do not, nor does torch over NCCL."""
+    """`per_edge` allows the order, but blocking hosts do not, nor does torch over NCCL."""
     assert EdgeGroups.blocking_hosts and GroupedMessages.blocking_hosts
     path = tmp_path / "late.sched"
     path.write_text(to_text(sends(late=False)))
@@ -187,7 +187,7 @@ def test_a_transport_names_its_model() -> None:
     assert TrainConfig(device="cuda", transport="nccl_grouped").progress_model == "per_device"
     assert TrainConfig().progress_model == "per_edge"
     with pytest.raises(UsageError):
-        TrainConfig(transport="nccl_grouped")  # of a CPU
+        TrainConfig(transport="nccl_grouped")  # the device is a CPU
 
 
 @pytest.mark.parametrize("row", TRANSPORTS.values(), ids=lambda row: row.name)
@@ -201,7 +201,7 @@ def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> Non
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in [*first[2:], *more])
     assert all(
         p.default is not inspect.Parameter.empty for p in more
-    )  # whoever makes one by its row
+    )  # the row's constructor needs no other arguments
     assert row.device in DEVICES
     for function in (DEVICES[row.device].require_path, DEVICES[row.device].initialise_path):
         assert callable(load_object(function))
@@ -213,12 +213,12 @@ def test_the_transport_that_is_chosen() -> None:
     assert choose_transport("auto", "cpu", shares) is GlooTransport
     assert (
         choose_transport("shared_memory", "cpu", shares) is SharedMemoryTransport
-    )  # which refuses it, and says why
+    )  # its constructor refuses the program with a reason
     assert choose_transport("gloo", "cpu", own) is GlooTransport
     assert choose_transport("auto", "cuda", own) is NCCLEdge
     assert choose_transport("nccl_grouped", "cuda", own) is NCCLGrouped
     models = {row.progress_model for row in list_transports("cuda")}
-    assert models == {"per_edge"}  # that for which "auto" has the program made
+    assert models == {"per_edge"}  # the model that "auto" compiles for
 
 
 def test_what_needs_a_gpu_says_so() -> None:
@@ -238,7 +238,7 @@ def test_processes_meet_before_there_is_a_group(tmp_path: Path) -> None:
 
 
 class Options:
-    """As ProcessGroupNCCL.Options, where torch is built without NCCL."""
+    """A stand-in for ProcessGroupNCCL.Options, for a torch without NCCL."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
@@ -247,7 +247,7 @@ class Options:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What `new_group` is told by a process that is alone in its world."""
+    """Return the list of arguments of `new_group` from a process that is alone in its world."""
     found: list[dict[str, Any]] = []
     if not dist.is_nccl_available():
         patch = SimpleNamespace(Options=Options)
@@ -263,7 +263,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_options_of_communicators(told: list[dict[str, Any]]) -> None:
-    """They share nothing, and end a process later than we do."""
+    """Communicators share no resources, and end a process later than schedir's own timeout."""
     process_groups.make_group([[0]], 7.0, "cuda")
     process_groups.make_group([[0]], 7.0, "cuda", 8)
     process_groups.make_group([[0]], None, "cuda")
@@ -294,7 +294,7 @@ def test_multiprocessors_of_an_edge_by_the_bytes_of_its_messages(size: int, most
 
 
 def test_memory_of_the_host_is_not_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU holds gradients, moments and activations; the model is made by the host."""
+    """The host creates the model, while a GPU holds gradients, moments and activations."""
     model = gpt_config.GPTConfig(256, 4, 512, 8, 2048)
     monkeypatch.setattr(
         "os.sysconf", lambda name: 1 if "SIZE" in name else 8 * model.num_parameters
@@ -307,8 +307,10 @@ def test_memory_of_the_host_is_not_a_gpus(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_memory_that_replicas_share_is_not_asked_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the model's states, in bytes a parameter: the optimizer's, gradients, weights; but these
-    are made whole.  Activations and tokens are small."""
+    """The bytes per parameter are those of optimizer states, gradients and weights.
+
+    Weights are created whole. Activations and tokens are small.
+    """
     model = gpt_config.GPTConfig(256, 4, 512, 8, 2)
     for zero, bytes_each in enumerate((16, 8 + 8 / 4, 4 + 12 / 4, 4)):
         pipeline = run_config.PipelineConfig(dp=4, **dict[str, Any](zero=zero))

@@ -1,4 +1,4 @@
-"""Weights that are drawn by slice are slices of one weight."""
+"""Tests that weights drawn by slice are slices of one weight."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_decides_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = SlicedInit("0 name", torch.Size((6, 4)))
     whole = weight.narrow(0, 0, 6)
     assert torch.equal(whole, weight.narrow(0, 0, 6))
-    assert len(whole.unique()) == 24  # no block is another's
+    assert len(whole.unique()) == 24  # no block repeats another
     assert not torch.isin(replace(weight, key="1 name").narrow(0, 0, 6), whole).any()
     half = replace(weight, dtype=torch.bfloat16, std=0.5).narrow(0, 0, 6)
     assert torch.equal(half, (0.5 * whole).bfloat16())
@@ -75,11 +75,11 @@ def test_a_stage_is_made_where_it_is_to_be() -> None:
         assert torch.equal(p, q)
 
 
-BLOCK = 160  # numbers
+BLOCK = 160  # elements
 
 
 def shared(rank: int) -> tuple[dict[str, tuple[Tensor, int | None]], int]:
-    """A rank's parameters with how they are cut, and the most that was made at once."""
+    """Return a rank's parameters with their shard dimensions, and its largest allocation."""
     with pytest.MonkeyPatch.context() as patch, Largest() as largest:
         patch.setattr(sliced_init, "BLOCK_SIZE", BLOCK)
         stage = build_stage(CONFIG, 0, 1, tp=dist.group.WORLD)

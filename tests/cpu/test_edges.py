@@ -1,4 +1,4 @@
-"""Transports beside Gloo: the queues that NCCL gives, over Gloo, and shared memory."""
+"""Tests of other transports than plain Gloo: NCCL's queues over Gloo, and shared memory."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_edges_and_tensor_parallel_groups_together() -> None:
 
 
 class Static(EdgeGroups):
-    """Sends what lies in static memory, as NCCL does, and notes where that is."""
+    """Sends from static memory, as NCCL does, and records the addresses."""
 
     def __init__(self, program: Program) -> None:
         self.sent: list[int] = []
@@ -102,7 +102,7 @@ class Static(EdgeGroups):
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         self.sent.append(tensor.data_ptr())
-        # No more memory than what is sent takes: a part of a boundary lies in no whole one.
+        # The buffer is as large as the message: a part of a boundary is not in a whole one.
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         return super().send(tensor, peer, lane)
 
@@ -110,8 +110,10 @@ class Static(EdgeGroups):
 def addresses(
     rank: int, schedule: Any, shape: PipelineShape, tp: int, buffer_sharing: BufferSharing | None
 ) -> Any:
-    """Whether what is sent lies in the same places in each of two steps, how many, also in those
-    that warm up, and bits."""
+    """Return whether two steps send from the same addresses, how many there are, and gradients.
+
+    Addresses of warmup steps are counted too.
+    """
     program = compile(schedule, shape, tp=tp, tied_weights=True, buffer_sharing=buffer_sharing)
     transport = Static(program)
     transport.sent.clear()
@@ -150,7 +152,7 @@ def test_parts_of_boundaries_lie_in_static_memory() -> None:
 
 
 def without_check(rank: int, kind: str) -> Any:
-    """A program that is legal under `per_edge` alone, on a transport that says it were that."""
+    """Run a program that only `per_edge` accepts, on a transport that claims this model."""
     program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     transport: ProcessTransport = (
         Strict(program, waits=2.0) if kind == "strict" else EdgeGroups(program)
@@ -169,7 +171,7 @@ def test_what_the_model_forbids_hangs_where_it_is_strict_and_only_there() -> Non
 
 
 def groups_made(rank: int) -> Any:
-    """The groups that this process takes part in making, in order, and its own edges."""
+    """Record the groups that this process helps to create, in order, and check its edges."""
     made, new_group = [], dist.new_group
 
     def noted(ranks: list[int], *args: Any, **options: Any) -> Any:
@@ -187,8 +189,8 @@ def test_a_process_makes_its_own_groups_and_no_others() -> None:
     for rank, (made, own) in enumerate(run(groups_made, 6)):
         before, after = (rank - 2, rank), (rank, rank + 2)
         here = [before] * 2 * (rank >= 2) + [after] * 2 * (rank < 4)  # activations and gradients
-        # The model, the layers, the gathers, and four colours of edges: in one that it does not
-        # have, a process is alone.
+        # There are groups for the model, the layers and the gathers, and four colours of edges. A
+        # process without an edge of a colour is alone in that group.
         assert len(made) == 7 and all(rank in row for row in made)
         assert sorted(row for row in made[3:] if len(row) > 1) == sorted(here)
         assert own == [e for e in directed_edges(program) if rank // 2 in (e.source, e.target)]
@@ -196,13 +198,17 @@ def test_a_process_makes_its_own_groups_and_no_others() -> None:
 
 def test_edges_apart_have_no_rank_in_common() -> None:
     for schedule, shape, most in (
-        (one_f_one_b, PipelineShape(16, 16), 4),  # no fewer will do: a rank in the middle has four
+        (
+            one_f_one_b,
+            PipelineShape(16, 16),
+            4,
+        ),  # the minimum, since a rank in the middle has four edges
         (interleaved, PipelineShape(8, 8, 2), 4),
         (
             interleaved,
             PipelineShape(5, 10, 2),
             5,
-        ),  # 10 edges, and of five ranks two pairs are apart
+        ),  # 10 edges, and five ranks have at most two disjoint pairs
     ):
         edges = directed_edges(compile(schedule, shape))
         colours = partition_disjoint_edges(edges)
@@ -214,8 +220,10 @@ def test_edges_apart_have_no_rank_in_common() -> None:
 
 
 def uneven(rank: int) -> Any:
-    """Edges where processes have made groups before, not all of them the same number, and where
-    torch has one colour for all, of which NCCL would make one group."""
+    """Create edges where processes already created different numbers of groups.
+
+    torch also has the same colour for all groups, of which NCCL would make one group.
+    """
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
     program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
@@ -232,7 +240,7 @@ def test_groups_where_processes_have_others() -> None:
 
 
 def anew(rank: int) -> Any:
-    """A transport after another, of which some groups, or all, have been destroyed."""
+    """Create a transport after another one, some or all of whose groups were destroyed."""
     program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
     for _ in range(2):
         transport = EdgeGroups(program, timeout=10.0)
@@ -269,7 +277,7 @@ def test_edges_of_a_chain() -> None:
 
 
 def held_back(rank: int) -> Any:
-    """To wait for a transfer of a group that is still open would be to wait for ever."""
+    """Check that waiting for a transfer of an open group, which would never end, is refused."""
     transport = GroupedMessages(compile(one_f_one_b, PipelineShape(2, 2)))
     transport.start_group()
     work = transport.send(torch.zeros(1), 1 - rank, Lane.ACT)

@@ -1,4 +1,4 @@
-"""The gradient of an embedding is added by rows, with the bits of the whole one."""
+"""Tests that an embedding's gradient is added by rows, with the bits of the whole gradient."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_row_sums_are_the_rows_of_the_whole_gradient(
 
 
 def weight_of(dtype: torch.dtype, grad: torch.dtype | None) -> nn.Parameter:
-    """A weight, and its gradient where there is one."""
+    """Return a weight, with a gradient if a dtype is given."""
     weight = nn.Parameter(random(VOCAB, HIDDEN).to(dtype))
     if grad is not None:
         weight.grad_dtype = grad
@@ -61,7 +61,7 @@ def weight_of(dtype: torch.dtype, grad: torch.dtype | None) -> nn.Parameter:
 
 
 def backward(y: Tensor, late: bool, dy: Tensor | None = None) -> None:
-    """A whole backward of a sum of squares, or one in halves; or of dy."""
+    """Run a whole or split backward of a sum of squares, or with the gradient dy."""
     y, dy = (y.square().sum(), None) if dy is None else (y, dy)
     if not late:
         torch.autograd.backward(y, dy)
@@ -79,7 +79,7 @@ def backward(y: Tensor, late: bool, dy: Tensor | None = None) -> None:
 def test_any_uses_have_the_bits_of_plain_torch(
     uses: str, grad: torch.dtype | None, padding: int | None, late: bool
 ) -> None:
-    """E embeds, what comes in or more of it; H multiplies by the same weight."""
+    """E embeds tokens with the weight, and H multiplies by the same weight."""
 
     def run(embed: Any, multiply: Any, late: bool) -> Tensor:
         weight = weight_of(torch.float32, grad)
@@ -101,7 +101,7 @@ def test_any_uses_have_the_bits_of_plain_torch(
 def test_tokens_may_be_of_32_bits_and_gradients_of_fewer_than_weights(
     grad: torch.dtype | None, late: bool
 ) -> None:
-    """A gradient of fewer bits is rounded once for each use, as torch does."""
+    """A gradient of lower precision is rounded once per use, as in torch."""
     tokens = (torch.arange(600) % 7).int()
     found = []
     for embed in (embedding, F.embedding):
@@ -135,7 +135,7 @@ def test_a_wider_sum_is_not_rounded(late: bool) -> None:
 
 
 def test_autograd_gets_rows_once_for_each_weight() -> None:
-    """Two tensors of rows it would join to one, in which rows come twice."""
+    """autograd would join two tensors of rows into one with duplicate rows."""
     weight, other = (weight_of(torch.float32, torch.float32) for _ in range(2))
     came: list[Any] = []
     nodes = [get_gradient_edge(w).node for w in (weight, other)]

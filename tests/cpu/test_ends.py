@@ -1,4 +1,4 @@
-"""How processes of a run end: boxes of other machines, and nobody who outlives his launcher."""
+"""Tests of the end of a run: black boxes of other machines, and no process after its launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.cpu.training import TORCHRUN, Run, arguments, finish, start, wait_unt
 
 
 def seen(process: int, *, waits: bool) -> BlackBoxSnapshot:
-    """A box of a process in set-up."""
+    """Return a snapshot of the black box of a process in set-up."""
     box = BlackBox(process=process, world=3)
     box.enter_phase(ProcessPhase.SET_UP)
     box.values[BlackBoxField.IS_WAITING], box.values[POSITION_FIELD] = waits, 0
@@ -44,7 +44,7 @@ def seen(process: int, *, waits: bool) -> BlackBoxSnapshot:
 def test_boxes_of_other_machines_come_over_the_store() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     one, other = {0: seen(0, waits=True), 1: seen(1, waits=True)}, {2: seen(2, waits=False)}
-    assert exchange_black_boxes(store, one, [2], timeout=0.0) == {}  # nobody has brought it
+    assert exchange_black_boxes(store, one, [2], timeout=0.0) == {}  # no process has sent it
     assert exchange_black_boxes(store, other, [0, 1]) == one
     all_of = one | exchange_black_boxes(store, one, [2])
     found = StalledRun(all_of, ProcessLayout(3, 1, 1)).find_cause()
@@ -89,7 +89,7 @@ if os.environ.get("RANK") == "1":
 
 
 def test_of_two_nodes_the_other_one_says_who_has_died(config: str, tmp_path: Path) -> None:
-    """torchrun's report there, which knows the processes of its own node only, has that, too."""
+    """torchrun's report of the other node, which knows only its own processes, says it too."""
     schedule = tmp_path / "mine.py"
     schedule.write_text(DIES)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -107,11 +107,11 @@ def test_of_two_nodes_the_other_one_says_who_has_died(config: str, tmp_path: Pat
         assert nodes[0].process.exitcode is None
         return False
 
-    wait_until(listens)  # the first one has what they meet at; with it the other agent would go
+    wait_until(listens)  # the first node has the rendezvous, which the other agent needs
     nodes.append(Run(command, tmp_path / "second", TRAINS=trains))
     both = [node.finish()[2] for node in nodes]
     said = "process 1 (pipeline rank 1) has sent no information from its machine"
-    (own,) = (err for err in both if "rank      : 1 " in err)  # the node of the one that died
+    (own,) = (err for err in both if "rank      : 1 " in err)  # the node of the dead process
     (other,) = (err for err in both if err is not own)
     assert "exitcode  : -9" in own
     assert said in other.splitlines()[0] and said in other.partition("traceback : ")[2], other
@@ -158,7 +158,7 @@ def test_who_dies_before_it_has_begun_is_named(
     code, _, err = finish(process)
     ours = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and ours[0].startswith(said), err
-    assert "During handling" not in err  # of what is wrong nothing else comes
+    assert "During handling" not in err  # there is no other error
     assert "rank      : 1 " in err.partition("Root Cause")[2] or launcher == "schedir", err
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of a training run: what it says, what it leaves, and what it leaves as it was."""
+"""Tests of evaluations in a training run: their output, their files, and no side effects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DROPS = ["model.dropout=0.2", "pipeline.tp=1"]
 
 
 def evaluations(folder: Path) -> list[tuple[int, float, float, int]]:
-    """Step, loss, perplexity and tokens of each line of evaluation.csv."""
+    """Return step, loss, perplexity and tokens of each line of evaluation.csv."""
     with (folder / "evaluation.csv").open() as file:
         rows = [(int(k), float(x), float(y), int(n)) for k, x, y, n in [*csv.reader(file)][1:]]
     return rows
@@ -30,7 +30,7 @@ def evaluations(folder: Path) -> list[tuple[int, float, float, int]]:
 def test_the_held_out_loss_is_that_of_a_plain_model(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of all windows that there are, though they do not fill the last batch; without dropout."""
+    """The loss is that of all windows without dropout, even if the last batch is not full."""
     text = tmp_path / "held-out.txt"
     text.write_text("never trained on " * 13)
     sets = [*DROPS, f'data.validation="{text}"', "train.lr=0", "train.min_lr=0"]
@@ -44,7 +44,7 @@ def test_the_held_out_loss_is_that_of_a_plain_model(
     with torch.no_grad():
         mean = float(gpt.loss(model(inputs), targets)) / targets.numel()
     rows = evaluations(tmp_path / "out")
-    assert [step for step, *_ in rows] == [4, 6]  # and after the last
+    assert [step for step, *_ in rows] == [4, 6]  # also after the last step
     for _, loss, perplexity, tokens in rows:
         assert tokens == targets.numel() and loss == pytest.approx(mean, rel=1e-5)
         assert perplexity == math.exp(loss)
@@ -53,7 +53,7 @@ def test_the_held_out_loss_is_that_of_a_plain_model(
 
 
 def test_a_run_with_evaluations_has_the_losses_of_one_without(config: str, tmp_path: Path) -> None:
-    """Two-way, where each stage has two holders, and dropout would tell of each number drawn."""
+    """Each stage has two holders, and dropout would show any extra random number."""
     sets = [*DROPS, "train.steps=4", "data.validation=0.1", "pipeline.schedule=dualpipe",
             "pipeline.microbatches=4"]  # fmt: skip
     plain = train(config, tmp_path / "plain", *sets)
@@ -70,7 +70,7 @@ def test_nothing_to_evaluate_on_is_refused(config: str) -> None:
 
 
 def test_a_run_that_goes_on_keeps_what_it_has_found(config: str, tmp_path: Path) -> None:
-    """And not what it found after the checkpoint that it goes on from."""
+    """The resumed run drops evaluations that came after its checkpoint."""
     sets = [*DROPS, "data.validation=0.1", "train.evaluate_every=1"]
     saved = [*sets, f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
     alone(config, tmp_path / "out", *saved, "train.steps=3")

@@ -1,4 +1,4 @@
-"""The executor: refusals, stages with little to train, split layers, and released values."""
+"""Tests of the executor: refusals, few trained weights, split layers, and released values."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_split_runs_whole_with_one_warning_each() -> None:
 
 
 class Scale(nn.Module):
-    """Multiplies by a weight, whose type may be another than the boundary's."""
+    """Multiplies by a weight, whose dtype may differ from that of the boundary."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -228,12 +228,12 @@ def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
         rank.runner.run_instruction = watched  # type: ignore[method-assign]
     ranks.step(*batch(16), order_seed=1)
     assert not any(rank.state.service(PendingSends).works for rank in ranks.executors)
-    # What the schedule holds, and one or two that are let go after the next was sent.
+    # The tensors that the schedule holds, and one or two that are released after the next send.
     assert all(held <= 4 - r + 1 for (r, _), held in most.items()) and most[0, SEND_OPS[0]] >= 3
 
 
 def test_optimizers_may_forget_gradients_between_steps() -> None:
-    """Three steps, with zero_grad between them or not, train alike, and like the reference."""
+    """Three steps give the same weights as the reference, with and without zero_grad between."""
     shape, trained = PipelineShape(2, 3), []
     for how in ("kept", "forgotten", "reference"):
         stages = gpt_stages(2, tied=False)
@@ -247,7 +247,7 @@ def test_optimizers_may_forget_gradients_between_steps() -> None:
             for p in (p for s in stages for p in s.parameters()):
                 assert p.grad is not None
                 p.data.sub_(p.grad, alpha=0.5)
-                if how == "forgotten":  # as zero_grad(set_to_none=True) does
+                if how == "forgotten":  # like zero_grad(set_to_none=True)
                     p.grad = None
         trained.append([{n: p.detach() for n, p in s.named_parameters()} for s in stages])
     assert same_bits(trained[0], trained[1]) and same_bits(trained[0], trained[2])
@@ -306,7 +306,7 @@ def test_linears_whose_weights_have_hooks_run_whole() -> None:
 
 
 def test_a_split_that_does_not_happen_is_refused() -> None:
-    """As under torch.compile, whose backward is a graph of its own."""
+    """This happens under torch.compile, for example, whose backward is one compiled graph."""
 
     class Traced(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -334,7 +334,7 @@ def test_evaluation_has_no_gradients() -> None:
 
 
 def test_rows_do_not_lie() -> None:
-    """Each instruction of a middle stage finds, leaves and clears what its row declares."""
+    """Each instruction of a middle stage reads, stores and clears the values its row declares."""
     met = set()
     for schedule, recompute in ((one_f_one_b, None), (zb, None), (one_f_one_b, "all")):
         program = compile(schedule, PipelineShape(3, 3), tied_weights=True, recompute=recompute)

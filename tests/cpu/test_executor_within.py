@@ -1,4 +1,4 @@
-"""An executor within a group of processes, whose gradients are added to what is there."""
+"""Tests of an executor in a group of processes, which adds to existing gradients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def programs() -> list[Program]:
 
 
 def side_by_side(rank: int, programs: list[Program]) -> list[bool]:
-    """Two pipelines of two processes, each by itself."""
+    """Run two separate pipelines of two processes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     group, replica = mesh.get_group("pp"), mesh.get_local_rank("dp")
     same = []
@@ -77,7 +77,7 @@ def side_by_side(rank: int, programs: list[Program]) -> list[bool]:
                 gradients=GradientOptions(accumulate_grads=True),
                 seed=None,
             )  # fmt: skip
-            for step in range(2):  # which add up
+            for step in range(2):  # gradients add up
                 x, y = batch(replica + 2 * step)
                 looped(right, x, y)
                 executor.step(x, y)
@@ -101,7 +101,7 @@ def test_pipelines_side_by_side_add_to_what_is_there(programs: list[Program]) ->
 def left(
     rank: int, program: Program, kind: type[GlooTransport] | type[SharedMemoryTransport]
 ) -> str:
-    """One rank fails in its module, and leaves; the other is told."""
+    """Let one rank fail in its module and leave, and return the error of the other."""
     stages = model(0)
     transport = kind(program, group=dist.group.WORLD)
     executor = Executor(
@@ -146,7 +146,7 @@ class Draws(nn.Module):
 
 
 def alone(program: Program, stages: Sequence[nn.Module], **how: Any) -> Executor:
-    """The one rank of a program."""
+    """Return the executor of a program with one rank."""
     transport = make_mailboxes(program, "per_edge", False, [])[0]
     return Executor(program, 0, stages, transport, boundary=(3, WIDTH), **{"loss": loss, **how})
 
@@ -164,7 +164,7 @@ def test_without_a_seed_modules_draw_as_they_come() -> None:
 
 
 def test_a_loss_that_is_infinite_does_not_hide_gradients() -> None:
-    """As in a plain loop, where a gradient knows nothing of its loss."""
+    """In a plain loop too, gradients do not depend on the value of the loss."""
     module, (x, y) = nn.Linear(WIDTH, 1, bias=False), batch(0)
     program = compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4))
     executor = alone(

@@ -1,4 +1,4 @@
-"""Expert parallelism over Gloo: the gradients of one process, and tokens that do not fit."""
+"""Tests of expert parallelism over Gloo: equal gradients, and tokens that do not fit."""
 
 from __future__ import annotations
 
@@ -178,13 +178,13 @@ def iterate_gradients(executor: Executor) -> Iterator[tuple[str, int, Tensor]]:
     for stage in executor.stages.values():
         for bucket in stage.gradients.buckets:
             for p, (low, *_) in zip(bucket.parameters, bucket.list_shard_ranges(), strict=True):
-                if p.grad is not None:  # there are elements of it in the shard
+                if p.grad is not None:  # the shard contains elements of it
                     is_shard = executor.program.zero
                     yield stage.gradients.names[p], low if is_shard else 0, p.grad.flatten()
 
 
 def resume(make: Callable[[], Executor], folder: str, batch: tuple[Tensor, Tensor]) -> Any:
-    """Return the losses of the steps after the one that one process has saved."""
+    """Return the losses of the steps after the step that a single process has saved."""
     losses, before, again = [], make(), make()
     load(before, folder, step=1, name_map=keep_name)
     losses.append(before.step(*batch, 1 / 32))
@@ -244,7 +244,7 @@ def test_gradients_are_those_of_one_process(replicas: int, tmp_path: Path) -> No
 def test_a_routing_bias_steps_by_the_sign_of_its_excess(precision: str) -> None:
     placement: Any = {"device": "cpu", "dtype": getattr(torch, precision)}
     bias, weight = make_routing_bias(3, 0.5, placement), nn.Parameter(torch.ones(2, 2, **placement))
-    (make_load_term(bias, torch.tensor([5, 1, 0])) / 1e6).backward()  # of a million tokens
+    (make_load_term(bias, torch.tensor([5, 1, 0])) / 1e6).backward()  # a million tokens
     build_optimizer([weight, bias], TrainConfig(precision=precision)).step()
     assert bias.tolist() == pytest.approx([-0.5, 0.5, 0.5], rel=1e-3) and weight.sum() == 4
 

@@ -1,9 +1,8 @@
-"""Faults of processes in a run: who is blamed, whoever notices first.
+"""Tests of faulty processes in a run: the right process is blamed, whichever notices first.
 
-Processes are forked from one that has torch loaded, and find each other as under torchrun; the
-launchers themselves are tried a few times in `test_train_ends.py`.
-A fault takes seconds, mostly of waiting.  A few are tried, and all with ALL_CASES=1, as in
-`make campaign`.
+Processes are forked from one that has torch loaded, and find each other as under torchrun.
+`test_train_ends.py` tests the launchers themselves. A fault takes seconds, mostly of waiting, so
+only a few are tested, and all with ALL_CASES=1, as in `make campaign`.
 """
 
 from __future__ import annotations
@@ -25,13 +24,15 @@ from tests.cpu.faulty import goes_wrong
 from tests.cpu.spawn import CONTEXT
 from tests.cpu.training import LIMIT
 
-What = tuple[int, str, str, int]  # the process, its fault, where, and after how many calls
+What = tuple[
+    int, str, str, int
+]  # the process, its fault, the place, and the number of calls before
 SHAPES = {"pp4": (4, 1), "pp2tp2": (2, 2)}
-STUCK = ("stop", "sleep", "spin")  # what is found when the timeout is over
+STUCK = ("stop", "sleep", "spin")  # found only after the timeout
 
 
 def faulty(rank: int, config: str, sets: list[str], port: int, what: What, together: Any) -> None:
-    """One process of a run, as torchrun would start it; of one, something goes wrong."""
+    """Run one process as torchrun would start it, with a fault if it is the faulty one."""
     process, kind, where, number = what
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4",
@@ -40,22 +41,22 @@ def faulty(rank: int, config: str, sets: list[str], port: int, what: What, toget
     }  # fmt: skip
     if rank == process:
         goes_wrong(kind, where, number)
-    assert trainer and process_world  # they load much
+    assert trainer and process_world  # loaded first, which takes long
     with open(Path(config).parent / f"said-{rank}", "w") as said:
         os.dup2(said.fileno(), 2)
-    together.wait()  # no one has to load what another has
+    together.wait()  # until all processes have loaded the modules
     train(config, sets)
 
 
 def everything(folder: Path) -> str:
-    """What all processes have said in words of ours; torch is loaded, and says more."""
+    """Return the output of all processes, without the lines of torch."""
     lines = [line for path in folder.glob("said-*") for line in path.read_text().splitlines(True)]
     return "".join(line for line in lines if not line.startswith("["))
 
 
 SHARED = "shared_memory"
-# Each kind, on each rank or so, at each place, on both shapes and over both transports: chosen by
-# hand so that every pair of these is there.
+# Kinds of faults, ranks, places, shapes and transports, chosen by hand so that nearly every pair
+# of these occurs.
 FAULTS = [
     ("pp4", SHARED, 0, "kill", "inside", 5), ("pp4", SHARED, 1, "stop", "inside", 9),
     ("pp4", "gloo", 2, "raise", "inside", 3), ("pp4", "gloo", 3, "sleep", "loss", 7),
@@ -78,7 +79,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
-# A process that dies, stops, fails or sleeps: within a step, between steps and in set-up, on both
+# A process that dies, stops, fails or sleeps within a step, between steps or in set-up, on both
 # shapes and over both transports.
 SAMPLE = (0, 1, 5, 15, 20, 30)
 TRIED = cases([FAULTS[k] for k in SAMPLE], [f for k, f in enumerate(FAULTS) if k not in SAMPLE])
@@ -106,7 +107,7 @@ def test_the_process_is_blamed_that_had_the_fault(
     try:
         for one in processes:
             one.start()
-        # The first to end says why, or others do, at once or when the timeout is over.
+        # The first process to end reports the cause, or others do, at once or after the timeout.
         while time.monotonic() < over and not (said := everything(tmp_path)).endswith("\n"):
             time.sleep(0.05)
         processes[process].join(over - time.monotonic())
@@ -119,7 +120,7 @@ def test_the_process_is_blamed_that_had_the_fault(
     assert name in said.partition("\n")[0], said
     box = read_black_box(tmp_path / "out" / BLACK_BOX_DIRECTORY / str(process))
     assert box is not None and box.state == "gone"
-    # Stages and the loss are run once in set-up, too.
+    # Stages and the loss also run once in set-up.
     assert "in set-up" in said or "of step " in said or "in step " in said or " F " in said, said
     if where in ("inside", "loss") and number > 2:
         assert " F " in said, said

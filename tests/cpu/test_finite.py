@@ -1,4 +1,4 @@
-"""Numbers that are not finite: no weight takes them on, nor what an optimizer keeps."""
+"""Tests that numbers which are not finite change neither weights nor optimizer states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def adamw(**options: Any) -> Callable[[Any], Any]:
 
 
 class Stranger:
-    """An optimizer that knows nothing but to step."""
+    """An optimizer that has only a `step` method."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -47,7 +47,7 @@ class Stranger:
 
 
 class Averaged(torch.optim.AdamW):
-    """An optimizer that does more than torch's own: it averages the weights."""
+    """An optimizer that also averages the weights."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, lr=0.1, fused=True)
@@ -60,7 +60,7 @@ class Averaged(torch.optim.AdamW):
 
 
 class Around:
-    """An optimizer around another one, as schedule-free ones are."""
+    """An optimizer that wraps another one, as schedule-free optimizers do."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.inner = torch.optim.AdamW(parameters, lr=0.1, fused=True)
@@ -72,7 +72,7 @@ class Around:
 
 
 def hooked(parameters: list[nn.Parameter]) -> Any:
-    """An optimizer with a hook on its step."""
+    """Return an optimizer with a hook on its step."""
     optimizer: Any = torch.optim.AdamW(parameters, lr=0.1, fused=True)
     optimizer.averages = [torch.zeros(())]
     optimizer.register_step_post_hook(lambda *_: optimizer.averages[0].add_(1))
@@ -80,7 +80,7 @@ def hooked(parameters: list[nn.Parameter]) -> Any:
 
 
 def spoilt(stage: nn.Module) -> nn.Module:
-    """A stage whose output, or its gradient, is multiplied by what it is told."""
+    """Make a stage multiply its output and its gradient by its attributes."""
     told: Any = stage
     told.output = told.gradient = 1.0
 
@@ -109,7 +109,7 @@ def world_of(program: Program, make: Any, dtype: torch.dtype = torch.float32) ->
 
 
 def learned(world: Any) -> list[Tensor]:
-    """Weights, and then the state of optimizers, cloned."""
+    """Return clones of the weights and then of the optimizer states."""
     weights = [
         p for rank in world.executors for s in rank.stages.values() for p in s.module.parameters()
     ]
@@ -141,8 +141,8 @@ SPOILS = [
     {"stage": 0, "output": math.nan},
     {"stage": 1, "output": math.inf},
     {"stage": 2, "output": math.nan},
-    {"stage": 2, "gradient": math.nan},  # of all; the loss is fine
-    {"stage": 0, "gradient": math.inf},  # of the first stage alone
+    {"stage": 2, "gradient": math.nan},  # all gradients, while the loss is finite
+    {"stage": 0, "gradient": math.inf},  # only the gradients of the first stage
 ]
 
 
@@ -166,7 +166,7 @@ OPTIMIZERS: list[tuple[Any, torch.dtype]] = [
 def test_what_is_not_finite_is_as_if_it_had_not_been(
     make: Any, dtype: torch.dtype, schedule: Any, spoil: dict[str, Any]
 ) -> None:
-    """Before anything was learned, when no optimizer has a state, and after."""
+    """This is tested before the first update, when optimizers have no states, and later."""
     program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
     ours, plain = world_of(program, make, dtype), world_of(program, make, dtype)
     for step in range(2):
@@ -186,7 +186,7 @@ def test_what_is_not_finite_is_as_if_it_had_not_been(
 
 
 def test_a_loss_alone_counts_though_its_gradients_are_finite() -> None:
-    """As of a token that a mask forbids: the loss is infinite, and its gradient is not."""
+    """A token that a mask forbids has an infinite loss with a finite gradient, for example."""
     program = compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def test_a_loss_alone_counts_though_its_gradients_are_finite() -> None:
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb])
 def test_a_loss_counts_though_no_gradient_tells(schedule: Any) -> None:
-    """As a mean over no tokens: torch gives a loss that is NaN, and gradients of zero."""
+    """A mean over no tokens has a NaN loss and gradients of zero in torch, for example."""
     program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
     stages = gpt_stages(3, tied=False)
 
@@ -222,7 +222,7 @@ def test_a_loss_counts_though_no_gradient_tells(schedule: Any) -> None:
 
 
 class Rotates(nn.Module):
-    """A complex parameter."""
+    """A module with a complex parameter."""
 
     def __init__(self) -> None:
         super().__init__()

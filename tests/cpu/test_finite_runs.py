@@ -1,4 +1,4 @@
-"""A run whose numbers are not finite: it stops and says where that began, or skips and counts."""
+"""Tests that a run with values that are not finite stops and names the origin, or skips steps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train
 
 @pytest.fixture
 def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Write a schedule whose file spoils a stage in some steps; what it patches is put back."""
+    """Return a function that writes a schedule whose file spoils a stage in some steps.
+
+    Its patches are undone after the test.
+    """
     monkeypatch.setattr(gpt, "build_stage", gpt.build_stage)
     monkeypatch.setattr(ProgramRunner, "begin_step", ProgramRunner.begin_step)
 
@@ -158,7 +161,7 @@ def test_skipping_goes_on_and_is_counted(
 def test_what_a_loss_scale_makes_too_large_stops_no_run(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its first steps are always too large, and skipped; loss.csv says so."""
+    """Its first steps always overflow and are skipped, as loss.csv says."""
     folder = f'output.dir="{tmp_path}"'
     many = ["data.microbatch_size=8", "train.steps=8"]
     with pytest.MonkeyPatch.context() as patch:
@@ -171,15 +174,15 @@ def test_what_a_loss_scale_makes_too_large_stops_no_run(
 @pytest.mark.parametrize(
     ("what", "stage", "ranks", "sets", "where"),
     [
-        # Of two replicas, the second.
+        # The second of two replicas.
         (FORWARD, 2, "23", ["pipeline.tp=1", "pipeline.dp=2"],
          ("process 2 (", "rank 0", "F 2.0", "replica 1")),
-        # Where nobody takes the norm, and all other ranks have sound gradients.
+        # Without a gradient norm, while all other ranks have finite gradients.
         (BACKWARD, 0, "0", ["pipeline.tp=1", "pipeline.ranks=3", "model.layers=6",
                             "train.clip_grad_norm=0",
                             "train.timeout=10"],
          ("process 0 (", "rank 0", "B 0.0", "")),
-        # One tensor-parallel rank, whose sums go to both.
+        # One tensor-parallel rank, whose sums both ranks get.
         (BACKWARD, 3, "3", ["train.transport=gloo"], ("process ", "rank 1", "B 3.0", "")),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Frozen stages: what their forwards keep, processes, refusals and sizes."""
+"""Tests of frozen stages: memory of their forwards, processes, refusals and sizes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_real_processes(schedule: Any, shape: PipelineShape, traits: dict[str, A
                 torch.testing.assert_close(grad, right[s][name], rtol=1e-12, atol=1e-12)
 
 
-# ---------------------------------------------------------------- what is refused, and what is not
+# ---------------------------------------------------------------- refusals
 
 
 def test_a_frozen_stage_has_nothing_to_train() -> None:
@@ -108,14 +108,14 @@ def test_a_frozen_stage_has_nothing_to_train() -> None:
     assert "frozen_stages=1" in caught.value.hint
     evaluation = compile(
         forward_only, PipelineShape(3, 4), frozen_stages=2
-    )  # where nothing is trained anyway
+    )  # an evaluation trains nothing anyway
     InProcessExecutor(evaluation, stages, loss=squared_error, boundary=BOUNDARY).step(
         *make_batch(4)
     )
 
 
 def test_frozen_parameters_alone_are_run_back_through() -> None:
-    """Nobody said that stages are frozen: right, with backwards that nobody needs."""
+    """Without frozen_stages the results are right, but there are needless backwards."""
     stages, plain = stages_of(3, 2), stages_of(3, 2)
     ranks = InProcessExecutor(
         compile(one_f_one_b, PipelineShape(3, 4)), stages, loss=squared_error, boundary=BOUNDARY
@@ -126,7 +126,7 @@ def test_frozen_parameters_alone_are_run_back_through() -> None:
 
 
 def test_whole_numbers_may_leave_a_frozen_stage() -> None:
-    """As of a tokenizer: nothing goes back."""
+    """A tokenizer is an example: it needs no gradient."""
 
     class Rounds(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -169,10 +169,10 @@ def test_sizes() -> None:
     assert (frozen.for_stages("saved", 3)[1:] == usual.for_stages("saved", 3)[1:]).all()
     assert (
         frozen.for_stages("model_states", 3) == usual.for_stages("model_states", 3)
-    ).all()  # as parameters say it
+    ).all()  # depends on the parameters
     assert frozen.for_stages("model_states", 3)[0] < frozen.for_stages("model_states", 3)[1]
     elu = [*stages[:1], nn.Sequential(nn.ELU(), nn.Linear(64, 64)), *stages[2:]]
     less, more = (
         measure_sizes(elu, x, x, frozen_stages=n, **how).for_stages("saved", 3)[1] for n in (1, 0)
     )
-    assert less < more  # nothing for a gradient of its input
+    assert less < more  # it keeps nothing for a gradient of its input

@@ -1,4 +1,4 @@
-"""Full disks: one error that names the folder, and nothing half-written."""
+"""Tests of full disks: one error that names the folder, and no partial files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_of(width: int) -> InProcessExecutor:
 @needs_full
 @pytest.mark.parametrize(
     "width", [4, 512]
-)  # small: written when the file is closed; large: written at once
+)  # a small file is written at its close, and a large one at once
 def test_a_checkpoint_says_what_it_needs(
     width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +128,7 @@ def test_commands_leave_nothing(
     assert not os.listdir(tmp_path)
 
 
-# ---------------------------------------------------------------- a real disk
+# ---------------------------------------------------------------- a small real disk
 
 
 def disk(*command: str) -> list[str]:
@@ -149,7 +149,7 @@ def small_disk(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("where", ["checkpoint", "beside", "output"])
 def test_a_training_run_on_a_full_disk(where: str, config: str, small_disk: Path) -> None:
-    """The first checkpoint needs more than 1 MB; for the output all but a few bytes are used."""
+    """The first checkpoint needs more than 1 MB. For the output only a few bytes are free."""
     folders = {"checkpoint": "disk/saved", "folder": "out"}
     if where == "output":
         folders = {"checkpoint": "saved", "folder": "disk/out"}

@@ -1,4 +1,4 @@
-"""Gathers in flight while layers talk: the bits of the reference, and the predicted times."""
+"""Tests of gathers in flight during collectives of layers: reference bits and predicted times."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ SLOTS: list[BufferSharing | None] = [None, "minimal"]
 class Late(GlooTransport):
     """A transport whose gathers write as late as they may.
 
-    Until it is waited for, a gather has spoilt what it is to write; and nobody may write what it
-    reads.
+    Until the wait, a gather leaves garbage in its output. No one may write to its input.
     """
 
     def __init__(self, program: Any) -> None:
@@ -90,7 +89,7 @@ class _LateGather:
 
 
 def turned(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-    """The same numbers, in another order in memory: a part of them is no range of it."""
+    """Return the same numbers in another memory layout, where a slice is not contiguous."""
     y = y.transpose(0, 1).contiguous().transpose(0, 1)
     assert not y.is_contiguous()
     return y
@@ -99,7 +98,7 @@ def turned(module: nn.Module, args: Any, y: Tensor) -> Tensor:
 def one_rank(
     rank: int, schedule: Any, shape: PipelineShape, hook: Any = None
 ) -> list[tuple[bool, int]]:
-    """Whether the bits are those of the reference, and what was called beside a gather."""
+    """Return whether bits equal the reference, and the number of collectives during gathers."""
     inputs, targets, scale = batch(shape.microbatches)
     found = []
     for slots in SLOTS:
@@ -127,7 +126,7 @@ def one_rank(
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", transport.all_reduce_of_layers)
-            for _ in range(2):  # twice: a step leaves nothing behind
+            for _ in range(2):  # twice, since a step must leave no state behind
                 executor.step(inputs, targets, scale)
         assert not transport.open
         run_sequential(right, inputs, targets, loss=loss, grad_scale=scale)
@@ -151,11 +150,11 @@ def test_parts_of_what_is_not_contiguous() -> None:
     assert all(same for found in results for same, _ in found)
 
 
-# ---------------------------------------------------------------- on a GPU that is not there
+# ---------------------------------------------------------------- on a virtual GPU
 
 
 class Sliced(StreamMailbox):
-    """One of two tensor-parallel ranks; the other's part is what this one has."""
+    """One of two tensor-parallel ranks, where the other rank has the same data."""
 
     tp = 2
 
@@ -197,7 +196,9 @@ def test_gathers_run_beside_computes_as_predicted(
     )
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.make_tiny_stages(shape.stages)
-    ranks = InProcessExecutor.__new__(InProcessExecutor)  # which refuses tensor-parallel ranks
+    ranks = InProcessExecutor.__new__(
+        InProcessExecutor
+    )  # its __init__ refuses tensor-parallel ranks
     ranks.program, ranks.graph, ranks.stage_replicas = program, Graph(program, "per_edge"), []
     ranks.execution_orders = {program.digest: ExecutionOrders(program, "per_edge")}
     ranks.mailboxes = [Sliced(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]

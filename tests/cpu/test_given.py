@@ -1,4 +1,4 @@
-"""What a person new to this hands over: taken as meant, or refused with what is wanted."""
+"""Tests of beginners' arguments, which are accepted as meant or refused with what is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPT in stages and shares is the GPT of one process."""
+"""Tests that a GPT in stages and tensor-parallel slices equals the GPT of one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chain(config: GPTConfig, stages: int) -> list[Stage]:
 def step(
     stages: Sequence[Stage], tp: dist.ProcessGroup | None = None, late: bool = False
 ) -> tuple[Tensor, Tensor, list[Gradients]]:
-    """Logits, loss, and gradients by stage, after two microbatches; W apart if `late`."""
+    """Return logits, loss and gradients by stage after two microbatches, with late W if `late`."""
     x, targets = batch()
     for _ in range(2):
         logits = x

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, cut into stages: the example on processes, and beside the whole model."""
+"""Tests of Hugging Face's GPT-2 in stages: the example, and a comparison with the whole model."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One command for all that is run on a GPU: it comes to its end, whatever its steps do."""
+"""Tests of the command that runs all GPU steps: it ends, whatever its steps do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD = Step("good", "", 60, ["-c", "print('one'); print('two')"])
 BAD = Step("bad", "", 60, ["-c", "import sys; sys.exit('no: it fails')"])
 LINE = '["a gap", 12.5, "us", "gap between ready instructions, eager"]'
 MEASURES = Step("measures", "", 60, ["-c", f"open(r'{FIGURES}', 'w').write('''{LINE}\n''')"])
-# Its child would go on for a long time.
+# The child of this step would run for a long time.
 HANGS = Step("hangs", "", 5, ["-c", """if True:
     import subprocess, sys, time
     child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
@@ -32,7 +32,7 @@ HANGS = Step("hangs", "", 5, ["-c", """if True:
 
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps of a machine with a GPU."""
+    """Replace the steps by some for a machine with a GPU."""
     monkeypatch.setattr(gpu_run, "STEPS", (GOOD, BAD, MEASURES, HANGS))
     yield
 
@@ -47,7 +47,7 @@ def rows(folder: Path) -> list[list[str]]:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process ends within 10 seconds: one that was killed may need a moment for that."""
+    """Return whether a process ends within 10 seconds, since a killed one may need a moment."""
     stat, limit = Path(f"/proc/{pid}/stat"), time.monotonic() + 10
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
         if time.monotonic() > limit:
@@ -92,7 +92,7 @@ def test_a_run_may_be_of_several_parts(
     monkeypatch.setattr(gpu_run, "STEPS", (GOOD, hangs._replace(command=GOOD.command), MEASURES))
     assert gpu_run.main([*folder, "--rest"]) == 1
     ran = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[:-2]]
-    assert ran == ["good", "hangs", "measures"]  # what machine it is, is asked anew
+    assert ran == ["good", "hangs", "measures"]  # the step that identifies the machine runs again
 
 
 def test_what_is_cut_short_leaves_what_it_had(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_what_is_cut_short_leaves_what_it_had(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     child = int(part.read_text())
-    os.killpg(os.getpgid(child), signal.SIGKILL)  # nobody is left to do it
+    os.killpg(os.getpgid(child), signal.SIGKILL)  # nothing else would kill it
     assert files(tmp_path) == ["README.md", "good.txt", "hangs.txt.part", STATE]
     assert [row[2] for row in rows(tmp_path) if len(row) == 5][2:] == ["ok", "not run"]
 
@@ -141,7 +141,7 @@ def test_tests_that_are_skipped_are_not_well(tmp_path: Path) -> None:
 
 
 def test_every_step_runs_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files are there, names are names, and pytest finds tests where it is told to look."""
+    """The files and names of steps exist, and pytest finds tests in the given places."""
     monkeypatch.undo()
     asked = []
     for step in gpu_run.STEPS:

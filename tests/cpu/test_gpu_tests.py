@@ -1,6 +1,6 @@
-"""The tests of tests/gpu, as far as they run on a CPU: no minute of a GPU is lost to a name.
+"""Tests that run tests/gpu on a CPU, so that no time on a GPU is lost to simple mistakes.
 
-Those of one process run by default, and those of NCCL with ALL_CASES=1, as in `make campaign`.
+Tests with one process run by default, and those of NCCL with ALL_CASES=1, as in `make campaign`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
     ),
 )
 def test_they_run_where_a_cpu_stands_in(given: list[str]) -> None:
-    """All of them: `SCHEDIR_REHEARSAL=1 python -m pytest tests/gpu`."""
+    """`SCHEDIR_REHEARSAL=1 python -m pytest tests/gpu` runs all of them."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *given],
         cwd=ROOT, capture_output=True, text=True, timeout=300,

@@ -1,5 +1,4 @@
-"""`compare_gradients`: stages, ranks, parameters and sizes of gradients that differ from the plain
-loop's."""
+"""Tests of `compare_gradients`, which lists gradients that differ from those of a plain loop."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def differences(
 
 
 def summed(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
-    """A step in which each microbatch counts so often, in the model's own precision."""
+    """Return a step's gradients, where each microbatch has a factor, in the model's precision."""
     total: Gradients = {}
     loop.model.zero_grad()
     for mb, factor in zip(loop.microbatches, factors, strict=True):
@@ -56,7 +55,7 @@ def summed(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_exactly_the_stages_that_differ_are_listed(data: st.DataObject) -> None:
-    """Of three stages some have microbatches that count otherwise, or random numbers added."""
+    """Some of three stages have other factors of microbatches, or added random numbers."""
     M = data.draw(st.integers(1, 6))
     loop = loop_of(model(3), M, M, data.draw(st.integers(0, 99)))
     stages = data.draw(st.sets(st.integers(0, 2), min_size=1))
@@ -92,7 +91,7 @@ def loose(gradients: Gradients) -> Mapping[str, Tensor]:
     return {name: one for name, one in gradients.items() if one is not None}
 
 
-# ---------------------------------------------------------------- single ones
+# ---------------------------------------------------------------- single differences
 
 
 def test_parameters_of_a_stage_may_differ() -> None:

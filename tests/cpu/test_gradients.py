@@ -1,4 +1,4 @@
-"""Gradients: how the buffers are cut, and the sum of squares of what is in them."""
+"""Tests of gradient buffers: how they are divided, and the sum of squares of gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 
 
 class Sizes(nn.Module):
-    """Parameters of these sizes, some of another type."""
+    """A module with parameters of given sizes, some with another dtype."""
 
     def __init__(self, sizes: list[tuple[int, bool]]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_buckets_are_small_whole_and_in_order(sizes: list[tuple[int, bool]], mos
 def test_gradients_that_are_moved_with_their_module_are_refused(how: Any) -> None:
     module = nn.Conv2d(2, 3, 2)
     gradients = GradientBuffers(module)
-    module.share_memory()  # with all of the buffer
+    module.share_memory()  # shares the whole buffer
     gradients.zero()
     module.to(**how)
     with pytest.raises(ModelError, match=r"^the gradient of weight was moved"):

@@ -1,4 +1,4 @@
-"""Gradients of parameters whose numbers lie in another order than their own."""
+"""Tests of gradients of parameters whose memory layout differs from their own order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schedir.schedules import gpipe
 
 
 class Turned(nn.Module):
-    """A stage with a parameter that is a transposed one."""
+    """A stage with a parameter that is a transposed tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Handlers, as they are found in modules."""
+"""Tests that handlers are found in modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from schedir.runtime.rank_state import State
 
 
 def skip(state: State, i: object) -> None:
-    """A link that nobody calls."""
+    """A link function that is never called."""
 
 
 def test_every_row_has_one() -> None:

@@ -1,7 +1,7 @@
-"""Nobody waits for ever: what ranks say, and when, while another fails, is stopped or dies.
+"""Tests that no rank waits forever when another rank fails, is stopped or dies.
 
-Executors on their own, over Gloo and shared memory, in processes that torch.distributed was told
-the patience of; `benchmarks/hangs.py` tries `schedir train` with faults that a seed draws.
+They check the errors and their times. Executors run over Gloo and shared memory, in processes with
+a timeout of torch.distributed. `benchmarks/hangs.py` runs `schedir train` with random faults.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from tests.cpu.tiny_stages import gpt_executor, own_batch
 from tests.cpu.training import wait_until
 
 PATIENCE = 2.0  # seconds that processes wait for each other
-MORE = 15.0  # and what a busy machine may take besides
+MORE = 15.0  # further seconds that a busy machine may take
 
 
 class Case(NamedTuple):
-    """A program, and what happens to its process 0, at which instruction, and when."""
+    """A program, and the fault of its process 0, with its instruction and time."""
 
     options: dict[str, Any]
     transport: type[ProcessTransport]
@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
 
 def process(number: int, case: Case, folder: Path, together: Any) -> None:
-    """Step until one fails, write what is said, and when; who has failed stays alive."""
+    """Step until a process fails, and write its error and the time. It stays alive."""
     torch.set_num_threads(1)
     program = case.program
     world = program.shape.ranks * program.dp * program.tp
@@ -165,7 +165,7 @@ def test_all_others_say_at_what_they_have_waited_and_in_time(name: str, tmp_path
         assert float(when) - since < PATIENCE + MORE
         assert f"rank {rank}" in said and "#" in said, said
         if k:
-            causes = (  # which of them, the process that notices first decides
+            causes = (  # the process that notices first decides which one
                 "another process was lost",
                 "rank 0 has left",
                 "a peer did not respond",
@@ -213,7 +213,7 @@ def test_a_neighbour_that_passes_no_memory() -> None:
 
 
 def saves(number: int, folder: Path, stops: bool) -> None:
-    """Be one of two processes that save, of which the second is stopped, or has a slow disk."""
+    """Run one of two processes that save. The second one is stopped, or has a slow disk."""
     join_run(own := RunMember(folder, ProcessLayout(2, 1, 1), number))
     process_exit.EXIT_GRACE = 0.1  # type: ignore[misc]
     with open(folder / f"said-{number}", "w") as said:
@@ -233,7 +233,7 @@ def test_who_is_stopped_while_others_save_is_found_and_a_slow_disk_is_not(
     own = [CONTEXT.Process(target=saves, args=(k, tmp_path, stops)) for k in (1, 0)]
     try:
         own[0].start()
-        if stops:  # else the other one may find that it has not started
+        if stops:  # otherwise the other process may find that it has not started
             wait_until(lambda: read_process_state(own[0].pid or 0, 0) == "stopped")
         own[1].start()
         for one in own:
@@ -252,7 +252,7 @@ def test_who_is_stopped_while_others_save_is_found_and_a_slow_disk_is_not(
 
 
 def sets_up(folder: Path) -> None:
-    """Set up for longer than anything may stand, and then stand for a moment."""
+    """Set up for longer than the timeout, and then stand still for a moment."""
     join_run(own := RunMember(folder, ProcessLayout(1, 1, 1), 0))
     program = compile(one_f_one_b, PipelineShape(1, 2))
     executor: Any = SimpleNamespace(
@@ -278,7 +278,7 @@ def test_who_has_set_up_for_long_does_not_stand(tmp_path: Path) -> None:
 
 
 def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
-    """Save at once, though the first one's disk takes longer than processes wait else."""
+    """Save, although the first process's disk takes longer than processes otherwise wait."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE))
     program = compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=snapshots)
     executor = gpt_executor(program, GlooTransport(program, group=group), lr=0.1)

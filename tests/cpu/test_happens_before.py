@@ -1,4 +1,4 @@
-"""What virtual ranks on streams do is ordered by events, whatever runs first."""
+"""Tests that events order the work of virtual ranks on streams, whatever runs first."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_nothing_races(
     races: Races,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether what is sent goes to static memory first, as for NCCL, and is recorded, or not."""
+    """This is tested with static send memory, as for NCCL, and without, and with records."""
     monkeypatch.setattr(cuda_streams.StreamMailbox, "uses_static_buffers", static)
     got = run(schedule, shape, buffer_sharing, record=static)
     assert not races.found
@@ -82,7 +82,7 @@ def test_nothing_races(
 
 
 class _Ready(cuda_streams.StreamPoint):
-    """A point that nobody waits for."""
+    """A point for which no stream waits."""
 
     def __init__(self) -> None: ...
 

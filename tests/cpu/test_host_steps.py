@@ -1,4 +1,4 @@
-"""The CPU optimizer: changes between steps, its thread, the bytes on each tier, and refusals."""
+"""Tests of the CPU optimizer: changes between steps, its thread, bytes per tier, and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
 
 
 def test_what_others_change_between_steps_is_stepped() -> None:
-    """Also where they write to `data`, of which nobody is told; and groups that come later."""
+    """This holds for silent writes to `data`, and for parameter groups added later."""
     found = []
     for states in WHERE:
         world = made(
@@ -59,14 +59,14 @@ def test_what_others_change_between_steps_is_stepped() -> None:
         optimizer.add_param_group({"params": [p for p in every if p not in has], "lr": 0.1})
         optimizer.param_groups[0]["lr"] *= 2
         stepped(world, 1)
-        every[-1].data = every[-1].data * 2  # memory of which the host has not heard
+        every[-1].data = every[-1].data * 2  # memory that the host does not know
         stepped(world, 2)
         found.append(left(world))
     assert equal(*found)
 
 
 def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
-    """An optimizer of all parameters has some of a trained stage that are frozen, or are empty."""
+    """An optimizer of all parameters also has frozen and empty ones of a trained stage."""
     found = []
     for states in WHERE:
         program = schedir.compile(
@@ -86,11 +86,11 @@ def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
     assert equal(*found)
 
 
-# ---------------------------------------------------------------- where it lies
+# ---------------------------------------------------------------- location of the states
 
 
 def test_the_host_steps_in_a_thread_of_its_own_and_nothing_is_left() -> None:
-    """What was a gradient or a weight on the host is NaN there when the step has ended."""
+    """Gradients and weights on the host are NaN when the step has ended."""
     world = made(
         schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="cpu_step"), ADAMW
     )
@@ -130,11 +130,11 @@ def test_as_much_is_on_each_tier_as_was_predicted() -> None:
     assert "optimizer" not in device.static_memory and not device.dynamic_memory["state"][1].any()
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 class Draws(torch.optim.SGD):
-    """Rounds by chance, say."""
+    """Draws random numbers, for example to round stochastically."""
 
     elementwise = True
 

@@ -1,4 +1,4 @@
-"""Models of Hugging Face, cut into stages, have the bits of the whole model."""
+"""Tests that Hugging Face models, cut into stages, have the bits of the whole model."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def build(kind: str, **changes: Any) -> Any:
 
 
 def run(apply: Any, model: Any, tokens: torch.Tensor, **keywords: Any) -> list[torch.Tensor]:
-    """The logits, and then the gradients of all parameters, in the order of the model."""
-    torch.manual_seed(1)  # of dropout
+    """Return the logits and then the gradients of all parameters, in the order of the model."""
+    torch.manual_seed(1)  # for dropout
     model.zero_grad()
     logits = apply(tokens, **keywords)
     logits.float().square().mean().backward()
@@ -54,7 +54,7 @@ def run(apply: Any, model: Any, tokens: torch.Tensor, **keywords: Any) -> list[t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_stages_have_the_bits_of_the_model(kind: str, dtype: torch.dtype) -> None:
-    """Also with sliding windows, dropout, padding, positions, and recomputation."""
+    """This includes sliding windows, dropout, padding, positions, and recomputation."""
     model = build(kind).to(dtype)
     stages = cut(model, 3, (1, 3, 1))
     tokens = torch.randint(96, (2, 12))
@@ -93,7 +93,7 @@ def test_parameters_have_the_names_of_the_model(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_attention_that_changes_after_the_cut(kind: str) -> None:
-    """Masks are those of the attention that the layers have, also in a copy of a stage."""
+    """Masks are those of the present attention of the layers, also in a copy of a stage."""
     model = build(kind).eval()
     stages, tokens = copy.deepcopy(cut(model, LAYERS)), torch.randint(96, (2, 12))
     shared = cut(model, LAYERS)
@@ -172,7 +172,7 @@ def test_the_executor_passes_keywords_to_all_stages() -> None:
 
 
 def test_lora() -> None:
-    """Adapters are in the stages, and have the bits of the whole model."""
+    """Stages contain the adapters, and have the bits of the whole model."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2))
     stages, tokens = cut(model.get_base_model(), LAYERS), torch.randint(96, (2, 12))

@@ -1,4 +1,4 @@
-"""Stages that write to what they are given: bits of the reference, and nobody else's memory."""
+"""Tests of stages that write to their inputs: bits of the reference, and no foreign memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tanh(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """Writes to its input if that is large."""
+    """Writes to its input if its sum is positive."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.relu_() if float(x.sum()) > 0 else x * 1
@@ -52,7 +52,7 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
 
 
 def stages(number: int) -> list[nn.Module]:
-    """Each writes to its input first, and saves its output last."""
+    """Return stages that first write to their input, and save their output last."""
     torch.manual_seed(0)
     return [nn.Sequential(nn.ReLU(inplace=True), Tanh()) for _ in range(number)]
 
@@ -64,7 +64,7 @@ def batch(m: int) -> tuple[Tensor, Tensor]:
 
 
 def plain(number: int, m: int) -> tuple[float, list[dict[str, Tensor]]]:
-    """A loop by torch alone, with layers that write to nothing."""
+    """Run a loop of plain torch, with layers that do not write in place."""
     own = stages(number)
     for stage in own:
         stage[0].inplace = False  # type: ignore[index]
@@ -95,12 +95,12 @@ def test_the_bits_of_layers_that_write_to_nothing(
     world = InProcessExecutor(program, own, loss=loss, boundary=BOUNDARY)
     x, target = batch(shape.microbatches)
     before, (total, grads) = x.clone(), plain(shape.stages, shape.microbatches)
-    for _ in range(3):  # what is known of a module after its first microbatch is used
+    for _ in range(3):  # later steps use what the first microbatch showed about a module
         assert float(world.step(x, target)) == pytest.approx(total)
         got = gradients(own)
         for a, b in zip(got, grads, strict=True):
             assert all(torch.allclose(a[n], b[n], rtol=1e-5, atol=1e-6) for n in a)
-        assert torch.equal(x, before)  # the caller's batch
+        assert torch.equal(x, before)  # the caller's batch is unchanged
     again = stages(shape.stages)
     run_sequential(again, x, target, loss=loss, program=program)
     assert same_bits(gradients(again), got) and torch.equal(x, before)
@@ -119,7 +119,7 @@ def test_what_runs_forward_only_leaves_the_batch_alone() -> None:
 
 @pytest.mark.parametrize("first", [nn.Identity, nn.SiLU, lambda: nn.ReLU(inplace=True)])
 def test_the_bits_of_a_plain_loop_wherever_a_batch_lies(first: Any) -> None:
-    """Rows of an odd width: each microbatch begins elsewhere in its cache line."""
+    """With rows of an odd width, each microbatch has another offset in its cache line."""
 
     def made() -> list[nn.Module]:
         torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_the_bits_of_a_plain_loop_wherever_a_batch_lies(first: Any) -> None:
     )
     total = world.step(x, target)
     assert torch.equal(total, run_sequential(again, x, target, loss=loss))
-    mine = x.clone()  # which a loop writes to
+    mine = x.clone()  # the loop writes to it
     for mb in range(6):
         loss(nn.Sequential(*loop)(mine[mb]), target[mb]).backward()
     assert same_bits(gradients(own), gradients(loop))
@@ -211,7 +211,7 @@ def test_a_function_that_writes_works_on_what_is_received_and_else_is_said(ranks
 
 
 def test_sizes_are_those_of_what_is_kept() -> None:
-    """Of a stage that writes: its input, where it lies, and its output."""
+    """A stage that writes to its input keeps the input in place, and its output."""
     x, target = batch(1)
     before = x.clone()
     one = measure_sizes(stages(3), x[0], target[0], loss=loss, boundary=BOUNDARY)

@@ -1,4 +1,4 @@
-"""schedir.instrument: torch's schedules, and what holds for every trainer."""
+"""Tests of schedir.instrument for torch's schedules, and of rules for every trainer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STAGES = {"Schedule1F1B": 1, "ScheduleGPipe": 1, "ScheduleInterleaved1F1B": 2}
 
 
 class _Layer(torch.nn.Linear):
-    """Notes at each forward whether torch's functions have others around them."""
+    """Records at each forward whether torch's functions are wrapped."""
 
     seen: list[bool]
 
@@ -47,7 +47,8 @@ def _schedule(rank: int, name: str, seen: list[bool]) -> Any:
         layer = _Layer(WIDTH, WIDTH, dtype=torch.float64)
         layer.seen = seen
         stage = PipelineStage(layer, s, count, torch.device("cpu"))
-        # What it would send first is for NCCL; torch 2.11 sends it to itself, which Gloo refuses.
+        # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
+        # refuses.
         stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
         held.append(stage)
     given = held if STAGES[name] > 1 else held[0]
@@ -62,7 +63,7 @@ def _step(rank: int, schedule: Any, method: str = "step") -> None:
 
 
 def in_torch(rank: int, folder: str) -> dict[str, list[str]]:
-    """The ranges of each schedule, marked and then no longer."""
+    """Return the ranges of each schedule, first with marks and then without."""
     found = {}
     for name in STAGES:
         seen: list[bool] = []
@@ -83,7 +84,7 @@ def in_torch(rank: int, folder: str) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
-    """The folder of the traces, and the ranges of each rank."""
+    """Return the folder of the traces, and the ranges of each rank."""
     folder = tmp_path_factory.mktemp("traces")
     return folder, run(in_torch, RANKS, str(folder))
 
@@ -103,7 +104,7 @@ LAST = """
 
 
 def test_what_marks_nothing_is_marked(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
-    """Each forward and backward, each message and each wait, in the order of torch's code."""
+    """Each forward, backward, message and wait is marked, in the order of torch's code."""
     _, ranks = runs
     assert ranks[0]["Schedule1F1B"] == FIRST.split()
     assert ranks[3]["ScheduleGPipe"] == LAST.split()
@@ -114,7 +115,7 @@ def test_what_marks_nothing_is_marked(runs: tuple[Path, list[dict[str, list[str]
 def test_of_what_is_marked_only_the_waits_are(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
-    """Each receive is waited for in the compute that needs it, each send when all is done."""
+    """Each receive is awaited in the compute that needs it, and each send at the end."""
     for rank in runs[1]:
         found, plain = rank["ScheduleInterleaved1F1B"], rank["plain ScheduleInterleaved1F1B"]
         assert [name for name in found if "WAIT" not in name] == plain
@@ -145,7 +146,7 @@ def test_their_runs_are_imported(
 def test_an_evaluation_has_no_backward(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
-    """torch calls its backwards there, too, and they do nothing."""
+    """torch calls its backwards in an evaluation too, but they do nothing."""
     program = imported(runs[0], f"{name} eval")
     ours = schedir.compile(schedules.forward_only, PipelineShape(RANKS, MICROBATCHES))
     assert computes(program) == computes(ours) and not program.has_backward
@@ -155,9 +156,9 @@ def test_an_evaluation_has_no_backward(
 
 
 def test_a_name_that_may_be_wrong_is_refused() -> None:
-    """What was received must be for the stage and microbatch that computes with it."""
+    """A received message must be for the stage and microbatch that uses it."""
     at, other, tensor = megatron._MessageStage(5, 3), megatron._MessageStage(5, 4), torch.zeros(1)
-    megatron._require_tag(tensor, at)  # made elsewhere
+    megatron._require_tag(tensor, at)  # a tensor without a tag
     with pytest.raises(ExecutionError, match="no forward_step returned"):
         megatron._read_tag(tensor)
     step = megatron._MegatronStep(4, 1, iter([other]), iter([]))
@@ -193,7 +194,7 @@ def test_it_is_safe_twice() -> None:
 
 
 def _taught(rank: int, path: str) -> list[str]:
-    """The ranges of a step whose loss runs another schedule, that of a teacher, after one fails."""
+    """Return the ranges of a step whose loss runs a teacher's schedule, after one step fails."""
     x = torch.ones(4, WIDTH)
 
     def of(loss_fn: Any) -> Any:
@@ -232,7 +233,7 @@ def test_what_others_put_on_top_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert theirs.PipelineScheduleSingle.step is others
 
 
-@pytest.mark.filterwarnings("ignore")  # those of their imports, of what they would like beside them
+@pytest.mark.filterwarnings("ignore")  # trainers warn about missing packages at import
 def test_with_no_name_all_that_is_there_is_marked() -> None:
     with schedir.instrument() as done:
         assert done.trainers["torch"] == torch.__version__
@@ -252,7 +253,7 @@ def test_nothing_is_changed_where_something_is_wrong() -> None:
     assert theirs.PipelineScheduleSingle.step is before
 
 
-# Packages that go by the right names: what is asked of them, and what they are.
+# Packages with the right names: the name that is instrumented, and the package.
 _PACKAGES = {
     "megatron/__init__.py": "",
     "deepspeed/__init__.py": "__version__ = '0.3.0'",
@@ -290,7 +291,7 @@ for names in (["megatron", "deepspeed"], ["titan"], ["broken"]):
 
 @pytest.mark.parametrize("module", [False, True])
 def test_a_launcher_instruments_a_program(tmp_path: Path, module: bool) -> None:
-    """As `torchrun -m schedir.instrumentation` does, with the arguments of the program."""
+    """`torchrun -m schedir.instrumentation` runs a program with its arguments."""
     (tmp_path / "helper.py").write_text("")
     (tmp_path / "program.py").write_text(
         "import sys, helper\n"

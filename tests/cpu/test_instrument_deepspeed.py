@@ -1,4 +1,4 @@
-"""schedir.instrument and DeepSpeed: its real engines train over Gloo, on a CPU."""
+"""Tests of schedir.instrument with DeepSpeed's real engines over Gloo, on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS, MICROBATCHES, WIDTH = 4, 9, 4
 
 
 def in_deepspeed(rank: int, folder: str) -> dict[str, list[str]]:
-    """The ranges of a step of each engine, of an evaluation, and of a step that is not marked."""
+    """Return the ranges of a step of each engine, of an evaluation, and of a step without marks."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
     import deepspeed
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
@@ -40,7 +40,7 @@ def in_deepspeed(rank: int, folder: str) -> dict[str, list[str]]:
         engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         data = iter([(torch.ones(1, WIDTH), torch.ones(1, WIDTH))] * 10 * MICROBATCHES)
         train, evaluate = partial(engine.train_batch, data), partial(engine.eval_batch, data)
-        train()  # sends what messages look like, once
+        train()  # the first step also sends the shapes of messages
         with schedir.instrument("deepspeed"):
             found[name] = profiled(train, f"{folder}/{name}-{rank}.json")
             found[f"{name} eval"] = profiled(evaluate, f"{folder}/{name} eval-{rank}.json")
@@ -50,7 +50,7 @@ def in_deepspeed(rank: int, folder: str) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
-    """The folder of the traces, and the ranges of each rank."""
+    """Return the folder of the traces, and the ranges of each rank."""
     folder = tmp_path_factory.mktemp("traces")
     return folder, run(in_deepspeed, RANKS, str(folder))
 
@@ -79,6 +79,6 @@ def test_each_instruction_is_marked(runs: tuple[Path, list[dict[str, list[str]]]
     assert ranks[3]["train"][:4] == ["3RECV_F0", "3F0", "3B0", "3SEND_B0"]
     assert ranks[3]["train"][-2:] == ["3REDUCE_GRAD", "STEP"]
     assert ranks[2]["train"][2:8] == ["2SEND_F0", "2RECV_F1", "2F1", "2RECV_B0", "2SEND_F1", "2B0"]
-    batch = "(2SEND_F5;5SEND_B1;5RECV_F4;2RECV_B0)BATCH_P2P"  # queued, and then issued as one
+    batch = "(2SEND_F5;5SEND_B1;5RECV_F4;2RECV_B0)BATCH_P2P"  # queued, and then issued as a group
     assert batch in ranks[2]["dualpipev"]
     assert all(rank["train plain"] == rank["dualpipev plain"] == [] for rank in ranks)

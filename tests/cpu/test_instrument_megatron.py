@@ -1,4 +1,4 @@
-"""schedir.instrument and Megatron-LM: its real schedules over Gloo, on a CPU."""
+"""Tests of schedir.instrument with Megatron-LM's real schedules over Gloo, on a CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.museum.cases import cases
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 RANKS, LENGTH = 4, 3
-# By name: chunks, microbatches, and settings of Megatron's.
+# Chunks, microbatches, and settings of Megatron, by name.
 RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1F1B": (1, 6, {}),
     "1F1B, few": (1, 2, {}),
@@ -40,9 +40,8 @@ RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
     ),
     "one by one": (1, 5, {"batch_p2p_comm": False}),
 }
-# Receives are posted ahead there, and sends of the other direction wait behind them: that finishes
-# where each pair of ranks has its own queue, as NCCL's unbatched messages have unless they are told
-# the device beforehand.
+# This run posts receives early, and sends of the other direction wait for them. It finishes if each
+# pair of ranks has its own queue, as for NCCL's unbatched messages without a bound device.
 HANGS = {("overlapped, all", model) for model in ("per_direction", "per_device", "blocking_serial")}
 
 
@@ -74,7 +73,7 @@ def _step(
 
 
 def in_megatron(rank: int, folder: str) -> dict[str, list[str]]:
-    """The ranges of each of RUNS, of forwards alone, and of a run that is not marked."""
+    """Return the ranges of each of RUNS, of forwards alone, and of a run without marks."""
     found: dict[str, list[str]] = {}
     with on_cpu(RANKS):
         with schedir.instrument("megatron"):
@@ -90,7 +89,7 @@ def in_megatron(rank: int, folder: str) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
-    """The folder of the traces, and the ranges of each rank."""
+    """Return the folder of the traces, and the ranges of each rank."""
     folder = tmp_path_factory.mktemp("traces")
     # Forks of this process have Megatron loaded. It keeps its process groups in its modules.
     forks = get_context("fork")
@@ -101,12 +100,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 def test_megatron_runs_what_schedir_says(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
-    """The compute of its schedules is that of ours, and their messages complete."""
+    """Megatron's schedules have the compute of ours, and their messages are complete."""
     chunks, microbatches, settings = RUNS[name]
     program = imported(runs[0], name)
     shape = PipelineShape(RANKS, microbatches, chunks)
     assert program.shape == shape
-    if not settings.get("microbatch_group_size_per_vp_stage"):  # ours has rounds of one size
+    if not settings.get(
+        "microbatch_group_size_per_vp_stage"
+    ):  # our schedule has rounds of one size
         ours = schedules.interleaved if chunks > 1 else schedules.one_f_one_b
         assert computes(program) == computes(schedir.compile(ours, shape))
     for model in (m for m in ELSEWHERE if (name, m) not in HANGS):
@@ -126,7 +127,7 @@ def test_the_museum_has_what_megatron_issues(
 def test_every_message_is_posted_once_and_every_receive_awaited(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
-    """Of what is posted ahead, Megatron itself leaves the last send without a wait."""
+    """Of messages posted early, Megatron itself does not wait for the last send."""
     for rank in runs[1]:
         for name in (*RUNS, "forward"):
             each = [one for mark in rank[name] for one in re.findall(r"\w+", mark)]
@@ -142,7 +143,7 @@ def test_every_message_is_posted_once_and_every_receive_awaited(
 def test_what_is_issued_as_one_is_said_so(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
-    """`batch_p2p_comm` issues four messages as one; without it, they follow each other."""
+    """`batch_p2p_comm` issues four messages as one group. Without it, they are single."""
     _, ranks = runs
     assert "(5SEND_B3;5RECV_F4;1SEND_F7;1RECV_B0)BATCH_P2P" in ranks[1]["interleaved"]
     for name in ("one by one", "overlapped", "overlapped, all"):

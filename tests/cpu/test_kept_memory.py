@@ -1,4 +1,4 @@
-"""Modules that keep a tensor after its use: its numbers stay, or the stage is refused."""
+"""Tests of modules that keep a tensor after its use: it stays unchanged, or they are refused."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_full_weight_that_is_kept() -> None:
 
 
 class Auxiliary(Layer):
-    """Adds the gradient of a loss of its own in its forward."""
+    """Adds the gradient of its own loss in its forward."""
 
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)

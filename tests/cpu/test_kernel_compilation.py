@@ -1,4 +1,4 @@
-"""Every Triton kernel, compiled for a GPU that is not there."""
+"""Tests of every Triton kernel, compiled for a GPU on a machine without one."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_it_fits_a_multiprocessor(case: Case) -> None:
     assert compiled.occupancy >= 0.5
     assert compiled.spilled <= case.spilled
     if case.constants.get("STAGES", 1) > 1:
-        assert "cp.async" in compiled.ptx  # it fetches ahead
+        assert "cp.async" in compiled.ptx  # it prefetches
         tiles, columns = case.constants["TILES"], case.constants["COLUMNS"]
         assert compiled.shared <= layer_norm_triton.count_shared_bytes(tiles, columns, itemsize=2)
 
@@ -36,7 +36,7 @@ def test_rows_are_fetched_ahead_where_there_is_room() -> None:
 
 
 def test_what_fits_a_multiprocessor() -> None:
-    """By hand: 100 registers count as 104, and each of four limits is the lowest once."""
+    """Numbers are computed by hand. 100 registers count as 104, and each limit acts once."""
 
     def blocks(registers: int, warps: int, shared: int = 0) -> int:
         return Compiled(registers, 0, shared, warps, "").blocks

@@ -1,4 +1,4 @@
-"""Every Triton kernel, interpreted on the CPU, against its plain-torch reference."""
+"""Tests of every Triton kernel, interpreted on the CPU, against its plain-torch reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytest.importorskip("triton")  # not there on every system
+pytest.importorskip("triton")  # not available on every system
 
 from schedir.errors import UsageError
 from schedir.kernels import backend_choice, cross_entropy, gelu, layer_norm, weight_gradient
@@ -28,7 +28,7 @@ FEW = settings(max_examples=12)
 @pytest.fixture(autouse=True, scope="module")
 def interpreted() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
+    torch.use_deterministic_algorithms(True)  # torch.empty then returns NaN
     with interpreting():
         yield
     torch.use_deterministic_algorithms(before)
@@ -39,7 +39,10 @@ def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def assert_near(got: Tensor, want: Tensor, *, roundings: float = 4) -> None:
-    """Equal but for a few roundings of the type; the interpreter's are cut off, so twice as far."""
+    """Assert equality up to a few roundings of the dtype.
+
+    The interpreter truncates instead of rounding, which doubles the error.
+    """
     assert got.shape == want.shape and got.dtype == want.dtype
     most = 2 * roundings * torch.finfo(got.dtype).eps * max([1.0, *want.abs().flatten().tolist()])
     torch.testing.assert_close(got, want, rtol=0, atol=most)
@@ -51,11 +54,11 @@ def test_cross_entropy(n: int, k: int, t: int, dtype: torch.dtype, seed: int) ->
     kernels, ignore = (
         load("cross_entropy_triton", MAX_BLOCK_COLUMNS=64),
         -1,
-    )  # a row takes several turns
+    )  # a row takes several iterations
     targets = (t * k * random(seed, n).sigmoid()).long()
     targets[random(seed + 1, n) > 0.5] = ignore
     shards = list(3 * random(seed, t, n, k, dtype=dtype))
-    shards[-1][:, k // 2 :] = float("-inf")  # padding, for k = 1 all of a shard
+    shards[-1][:, k // 2 :] = float("-inf")  # padding, which for k = 1 is the whole shard
     parts = []
     for rank, logits in enumerate(shards):
         part = kernels.compute_statistics(logits, targets, rank * k)
@@ -64,7 +67,7 @@ def test_cross_entropy(n: int, k: int, t: int, dtype: torch.dtype, seed: int) ->
         parts.append(part)
     everyone, dloss = torch.stack(parts), torch.tensor(0.5)
     if bool((everyone[:, cross_entropy.MAXIMUM].amax(0) == float("-inf")).any()):
-        return  # nothing but padding, anywhere: there is no such head
+        return  # only padding on every rank, which no head has
     for rank, logits in enumerate(shards):
         rest = targets, everyone, dloss, rank * k, ignore
         want = cross_entropy.write_gradient_reference_(logits.clone(), *rest)
@@ -89,7 +92,7 @@ def test_bias_gelu(rows: int, n: int, dtype: torch.dtype, programs: int, seed: i
     x, bias, dy = (
         random(seed + i, *s, dtype=dtype) for i, s in enumerate([(rows, n), (n,), (1, n)])
     )
-    dy = dy.expand(rows, n)  # of stride 0, as the gradient of a sum is
+    dy = dy.expand(rows, n)  # of stride 0, like the gradient of a sum
     wide = x.float() + bias.float()  # the reference rounds x + bias, the kernel does not
     want = gelu.bias_gelu_reference(wide, torch.zeros(n)).to(dtype)
     assert_near(kernels.forward(x, bias), want)
@@ -120,7 +123,7 @@ def test_add_layer_norm(rows: int, n: int, dtype: torch.dtype, programs: int, se
 
 
 class Intercept(TorchDispatchMode):
-    """Notes every operation, and runs none of those that write a result."""
+    """Records every operation, and does not run those that write a result."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -137,7 +140,7 @@ class Intercept(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weight_gradients_on_a_gpu_are_one_product(dtype: torch.dtype) -> None:
-    """No other way takes its place unseen: tensors of a GPU that is not there are given."""
+    """Fake tensors of a GPU show that no other computation is chosen silently."""
     with FakeTensorMode(), Intercept() as ran:
         main = torch.empty(4, 8, device="cuda")
         dy, x = (torch.empty(3, n, device="cuda", dtype=dtype) for n in (4, 8))
@@ -148,12 +151,14 @@ def test_weight_gradients_on_a_gpu_are_one_product(dtype: torch.dtype) -> None:
     assert b is x and a.shape == (4, 3)
 
 
-FAR = 2**30 + 16  # of two of these an int32 loses count
+FAR = 2**30 + 16  # twice this overflows an int32
 
 
 def far() -> Tensor:
-    """Three rows that lie FAR apart, with as much room before them: of 8 GiB, hardly any of which
-    is ever touched.  64 numbers of each are there, random and the same."""
+    """Return three rows of 64 random numbers that are FAR apart in memory.
+
+    Of the 8 GiB of virtual memory hardly any is ever touched.
+    """
     room = torch.from_numpy(np.zeros(4 * FAR + 64, np.uint16)).view(torch.bfloat16)
     x = room.as_strided((3, 64), (FAR, 1), 2 * FAR)
     return x.copy_(random(0, 64))
@@ -174,7 +179,7 @@ def test_logits_past_an_int32() -> None:
 
 
 def test_rows_past_an_int32() -> None:
-    """Kernels of contiguous rows believe that a row has FAR numbers, and see the first 64."""
+    """Kernels of contiguous rows are told that a row has FAR numbers, and read the first 64."""
     gelu_kernels, norm = load("gelu_triton"), load("layer_norm_triton")
     x, y, dx, dy = (far() for _ in range(4))
     vector, moments = random(1, 64).bfloat16(), torch.empty(2, 3)

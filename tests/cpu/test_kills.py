@@ -1,6 +1,6 @@
-"""Runs that save, of which processes are killed: the first few of the campaign's kills.
+"""Tests of runs with checkpoints whose processes are killed, with the campaign's first kills.
 
-One is made by default, and five with ALL_CASES=1.
+There is one kill by default, and five with ALL_CASES=1.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from tests.cpu.training import ROOT, finish, start
 
 
 def test_after_kills_a_run_goes_on_as_if_it_had_not_broken() -> None:
-    """In set-up, in steps, and while a checkpoint is copied or written; the command fails where a
-    start does not resume, loses too many steps, or comes to other losses."""
+    """Kills are in set-up, in steps, and while a checkpoint is copied or written.
+
+    The command fails if a start does not resume, loses too many steps, or has other losses.
+    """
     kills = 5 if ALL else 1
     script = str(ROOT / "benchmarks" / "resume.py")
     command = [sys.executable, script, f"--kills={kills}", "--seed=11"]

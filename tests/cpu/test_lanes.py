@@ -1,4 +1,4 @@
-"""Lanes: what is started on one runs in order, after what it is told, and says when and why not."""
+"""Tests of lanes, which run work in order after given events, and report times and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_lane_is_in_order_and_waits_for_others() -> None:
     assert came == ["disk"] and not first.is_done and not second.is_done
     open_.set()
     third.wait()
-    third.wait()  # as often as one likes
+    third.wait()  # any number of waits is allowed
     assert came == ["disk", "offload", "reload", "next"] and third.is_done
     assert torch.is_grad_enabled()
 
@@ -71,7 +71,7 @@ def test_threads_go_when_nobody_can_start_anything() -> None:
 
 
 def test_on_a_gpu_a_lane_is_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes after what was computed before, and after what it is told; the host never waits."""
+    """Work on a lane follows earlier compute and given events, and the host never waits."""
     gpu = virtual_gpu.install(monkeypatch)
     gpu.host_may_wait = False
     lanes = CopyLanes(torch.device("cuda"))

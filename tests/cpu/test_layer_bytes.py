@@ -1,7 +1,7 @@
-"""Bytes of a transformer layer: each term of arXiv 2205.05198 against storages that live.
+"""Tests of the bytes of a transformer layer: terms of arXiv 2205.05198 against live storages.
 
-Of the paper's layer, in plain torch, all are as printed.  The layer of our GPT differs in named
-terms, and in no other.
+The paper's layer, written in plain torch, has exactly the printed terms. The layer of our GPT
+differs only in named terms.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHAPES = [(48, 2, 64, 4), (32, 1, 32, 8), (16, 3, 96, 2)]  # s, b, h, a
 
 
 class Paper(nn.Module):
-    """The layer of the paper's section 4.1, each operation as it is drawn there."""
+    """The layer of the paper's section 4.1, with each operation as drawn there."""
 
     def __init__(self, hidden: int, heads: int, recompute: Recompute = "none") -> None:
         super().__init__()
@@ -72,12 +72,12 @@ class Paper(nn.Module):
 
 
 def _dropped(x: Tensor) -> Tensor:
-    """With a mask of a byte for each number, as on GPUs."""
+    """Apply dropout with a mask of one byte per number, as on GPUs."""
     return torch.native_dropout(x, 0.1, True)[0]
 
 
 def kept(layer: nn.Module, x: Tensor) -> list[int]:
-    """Bytes of the storages that a layer saves, in the order of its operations."""
+    """Return the bytes of the storages that a layer saves, in the order of its operations."""
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     saved: list[Tensor] = []
 
@@ -92,10 +92,10 @@ def kept(layer: nn.Module, x: Tensor) -> list[int]:
     return [size for at, size in storages.items() if at not in own]
 
 
-STATISTICS = "mean and deviation"  # of a norm, for each token: a number each, which the paper omits
+STATISTICS = "mean and deviation"  # two numbers per token of a norm, which the paper omits
 NORM = [STATISTICS, STATISTICS]
 HALVES = {"Q": "Q and K", "K": "Q and K"}
-# In the order of operations, what is saved: terms of the paper, or other names.
+# What is saved, in the order of operations, as terms of the paper or other names.
 OF_THE_PAPER = [
     "input of the first norm", *NORM, "input of Q, K and V", "Q", "K",
     "output of the softmax", "mask of its dropout", "V", "output of its dropout",
@@ -113,12 +113,12 @@ OURS = [
 def expected(
     names: list[str], s: int, b: int, h: int, a: int, tp: int = 1, *, sequence: bool = False
 ) -> list[float]:
-    """Bytes of each: the paper's terms by its formula, and others by ours."""
+    """Return the bytes of each name: the paper's terms by its formula, and others by ours."""
     terms = compute_layer_terms(s, b, h, a, tp, sequence_parallel=sequence)
     terms |= {half: terms[both] / 2 for half, both in HALVES.items()}
     terms["Q, K and V"] = terms["Q and K"] + terms["V"]  # one storage
     terms[STATISTICS] = 2 * s * b / (tp if sequence else 1)
-    terms["sums of the softmax"] = 4 * a * b * s / tp  # in float32, one for each row of scores
+    terms["sums of the softmax"] = 4 * a * b * s / tp  # float32, one per row of scores
     return [terms[name] for name in names]
 
 
@@ -144,7 +144,7 @@ def test_each_term_of_the_paper_lives(s: int, b: int, h: int, a: int) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
 def test_forms_of_recomputation(s: int, b: int, h: int, a: int, recompute: Recompute) -> None:
-    """As they are measured in a run: the formula, and what norms keep of each token."""
+    """Measured sizes are the formula, plus what norms keep of each token."""
     x, layer = _input(s, b, h).detach(), Paper(h, a, recompute).bfloat16()
     loss: Callable[[Tensor, Tensor], Tensor] = lambda y, _: y.sum()  # noqa: E731
     boundary = Boundary((b, s, h), torch.bfloat16)
@@ -158,7 +158,10 @@ def test_forms_of_recomputation(s: int, b: int, h: int, a: int, recompute: Recom
 
 @pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
 def test_our_layer_differs_in_named_terms(s: int, b: int, h: int, a: int) -> None:
-    """No as^2b and no masks; sums of the softmax instead, and what norms keep of each token."""
+    """Our layer has no term as^2b and no masks.
+
+    Instead it keeps the sums of the softmax, and the statistics of norms for each token.
+    """
     assert ours(s, b, h, a) == expected(OURS, s, b, h, a)
     masks = sum(
         each for what, each in compute_layer_terms(s, b, h, a).items() if "mask of the" in what
@@ -173,8 +176,10 @@ def _shared(rank: int) -> list[list[list[int]]]:
 
 
 def test_ranks_share_what_the_paper_says() -> None:
-    """Norms and their outputs are whole on each of two ranks, all else is cut in halves (equation
-    2); and all is, where they share the sequence (equation 4)."""
+    """Each of two ranks has half of everything except norms and their outputs (equation 2).
+
+    With sequence parallelism it has half of everything (equation 4).
+    """
     for found in run(_shared, 2):
         for cut, each in zip((False, True), found, strict=True):
             assert each == [expected(OURS, *shape, tp=2, sequence=cut) for shape in SHAPES]

@@ -1,4 +1,4 @@
-"""A tensor-parallel layer sums the gradient of its input while it computes its weight's."""
+"""Tests that a tensor-parallel layer sums its input's gradient while it computes its weight's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Layer = ColumnParallelLinear | VocabParallelHead
 
 
 class Order(TorchDispatchMode):
-    """In which order products, by what they give, sums and the waits for them come."""
+    """Records the order of products, of sums, and of the waits for sums."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class Order(TorchDispatchMode):
     def noting(
         self, name: str, start: Callable[[Tensor], PendingTensor]
     ) -> Callable[[Tensor], PendingTensor]:
-        """Notes when it starts, and when somebody waits."""
+        """Return `start` with a record of its calls and of waits for it."""
 
         def started(x: Tensor) -> PendingTensor:
             self.noted.append(name)
@@ -58,7 +58,7 @@ class Order(TorchDispatchMode):
 
 
 def backward(layer: Layer, x: Tensor, tape: DeferredGradients | None) -> tuple[list[str], Tensor]:
-    """The order of a backward pass, and the gradient of x."""
+    """Return the order of operations of a backward, and the gradient of x."""
     leaf, order = x.clone().requires_grad_(), Order()
     y = layer(leaf)
     entry = layer.input_rule
@@ -79,7 +79,7 @@ def backward(layer: Layer, x: Tensor, tape: DeferredGradients | None) -> tuple[l
 
 
 def orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[str]]:
-    """Those of a column-parallel layer and of a head, each whole and split."""
+    """Return the orders of a column-parallel layer and of a head, each whole and split."""
     group, numbers = dist.group.WORLD, torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, HIDDEN, generator=numbers).to(dtype)
     weight = torch.randn(WIDTH, HIDDEN, generator=numbers).to(dtype)
@@ -107,7 +107,7 @@ def orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[str]]:
 def test_the_sum_of_dx_is_under_way_while_dw_is_computed(dtype: torch.dtype) -> None:
     whole, split = ["dX", "sum", "dW", "sum waits"], ["dX", "sum", "sum waits", "dW"]
     assert run(orders, 2, dtype, False) == [[whole, split] * 2] * 2
-    # Where they share the tokens, these are put together meanwhile, or later when they are needed.
+    # With sequence parallelism, tokens are gathered meanwhile, or later when they are needed.
     whole = ["gather", "dX", "sum", "gather waits", "dW", "sum waits"]
     split = ["dX", "sum", "sum waits", "gather", "gather waits", "dW"]
     assert run(orders, 2, dtype, True) == [[whole, split] * 2] * 2

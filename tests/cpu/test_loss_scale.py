@@ -1,4 +1,4 @@
-"""float16 with a scaled loss, against torch.amp.GradScaler."""
+"""Tests of float16 with a scaled loss against torch.amp.GradScaler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
 
 HALF = Boundary(BOUNDARY.shape, torch.float16)
-LARGE, STEPS, CLIP = 2.0**24, 14, 0.5  # so large that steps overflow
+LARGE, STEPS, CLIP = 2.0**24, 14, 0.5  # large enough that steps overflow
 
 
 def half_stages(stages: int, tied: bool) -> list[nn.Module]:
@@ -43,7 +43,7 @@ def half_stages(stages: int, tied: bool) -> list[nn.Module]:
 
 
 def sgd(parameters: Any, fused: bool) -> MainOptimizer:
-    """Not Adam, which makes large steps of small differences."""
+    """Return SGD, since Adam would amplify small differences."""
     return MainOptimizer(parameters, partial(torch.optim.SGD, lr=0.1, fused=fused))
 
 
@@ -70,7 +70,7 @@ def test_the_constants_are_those_of_torch() -> None:
 
 
 def plain(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]]:
-    """A loop over microbatches with torch's own scaler: its values, and what was learned."""
+    """Run a loop with torch's own scaler, and return its scales and the trained weights."""
     whole = nn.Sequential(*stages)
     optimizer = sgd(whole.parameters(), fused=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=LARGE, growth_interval=3)
@@ -96,7 +96,7 @@ def plain(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]]:
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb])
 def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fused: bool) -> None:
     values, want = plain(half_stages(2, tied=False))
-    assert {b / a for a, b in pairwise(values)} == {0.5, 1.0, 2.0}  # all that can happen
+    assert {b / a for a, b in pairwise(values)} == {0.5, 1.0, 2.0}  # all possible changes occur
     world = InProcessExecutor(
         compile(schedule, PipelineShape(2, 4), clip_grad_norm=True),
         half_stages(2, tied=False),
@@ -119,7 +119,7 @@ def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fus
 
 
 def _replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]]:
-    """Of two replicas, only the first has something to learn, and overflows."""
+    """Run one of two replicas, of which only the first has targets, and overflows."""
     program = compile(
         one_f_one_b, PipelineShape(2, 4), dp=2, tied_weights=True, clip_grad_norm=True
     )

@@ -1,4 +1,4 @@
-"""Measuring this machine: quickly, so only that it is one, and said, and can be planned with."""
+"""Tests that this machine can be measured quickly, and that the planner can use the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert 1e8 < cluster.flops < 1e13
     assert cluster.kernel_us > 0
     assert {*found.notes} <= {f.name for f in fields(Cluster)}
-    # A line each for products, layers and sums, and the head.
+    # The table has a header, and lines for products, layers, sums and the head.
     assert len(found.table) == 1 + 2 + 1 + 1 + 2
     save_cluster(cluster, tmp_path / "here.toml", notes=found.notes)
     assert load_cluster(tmp_path / "here.toml") == cluster
@@ -37,7 +37,9 @@ def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
 def test_three_processes_have_pairs_and_all() -> None:
     found = measure(3, quick=True)
     assert sum("over 2" in line for line in found.table) == 2
-    assert sum("over 3" in line for line in found.table) == 1  # which does not slice four heads
+    assert (
+        sum("over 3" in line for line in found.table) == 1
+    )  # three processes cannot divide four heads
     assert found.cluster.gpu_count == 3
 
 

@@ -1,4 +1,4 @@
-"""Measured Timelines: what is one node has one span, and all clocks are process 0's."""
+"""Tests of measured Timelines: a node has one span, and all times use process 0's clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, paired
 
 
 def _measured(program: Program, **late: float) -> Timeline:
-    """Every instruction lasts from its position to a half behind it; `late` moves starts."""
+    """Return a Timeline where instruction k lasts from k to k + 0.5. `late` moves starts."""
     start = np.arange(len(program), dtype=float)
     end = start + 0.5
     index = InstructionIndex(program)
@@ -67,7 +67,7 @@ def test_a_message_begins_when_both_sides_are_there() -> None:
 
 
 def _processes(rank: int) -> Any:
-    """Rank 1 as on another machine, whose clock runs 1000 s ahead of rank 0's."""
+    """Run rank 1 as on another machine, whose clock is 1000 s ahead of rank 0's."""
 
     def clock() -> float:
         return time.perf_counter() + 1000 * rank
@@ -108,13 +108,13 @@ def test_clocks_reductions_and_timeouts_of_processes() -> None:
     results = run(_processes, 2)
     timeline = results[0][0]
     assert results[1][0] is None
-    # Another sign of the offset would set the ranks 2000 s apart, none of it 1000.
+    # With the wrong sign of the offset the ranks would be 2000 s apart, and without it 1000 s.
     assert 0 < timeline.span < 500
     for op in (Opcode.ReduceTied, Opcode.ReduceNorm):
         begun = max(reductions[op][0] for _, reductions, *_ in results)
         assert all(reductions[op][1] >= begun for _, reductions, *_ in results), op
     assert [timeouts for *_, timeouts, _ in results] == [[77.0] * 3] * 2
-    # The offset is wrong by no more than it says, and is not said to be exact.
+    # The error of the offset is within its stated error, which is not 0.
     assert results[0][3] == (0, 0)
     offset, error = results[1][3]
     assert abs(offset - 1000) <= error < 1
@@ -158,7 +158,7 @@ def test_what_is_not_recorded_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_profile_names_instructions() -> None:
     ranks = _ranks()
     ranks.step(*batch(3))
-    with torch.profiler.profile(acc_events=True) as profile:  # or torch 2.11 warns
+    with torch.profiler.profile(acc_events=True) as profile:  # without acc_events torch 2.11 warns
         ranks.step(*batch(3))
     count = {event.key: event.count for event in profile.key_averages()}
     named = [format_range_name(instr) for stream in ranks.program.streams for instr in stream]

@@ -1,4 +1,4 @@
-"""Processes compare all that they were told before anything else goes between them."""
+"""Tests that processes compare all their settings before any other communication."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from tests.cpu.training import TORCHRUN, arguments, fork, launched
 
 
 def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> list[str]:
-    """What processes that say (RANK, WORLD_SIZE, facts) come to at a real store, a thread each."""
+    """Return the errors of processes with these (RANK, WORLD_SIZE, facts) at a real store.
+
+    Each process is a thread.
+    """
     store, found = HashStore(), [""] * len(each)
 
     def one(k: int) -> None:
@@ -49,7 +52,7 @@ def test_processes_that_were_told_the_same_meet() -> None:
     [
         ([(0, 2, {"a": "1"}), (1, 2, {"a": "2"})], "not agree on a: 1 and 2"),
         ([(0, 3, {}), (1, 2, {}), (2, 3, {})], "not agree on WORLD_SIZE: 3 and 2"),
-        # Before the third is waited for, who never comes.
+        # This is found before the wait for the third process, which never comes.
         ([(0, 3, {}), (1, 2, {})], "processes 0 and 1 do not agree on WORLD_SIZE: 3 and 2"),
         ([(0, 3, {}), (1, 3, {}), (1, 3, {})], "two processes have RANK 1"),
         ([(0, 2, {}), (0, 2, {})], "two processes have RANK 0"),
@@ -62,7 +65,7 @@ def test_all_are_told_in_what_they_differ(each: Any, fact: str) -> None:
 
 def test_who_does_not_come_is_named() -> None:
     assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not connect in time"
-    # Who judges has not come: that others differ, too, nobody says.
+    # The process that compares has not come, so no one reports that others differ too.
     assert said([(1, 3, {}), (2, 2, {})], timeout=0.5) == ["process 0 did not connect in time"] * 2
 
 
@@ -134,7 +137,7 @@ def test_where_no_store_answers_patience_ends(
 
 
 def by_hand(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int, str]]:
-    """Exit code and error of processes that are started one by one, with settings of their own."""
+    """Return the exit codes and errors of processes that start one by one with own settings."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = [arguments(config, folder, "pipeline.tp=1", *own) for own in sets]
@@ -158,7 +161,7 @@ def test_a_run_of_processes_that_differ_is_refused(
 ) -> None:
     found = by_hand(config, tmp_path / "out", [[one], [other]])
     assert [code for code, _ in found] == [2, 2], found
-    spoke = "".join(err for _, err in found)  # the first to fail speaks for all
+    spoke = "".join(err for _, err in found)  # only the first process to fail reports
     assert spoke.count(f"processes 0 and 1 do not agree on {fact}") == 1, spoke
     assert "Traceback" not in spoke and ".cpp" not in spoke and spoke.count("\n") == 1
     assert not (tmp_path / "out" / "loss.csv").exists()
@@ -225,4 +228,4 @@ def test_data_that_differ_where_no_sample_was_taken_are_refused(
     spoke = "".join(err for _, err in found)
     assert spoke.count("processes 0 and 1 do not agree on the data read up to step 2: crc32") == 1
     assert "Traceback" not in spoke and ".cpp" not in spoke, spoke
-    assert (tmp_path / "out" / "loss.csv").read_text().count("\n") == 1  # none of them is told
+    assert (tmp_path / "out" / "loss.csv").read_text().count("\n") == 1  # no step was reported

@@ -1,4 +1,4 @@
-"""`schedir.megatron`: programs of schedir in the place of Megatron's own schedules.
+"""Tests of `schedir.megatron`, which runs programs of schedir in place of Megatron's schedules.
 
 Losses and all `main_grad`s after two steps have the bits of Megatron's schedule.
 """
@@ -60,7 +60,7 @@ DISTRIBUTED = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
 
 
 def in_pairs(rank: int, ranks: int, microbatches: int) -> Any:
-    """A schedule of a user: two forwards, then two backwards."""
+    """Yield a user's schedule that alternates two forwards and two backwards."""
     lead = min(2 * (ranks - 1 - rank), microbatches)
     yield lead * F
     for _ in range((microbatches - lead) // 2):
@@ -68,7 +68,7 @@ def in_pairs(rank: int, ranks: int, microbatches: int) -> Any:
     yield (microbatches - lead) % 2 * (F + B) + lead * B
 
 
-# By number of processes: the schedule and the case of each run.
+# The schedule and the case of each run, by number of processes.
 RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
     2: {
         "1f1b": ("one_f_one_b", Case()),
@@ -102,7 +102,7 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
 
 @cache
 def run_all(processes: int) -> dict[str, list[Comparison]]:
-    """The runs with this number of processes: starting processes takes longer than the runs."""
+    """Return all runs with this number of processes, which take less time than the start."""
     runs = RUNS[processes]
     per_process = run_forks(compare_all, processes, [*runs.values()])
     return dict(zip(runs, map(list, zip(*per_process, strict=True)), strict=True))
@@ -118,7 +118,7 @@ def test_same_bits_as_megatron(processes: int, name: str) -> None:
         assert not result.wrong
         assert result.gradients >= 10 or case.forward_only
         assert len(result.losses) == case.steps * case.microbatches
-        # In a vee the last stage is on rank 0, and Megatron expects the losses on the last rank.
+        # In a vee the last stage is on rank 0, while Megatron expects losses on the last rank.
         has_losses = rank in with_losses or (case.is_vee and rank == 0)
         assert result.own_losses == (result.losses if has_losses else [])
 
@@ -132,7 +132,7 @@ def forwards_in_descending_order(rank: int, ranks: int, microbatches: int) -> An
 
 
 def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[SchedirError]:
-    """The errors of runs, each of which fails in every process."""
+    """Return the errors of runs, each of which fails in every process."""
     import schedir.megatron
 
     errors = []
@@ -173,7 +173,7 @@ def run_each(rank: int, probes: list[Any]) -> list[Any]:
 
 @cache
 def run_probes() -> dict[str, list[Any]]:
-    """What each probe returns in two processes, by its name."""
+    """Return the results of each probe in two processes, by its name."""
     probes = [
         refuse_later_calls,
         count_hook_calls,
@@ -186,14 +186,14 @@ def run_probes() -> dict[str, list[Any]]:
 
 
 def error_of(call: Any) -> str:
-    """The message of the error that a call raises."""
+    """Return the message of the error that a call raises."""
     with pytest.raises(SchedirError) as caught:
         call()
     return str(caught.value)
 
 
 def refuse_later_calls() -> list[str]:
-    """The errors of calls after a first one that succeeds."""
+    """Return the errors of calls after a first successful one."""
     import schedir.megatron
 
     step = schedir.megatron.forward_backward("zb_v")
@@ -221,7 +221,7 @@ def test_later_calls_with_other_arguments_or_another_model_are_checked() -> None
 
 
 def count_hook_calls() -> tuple[bool, int, int]:
-    """Gradients with hooks as Megatron's, and the calls of hooks by both schedules."""
+    """Return whether gradients with hooks equal Megatron's, and both schedules' hook calls."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     import schedir.megatron
@@ -255,7 +255,7 @@ def test_gradient_hooks_are_called_as_in_megatron() -> None:
 
 
 def step_after_a_failing_one() -> str:
-    """The error of a step after one that failed before the end of its reduction."""
+    """Return the error of a step after a step that failed before the end of its reduction."""
     from megatron.core.utils import get_model_config
 
     import schedir.megatron
@@ -281,7 +281,7 @@ def test_a_step_after_one_that_failed_in_a_reduction_is_refused() -> None:
 
 
 def find_wrong_checkpoint_keys() -> list[set[str]]:
-    """The keys of the chunks of a vee that differ between state dict and sharded state dict."""
+    """Return by chunk of a vee the keys that differ between state dict and sharded state dict."""
     from megatron.core import parallel_state
 
     import schedir.megatron

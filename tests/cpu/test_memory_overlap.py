@@ -1,4 +1,4 @@
-"""Tensors that share memory: found, and refused where each would be trained by itself."""
+"""Tests that tensors which share memory are found, and refused if trained separately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 @st.composite
 def views(draw: Any) -> tuple[Tensor, set[tuple[int, int]]]:
-    """A view of one of two memories, with the numbers of these that it has."""
+    """Draw a view of one of two storages, and the set of their elements that it contains."""
     which = draw(st.integers(0, 1))
     shape = draw(st.lists(st.integers(0, 3), max_size=2))
     strides = [draw(st.integers(0, 4)) for _ in shape]
@@ -70,7 +70,7 @@ def test_what_has_no_memory_of_its_own_overlaps_with_nothing() -> None:
 
 
 class Times(nn.Module):
-    """Multiplies with a matrix, and with another tensor that it has as a parameter or else."""
+    """Multiplies by a matrix, and by another tensor that is a parameter or of another kind."""
 
     def __init__(self, seed: int, also: Tensor | None = None, kind: str = "parameter") -> None:
         super().__init__()
@@ -98,7 +98,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def three(view: str, kind: str) -> list[nn.Module]:
-    """Three stages, of which the last has a view of the weight of the first."""
+    """Return three stages, of which the last has a view of the first's weight."""
     first = Times(0)
     return [first, Times(1), Times(2, VIEWS[view](first.weight.data), kind)]
 
@@ -134,7 +134,7 @@ def test_memory_of_a_weight_of_another_rank_is_refused(view: str, kind: str) -> 
 
 
 def test_memory_of_another_rank_is_refused_also_of_what_is_said_to_be_tied() -> None:
-    """Both ranks would step it."""
+    """Both ranks would step the same memory."""
     stages: list[Any] = [Times(0), Times(1)]
     stages[1].weight = nn.Parameter(stages[0].weight.data)
     same = schedir.TiedWeights((((0, "weight"), (1, "weight")),))
@@ -148,7 +148,7 @@ def weights(stages: list[nn.Module]) -> list[Tensor]:
 
 
 def plain(stages: list[nn.Module], microbatches: int) -> list[Tensor]:
-    """The weights after three steps of a plain loop."""
+    """Return the weights after three steps of a plain loop."""
     optimizer = SGD(dict.fromkeys(p for stage in stages for p in stage.parameters()))
     for k in range(3):
         optimizer.zero_grad()
@@ -189,7 +189,7 @@ def test_one_parameter_of_several_ranks_is_a_tie() -> None:
 
 @pytest.mark.parametrize("kind", ["frozen", "buffer", "attribute"])
 def test_a_view_of_a_weight_that_has_older_versions_is_refused(kind: str) -> None:
-    """What computes has copies of older weights, and the view is of the newest."""
+    """Forwards use copies of older weights, while the view is of the newest."""
 
     def stages() -> list[nn.Module]:
         found: list[Any] = [Times(0), Times(1)]
@@ -206,7 +206,7 @@ def test_a_view_of_a_weight_that_has_older_versions_is_refused(kind: str) -> Non
     ranks_of(PipelineShape(2, 4), stages()).step(*make_batch(4))
 
 
-# ---------------------------------------------------------------- states that are not on the device
+# ---------------------------------------------------------------- states off the device
 
 
 @pytest.mark.parametrize("shape", [PipelineShape(1, 4, 3), PipelineShape(1, 4)])
@@ -250,7 +250,7 @@ def test_a_view_that_is_not_stepped_sees_what_the_host_steps() -> None:
 
 
 def test_a_main_optimizer_that_has_a_weight_twice_is_refused() -> None:
-    """Its copies are in memory of their own: the last one would be rounded into the weight."""
+    """The optimizer has separate copies, and would round only the last one into the weight."""
     stages = three("all of it", "parameter")
     with pytest.raises(ModelError, match="twice"):
         ranks_of(PipelineShape(1, 4, 3), stages, partial(MainOptimizer, make_optimizer=SGD))
@@ -297,7 +297,7 @@ def test_a_view_that_is_not_cut_with_its_weight_is_refused(level: int, how: str)
 
 @pytest.mark.parametrize("how", NAMES)
 def test_a_view_that_is_copied_with_its_stage_is_refused(how: str) -> None:
-    """The copy of another holder would have it in memory of its own, with the first numbers."""
+    """In the copy of another holder the view would have separate memory with initial values."""
     mirror = PipelineShape(2, 4, placement="mirror")
     with pytest.raises(ModelError) as error:
         ranks_of(mirror, [Times(1), Keeps(how)], schedule=chimera)
@@ -315,7 +315,7 @@ def test_a_buffer_is_copied_before_each_step() -> None:
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which has its Parameters in a private list, too."""
+    """An LSTM, which also has its Parameters in a private list."""
 
     def __init__(self) -> None:
         super().__init__()

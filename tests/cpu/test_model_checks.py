@@ -1,4 +1,4 @@
-"""All checks of a model run before the first step, in one order, and name the argument at fault."""
+"""Tests that all model checks run before the first step in one order, and name the argument."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _limit_rows(given: Given) -> None:
     given["modules"][0].append(nn.Embedding(4, 4, max_norm=1.0))
 
 
-# In the order of the checks: a fault, and the argument of Executor that the error names.
+# Faults in the order of the checks, and the argument of Executor that the error names.
 FAULTS: dict[str, tuple[Callable[[Given], None], str]] = {
     "trained parameters of a frozen stage": (_freeze, "stages"),
     "two devices": (_move, "stages"),

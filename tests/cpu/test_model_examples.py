@@ -1,4 +1,4 @@
-"""The examples of a BERT and an encoder-decoder: runs on processes, and their data."""
+"""Tests of the examples of a BERT and an encoder-decoder on processes, and of their data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models in pipelines, and shared by tensor-parallel ranks and replicas, beside the plain loop.
+"""Tests of models in pipelines, with tensor-parallel ranks and replicas, against a plain loop.
 
-Any schedule has the bits of the reference; tensor-parallel ranks and replicas add in another
-order, and are close to it.
+Any schedule has the bits of the reference. Tensor-parallel ranks and replicas sum in another order,
+and are close to it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_schedules_have_the_bits_of_the_reference(name: str, options: Any) -> No
 
 
 class Case(NamedTuple):
-    """How four processes share a model."""
+    """How four processes divide a model."""
 
     schedule: Any
     tp: int = 1
@@ -100,7 +100,7 @@ Weights = dict[tuple[int, str], tuple[Tensor, int | None]]
 
 
 def all_cases(rank: int) -> list[tuple[list[float], Weights]]:
-    """Losses of two steps, and this rank's weights after them, of each kind under each case."""
+    """Return losses of two steps and this rank's weights after them, for each kind and case."""
     return [trained(KINDS[name], case) for name, case in SHARED]
 
 
@@ -133,7 +133,7 @@ def trained(kind: Kind, case: Case) -> tuple[list[float], Weights]:
 
 
 def plain(kind: Kind, case: Case) -> tuple[list[float], Weights]:
-    """The same in one process, without replicas and slices."""
+    """Return the same from one process, without replicas and tensor parallelism."""
     program = compiled(case.schedule, kind, M * case.dp)
     count = program.shape.stages
     stages = kind.stages(count)
@@ -172,11 +172,11 @@ def test_tensor_parallel_ranks_and_replicas_are_one() -> None:
             assert (got - right).norm() <= 1e-6 * right.norm(), (name, case, n)
 
 
-# What cannot be
+# Refusals
 
 
 def refusals(rank: int) -> list[tuple[str, ...]]:
-    """The fields of what is refused where two ranks share each layer."""
+    """Return the fields of errors for models that two ranks cannot divide."""
     found = []
     for config in (LlamaConfig(kv_heads=1), LlamaConfig(feed_forward=5)):
         with pytest.raises(UsageError) as error:

@@ -1,4 +1,4 @@
-"""Models beside the same of Hugging Face: equal logits, losses and gradients of equal weights."""
+"""Tests that models have the logits, losses and gradients of Hugging Face for equal weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.cpu.models import CONTEXT
 
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
-Pairs = Iterator[tuple[str, Tensor]]  # a name there, and the tensor as it is there
+Pairs = Iterator[tuple[str, Tensor]]  # a name in Hugging Face's model, and its tensor
 
 
 def random_weights(model: nn.Module) -> None:
-    """Numbers that none of its parts would leave as they are."""
+    """Set random weights, with which no layer is the identity."""
     numbers = torch.Generator().manual_seed(1)
     for p in model.parameters():
         p.data.copy_(torch.randn(p.shape, generator=numbers) * (0.2 if p.dim() > 1 else 0.5))
@@ -31,10 +31,10 @@ def random_weights(model: nn.Module) -> None:
 
 
 def compare(ours: nn.Module, theirs: nn.Module, pairs: Any, losses: Any, *given: Any) -> None:
-    """Give both the same weights; `losses` gives what each makes, the loss last.  All is close.
+    """Give both models equal weights, and assert that their outputs and gradients are close.
 
-    Gradients are compared in float64, where what is left of them after cancelling is, too; the loss
-    is float32 there.
+    `losses` returns the outputs of each model, with the loss last. Gradients are compared in
+    float64, so that cancellation does not matter. Hugging Face's loss is float32.
     """
     random_weights(ours)
     params = {n: p for n, p in theirs.train().named_parameters() if p.requires_grad}
@@ -53,7 +53,7 @@ def compare(ours: nn.Module, theirs: nn.Module, pairs: Any, losses: Any, *given:
     for name, value in pairs(gradients):
         due = params[name].grad
         assert due is not None
-        if name.endswith(("key.bias", "k_proj.bias")):  # which a softmax does not see
+        if name.endswith(("key.bias", "k_proj.bias")):  # has no effect on the softmax
             assert value.norm() < 1e-6 and due.norm() < 1e-6
             continue
         assert due.norm() > 1e-4 and (value - due).norm() <= limit * due.norm(), name
@@ -64,7 +64,7 @@ def next_tokens(vocab: int, context: int) -> Tensor:
 
 
 def causal(ours: nn.Module, theirs: Any, tokens: Tensor) -> tuple[Any, Any]:
-    """Logits and summed losses of both."""
+    """Return the logits and summed losses of both models."""
     x, targets = tokens[:, :-1], tokens[:, 1:]
     mine, yours = ours(x), theirs(x).logits
     right = F.cross_entropy(yours.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -121,7 +121,7 @@ LLAMA = {
     ("tied", "kv_heads", "window"), [(True, 2, 0), (False, 1, 0), (False, 4, 0), (False, 2, 3)]
 )
 def test_llama(tied: bool, kv_heads: int, window: int) -> None:
-    """With windows, beside Mistral."""
+    """With windows, the model is compared with Mistral."""
     config = llama.LlamaConfig(
         vocab=31, layers=2, hidden=24, heads=4, kv_heads=kv_heads, context=9, tied=tied, theta=50.0,
         window=window,

@@ -1,4 +1,4 @@
-"""The state that a module keeps outside its parameters is restored after a run for shapes."""
+"""Tests that module state outside parameters is restored after a run that infers shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _rewrite(numbers: torch.Tensor) -> None:
     numbers.add_(1)
 
 
-# By kind, a value, a change of it in place, and what one reads of it.
+# For each kind, a value, an in-place change of it, and a function that reads it.
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
     "list": (lambda: [1, 2], lambda v: v.append(3), list),
     "dict": (lambda: {"a": 1}, lambda v: v.update({len(v): 3}), dict),
@@ -51,7 +51,7 @@ def test_what_is_changed_in_place_is_put_back(kind: str, name: str) -> None:
     before = read(value)
     change(value)
     changed = read(value)
-    assert changed != before  # so that the rest can fail
+    assert changed != before  # otherwise the test could not fail
     with preserve_module(module, CPU):
         change(value)
         assert read(value) != changed
@@ -88,7 +88,7 @@ def test_a_lazy_module_stays_set_up() -> None:
 
 
 def test_the_first_state_is_restored() -> None:
-    """Of a field that is added twice, and after an error, too."""
+    """This holds for a field that is added twice, and after an error too."""
     module, table = nn.BatchNorm1d(1), {"a": 1}
     running = module.running_mean
     assert running is not None

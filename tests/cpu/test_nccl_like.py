@@ -1,6 +1,6 @@
-"""Over NCCL nothing races: what a process issues is ordered by events, whatever runs first.
+"""Tests that events order all work of a process over NCCL, so that no accesses race.
 
-Tensor-parallel and data-parallel processes, which the virtual ranks of one process are not.
+The processes are tensor-parallel and data-parallel, which virtual ranks of one process cannot be.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ EXPERTS = MoEConfig(
     vocab=32, layers=2, hidden=HIDDEN, heads=2, context=CONTEXT, tied=False, experts=4
 )
 Ran = tuple[list[str], Counter[Kind], bool, int]
-BUCKET = 2048  # bytes: each stage has several, of one gradient and of more
+BUCKET = 2048  # bytes, so that each stage has several buckets of one or more gradients
 
 
 class Case(NamedTuple):
-    """A program of four processes, and whether its steps are recorded."""
+    """A program for four processes, and whether its steps are recorded."""
 
     schedule: Any
     shape: PipelineShape
@@ -103,9 +103,9 @@ REPLICAS = [name for name, case in CASES.items() if case.dp > 1 and case.ep == 1
 def _step(
     transport: ProcessTransport, case: Case, program: Program, *, only_one: bool = False
 ) -> Any:
-    """The gradients of a second step; over NCCL, one was undone before the first.
+    """Return the gradients of a second step. Over NCCL, a warmup step was undone before the first.
 
-    With `only_one`, those of a first step, before which none was undone.
+    With `only_one`, return those of a first step without a warmup step.
     """
     make = partial(moe_executor, cfg=EXPERTS) if case.ep > 1 else gpt_executor
     executor = make(
@@ -124,11 +124,11 @@ def _step(
 
 
 def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
-    """What races in two steps, what was issued, whether gradients are as over Gloo, and on how
-    many streams a step has work that its count does not have; NCCL's own are not seen here.
+    """Return the races of two steps, issued work, equality with Gloo, and uncounted streams.
 
-    Where it is `hasty`, a bucket starts when all but one of its gradients are there.  Gradients of
-    what is wrong on purpose are not compared.
+    The last is the number of streams with work that the step's count does not include, except the
+    streams of NCCL. If `hasty`, a bucket starts when all but one of its gradients are complete.
+    Gradients of mutants are not compared.
     """
     program = case.compile()
     with pytest.MonkeyPatch.context() as patch:
@@ -162,8 +162,10 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
 
 
 def _all(rank: int) -> tuple[dict[str, Ran], dict[str, Ran]]:
-    """Every case as it is, one with each of its waits left out, and those with buckets that start
-    too early: in one world, for speed."""
+    """Run every case, one case without each of its waits, and cases with early buckets.
+
+    All run in one world, for speed.
+    """
     mutants = {kind: CASES["1f1b, slots shared"] for kind in KINDS}
     mutants["all_to_all"] = CASES["experts"]
     return (

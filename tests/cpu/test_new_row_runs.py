@@ -1,4 +1,4 @@
-"""The new instructions of `tests/new_rows` run with the bits of the reference."""
+"""Tests that the new instructions of `tests/new_rows` run with the bits of the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.new_rows import EDITS, copy_tree
 
 
 def test_new_rows_run(tmp_path: Path) -> None:
-    """Each one alone and three together, in a copy of the tree that has all of them."""
+    """Each runs alone and three run together, in a copy of the tree that has all of them."""
     tree = copy_tree(tmp_path / "tree", *EDITS)
     command = [
         sys.executable, str(tree / "tests" / "new_rows" / "run_checks.py"),

@@ -1,4 +1,4 @@
-"""Hooks that copies of a weight would not call are refused in programs that compute with copies."""
+"""Tests that hooks which copies of a weight would not call are refused in programs with copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _OnNode:
     def __init__(self, weight: Tensor) -> None:
         self.node = get_gradient_edge(
             weight
-        ).node  # without a reference, torch would make a new node
+        ).node  # without a reference, torch would create a new node
         self.node.register_prehook(_called)
 
 

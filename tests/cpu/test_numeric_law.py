@@ -55,7 +55,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.02)
 
 
 def adam_with_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Matrices in one group, other parameters in another with a learning rate of its own."""
+    """Return Adam with matrices in one group, and other parameters in a group of another rate."""
     matrices = [p for p in parameters if p.dim() > 1]
     others = [p for p in parameters if p.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": 1e-3}]
@@ -158,7 +158,7 @@ class Reference:
                 grad.mul_((self.max_norm / (norms[0] + 1e-6)).clamp(max=1.0))
 
 
-# ---------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------- drawn shapes
 
 
 @st.composite
@@ -300,7 +300,7 @@ def test_drafts_of_several_optimizer_steps(draft: Program, data: st.DataObject) 
 @settings(LIMITS, max_examples=4)
 @given(data=st.data())
 def test_schedules(schedule: Any, data: st.DataObject) -> None:
-    """Those of `schedir.schedules`, and one whose backwards are in descending order."""
+    """These are those of `schedir.schedules`, and one with backwards in descending order."""
     shape = shape_of(schedule, 2, max(4, least(schedule, 2)))
     assert_drawn_law(data, expand_schedule(schedule, shape))
 
@@ -309,7 +309,7 @@ def test_schedules(schedule: Any, data: st.DataObject) -> None:
 @settings(LIMITS, max_examples=8)
 @given(data=st.data())
 def test_schedules_of_several_optimizer_steps(schedule: Any, data: st.DataObject) -> None:
-    """PipeDream, whose delays differ, and PipeDream-2BW."""
+    """These are PipeDream, whose delays differ by stage, and PipeDream-2BW."""
     ranks = data.draw(st.integers(1, 3))
     delay: Any = tuple(range(ranks))[::-1] if schedule is one_f_one_b else 1
     each = 1 if schedule is one_f_one_b else ranks

@@ -1,4 +1,4 @@
-"""Offload holds what was predicted on each tier, to the byte, at every instruction."""
+"""Tests that offload has exactly the predicted bytes on each tier at every instruction."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KEEPS, AGAIN = ("gpt", None), ("normed", "all")
 
 
 class Tiered(Witness):
-    """A witness that knows of what threads bring back, and of the host and the disk."""
+    """A witness that also counts reloads of threads, and memory of the host and the disk."""
 
     def __init__(self, rank: Executor, own: Footprint, tiers: dict[str, Footprint]) -> None:
         super().__init__(rank, own)
@@ -83,7 +83,7 @@ class Tiered(Witness):
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is started on a lane has ended."""
+    """Make each operation on a lane end at once."""
     start = CopyLanes.start
 
     def waiting(*args: Any) -> LaneJob:
@@ -131,7 +131,7 @@ def test_what_is_on_each_tier_is_what_was_predicted(
 
 
 def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) -> None:
-    """Of a run that is recorded, in which nothing runs beside anything."""
+    """The recorded run has no overlap."""
     make, data, loss = MODELS["gpt"]
     stages, (inputs, targets, scale) = make(2), data(6)
     sizes = measure_sizes(
@@ -161,7 +161,7 @@ def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) ->
 
 
 class Wide(nn.Module):
-    """What it saves is as wide as one says."""
+    """Saves activations of a given width."""
 
     def __init__(self, wide: int) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize(("more", "spilled"), cases([(0, 0.7), (1, 0.0)], [(0, 0.0), (1, 0.7)]))
 def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_path: Path) -> None:
-    """However slow the way from there is, and whatever is how large."""
+    """This holds for slow reloads, and for any sizes."""
     shape = PipelineShape(1, 6, 3)
     program = moved(compile(interleaved, shape), 1, spilled=spilled, late=0.0)
     (least,) = (

@@ -1,4 +1,4 @@
-"""Offload refuses what it cannot do, says where it failed, and shows what is in a wrong order."""
+"""Tests that offload refuses unsupported uses, names failed instructions, shows wrong orders."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def world_of(program: Program, layer: Any = None, **more: Any) -> InProcessExecu
 
 
 def test_what_is_left_behind_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the device when it has been copied, and in its room when it is back."""
+    """Device memory is poisoned after the copy, and a host buffer after the copy back."""
     left: list[Tensor] = []
     let_go = SavedActivations.release_device_memory
 
@@ -67,7 +67,7 @@ def test_what_is_left_behind_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> Non
     world = world_of(away())
     world.step(*batch(4))
     gone = [bool(one.view(torch.float32).isnan().all()) for one in left]
-    assert sum(gone) >= len(gone) - 4  # what a first stage puts out, a message may have, too
+    assert sum(gone) >= len(gone) - 4  # a message may hold outputs of a first stage
     for rank in world.executors:
         rooms = [
             room.location for room in rank.resources.service(MemoryTiers).host_arena.free_blocks
@@ -78,14 +78,14 @@ def test_what_is_left_behind_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_who_does_not_wait_for_what_is_offloaded_reads_nan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start, last = CopyLanes.start, 3  # microbatch: no forward waits for its slot
+    start, last = CopyLanes.start, 3  # a microbatch whose slot no forward waits for
     done = defaultdict[tuple[CopyLanes, Lane], list[None]](list)
     came_back = defaultdict[CopyLanes, Event](Event)
 
     def too_early(lanes: CopyLanes, lane: Lane, run: Callable[[], None], *more: Any) -> Any:
         def late() -> None:
             if lane is Lane.D2H and len(done[lanes, lane]) == last:
-                came_back[lanes].wait(5)  # before it has left
+                came_back[lanes].wait(5)  # the reload runs before the offload
             run()
             if lane is Lane.H2D and len(done[lanes, lane]) == last:
                 came_back[lanes].set()
@@ -142,7 +142,7 @@ def test_a_file_without_a_name_that_folders_may_leave(tmp_path: Path) -> None:
     folder.mkdir()
     world = world_of(away(1.0), execution=ExecutionOptions(spill_dir=folder))
     assert not [*folder.iterdir()]
-    folder.rmdir()  # it vanishes, and nobody minds
+    folder.rmdir()  # the folder is no longer needed
     for k in range(2):
         world.step(*batch(4, k))
     arenas = [
@@ -194,7 +194,7 @@ def test_a_full_disk_is_so_before_anything_is_spilled(
 def test_an_error_of_the_disk_names_its_instruction(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is raised where somebody waits, and is of what was spilled or fetched."""
+    """The error is raised at a wait, and names the write to or read from the disk."""
     did, times = getattr(SpillFile, verb), iter(range(100))
 
     def broken(*args: Any) -> None:
@@ -258,7 +258,7 @@ def test_what_is_written_to_is_seen_as_without() -> None:
 
 
 class Packs(Layer):
-    """Has packing hooks of its own, keeps activations, and a mask for all microbatches."""
+    """Has its own packing hooks, keeps activations, and uses one mask for all microbatches."""
 
     how = 0
 

@@ -1,4 +1,4 @@
-"""Activation offload: views of one storage, several programs, and processes."""
+"""Tests of activation offload: views of one storage, several programs, and processes."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def _dropped() -> nn.Module:
 def compared(
     plain: Program, make: Any, inputs: Any = (), steps: int = 2, folder: Any = None, **how: Any
 ) -> InProcessExecutor:
-    """A program that moves all, and some to the disk if there is a folder, beside itself without:
-    the same losses, weights, gradients and buffers."""
+    """Check that a program with all activations offloaded equals the program without offload.
+
+    With a folder, some go to the disk. Losses, weights, gradients and buffers are compared.
+    """
     found = []
     program = checked(moved(plain, 7, spilled=0.5 * (folder is not None)), "minimal")
     for each in (plain, program):
@@ -75,7 +77,7 @@ def compared(
 
 
 def test_of_views_that_share_memory() -> None:
-    """One storage moves once, and is one again, with a layout that is not the plain one."""
+    """A storage moves once, and its views share it again, with their own layouts."""
 
     class Views(nn.Module):
         def __init__(self) -> None:

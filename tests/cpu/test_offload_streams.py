@@ -1,4 +1,4 @@
-"""Offload on a GPU that is not there: lanes are streams, events order them, and no host waits."""
+"""Tests of offload on a virtual GPU: lanes are streams ordered by events, and no host waits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def of(world: InProcessExecutor) -> Any:
 def test_nothing_races(
     schedule: Any, shape: PipelineShape, recompute: Any, slots: Any, races: Races, gpu: VirtualGPU
 ) -> None:
-    """Neither on the device, whose memory the stream that computes takes anew, nor in rooms."""
+    """No accesses race, neither to device memory, which is reused, nor to host buffers."""
     world = world_of(schedule, shape, slots, recompute=recompute)
     plain = InProcessExecutor(
         compile(schedule, shape, progress_model="per_edge"), gpt_stages(shape.stages, tied=False),
@@ -89,7 +89,9 @@ def test_nothing_races(
     )  # fmt: skip
     for seed in (None, 0, 1):
         for each in (plain, world):
-            gpu.host_may_wait = each is plain or seed is None  # an event is made at first use
+            gpu.host_may_wait = (
+                each is plain or seed is None
+            )  # events are created at their first use
             each.step(*batch(shape.microbatches), order_seed=seed)
     assert not races.found
     assert same_bits(of(world), of(plain))
@@ -123,7 +125,7 @@ def test_a_wait_that_is_left_out_is_seen(
     ) -> LaneJob:
         if what == "ready":
             stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):  # of which it thinks that it computes
+            with torch.cuda.stream(stream):  # a wrong current stream
                 return start(lanes, lane, run, size, after, marks)
         return start(lanes, lane, run, size, () if what == "after" else after, marks)
 
@@ -152,7 +154,7 @@ def test_a_wait_that_is_left_out_is_seen(
 def test_lanes_run_beside_what_is_computed(
     gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And are recorded as they ran."""
+    """The recorded Timeline shows the overlap."""
     world = world_of(gpipe, PipelineShape(1, 3), "minimal")
     (rank,) = world.executors
     copy_out = SavedActivations.copy_to_block

@@ -1,4 +1,4 @@
-"""Training runs that offload and spill: the same losses, in less memory of the device."""
+"""Tests that training runs with offload have the same losses, in less device memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_what_only_offload_makes_fit(tmp_path: Path, config: Path) -> None:
-    """A limit that all that stays exceeds, and all that is recomputed: within it, between two
-    processes, with dropout, and some of it on the disk, losses are the same."""
+    """Only a run with offload fits into the limit, and it has the same losses.
+
+    Neither a plain run nor one with full recomputation fits. There are two processes with dropout,
+    and some activations go to the disk.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     assert forked(str(config), tmp_path / "own", *MANY)[0] == 0

@@ -1,4 +1,4 @@
-"""The optimizer state on the host or on the disk, and steps of the host: the bits of the device."""
+"""Tests that optimizer states on host or disk, and steps of the host, give the device's bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.cpu.tiny_stages import batch
 torch.set_num_threads(1)
 
 PLACEMENTS = ("host", "disk", "cpu_step")
-# By shape and optimizer: options of the program, and those for one placement only.
+# Options of the program, and those for one placement only, by shape and optimizer.
 CASES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     ("interleaved", "AdamW"): (
         {"clip_grad_norm": True, "tied_weights": True},
@@ -86,7 +86,7 @@ def test_the_bits_are_those_of_the_device(
 def test_nothing_is_stepped_where_one_gradient_is_not_finite(
     make: str, clip: bool, placement: str, tmp_path: Path
 ) -> None:
-    """Of a stage that comes last: those before it would have been stepped by then."""
+    """The gradient is that of the last stage, before which all others would have been stepped."""
     how = {
         "clip_grad_norm": clip,
         "gradients": GradientOptions(loss_scale=LossScale(8.0) if clip else None),
@@ -136,7 +136,7 @@ def _processes(rank: int, folder: str) -> Any:
 
 
 def test_each_replica_has_its_shard(tmp_path: Path) -> None:
-    """At each level of ZeRO: on the host, or in a file of its own, and stepped there."""
+    """At each level of ZeRO the shard is on the host or in the replica's own file."""
     told = run(partial(_processes, folder=str(tmp_path)), 2)
     count = 1 + len(PLACEMENTS)
     runs = [[own[k] for own in told] for k in range(count * len(LEVELS))]
@@ -146,7 +146,7 @@ def test_each_replica_has_its_shard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_programs_beside_each_other(placement: str, tmp_path: Path) -> None:
-    """Two that train, with other microbatches, and one that evaluates."""
+    """Two programs train different numbers of microbatches, and one evaluates."""
     found = []
     for one in ("device", placement):
         how: dict[str, Any] = {"progress_model": "per_edge", "optimizer_placement": one}

@@ -1,4 +1,4 @@
-"""The page about training your own model: its files run, and its commands print what it shows."""
+"""Tests that files and commands of the page about your own model have the shown output."""
 
 import sys
 from importlib import import_module
@@ -16,7 +16,7 @@ PAGE = list(steps(OWN_MODEL.read_text()))
 
 
 def run(folder: Path, *argv: str) -> str:
-    """Return what a command of the page prints. It must succeed without a warning."""
+    """Return the output of a command of the page, which must succeed without a warning."""
     if argv[:2] == ("torchrun", "--nproc-per-node"):
         script_path, *script_argv = argv[3:]
         return script(

@@ -1,4 +1,4 @@
-"""The planner's memory of the trainer's GPT, beside what the trainer measures: to the byte."""
+"""Tests that the planner's memory of the trainer's GPT is exactly what the trainer measures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HERE = Cluster(1, 4, flops=1e10, memory=1e10, hbm_bandwidth=1e10, nvlink_bandwid
 
 
 def measured(model: TransformerSpec, choice: ParallelPlan, tp: Any = None) -> Any:
-    """What `schedir train` measures before its first step."""
+    """Return the sizes that `schedir train` measures before its first step."""
     config = GPTConfig(
         vocab=model.vocab, layers=model.layers, hidden=model.hidden, heads=model.heads,
         context=model.sequence, tied=model.tied,
@@ -89,7 +89,7 @@ def test_sizes_are_those_measured(model: TransformerSpec, choice: ParallelPlan) 
 
 
 def sliced(rank: int, choice: ParallelPlan) -> list[list[float]]:
-    """What a slice measures."""
+    """Return the sizes that a tensor-parallel rank measures."""
     made = plan_program(ParallelPlan(tp=2, microbatches=choice.microbatches), tied_weights=True)
     found = measured(SMALL, choice, GlooTransport(made).tp_group)
     return [found.for_stages(name, choice.stages).tolist() for name in NAMES]
@@ -105,7 +105,7 @@ def test_sizes_of_slices_are_those_measured() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_fullest_rank_of_a_run(recompute: Any) -> None:
-    """What the trainer says before its first step, of the program that it compiles."""
+    """The trainer prints this memory before its first step, for its compiled program."""
     choice = ParallelPlan(
         pp=4, microbatch_size=2, microbatches=8, recompute=recompute, attention="flash"
     )

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers on real ranks against the same layers on one."""
+"""Tests of tensor-parallel layers on real ranks against the same layers on one rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CROSS_ENTROPIES = {"plain": vocab_parallel_cross_entropy, "fused": fused_cross_e
 def shared_cross_entropy(
     rank: int, vocab: int, dtype: torch.dtype, kind: str = "plain"
 ) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of the hidden states, through a head shared by all ranks."""
+    """Return loss and gradient of the hidden states, for a head divided among all ranks."""
     group = dist.group.WORLD
     head = VocabParallelHead(shard_vocab(random(vocab, 6).to(dtype), group), vocab, group)
     x = random(3, 5, 6, seed=1).to(dtype).requires_grad_()
@@ -97,7 +97,7 @@ def test_fused_cross_entropy_overwrites_the_logits_and_nothing_else() -> None:
     torch.testing.assert_close(grad(x), 2 * logits)
     with pytest.raises(RuntimeError):
         torch.autograd.backward(loss)
-    torch.autograd.backward(fused_cross_entropy(x, targets))  # of a leaf, a copy is taken
+    torch.autograd.backward(fused_cross_entropy(x, targets))  # a leaf tensor is copied
     assert torch.equal(x, before)
 
 
@@ -107,7 +107,7 @@ def test_low_precision_logits_give_a_float32_loss() -> None:
 
 
 def shared_pair(rank: int) -> dict[str, tuple[Tensor, int | None]]:
-    """Embedding, column and row linear in a row: output and gradients, with how each is cut."""
+    """Return outputs and gradients of three layers in a row, with their shard dimensions."""
     group = dist.group.WORLD
     net = nn.Sequential(
         VocabParallelEmbedding(shard_vocab(random(7, 4), group), group),
@@ -142,7 +142,7 @@ def test_embedding_column_and_row_equal_the_plain_layers() -> None:
 
 
 def made(rank: int) -> list[int]:
-    """How many tensors as large as its output each layer makes forward."""
+    """Return how many tensors of its output's size each layer creates in its forward."""
     group, counts = dist.group.WORLD, []
     layers = [
         (VocabParallelEmbedding(shard_vocab(random(7, 4), group), group), torch.arange(70) % 7),
@@ -157,7 +157,7 @@ def made(rank: int) -> list[int]:
 
 
 def test_outputs_are_not_copied() -> None:
-    assert run(made, 2) == [[1, 1, 2]] * 2  # a bias makes one more
+    assert run(made, 2) == [[1, 1, 2]] * 2  # a bias needs one more
 
 
 def uneven(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Microbatches of different shapes: the bytes of buffers, processes, and refusals."""
+"""Tests of microbatches of different shapes: bytes of buffers, processes, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDTH = 4
 
 
 class Packed(nn.Module):
-    """Numbers, and where each of the sequences that are packed ends."""
+    """Passes numbers, and the ends of the packed sequences."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Packed(nn.Module):
 
 
 class Last(Packed):
-    """The numbers alone."""
+    """Returns only the numbers."""
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x, ends)[0]
@@ -59,7 +59,7 @@ def model(stages: int) -> list[nn.Module]:
 
 
 def batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatchBoundary]:
-    """Microbatches of so many tokens, in so many sequences each."""
+    """Return microbatches with these numbers of tokens and sequences."""
     torch.manual_seed(1)
     x = [(torch.randn(n, WIDTH), torch.randint(n, (k,))) for n, k in lengths]
     y = [torch.randn(n, WIDTH) for n, _ in lengths]
@@ -81,7 +81,7 @@ def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
         rooms = [
             own.nbytes for own in ranks.executors[1].state.service(MessageBuffers).received.values()
         ]
-        # Ends of sequences lie behind the numbers, each on a border of 256 bytes.
+        # The ends of sequences follow the numbers, and both start at multiples of 256 bytes.
         assert rooms == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
 
 
@@ -94,7 +94,7 @@ CASES: list[tuple[Any, PipelineShape, dict[str, Any]]] = [
 
 
 def own_steps(process: int) -> list[Any]:
-    """Of each case the gradients of own stages."""
+    """Return for each case the gradients of this process's stages."""
     x, y, boundary = batch(LENGTHS)
     found = []
     for make, shape, options in CASES:
@@ -108,7 +108,7 @@ def own_steps(process: int) -> list[Any]:
 
 
 def test_processes_have_the_bits_of_the_reference() -> None:
-    """Over Gloo, with slots that are shared and without, and in shared memory."""
+    """This is tested over Gloo, with and without shared slots, and with shared memory."""
     results = run(own_steps, 2)
     x, y, _ = batch(LENGTHS)
     for case, (_, shape, _) in enumerate(CASES):
@@ -120,13 +120,13 @@ def test_processes_have_the_bits_of_the_reference() -> None:
 
 
 def test_seq1f1b_runs_on_real_processes(tmp_path: Path) -> None:
-    """It compares gradients itself: to the bit with a loop over segments, nearly with sequences."""
+    """The example itself compares gradients with loops over chunks and over sequences."""
     example = Path(__file__).parents[2] / "examples/seq1f1b_run.py"
     code, _, err = launched([str(example)], tmp_path / "run")
     assert code == 0, err
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- refusals
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "per_microbatch.txt"
 SHAPES = [(3, WIDTH), (2, WIDTH)]

@@ -1,4 +1,4 @@
-"""Stages in pieces over Gloo: the bits of uncut stages, and what cannot be summed in its place."""
+"""Tests of segments of stages over Gloo: equal bits as whole stages, and refused in-place sums."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.cpu.spawn import RankError, run
 CONFIG = gpt.GPTConfig(vocab=61, layers=4, hidden=32, heads=4, context=8, dropout=0.1)
 HIDDEN = (2, 8, 32)
 
-# Schedules, stages per rank, into how many chunks two or four microbatches are cut, and what else
-# is said of their programs.
+# For each schedule: the stages per rank, the number of chunks per microbatch (so that there are
+# four chunks in all), and further options of the program.
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one_f_one_b": (1, 2, {"recompute": lambda s, mb: mb == 1, "overlap": True}),
     "zb_h1": (1, 1, {"buffer_sharing": "minimal"}),
     "interleaved": (2, 1, {}),
 }
-# Where tensor-parallel ranks share the sequence.
+# Options for tensor-parallel ranks that divide the sequence.
 SHARED: dict[str, dict[str, Any]] = {
     "one_f_one_b": {"recompute": lambda s, mb: mb == 1, "overlap": True},
     "zb_h1": {
@@ -56,7 +56,7 @@ SHARED: dict[str, dict[str, Any]] = {
 def modules(
     stages: Mapping[int, gpt.Stage], cut: tuple[int, ...] | None
 ) -> Mapping[int, nn.Module]:
-    """Stages by number, or all their pieces."""
+    """Return the stages by number, or all their segments."""
     if cut is None:
         return stages
     first = [0, *accumulate(cut)]
@@ -64,7 +64,7 @@ def modules(
 
 
 def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dict[str, Any]:
-    """Losses, norm, weights and gradients of two steps, and the loss of an evaluation."""
+    """Return losses, norm, weights and gradients of two steps, and the loss of an evaluation."""
     torch.manual_seed(0)
     v, chunks, _ = CASES[name]
     shape = PipelineShape(2, 4 // chunks if cut else 4, v)
@@ -106,8 +106,10 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
 
 
 def both(rank: int, name: str, sequence: bool) -> list[str]:
-    """What of a run in pieces has other bits than of one of whole stages, of as many microbatches
-    as there are chunks."""
+    """Return the results of a run in segments whose bits differ from a run of whole stages.
+
+    The run of whole stages has as many microbatches as the other has chunks.
+    """
     shape, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
     uncut, cut = (
         trained(name, each, SHARED[name] | {"sequence_parallel": True} if sequence else more)
@@ -127,13 +129,15 @@ def _same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_pieces_have_the_bits_of_stages(name: str, sequence: bool) -> None:
-    """Losses, gradients, weights and norm, of a tied model with dropout on 2 x 2 processes; with
-    sums in their place, or of parts of the sequence."""
+    """Losses, gradients, weights and norm are equal, for a tied model with dropout.
+
+    It runs on 2 x 2 processes, with sums in place or with the sequence divided.
+    """
     assert run(both, 4, name, sequence) == [[]] * 4
 
 
 def test_pieces_behind_a_frozen_stage() -> None:
-    """What enters the first trained piece has no gradient, nor what passes beside its norm."""
+    """The inputs of the first trained segment have no gradient, nor has its residual input."""
     found: list[Any] = []
     for cut in (None, count_segments([2, 2])):
         program = compile(
@@ -153,11 +157,11 @@ def test_pieces_behind_a_frozen_stage() -> None:
     assert _same(*found) and sum(p is not None for p in found[0]) > 20
 
 
-# ---------------------------------------------------------------- modules of one's own
+# ---------------------------------------------------------------- users' own modules
 
 
 class Ahead(nn.Module):
-    """Rows of a product, in which a rank has its slice of the features: a part of a sum."""
+    """Computes a rank's part of a sum, from its slice of the features."""
 
     def __init__(self, up: ColumnParallelLinear, down: RowParallelLinear) -> None:
         super().__init__()
@@ -178,14 +182,14 @@ class Behind(nn.Module):
 
 
 class Twice(nn.Module):
-    """What is summed, and beside it the same tensor, which is not."""
+    """Returns its input twice: the first output is summed over ranks, and the second is not."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x
 
 
 def mine(rank: int) -> bool:
-    """A user's stage, cut "fg": gradients are those of one process without tensor parallelism."""
+    """Return whether a user's stage, cut "fg", has the gradients of one process without TP."""
     program = compile(
         schedules.one_f_one_b,
         PipelineShape(1, 3),
@@ -217,7 +221,7 @@ def mine(rank: int) -> bool:
 
 
 def shared(rank: int) -> list[bool]:
-    """The same, where each rank has one of two tokens, of several samples and of one."""
+    """Return the same with one of two tokens per rank, for several samples and for one."""
     right = []
     for samples in ((3,), ()):
         program = compile(
@@ -264,7 +268,7 @@ def both_ways(rank: int) -> list[bool]:
 
 
 def test_a_stage_of_ones_own() -> None:
-    """With sums in their place, or of parts of the sequence."""
+    """This holds with sums in place, and with a divided sequence."""
     assert run(both_ways, 2) == [[True] * 11] * 2
 
 
@@ -302,7 +306,7 @@ def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
 
 
 def test_what_a_piece_takes_in_is_held_whole() -> None:
-    """Both shapes of what ranks gather, or sum, are there at once; saved is what was taken."""
+    """A tensor is in memory in both shapes while ranks gather or sum it. Inputs are saved."""
     config = replace(CONFIG, layers=1, tied=False)
     parts, tokens = split_stage(gpt.build_stage(config, 0, 1)), torch.zeros(2, 8, dtype=torch.long)
     own = torch.zeros(2, 4, 32).nbytes
@@ -311,14 +315,14 @@ def test_what_a_piece_takes_in_is_held_whole() -> None:
         said = tokens[:, : 8 // 2]
         sizes = measure_sizes(parts, said, said, loss=gpt.loss, boundary=behind)
         assert sizes.activation == each and sizes.activation_grad is None
-        widths = 3 + 1 + 1  # what attention keeps at least: its input, q, k and v, what it gives
+        widths = 3 + 1 + 1  # attention keeps at least its input, q, k, v and its output
         assert np.all(
             sizes.per_microbatch("saved", PipelineShape(1, 1, 5))[1] >= widths * share * own
         )
 
 
 class Saves(nn.Module):
-    """Its output is what its backward takes."""
+    """A module whose backward needs its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +360,7 @@ def of_two(
 
 
 def alone(rank: int) -> None:
-    """What is summed is what a backward has saved; or has no gradient."""
+    """Run a stage whose output is summed in place, although its backward has saved that output."""
     of_two(Saves())
 
 
@@ -372,7 +376,10 @@ def without_gradient(rank: int) -> None:
 
 
 def test_what_is_summed_in_its_place() -> None:
-    """Inputs that pass as they are stay as they are; what a backward needs is not overwritten."""
+    """Inputs that a stage returns unchanged are not overwritten.
+
+    A sum in place of a tensor that a backward needs, or that has no gradient, is refused.
+    """
     assert run(inputs_stay, 2) == [(32.0, 16.0)] * 2
     with pytest.raises(RankError, match="modified by an inplace operation"):
         run(alone, 2)

@@ -1,4 +1,4 @@
-"""What processes tell each other: values come as they were sent, and nothing else of bytes."""
+"""Tests that values between processes arrive unchanged, and that other bytes are refused."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _tell(process: int, what: str) -> None:
         assert json_collectives.broadcast({process: torch.int64} if process else None, 1) == {
             1: torch.int64
         }
-    elif what == "pickle":  # as a peer of another version, or a stranger, would send it
+    elif what == "pickle":  # like a peer of another version, or a foreign process
         told = json_collectives.gather_bytes(pickle.dumps(_Runs()) if process else encode_value(1))
         for k, data in enumerate(told):
             decode_value(data, f"process {k}")
@@ -126,7 +126,7 @@ OWN = {
 
 
 def test_nothing_is_unpickled() -> None:
-    """But by a parent what its own children send it, and by a loop that makes plain values."""
+    """Exceptions are messages from a parent's own children, and the loader of plain values."""
     root, found = Path(json_collectives.__file__).parents[1], dict[str, Any]()
     for path in root.rglob("*.py"):
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""A choice of the planner, trained by `schedir train` as its configuration says."""
+"""Tests that `schedir train` runs the configuration of a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cpu.training import alone, train
 
 
 def test_a_choice_trains_as_it_is_written(tmp_path: Path) -> None:
-    """With the losses of one process, which has all layers in one stage."""
+    """Losses are those of one process with all layers in one stage."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
     model = planner.TransformerSpec(layers=5, hidden=32, heads=4, vocab=256, sequence=16)

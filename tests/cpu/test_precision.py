@@ -1,4 +1,4 @@
-"""bfloat16 parameters with float32 gradients and optimizer state."""
+"""Tests of bfloat16 parameters with float32 gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_second_holders_add_up_in_float32_too() -> None:
 
 
 def test_a_split_product_adds_up_without_rounding() -> None:
-    """In W and in a whole B: both are the sum of products in float32."""
+    """In W and in a whole B the gradient is a float32 sum of products."""
     weight = nn.Parameter(torch.randn(8, 4).bfloat16())
     x, dy = torch.randn(64, 16, 4).bfloat16(), torch.randn(64, 16, 8).bfloat16()
     want = sum((b.double().t() @ a.double() for a, b in zip(x, dy, strict=True)), torch.zeros(8, 4))
@@ -92,7 +92,9 @@ def test_a_split_product_adds_up_without_rounding() -> None:
             errors[split, wide] = float((weight.grad.double() - want).norm() / want.norm())
             weight.grad = None
     assert max(errors[False, True], errors[True, True]) < 1e-5
-    assert min(errors[False, False], errors[True, False]) > 1e-3  # what it is good for
+    assert (
+        min(errors[False, False], errors[True, False]) > 1e-3
+    )  # bfloat16 gradients have larger errors
 
 
 def test_small_steps_are_not_lost() -> None:
@@ -103,7 +105,9 @@ def test_small_steps_are_not_lost() -> None:
             optimizer.step()
         return float((parameter.detach() - before).float().abs().max())
 
-    sgd = partial(torch.optim.SGD, lr=1e-3)  # 2 ** -8 of 1 is the least step of a bfloat16
+    sgd = partial(
+        torch.optim.SGD, lr=1e-3
+    )  # less than 2 ** -8, the smallest step of a bfloat16 at 1
     main = nn.Parameter(torch.ones(4).bfloat16())
     main.grad_dtype = torch.float32
     optimizer = MainOptimizer([main], sgd)
@@ -119,7 +123,7 @@ def test_frozen_parameters_and_missing_gradients_stay() -> None:
     frozen, idle, main = (nn.Parameter(torch.ones(2).bfloat16()) for _ in range(3))
     frozen.requires_grad_(False)
     optimizer = MainOptimizer([frozen, idle, main], partial(torch.optim.SGD, lr=1.0))
-    main.grad = torch.ones(2).bfloat16()  # rounded, but taken
+    main.grad = torch.ones(2).bfloat16()  # a rounded gradient is accepted
     optimizer.step()
     assert [p.tolist() for p in (frozen, idle, main)] == [[1, 1], [1, 1], [0, 0]]
     assert optimizer.param_groups[0]["lr"] == 1.0

@@ -1,4 +1,4 @@
-"""Batches drawn by a thread, in memory that is used again and again."""
+"""Tests of batches that a thread draws into reused memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def batches(size: int = 4) -> Batches:
 
 
 def drawn(source: Batches, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch of a step, of a run that began with step 0."""
+    """Return the batch of a step, in a run that began with step 0."""
     return source.read_batch(step * source.batch_size, source.batch_size)
 
 
@@ -43,7 +43,7 @@ def test_each_replica_has_its_part_of_the_same_batches(
                 wants = [x[replica * share : (replica + 1) * share] for x in drawn(source, step)]
                 assert all(map(torch.equal, kept[-1][:2], wants))
                 assert kept[-1].tokens == replicas * share * 8
-                if step:  # a step that went wrong is run again when the next one has been
+                if step:  # a wrong step is repeated after the next one has run
                     before = drawn(source, step - 1)[0][replica * share : (replica + 1) * share]
                     assert torch.equal(kept[-2].inputs, before)
     assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
@@ -65,7 +65,7 @@ def test_a_batch_is_drawn_while_the_step_before_runs() -> None:
 
 
 class Copied:
-    """An event behind a copy that takes until it is told."""
+    """An event after a copy that ends only on request."""
 
     def __init__(self, device: torch.device) -> None:
         self.over, self.asked = threading.Event(), threading.Event()
@@ -89,7 +89,7 @@ def test_memory_that_a_copy_still_reads_is_left_alone(monkeypatch: pytest.Monkey
         for step in range(BATCH_SLOTS):
             ours.take(step)
         first: Copied = ours.slots[0].copy_event  # type: ignore[assignment]
-        assert first.asked.wait(60)  # what is drawn for the next step waits
+        assert first.asked.wait(60)  # the next step's batch waits for the event
         assert torch.equal(ours.slots[0].host_tensors[0], drawn(source, 0)[0])
         first.over.set()
         assert torch.equal(ours.take(BATCH_SLOTS).inputs, drawn(source, BATCH_SLOTS)[0])

@@ -1,4 +1,4 @@
-"""Which streams share a hardware queue, where queues are threads; and whom that concerns."""
+"""Tests of the probe for streams that share a hardware queue, with threads as queues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 IN, OUT = DirectedEdge(Lane.ACT, 0, 1), DirectedEdge(Lane.ACT, 1, 2)
 BACK_IN, BACK_OUT = DirectedEdge(Lane.GRAD, 2, 1), DirectedEdge(Lane.GRAD, 1, 0)
-# Those of a GPU, by rank: what is in one of them goes one after the other.
+# The hardware queues of each rank. Messages in one queue run one after the other.
 Hardware = Mapping[int, tuple[tuple[Queue, ...], ...]]
 
 
@@ -49,7 +49,7 @@ class _Done:
 
 
 class Threads(EdgeGroups):
-    """Over Gloo, a thread for each hardware queue, where messages wait for their other side."""
+    """A Gloo transport with a thread per hardware queue, where messages wait for their peer."""
 
     def __init__(self, program: Program, hardware: Hardware) -> None:
         self.hardware = hardware
@@ -101,7 +101,7 @@ def test_what_shares_is_found_by_its_rank() -> None:
 
 
 def refused(rank: int, hardware: Hardware) -> Any:
-    """What is known to share, or how the program is refused."""
+    """Return the queues found to be shared, or the error that refuses the program."""
     transport = Threads(program := _program(), hardware)
     try:
         return require_safe_queues(program, transport, transport.touch, 0.3)
@@ -110,8 +110,10 @@ def refused(rank: int, hardware: Hardware) -> Any:
 
 
 def test_a_program_is_refused_where_what_shares_would_wait_for_ever() -> None:
-    """Of the pairs of 1F1B's second rank, activations that leave and gradients that come; all
-    processes say the same."""
+    """In 1F1B, sent activations and received gradients of the second rank must not share.
+
+    All processes report the same error.
+    """
     (said,) = {*run(refused, 3, {1: ((OUT, BACK_IN),)})}
     assert said + "\n" == (GOLDEN / "sharing.txt").read_text()
     first, *others = run(refused, 3, {1: ((IN, BACK_OUT),)})

@@ -1,4 +1,4 @@
-"""The executor over Gloo: the bits of the reference, from real processes."""
+"""Tests that the executor has the bits of the reference over Gloo, in real processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.pure.test_blocking_hosts import sends
 
 
 def _one_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str, Any]) -> Any:
-    """One process of a training step: gradients by stage, loss, and where it stands."""
+    """Run training steps in a process, and return gradients by stage, loss and coordinates."""
     program = compile(schedule, shape, progress_model="per_edge", tied_weights=True, **options)
     transport = GlooTransport(program)
     executor = gpt_executor(
@@ -53,7 +53,7 @@ def _one_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str,
         transport,
         gradients=GradientOptions(max_norm=0.05 if program.clip_grad_norm else None),
     )
-    for _ in range(2):  # twice: a step leaves nothing behind
+    for _ in range(2):  # twice, since a step must leave no state behind
         loss = executor.step(*own_batch(program, transport))
     timeline = gather_timeline(executor, transport)
     if timeline is not None:
@@ -98,7 +98,7 @@ def test_tensor_parallel_schedules_have_the_same_bits_and_are_close_to_one_rank(
 
 
 def _joined(shards: list[Tensor], parameter: Tensor) -> Tensor:
-    """A gradient from its shards: cut along whichever dimension is short, or held whole."""
+    """Return a gradient from its shards, which are cut in their shorter dimension, or whole."""
     if shards[0].shape == parameter.shape:
         assert torch.equal(shards[0], shards[1])
         return shards[0]
@@ -107,7 +107,7 @@ def _joined(shards: list[Tensor], parameter: Tensor) -> Tensor:
 
 
 def _share(whole: Tensor, like: Tensor, rank: int) -> Tensor:
-    """A tensor-parallel rank's slice of a gradient that is not padded."""
+    """Return a tensor-parallel rank's slice of a gradient without padding."""
     for dim, (all_of_it, own) in enumerate(zip(whole.shape, like.shape, strict=True)):
         if all_of_it != own:
             return whole.narrow(dim, rank * own, own)
@@ -129,7 +129,7 @@ def test_data_parallel_equals_one_replica() -> None:
     [(2, {}), (2, {"tp": 2}), (2, {"dp": 2}), (1, {"tp": 2, "dp": 2})],
 )
 def test_clipping_counts_every_parameter_once(ranks: int, options: dict[str, int]) -> None:
-    """Against the norm of the untied sum: the tied weight is one parameter, a replica no other."""
+    """The norm counts a tied weight once, and the replicas of a weight once."""
     shape = PipelineShape(ranks, 2, 2 // ranks)
     _, right = expected(PipelineShape(2, 2 * options.get("dp", 1)))
     unique = [g for s, grads in enumerate(right) for n, g in grads.items()
@@ -145,8 +145,7 @@ def test_clipping_counts_every_parameter_once(ranks: int, options: dict[str, int
 
 
 def test_gloo_gives_what_its_model_promises() -> None:
-    """A program that only `per_edge` finishes: lanes between two ranks do not hold each other
-    up."""
+    """A program that only `per_edge` finishes runs, since lanes between two ranks are separate."""
     shape = PipelineShape(2, 3, 2)
     program = compile(interleaved, shape, tied_weights=True)
     found = None
@@ -155,7 +154,7 @@ def test_gloo_gives_what_its_model_promises() -> None:
         for k, late in pairwise(receives):
             if stream[k].op == stream[late].op:
                 continue
-            # Posted before one of the other lane, which is sent before it.
+            # Post it before a receive of the other lane, whose message is sent earlier.
             words = np.insert(np.delete(stream.words, late), k, stream.words[late])
             streams = [*program.streams]
             streams[rank] = Stream(words)
@@ -218,7 +217,7 @@ def _run_program(rank: int, program: Program) -> dict[int, dict[str, Tensor]]:
 
 
 class Greedy(nn.Module):
-    """Asks for more memory than there are addresses, in its second microbatch."""
+    """Requests more memory than the address space in its second microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +245,7 @@ def _greedy(rank: int) -> None:
 
 
 def test_out_of_memory_names_rank_and_instruction() -> None:
-    """The others, which wait for it, are ended with it."""
+    """The other processes, which wait for it, are ended too."""
     with pytest.raises(RankError) as error:
         run(_greedy, 2, limit=60)
     first = next(iter(error.value.tracebacks))

@@ -1,4 +1,4 @@
-"""Several programs on the same stages: a last partial batch, and evaluations between steps."""
+"""Tests of several programs on the same stages: partial batches, and evaluations between steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
 class Drops(nn.Module):
-    """A stage that draws, and counts in a buffer how often it has trained."""
+    """A stage that draws random numbers, and counts its training forwards in a buffer."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InPro
 
 
 def numbers_of(ranks: InProcessExecutor, stages: list[nn.Module], total: Tensor) -> list[Tensor]:
-    """What a step is known by: its loss, its norm, weights and gradients."""
+    """Return the results of a step: its loss, its norm, weights and gradients."""
     own = [p for stage in stages for p in stage.parameters()]
     found = [
         total,
@@ -93,7 +93,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     ],
 )
 def test_evaluations_leave_nothing(name: str, zero: int) -> None:
-    """A run with evaluations between its steps, and within one, has the bits of one without."""
+    """A run with evaluations between and within steps has the bits of a run without them."""
     schedule, m = ZOO[name], 8
     shape = (
         PipelineShape(2, m, optimizer_steps=4, weight_delay=1)
@@ -140,7 +140,7 @@ def test_the_page_does_what_it_says() -> None:
 
 
 def programs_of(dp: int, zero: int) -> list[Program]:
-    """What trains with 6 microbatches, what trains with 3, and what evaluates 2."""
+    """Return programs that train 6 microbatches, train 3, and evaluate 2."""
     how: dict[str, Any] = {"dp": dp, "zero": zero, "progress_model": "per_edge"}
     large, small = (
         schedir.compile(
@@ -156,7 +156,7 @@ def own_stage(rank: int) -> dict[int, nn.Module]:
 
 
 def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]:
-    """Steps of two programs, without evaluations and with some of smaller microbatches between."""
+    """Run steps of two programs, without and with evaluations of smaller microbatches between."""
     found: list[list[Tensor]] = []
     large, small, looks = programs_of(dp, zero)
     for evaluates in (False, True):
@@ -195,7 +195,7 @@ def test_in_processes(kind: str, dp: int, zero: int) -> None:
 
 
 def out_of_order(rank: int) -> str:
-    """One rank evaluates twice before it trains, the other once."""
+    """Let one rank evaluate twice before it trains, and the other once."""
     _, program, looks = programs_of(1, 0)
     transport = SharedMemoryTransport(program, 20.0, extra_programs=[looks])
     executor = Executor(
@@ -223,11 +223,11 @@ def test_steps_that_would_meet_each_others_messages_are_refused() -> None:
     assert one + "\n" == (GOLDEN / "sequence.txt").read_text()
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- refusals
 
 
 def refused() -> list[Exception]:
-    """What is refused of several programs, each with its sentence."""
+    """Return the errors of wrong combinations of programs."""
     program = schedir.compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
     looks = schedir.evaluation_program(program)
     stages = gpt_stages(2, False)
@@ -266,7 +266,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 
 class Writes(nn.Module):
-    """A stage that writes to what it trains, or to a buffer, whenever it runs."""
+    """A stage that writes to its weight, or to a buffer, in each forward."""
 
     def __init__(self, *, parameter: bool, data: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where a GPU stands, when the host has issued all of a step: on one whose clock is a test's."""
+"""Tests of the position of a virtual GPU when the host has issued a whole step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcessExecutor, list
 
 
 def hang(ranks: InProcessExecutor, gpu: VirtualGPU, instr: Instr, rank: int) -> None:
-    """Let an instruction never end."""
+    """Make an instruction never end."""
     one = ranks.executors[rank]
     k = one.state.index_of[instr]
     call = one.runner.calls[k]
@@ -75,7 +75,7 @@ def step(ranks: InProcessExecutor, gpu: VirtualGPU) -> None:
 
 
 def said(ranks: InProcessExecutor, rank: int, progress: GpuProgress) -> list[tuple[str, str]]:
-    """What the watchdog says of a rank: instructions and notes."""
+    """Return the instructions and notes of the watchdog's error for a rank."""
     one = ranks.executors[rank]
     error = make_stall_error("it stands", one, 9, progress, progress.get_progress())
     return [(str(site.instr), site.note) for site in error.sites]
@@ -92,12 +92,12 @@ def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
     for rank in ranks.executors:  # where the host is
         assert rank.runner.position == len(rank.runner.calls) - 1
     assert said(ranks, 1, progress[1]) == [("F 1.1", "in step 1, computes")]
-    # Lanes run beside each other: of what stands there, the first of the Stream comes first.
+    # Lanes run in parallel. Of their current instructions, the first of the Stream comes first.
     assert said(ranks, 0, progress[0]) == [
         ("send_act 0.2", "in step 1, waits for rank 1 to receive"),
         ("recv_grad 0.1", "in step 1, waits for rank 1 to send"),
     ]
-    # Without asking, the last instruction of a Stream is blamed.
+    # Without progress of the GPU, the last instruction of a Stream is reported.
     error = make_stall_error("it stands", ranks.executors[1], 1, None, None)
     assert [site.index for site in error.sites] == [len(ranks.executors[1].runner.calls) - 1]
 
@@ -129,7 +129,7 @@ def test_the_rank_that_hangs_computes_and_all_others_wait_for_its_side(
 
 
 def test_a_step_that_hangs_is_told_while_the_host_is_in_the_next_one(gpu: VirtualGPU) -> None:
-    """Its events are not those of the next step."""
+    """The events of the step are not those of the next step."""
     program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     ranks, progress = ranks_of(program, gpu)
     step(ranks, gpu)
@@ -155,13 +155,13 @@ def test_it_moves_as_instructions_end(gpu: VirtualGPU) -> None:
 
 
 def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
-    """What it has not issued cannot end; of that, the instruction that it is at."""
+    """Instructions that the host has not issued cannot end, so its current one is reported."""
     program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.executors[0]
     inputs, targets = tiny_model.make_batch(3)
     one.runner.begin_step(StepInputs(inputs, targets))
-    with one.random_streams.preserve_generators():  # as a step does
+    with one.random_streams.preserve_generators():  # like a step
         for k in range(2):
             one.runner.run_instruction(k)
     one.runner.progress[POSITION_FIELD] = 2
@@ -170,7 +170,7 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
 
 
 def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
-    """As those that warm up, which are undone: so the next one has the same number."""
+    """Warmup steps are undone, so the next step has the same number."""
     program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.executors[0]
@@ -226,7 +226,7 @@ def test_the_watchdog_asks_and_says_it(
     with Watchdog(own, 0.2) as dog, dog.watch(one):
         step(ranks, gpu)
         gpu.host = 1000.0
-        while not ended.empty():  # of the time before, in which the clock stood
+        while not ended.empty():  # results from before the clock moved
             ended.get()
         *_, last = [ended.get(timeout=60) for _ in range(3)]
         first, *lines = last.splitlines()
@@ -241,7 +241,7 @@ def test_the_watchdog_asks_and_says_it(
 
 
 class _Busy:
-    """Progress of a GPU whose driver answers nobody."""
+    """Progress of a GPU whose driver does not answer."""
 
     def __init__(self) -> None:
         self.asked, self.over = 0, Event()
@@ -259,7 +259,7 @@ def test_a_driver_that_does_not_answer_holds_up_no_watchdog(
     busy: Any = _Busy()
     asked = watchdog._Device(busy, torch.device("cuda"))
     assert [asked.query_step() for _ in range(3)] == [None] * 3
-    assert busy.asked == 1  # one thread waits, and no more
+    assert busy.asked == 1  # only one thread waits
     busy.over.set()
 
 
@@ -290,7 +290,7 @@ def _over_processes(
 def test_what_processes_have_started_is_asked(
     transport: type[EdgeGroups] | type[GroupedMessages], tp: int
 ) -> None:
-    """Messages, gathers and reductions, and messages that are issued as one."""
+    """Messages, gathers and reductions are queried, and grouped messages too."""
     asking = partial(_over_processes, transport=transport, tp=tp)
     for standing, count, asked in run(asking, 2 * tp):
         assert standing == [None] * 3 and count > 8 and asked

@@ -1,4 +1,4 @@
-"""How many streams a rank has over NCCL, and a program that has more than a GPU has queues."""
+"""Tests of the number of streams of a rank over NCCL, and of programs with too many."""
 
 from __future__ import annotations
 
@@ -48,15 +48,18 @@ def test_streams_of_usual_programs() -> None:
 
 
 def test_a_rank_in_the_middle_by_hand() -> None:
-    """Its stream, the layers' two, the gathers' two, dp and the norm on one more, and four edges,
-    of which it receives along two."""
+    """The expected numbers are counted by hand.
+
+    There are a compute stream, two for layers, two for gathers, dp and the norm, and four edges,
+    two of which are received.
+    """
     assert count_streams(_program(one_f_one_b, PipelineShape(8, 16)), 3, "per_edge") == {
         "computation": 1, "layers": 2, "gathers": 2, "reductions": 3, "messages": 8, "records": 2,
     }  # fmt: skip
 
 
 def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever connects, before there is a group, and with what they are for."""
+    """The error comes before any group is created, and lists the use of the streams."""
     placement = (*range(8), 0, 2, 4, 6, 1, 3, 5, 7, 0, 3, 6, 1, 4, 7, 2, 5, 0, 5, 2, 7, 4, 1, 6, 3)
     many = _program(looped_bfs, PipelineShape(8, 8, 4, placement=placement))
     few = _program(one_f_one_b, PipelineShape(4, 8))
@@ -73,7 +76,7 @@ def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_is_kept_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What computes may free it sooner, and the allocator would give it away."""
+    """Compute may free the memory earlier, and the allocator would reuse it."""
     lane: Any = Stream(install(monkeypatch))
     tensor = torch.zeros(4)
     seen = weakref.ref(tensor)

@@ -1,4 +1,4 @@
-"""Random numbers: what they depend on, layers with numbers of their own, and compiled stages."""
+"""Tests of random numbers: what they depend on, numbered layers, and compiled stages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BOUNDARY = Boundary((2, WIDTH))
 
 
 class Noisy(nn.Module):
-    """A linear layer with dropout, by torch's default generator; notes what was left out."""
+    """A linear layer with dropout by torch's default generator, which records the masks."""
 
     def __init__(self, k: int, again: bool = False, number: int | None = None) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def expected(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tenso
 def test_random_schedules_in_random_orders(
     shape: PipelineShape, order: int, seed: int, again: bool
 ) -> None:
-    """Recomputed or not, by layers or by stages."""
+    """Masks are equal with and without recomputation, and for keys by layer and by stage."""
     found = lower(random_compute_program(shape, random.Random(order)))
     numbered = [
         Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(shape.stages)
@@ -120,7 +120,7 @@ def test_random_schedules_in_random_orders(
 
 
 def masks(**options: Any) -> list[Tensor]:
-    """What the stages of a model leave out, by stage and microbatch."""
+    """Return the dropout masks of the stages of a model, by stage and microbatch."""
     stages = noisy(2, **options.pop("model", {}))
     expected(stages, 4, **options)
     return [mask for stage in stages for mask in stage.masks]  # type: ignore[union-attr]
@@ -140,7 +140,7 @@ def test_what_decides_a_draw() -> None:
 
 
 def test_keys_are_those_of_splitmix64() -> None:
-    """The numbers of Vigna's splitmix64.c for the seed 1234567."""
+    """The expected numbers are those of Vigna's splitmix64.c for the seed 1234567."""
     golden = 0x9E3779B97F4A7C15
     given = [mix_bits(1234567 + k * golden & 2**64 - 1) for k in range(3)]
     assert given == [6457827717110365317, 3203168211198807973, 9817491932198370423]
@@ -148,7 +148,7 @@ def test_keys_are_those_of_splitmix64() -> None:
         derive_key(*numbers)
         for numbers in ((), (0,), (0, 0), (1,), (1, 2), (2, 1), (-1,), (2**70,))
     }
-    assert len(keys) == 7  # of 2**70, 64 bits count
+    assert len(keys) == 7  # only the lowest 64 bits of 2**70 count
 
 
 def test_generators_are_afterwards_as_they_were() -> None:
@@ -162,14 +162,14 @@ def test_generators_are_afterwards_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     measure_sizes(stages, x[0], x[0], loss=squares, boundary=BOUNDARY)
     assert torch.equal(torch.get_rng_state(), before)
-    with fork_layer_rng(3):  # outside of a step, nothing
+    with fork_layer_rng(3):  # has no effect outside of a step
         drawn = torch.rand(1)
     torch.set_rng_state(before)
     assert torch.equal(torch.rand(1), drawn)
 
 
 def test_numbers_of_layers() -> None:
-    """Whole and of 32 bits, as a field of the key is; in a step and elsewhere."""
+    """The number of a layer is a 32-bit integer, as a field of the key, in a step and elsewhere."""
     for number in (-1, 2**32, 1.5, "h.0", None):
         with (
             pytest.raises(ModelError, match="number of a layer or slice must be from 0 to"),
@@ -192,7 +192,7 @@ def test_numbers_of_layers() -> None:
 
 
 class Within(Noisy):
-    """Runs a reference of others in its forward, or does not."""
+    """Runs `run_sequential` on other layers within its forward while it is in training mode."""
 
     others = (nn.Linear(4, 4),)
 
@@ -244,7 +244,7 @@ def test_what_is_recomputed_draws_the_same(schedule: Any, number: int | None) ->
 
 
 def test_layers_draw_the_same_in_any_stage() -> None:
-    """Four layers in one, two and four stages: what each draws is its own number's."""
+    """Four layers in one, two and four stages draw the numbers of their own layer number."""
     found = []
     for stages in (1, 2, 4):
         layers = [Noisy(k, number=k) for k in range(4)]
@@ -270,7 +270,7 @@ def test_updates_of_a_step_go_on_counting_microbatches() -> None:
 
 
 class Shaken(torch.optim.SGD):
-    """Adds noise to what it trains, by torch's default generator."""
+    """Adds noise from torch's default generator to the weights that it trains."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -288,7 +288,7 @@ def test_two_holders_step_by_the_same_numbers() -> None:
 
 
 def test_an_optimizer_that_draws_for_copies_of_a_weight_is_said() -> None:
-    """Where one Parameter is all that it steps, it draws once."""
+    """There is a warning, except where the optimizer steps only one Parameter and draws once."""
     for ranks in (1, 2):
         stages: list[Any] = noisy(2)
         stages[1].inner.weight = stages[0].inner.weight
@@ -305,7 +305,7 @@ def test_an_optimizer_that_draws_for_copies_of_a_weight_is_said() -> None:
 
 
 class Plain(nn.Module):
-    """A linear layer with dropout, which is compiled whole; or with a part that is recomputed."""
+    """A linear layer with dropout, which is compiled whole or with a recomputed part."""
 
     def __init__(self, k: int, again: bool) -> None:
         super().__init__()
@@ -327,10 +327,12 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on its way in
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, unless it is an error
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # torch suppresses it, unless warnings are errors
 def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: bool) -> None:
-    """By inductor, which draws other numbers than eager torch, and by what draws the same."""
+    """Inductor draws other numbers than eager torch, and aot_eager draws the same."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     if backend == "inductor" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":

@@ -1,4 +1,4 @@
-"""Dropout of the GPT: the same in any pipeline, and on tensor-parallel ranks where it must be."""
+"""Tests that dropout of the GPT is equal in any pipeline, and on tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _tokens(m: int) -> tuple[Tensor, Tensor]:
 
 
 class _Noted:
-    """Within this, notes what dropout leaves out, and from what attention draws."""
+    """Records the dropout masks, and the random states of attention, while it is active."""
 
     def __enter__(self) -> _Noted:
         self.was, self.attention = F.dropout, F.scaled_dot_product_attention

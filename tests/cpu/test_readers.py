@@ -1,4 +1,4 @@
-"""What pages for readers show that needs torch: in Python, and runs of `schedir train`."""
+"""Tests of examples on pages that need torch: Python code, and runs of `schedir train`."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Recomputation holds what was predicted, to the byte."""
+"""Tests that recomputation has exactly the predicted memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SHAPES = [
 def test_what_lives_is_what_was_predicted(
     schedule: Any, shape: PipelineShape, which: str, model: str
 ) -> None:
-    """To the byte, by the storages that are alive in and after each instruction."""
+    """Bytes are those of live storages during and after each instruction."""
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
     sizes = measure_sizes(

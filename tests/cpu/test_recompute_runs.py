@@ -1,4 +1,4 @@
-"""Activation recomputation: autocast, generators, hooks, and refusals."""
+"""Tests of activation recomputation: autocast, generators, hooks, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BOUNDARY = Boundary((2, WIDTH))
 
 
 class Noisy(nn.Module):
-    """Dropout, running statistics, and a layer that is split."""
+    """A stage with dropout, running statistics, and a split layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 def as_reference(
     program: Program, stages: list[nn.Module], steps: int = 2, **more: Any
 ) -> InProcessExecutor:
-    """Steps of a program in orders that a seed picks, beside the reference."""
+    """Compare steps of a program in random orders with the reference."""
     plain = deepcopy(stages)
     sgd = partial(torch.optim.SGD, lr=0.1)
     step = sgd([p for stage in plain for p in stage.parameters()])
@@ -133,17 +133,17 @@ def _unseeded(rank: int, shared: bool) -> list[Any]:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_between_processes_that_nobody_seeds(shared: bool) -> None:
-    """The states of generators are kept, and what is drawn next is as if nothing ran again."""
+    """The states of generators are kept, and later random numbers are as without recomputation."""
     for plain, again in run(_unseeded, 2, shared):
         assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], again[0], strict=True))
         assert equal(plain[1], again[1])
 
 
-# ---------------------------------------------------------------- what a stage does besides
+# ---------------------------------------------------------------- side effects of stages
 
 
 class Own(nn.Module):
-    """Draws from a generator of its own."""
+    """Draws from its own generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_debug_is_yes_or_no() -> None:
 
 
 class _HooksItsInput(nn.Module):
-    """Doubles the gradient of its input in a hook on that."""
+    """Doubles the gradient of its input in a hook on the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class _HooksItsInput(nn.Module):
 
 @pytest.mark.parametrize("schedule", [gpipe, interleaved, zb_h1])
 def test_a_hook_on_an_input_runs_once(schedule: Any) -> None:
-    """The first run of a forward must not leave its hooks on what the second run takes."""
+    """The first run of a forward must not leave its hooks on the input of the second run."""
     found = []
     every: list[dict[str, Any]] = [{}, {"recompute": "all"}]
     for options in every:

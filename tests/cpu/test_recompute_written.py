@@ -1,4 +1,4 @@
-"""Recomputation of stages that write to buffers and Parameters: a second run leaves no trace."""
+"""Tests that recomputation of stages that write to buffers and Parameters leaves no trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cpu.test_recompute_runs import BOUNDARY, WIDTH, as_reference, batch, 
 
 
 class Power(nn.Module):
-    """What it gives depends on a buffer that each forward writes to."""
+    """Returns an output that depends on a buffer that each forward writes to."""
 
     u: Tensor
 
@@ -35,7 +35,7 @@ class Power(nn.Module):
 
 
 class Another(Power):
-    """The same, with a new buffer in the place of the old one."""
+    """Does the same, but replaces the buffer by a new one."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.u = self.u * 0.5 + x.detach().mean()
@@ -44,7 +44,7 @@ class Another(Power):
 
 
 class Means(nn.Module):
-    """Follows its weight with Parameters that nobody trains, in ways that leave no trace, too."""
+    """Updates frozen Parameters from its weight, also without raising the version counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Listed(Power):
 
 
 class Decayed(Power):
-    """Writes to what it trains."""
+    """Writes to its trained bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.layer.bias.data.mul_(0.9)
@@ -141,7 +141,7 @@ def test_what_would_be_written_twice(layer: Any, what: str) -> None:
 
 
 class Penalty(nn.Module):
-    """A forward that differentiates, as a gradient penalty or a force does."""
+    """Differentiates in its forward, as a gradient penalty or a force does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Stamps: Timelines of virtual ranks, on this CPU and on a GPU whose clock is a test's."""
+"""Tests of time stamps: Timelines of virtual ranks on this CPU, and on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
         ]
         compute = timeline.spans["lane"] == Lane.COMPUTE
         assert (timeline.spans["end"] > timeline.spans["start"])[compute].all()
-        if schedule not in PAIRED:  # a pair may begin with what it has
+        if schedule not in PAIRED:  # a pair may begin before all its inputs exist
             assert not too_early(timeline), name
         assert not timeline.causality_warning, name
 
@@ -88,7 +88,10 @@ def test_too_early_is_found() -> None:
 def on_gpu(
     program: Program, costs: Costs, host: float = 0.0
 ) -> tuple[Timeline, InProcessExecutor, VirtualGPU]:
-    """A step on a virtual GPU, the second one; `host` is what an instruction takes of the host."""
+    """Return the Timeline of the second step on a virtual GPU, the ranks, and the GPU.
+
+    `host` is the time of the host per instruction.
+    """
     with pytest.MonkeyPatch.context() as patch:
         gpu = install(patch)
         ranks = ranks_of(program)
@@ -158,7 +161,7 @@ def test_a_late_host_is_seen() -> None:
     prompt, _, _ = on_gpu(program, costs, host=0.25)
     late, _, _ = on_gpu(program, costs, host=3.0)
     assert sum_by_cause(idleness(prompt), 1)[0, IdleCause.HOST] == 0
-    # Each instruction waits for the host as long as the one before it was too short.
+    # Each instruction waits for the host as long as the previous one was too short to hide it.
     assert sum_by_cause(idleness(late), 1)[0, IdleCause.HOST] == pytest.approx(
         7 * 2 + 2 + 7 * 1 + 4
     )
@@ -170,19 +173,19 @@ def test_a_message_ends_when_it_has_arrived_and_not_when_somebody_looks() -> Non
     timeline, _, _ = on_gpu(program, costs)
     sends = np.flatnonzero(np.isin(timeline.spans["op"], SEND_OPS))
     acts = timeline.spans[sends[:2]]
-    # The second one has come long before the forward that takes it in: the first lasts until 11.5.
+    # The second message arrives long before the forward that uses it.
     np.testing.assert_allclose(acts["end"], [1.5, 2.5])
 
 
 class _Ended:
-    """Work that has ended, but of which only a wait can tell."""
+    """Work that has ended, which only a wait can tell."""
 
     def wait(self) -> None:
         pass
 
 
 class _Slow(Mailbox):
-    """Collectives of which only a wait can tell."""
+    """A mailbox with collectives whose end only a wait can tell."""
 
     def start_collective(
         self,
@@ -209,12 +212,12 @@ def test_events_are_made_before_a_step() -> None:
     program = schedir.compile(
         one_f_one_b, PipelineShape(2, 3), progress_model="per_edge", clip_grad_norm=True
     )
-    _, _, gpu = on_gpu(program, Costs())  # which forbids to make them later
+    _, _, gpu = on_gpu(program, Costs())  # the virtual GPU refuses events that are created later
     assert gpu.timed >= 2 * len(program)
 
 
 class _Later:
-    """Work on streams of a library, as NCCL's: it can be waited for, and no more."""
+    """Work on a stream of a library such as NCCL, which can only be waited for."""
 
     def __init__(self, gpu: VirtualGPU, over: float) -> None:
         self.gpu, self.over = gpu, over
@@ -224,7 +227,7 @@ class _Later:
 
 
 class _Library(Mailbox):
-    """Messages that arrive at 3, 4, 5, ..."""
+    """A mailbox whose messages arrive at 3, 4, 5, and so on."""
 
     def __init__(self, gpu: VirtualGPU) -> None:
         super().__init__(MailboxHub(), 1, {}, "per_edge")
@@ -242,7 +245,7 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
     program = schedir.compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     sender, own = program.streams
     words = own.words[np.argsort(own.op != Opcode.RecvAct, kind="stable")].copy()
-    words[2] |= JOINED_BIT  # all four receives come first, of which two are a group
+    words[2] |= JOINED_BIT  # all four receives come first, and two of them are a group
     program = replace(program, streams=(sender, Stream(words)))
     stamps = EventTimestamps(program, 1, "per_edge", torch.device("cpu"))
     transport = RecordedTransport(_Library(gpu), stamps)
@@ -258,19 +261,19 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
     receive(2)
     transport.end_group()
     receive(3)
-    assert gpu.stream.now == 0  # nobody has waited
+    assert gpu.stream.now == 0  # no stream has waited
     assert gpu.forked
     stamps.end_step()
     assert gpu.stream.now == 6 and not gpu.forked
     (times,), error = read_step_times([stamps])
     assert times.end[:4].tolist() == [3, 4, 5, 6]
-    assert times.start[:4].tolist() == [0, 3, 3, 5]  # groups behind each other
+    assert times.start[:4].tolist() == [0, 3, 3, 5]  # groups run one after the other
     assert error == EVENT_RESOLUTION
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
-    """And nothing is issued before what it waits for, which on streams would be no wait at all."""
+    """No work is issued before the work it waits for, which on streams would not wait at all."""
     shape = shape_for(schedule)
     program = schedir.compile(
         schedule,
@@ -290,7 +293,7 @@ def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
 def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each comes twice, before others have come at all."""
+    """Each rank contributes twice, before others have contributed at all."""
     sums = set()
     for order in permutations(range(4)):
         if on_gpu:

@@ -1,4 +1,4 @@
-"""Gradients are summed over replicas bucket by bucket, beside the backward that ends them."""
+"""Tests that gradients are summed over replicas by bucket during the last backward."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ CASES = {
 
 
 def _early_and_late(rank: int) -> dict[str, tuple[bool, list[Log], list[Log], int]]:
-    """Of each case whether bits are those of one late sum, both logs, and the buckets."""
+    """Return for each case whether bits equal those of one late sum, both logs, and buckets."""
     found = {}
     for name, case in CASES.items():
         with buckets_of(4 * WIDTH * WIDTH):  # a weight, or biases
@@ -111,7 +111,7 @@ def test_buckets_give_the_bits_of_one_late_sum(name: str, replicas: list[Any]) -
             assert not any(line.startswith("late") for line in log)
             assert not any(line.startswith("bucket") for line in other)
     one, two = (found[name][1] for found in replicas)
-    assert _begun(one) == _begun(two)  # in one order, whatever each has met
+    assert _begun(one) == _begun(two)  # in the same order on both replicas
     if CASES[name].how == "some":
         assert {len(log) for log in one} != {len(log) for log in two}
 
@@ -124,16 +124,16 @@ def _begun(logs: list[Log]) -> list[str]:
 def test_the_first_begins_before_the_last_backward_has_ended(
     name: str, replicas: list[Any]
 ) -> None:
-    """The buckets of a layer begin before the backward has come to the layer before."""
+    """The buckets of a layer begin before the backward reaches the previous layer."""
     for _, logs, _, _ in (found[name] for found in replicas):
         for log in logs:
-            lines = iter(log)  # in this order, among others
+            lines = iter(log)  # in this order, with others between
             for k in (3, 2, 1):
                 assert "bucket 36" in lines and f"layer {k}" in lines
 
 
 def _under_a_tape(rank: int) -> list[int]:
-    """How much is left on the last tape when each bucket begins."""
+    """Return how much deferred work remains when each bucket begins."""
     left: list[int] = []
     with buckets_of(4 * WIDTH * WIDTH):
         executor = executor_of(Case(zb, ONE))
@@ -153,7 +153,7 @@ def _under_a_tape(rank: int) -> list[int]:
 
 def test_buckets_begin_under_the_last_tape() -> None:
     for left in run(_under_a_tape, 2):
-        # Norm and biases are there before it, and then come four weights.
+        # The norm and the biases are complete before it, and then come four weights.
         assert left == 2 * [4, 3, 3, 2, 2, 1, 1, 0]
 
 
@@ -202,7 +202,7 @@ def test_what_is_written_too_late_is_refused(how: str) -> None:
 
 
 def _put(rank: int, schedule: Any, replicas: int, how: str) -> bool:
-    """Whether what has been put in the place of a gradient is summed and scaled as all else."""
+    """Return whether a tensor that replaces a gradient is summed and scaled like all others."""
     shape = (
         PipelineShape(1, 4, optimizer_steps=2, weight_delay=1) if schedule is pipedream_2bw else ONE
     )
@@ -235,7 +235,7 @@ def test_what_is_put_in_the_place_of_a_gradient_is_the_gradient(
 
 
 def _origin(rank: int) -> tuple[int, int]:
-    """Where it is said to go wrong, if replica 1 gets a bad gradient in its last microbatch."""
+    """Return the reported origin of a bad gradient in the last microbatch of replica 1."""
     with buckets_of(64):
         executor = executor_of(CASES["whole"], GlooTransport)
     transport: Any = executor.state.transport
@@ -273,7 +273,7 @@ def test_a_recorded_step_is_a_legal_timeline() -> None:
 
 
 def _open(rank: int) -> dict[str, int]:
-    """Of a step, how many works each instruction has started for the watchdog."""
+    """Return the number of works that each instruction of a step started for the watchdog."""
     with buckets_of(64):
         executor = executor_of(CASES["split"]._replace(clip=False))
     progress = GpuProgress(executor)
@@ -302,7 +302,7 @@ def test_what_begins_early_is_recorded_as_of_its_own_instruction() -> None:
     over = stamps.end_times[1]
     work.wait()
     assert stamps.end_times[0] == backward and stamps.end_times[1] > over
-    with stamps.attribute_to(1):  # nothing is recorded
+    with stamps.attribute_to(1):  # no event is recorded
         assert not isinstance(work, type(stamps.follow_work(Ends())))
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: never lost, never another run's, and whole."""
+"""Tests that results of a run are complete, not lost, and not mixed with those of another run."""
 
 from __future__ import annotations
 
@@ -60,11 +60,13 @@ def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path:
     assert f"{error}\n{elsewhere}\n".replace(str(tmp_path), "...") == golden
     assert held(tmp_path / "out") | held(tmp_path / "traces") == had
 
-    # Another run's picture and trace do not stay beside the losses of one that records nothing.
+    # A run that records nothing removes the picture and the trace of an earlier run.
     again = [*sets[:1], AGAIN, "output.record=false", "data.seed=3", "train.steps=2"]
     (tmp_path / "out" / TRACE_FILE).touch()
     for name in ("summary", "run"):
-        (tmp_path / "out" / f".{name}.json.123").touch()  # of one that was killed while it wrote
+        (
+            tmp_path / "out" / f".{name}.json.123"
+        ).touch()  # left by a run that was killed while it wrote
     assert run(config, [*ALONE, *again]) == 0
     assert {*held(tmp_path / "out")} == {"loss.csv", "summary.json"}
     assert held(tmp_path / "out")["loss.csv"].count(b"\n") == 3
@@ -95,7 +97,7 @@ def test_a_missing_data_file_is_reported_before_old_results(config: str, tmp_pat
 def test_nothing_is_replaced_before_processes_agree(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is found last, when a model has been made, too."""
+    """This holds even for the last check, after the model has been created."""
     for name in RESULT_FILES:
         (tmp_path / name).write_text("of an earlier run")
     had = {name: (tmp_path / name).read_bytes() for name in RESULT_FILES}
@@ -105,7 +107,7 @@ def test_nothing_is_replaced_before_processes_agree(
 
     monkeypatch.setattr(
         trainer._Trainer, "_predict_memory", differs
-    )  # the last in which they agree
+    )  # the last point where the processes agree
     with pytest.raises(ModelError):
         run(config, [*ALONE, f'output.dir="{tmp_path}"', AGAIN])
     assert {name: (tmp_path / name).read_bytes() for name in RESULT_FILES} == had
@@ -129,7 +131,7 @@ def test_a_run_stopped_between_steps_keeps_its_losses_and_no_summary(
     assert run(config, [*sets, AGAIN]) == 130
     kept = held(tmp_path)
     assert kept["loss.csv"].count(b"\n") == 3 and not {*RESULT_FILES[1:]} & {*kept}
-    assert "loss.csv" in refused(config, *sets).fact  # two steps are results, too
+    assert "loss.csv" in refused(config, *sets).fact  # two steps are results too
 
 
 # Two at once
@@ -170,7 +172,7 @@ def taken(folder: Path) -> bool:
 def test_a_lock_that_its_owner_takes_away_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file of a lock goes with its owner, while another has it open and is about to lock it."""
+    """The owner deletes the file of its lock while another process is about to lock it."""
     lock, went = fcntl.flock, list[Path]()
 
     def late(file: int, how: int) -> None:

@@ -1,4 +1,4 @@
-"""Training runs that save, and go on: the losses of an unbroken run, bit for bit, or a refusal."""
+"""Tests that resumed training runs have the losses of an unbroken run bit for bit, or refuse."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from schedir.training.train import run
 from tests.cpu import training
 from tests.cpu.training import ROOT, TORCHRUN, Run, forked, launched, wait_until
 
-ALONE = [*training.ALONE, "output.record=false"]  # to draw a picture takes as long as the steps
+ALONE = [*training.ALONE, "output.record=false"]  # a picture would take as long as the steps
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
 STEPS = 7
 
 
 def words(folder: Path, *more: str, every: int = 2) -> list[str]:
-    """A run in a folder, with its checkpoints, that reports each third step."""
+    """Return the options of a run in a folder, with checkpoints, that reports each third step."""
     return [f"train.steps={STEPS}", "train.log_every=3", "model.dropout=0.1",
             f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
             f"train.checkpoint_every={every}", *more]  # fmt: skip
@@ -50,7 +50,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Runs that end within a step, without a word."""
+    """Return a function that starts a run which is interrupted within a step."""
 
     def breaks(at: int, *more: str, folder: Path = tmp_path) -> Path:
         issue = StepQueue.issue
@@ -68,7 +68,7 @@ def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return breaks
 
 
-# What goes on
+# Runs that continue
 
 
 def test_a_run_goes_on_with_the_bits_of_an_unbroken_one(
@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_the_bits_of_an_unbroken_one(
 ) -> None:
     folder = broken(6)
     assert losses(folder).count(b"\n") == 5 and steps(folder) == [2, 4]
-    with (folder / "out" / "loss.csv").open("a") as file:  # of a step after the one that is saved
+    with (folder / "out" / "loss.csv").open("a") as file:  # rows of steps after the saved one
         file.write("5,1.0,0.1,0.1,0\n6,1")
     assert run(config, [*training.ALONE, *words(folder)]) == 0
     assert losses(folder) == unbroken and steps(folder) == [6, 7]
@@ -92,7 +92,7 @@ def test_a_run_goes_on_with_the_bits_of_an_unbroken_one(
 def test_what_is_no_weight_is_saved_too(
     config: str, broken: Callable[..., Path], tmp_path: Path, precision: str
 ) -> None:
-    """The copies in float32, and the scale of the loss."""
+    """Checkpoints also contain the float32 copies of weights and the loss scale."""
     more = f"train.precision={precision}"
     whole = tmp_path / "whole"
     assert run(config, [*ALONE, *words(whole, more)]) == 0
@@ -103,7 +103,7 @@ def test_what_is_no_weight_is_saved_too(
 def test_a_run_that_broke_before_it_saved_begins_again(
     config: str, unbroken: bytes, broken: Callable[..., Path]
 ) -> None:
-    """Its results are its own, and need no leave to be replaced."""
+    """The results are those of the same run, so they are replaced without `overwrite`."""
     folder = broken(5, "train.log_every=1", "train.checkpoint_every=6")
     assert losses(folder).count(b"\n") > 1 and steps(folder) == []
     assert run(config, [*ALONE, *words(folder)]) == 0
@@ -118,7 +118,7 @@ def test_a_run_that_has_made_its_steps_says_so(
     assert run(config, [*ALONE, *words(tmp_path)]) == 0
     assert f"all {STEPS} steps of the run are complete\n" in capsys.readouterr().out
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == had
-    (tmp_path / "out" / "summary.json").unlink()  # of one that ended before it had written it
+    (tmp_path / "out" / "summary.json").unlink()  # as if the run ended before it wrote this file
     assert run(config, [*ALONE, *words(tmp_path)]) == 0
     assert (tmp_path / "out" / "summary.json").exists() and losses(tmp_path) == unbroken
 
@@ -145,7 +145,7 @@ def test_a_new_folder_of_results_begins_after_the_checkpoint(
 def test_a_step_that_is_not_finite_is_not_saved(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is judged before, though that may be a step late."""
+    """A step is checked before it is saved, though its result may be known one step later."""
     settle = StepQueue._should_stop
     monkeypatch.setattr(
         StepQueue, "_should_stop", lambda self, n: settle(self, n) or self.last_issued_step >= 4
@@ -155,7 +155,7 @@ def test_a_step_that_is_not_finite_is_not_saved(
     assert steps(tmp_path) == [2]
 
 
-# What is refused
+# Runs that are refused
 
 
 def test_what_cannot_go_on_is_refused_and_nothing_is_lost(
@@ -209,7 +209,7 @@ def test_results_of_another_run_are_refused(
     with pytest.raises(UsageError) as error:
         run(config, [*ALONE, *words(folder), f'output.dir="{other / "out"}"'])
     assert error.value.fields == ("dir", "overwrite")
-    (folder / "saved" / RUN_FILE).unlink()  # a checkpoint still knows whose it is
+    (folder / "saved" / RUN_FILE).unlink()  # a checkpoint still records its run
     assert run(config, [*ALONE, *words(folder)]) == 0
 
 
@@ -236,7 +236,7 @@ def test_a_folder_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
 def test_a_full_disk_ends_a_run_and_the_last_whole_checkpoint_stays(
     config: str, tmp_path: Path, broken: Callable[..., Path]
 ) -> None:
-    """The system lets no file grow beyond what losses need."""
+    """A limit of the system stands in for the full disk. Only files of losses are small enough."""
     folder = broken(4)
     had = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, had[1]))
@@ -271,7 +271,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
     assert losses(folder) == unbroken
 
 
-# Told to end
+# Runs that are told to end
 
 SLOW = """\
 import time
@@ -290,7 +290,7 @@ checkpointing.write_checkpoint = slowly
 
 
 def begun(config: str, folder: Path, *more: str) -> Run:
-    """A run of two processes under way, which would take for ever."""
+    """Start a run of two processes that would take forever, and wait for its first step."""
     sets = [*TWO, *words(folder, every=10**6), "train.steps=1000000", "train.log_every=1", *more]
     launcher = Run(["train", config, *(f"--set={s}" for s in sets)], folder / "begun")
     launcher.wait_for("\nstep ")
@@ -364,7 +364,7 @@ step_queue.StepQueue.issue = issues
 
 
 def test_torchrun_comes_back_by_itself(config: str, tmp_path: Path) -> None:
-    """Twice: before the first checkpoint, and when it is whole, for another one is due."""
+    """Two failures: before the first checkpoint, and after it when the next is due."""
     schedule = tmp_path / "mine.py"
     schedule.write_text(DYING)
     own = [*TWO, f"pipeline.schedule={schedule}:mine"]

@@ -1,4 +1,4 @@
-"""What a run that goes on says of what is not as it was."""
+"""Tests of what a resumed run reports about changed settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cpu.training import ALONE
 
 
 def words(folder: Path, steps: int, *more: str) -> list[str]:
-    """A run of so many steps that saves each second one."""
+    """Return the options of a run of some steps that saves each second one."""
     return [*ALONE, f"train.steps={steps}", "output.record=false", "train.checkpoint_every=2",
             f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
             *more]  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_tokenizer_that_has_moved_and_another_one(
 def test_a_setting_that_a_run_did_not_have_yet(
     config: str, tmp_path: Path, had: str, sets: list[str]
 ) -> None:
-    """It was as unless told: a run of a version without windows or kinds had neither."""
+    """A missing setting had its default: older versions had no windows or kinds."""
     own = [f'train.checkpoint_dir="{tmp_path}"', f"model.kind={had}"]
     said = read_config(config, own).setting_texts
     new = {"model.window", "model.stride"} | ({"model.kind"} if had == "gpt" else set())
@@ -96,7 +96,7 @@ def test_a_setting_that_a_run_did_not_have_yet(
 
 
 def test_settings_with_the_names_of_before_are_compared(tmp_path: Path) -> None:
-    """A checkpoint of an older version gives its settings by their names of then."""
+    """A checkpoint of an older version has its settings under their old names."""
     now = {"train.clip_grad_norm": "0.5", "pipeline.buffer_sharing": "minimal"}
     then = {"train.clip": "1.0", "pipeline.slots": "fewest"}
     assert (

@@ -1,4 +1,4 @@
-"""The names that `schedir.runtime` offers, from wherever else they were imported before."""
+"""Tests of the names that `schedir.runtime` exports, after any earlier imports."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""assert_same_gradients: torch's schedules over real processes, right and wrong."""
+"""Tests of assert_same_gradients with torch's schedules over real processes, right and wrong."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def wrong(step: Step, whole: Any, given: Any = None, **options: Any) -> list[Gra
     return [*caught.value.differences]
 
 
-# ---------------------------------------------------------------- what is right
+# ---------------------------------------------------------------- right steps
 
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOP, *VEE])
@@ -90,7 +90,7 @@ def test_replicas_are_right(wrap: Any) -> None:
 
 
 def test_our_executor_is_right() -> None:
-    """It is something that leaves gradients, like others."""
+    """The executor leaves gradients as any other step does, so it can be checked too."""
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
 
     def step(rank: int, ranks: int, stages: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
@@ -113,7 +113,7 @@ def test_our_executor_is_right() -> None:
 
 
 def test_a_batch_is_counted_that_nobody_gave() -> None:
-    """torch 2.13 runs a stage once more, to learn shapes; gradients do not depend on it."""
+    """torch 2.13 runs a stage once more to learn shapes, which does not change the gradients."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
         plain("Schedule1F1B")(rank, ranks, model, batch)
@@ -124,7 +124,7 @@ def test_a_batch_is_counted_that_nobody_gave() -> None:
 
 
 class Priced(Layer):
-    """Takes its inputs by name, and gives its loss, as models of transformers do."""
+    """Takes its labels by name and returns its loss, as models of transformers do."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         y = super().forward(x)
@@ -156,11 +156,11 @@ def test_a_step_may_work_on_copies() -> None:
         same(silent, model(2), batch())
 
 
-# ---------------------------------------------------------------- mistakes that people made
+# ---------------------------------------------------------------- known mistakes of users
 
 
 def test_losses_that_are_divided_otherwise() -> None:
-    """pytorch/torchtitan#2972, inclusionAI/AReaL PR 1273."""
+    """This is the fault of pytorch/torchtitan#2972 and of inclusionAI/AReaL PR 1273."""
     (never,) = wrong(plain("Schedule1F1B", scale_grads=False), model(2))
     assert never.has_all_parameters and never.locations == (
         StageLocation(0, 0),
@@ -175,14 +175,17 @@ def test_losses_that_are_divided_otherwise() -> None:
 
 
 def test_gradients_that_are_divided_at_every_step() -> None:
-    """pytorch/torchtitan#1733: scale_grads=True, and several steps add up."""
+    """In pytorch/torchtitan#1733, scale_grads=True while several steps accumulate gradients."""
     differences = wrong(plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2)
     assert [d.stages for d in differences] == [(0,), (1,)]
     assert all(d.has_all_parameters and 0.1 < d.error < 1 for d in differences)
 
 
 def weights_as_before(weights: Any, groups: Any, retain_graph: bool = False) -> tuple[()]:
-    """What torch did before PR 181365: from each use of a weight on, all that is behind it."""
+    """Compute weight gradients as torch did before PR 181365, from each use of a weight on.
+
+    Each such backward also runs all nodes behind that use.
+    """
     of = {_backward._get_grad_fn_or_grad_acc(weight): weight for weight in weights}
     for group in groups:
         edges, gradients = [], []
@@ -200,7 +203,10 @@ def weights_as_before(weights: Any, groups: Any, retain_graph: bool = False) -> 
 
 
 def test_a_weight_that_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytorch/pytorch#180952: a split backward counts a part of it double, up to PR 181365."""
+    """A split backward counts a part of its gradient twice: pytorch/pytorch#180952.
+
+    PR 181365 fixed this.
+    """
     step, whole = plain("ScheduleInterleavedZeroBubble"), model(4, Twice)
     if torch.__version__ >= (2, 13):  # type: ignore[operator]  # mended there
         same(step, whole, batch())
@@ -218,7 +224,7 @@ def tied(rank: int, ranks: int, model: Any, batch: Any, *, summed: bool) -> None
 
 
 def test_copies_of_a_tied_weight_that_are_not_summed() -> None:
-    """uw-syfi/piper#13."""
+    """This is the fault of uw-syfi/piper#13."""
     torch.manual_seed(0)
     same(partial(tied, summed=True), Tied(), batch())
     first, last = wrong(partial(tied, summed=False), Tied())
@@ -227,7 +233,7 @@ def test_copies_of_a_tied_weight_that_are_not_summed() -> None:
 
 
 def in_2_13(step: Step, whole: Any, given: Any, **options: Any) -> list[GradientDifference]:
-    """The faults of torch 2.13, and of any other version that has them, too."""
+    """Return the faults that torch 2.13 has, and skip the test if this torch has none of them."""
     if torch.__version__.startswith("2.13"):
         return wrong(step, whole, given, **options)
     try:
@@ -249,7 +255,7 @@ def test_gradients_that_are_set_to_none_between() -> None:
 
 
 def test_stages_of_fsdp_that_are_prepared_anew() -> None:
-    """NVIDIA-NeMo/Automodel PR 3530: they lose their gradients.
+    """FSDP stages lose their gradients when they are prepared again: NeMo/Automodel PR 3530.
 
     torch prepares them when it changes between step and eval.
     """
@@ -280,7 +286,7 @@ def test_stages_of_fsdp_that_are_prepared_anew() -> None:
 
 
 def test_split_backwards_under_ddp() -> None:
-    """pytorch/pytorch#144530: they call no hooks, and so nothing is reduced."""
+    """Split backwards call no hooks, so DDP reduces nothing: pytorch/pytorch#144530."""
     torch.manual_seed(0)
     step = replicated("ScheduleInterleavedZeroBubble", ddp)
     differences = in_2_13(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
@@ -318,10 +324,10 @@ class HandOver(torch.autograd.Function):
 
 
 def with_chunked_loss(make: Any) -> Step:
-    """A vee as torchtitan 0.3.0 builds it.
+    """Return a step of a vee pipeline as torchtitan 0.3.0 builds it.
 
-    Its last stage shards the norm and the head as one, and its loss runs the head forward and
-    backward for each of two chunks. At the end the loss reshards the head, and so the norm.
+    Its last stage shards the norm and the head as one FSDP group. Its loss runs the head forward
+    and backward for each of two chunks. At the end the loss reshards the head, and so the norm.
     """
 
     def step(rank: int, ranks: int, whole: Any, batch: tuple[Tensor, Tensor]) -> None:
@@ -369,7 +375,7 @@ def test_a_norm_that_a_chunked_loss_shards_again() -> None:
 
 
 def test_gradients_that_every_stage_divides() -> None:
-    """deepspeedai/DeepSpeed PR 8154: a hook on each stage's output divides what comes back."""
+    """A hook on each stage's output divides its gradient, as in deepspeedai/DeepSpeed PR 8154."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
         def divide(module: nn.Module, given: Any, output: Tensor) -> None:
@@ -384,7 +390,7 @@ def test_gradients_that_every_stage_divides() -> None:
 
 
 def test_a_part_that_is_in_no_stage() -> None:
-    """NVIDIA/Megatron-LM#1304: 30 layers on 4 stages, and 28 are built."""
+    """As in NVIDIA/Megatron-LM#1304, where 28 of 30 layers are built on 4 stages."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
         run("Schedule1F1B", {rank: model[rank]}, ranks, [batch])

@@ -1,4 +1,4 @@
-"""assert_same_gradients and Megatron-LM: its real schedules over Gloo."""
+"""Tests of assert_same_gradients with Megatron-LM's real schedules over Gloo."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ same = partial(assert_same_gradients, batch=BATCH, ranks=2, loss_fn=mse_loss)
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_megatron_divides_by_the_microbatches(stages: int) -> None:
-    """1F1B and interleaved; with a loss that is a sum, all is 4 times too small: AReaL PR 1273."""
+    """With a summed loss, all gradients of 1F1B and interleaved are 4 times too small.
+
+    This is the fault of AReaL PR 1273.
+    """
     its = partial(step, **OVERLAPPED) if stages > 2 else step
     assert same(its, MODEL[:stages]) < 1e-6
     with pytest.raises(WrongGradients) as caught:
@@ -67,9 +70,9 @@ def test_megatron_divides_by_the_microbatches(stages: int) -> None:
 
 
 def test_two_ranks_that_are_neighbours_on_both_sides_mix_up_their_messages() -> None:
-    """NVIDIA/Megatron-LM#750, #1450: what is sent between them matches by position alone.
+    """Messages between them match only by position: NVIDIA/Megatron-LM#750 and #1450.
 
-    Megatron's command line refuses that, megatron-core does not.
+    Megatron's command line refuses this case, but megatron-core does not.
     """
     with pytest.raises(WrongGradients) as caught:
         same(step, MODEL)

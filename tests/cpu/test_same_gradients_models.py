@@ -1,4 +1,4 @@
-"""assert_same_gradients: models, batches and steps as people have them."""
+"""Tests of assert_same_gradients with typical models, batches and steps of users."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
 
 
 class Buffered(Layer):
-    """Registers a buffer in its first forward, and puts another in the place of two that it had."""
+    """Registers a buffer in its first forward, and replaces two others."""
 
     seen: Tensor
     late: Tensor
@@ -120,7 +120,7 @@ def test_of_a_complex_weight_both_parts_count() -> None:
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
 def test_a_step_may_wrap_modules(wrap: Any) -> None:
-    """Whose parameters have other names then."""
+    """The parameters of wrapped modules have other names."""
 
     def wrapped(rank: int, ranks: int, model: Any, batch: Any) -> None:
         model[0] = wrap(model[0])
@@ -132,7 +132,7 @@ def test_a_step_may_wrap_modules(wrap: Any) -> None:
 
 
 def test_zeros_of_what_is_anothers_are_no_gradient() -> None:
-    """Of a rank that has a gradient for the whole model, and one stage."""
+    """A rank may have zero gradients for the whole model, but train only one stage."""
 
     def zeroed(rank: int, ranks: int, model: Any, batch: Any) -> None:
         for p in model.parameters():
@@ -143,7 +143,7 @@ def test_zeros_of_what_is_anothers_are_no_gradient() -> None:
 
 
 def test_each_replica_is_due_a_gradient() -> None:
-    """Unless it says that it is another's, as with a sharded optimizer."""
+    """Each replica needs one unless the step says otherwise, as with a sharded optimizer."""
 
     def one(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
         if rank == 0:
@@ -161,7 +161,7 @@ def test_each_replica_is_due_a_gradient() -> None:
 
 
 def test_a_step_may_load_its_data_and_end_its_process_group() -> None:
-    """As the main function of a trainer does."""
+    """The main function of a trainer does both."""
 
     def trains(rank: int, ranks: int, model: Any, batch: Any) -> None:
         for x, y in DataLoader(TensorDataset(*batch), batch_size=8, num_workers=1):
@@ -178,7 +178,7 @@ class Named(Layer):
 
 
 def test_a_batch_may_be_a_dict_of_another_kind() -> None:
-    """As the BatchEncoding of transformers; each microbatch has its part."""
+    """An example is the BatchEncoding of transformers. Each microbatch gets its part."""
     x, y = batch(10)
 
     def named(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
@@ -191,7 +191,7 @@ def test_a_batch_may_be_a_dict_of_another_kind() -> None:
 def test_inputs_of_the_caller_stay_as_they_are() -> None:
     x, y = batch()
     leaf = x.requires_grad_()
-    with torch.no_grad():  # of the caller, and not of the step
+    with torch.no_grad():  # applies to the caller, and not to the step
         same(step, Layer(), (leaf, y))
     same(step, Layer(), (leaf * 2, y))
     assert leaf.grad is None

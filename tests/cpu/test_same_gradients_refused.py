@@ -1,4 +1,4 @@
-"""assert_same_gradients: what it refuses, and what it says of ranks that fail, die or hang."""
+"""Tests of errors of assert_same_gradients, also for ranks that fail, die or hang."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
 
 
 def test_a_process_group_of_ours_is_left_alone(tmp_path: Path) -> None:
-    """Forks would share its connections: functions of modules are taken to spawned processes."""
+    """Forks would share its connections, so functions run in spawned processes."""
     dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
     try:
         same(plain_step, model(1), batch(), ranks=1)

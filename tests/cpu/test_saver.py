@@ -1,4 +1,4 @@
-"""Saver: what is copied under a step and written under later ones has the bits of a save."""
+"""Tests that a Saver, which copies and writes during steps, has the bits of a save."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODEL = Model(dropout=0.1, clip=True)
 
 
 def slow(pairs: Any) -> None:
-    """A copy that begins when the step has gone on."""
+    """Start a copy only when the step has gone on."""
     sleep(0.1)
     COPY(pairs)
 
@@ -57,7 +57,7 @@ def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alike(one: Path, other: Path, step: int) -> bool:
-    """Whether two checkpoints have the same tensors, and the same to go on from."""
+    """Return whether two checkpoints have the same tensors and the same state."""
     ours, theirs = (
         CheckpointDirectory(folder).load_manifest(step).state for folder in (one, other)
     )
@@ -66,7 +66,7 @@ def alike(one: Path, other: Path, step: int) -> bool:
 
 
 def both(executor: Any, folder: Path) -> None:
-    """Save after two steps, at once and beside the third."""
+    """Save after two steps, both at once and during the third step."""
     saver = Saver(executor, folder / "beside", name_map=same)
     steps(executor, 0, 2)
     save(executor, folder / "at once", step=2, name_map=same)
@@ -88,16 +88,16 @@ def test_a_copy_has_the_bits_of_the_step_before(name: str, half: bool, tmp_path:
 def test_a_step_that_does_not_wait_spoils_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is above can fail: here the copy begins behind the step."""
+    """The tests above can fail: without the wait, the copy begins after the step."""
     monkeypatch.setattr(
         snapshot_copies.SnapshotCopies, "wait", lambda self: None
-    )  # before executors take it
+    )  # before executors bind the method
     executor = in_process(HERE["one_f_one_b"], MODEL)
     saver = Saver(executor, tmp_path / "beside", name_map=same)
     steps(executor, 0, 2)
     save(executor, tmp_path / "at once", step=2, name_map=same)
     saver.schedule_save(2)
-    over = Event()  # these two have copied some at once, and waited for it
+    over = Event()  # the first copies of both have ended
     monkeypatch.setattr(snapshot_copies, "copy_pairs", lambda pairs: over.wait(60) and COPY(pairs))
     steps(executor, 2, 3)
     over.set()
@@ -112,7 +112,7 @@ def test_a_step_that_does_not_wait_spoils_it(
 
 
 def apart(rank: int, layouts: dict[str, Layout], folder: Path) -> None:
-    """A process."""
+    """Save in all layouts in a process."""
     snapshot_copies.copy_pairs = slow
     for name, layout in layouts.items():
         both(executor_of(layout, MODEL), folder / name)

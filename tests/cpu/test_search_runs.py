@@ -1,4 +1,4 @@
-"""Schedules that a search has found train a GPT, with the bits of the reference."""
+"""Tests that found schedules train a GPT with the bits of the reference."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ M = 6
 
 
 def costs_of(shape: PipelineShape) -> Costs:
-    """Of stages that all take other times."""
+    """Return costs with a different time for each stage."""
     draw = random.Random(shape.stages)
     each = [tuple(draw.uniform(0.7, 1.3) for _ in range(shape.stages)) for _ in range(3)]
     return Costs(F=each[0], I=each[1], W=each[2], send=0.05)
 
 
 def found(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
-    """What a search finds; the same in every process, for its budget is no time."""
+    """Return a found schedule, which is equal in every process since its budget is no time."""
     return search_schedule(
         shape,
         costs_of(shape),
@@ -90,7 +90,7 @@ def test_no_built_in_schedule_is_what_is_run() -> None:
 
 
 def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
-    """One of four processes, which run one program after the other."""
+    """Run one program after the other in one of four processes."""
     results = []
     for shape, in_flight, split in CASES[:2]:
         program = found(shape, in_flight, split)
@@ -108,7 +108,7 @@ def test_over_gloo() -> None:
 
 
 def test_the_trainer_takes_the_file(config: str, tmp_path: Path) -> None:
-    """As it is, for a model that ties nothing; lowered anew for one that does."""
+    """The file is used as it is for an untied model, and lowered again for a tied one."""
     file, tied = str(tmp_path / "best.sched"), str(tmp_path / "tied.sched")
     costs = "--costs=F=1:1.2,I=1.3:0.9,W=0.8:1.1,send=0.05"
     at = ("--ranks=2", "--microbatches=3", costs)

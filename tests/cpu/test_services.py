@@ -1,4 +1,4 @@
-"""Services: what the step loop and its surroundings call for a feature that they do not know."""
+"""Tests of services, through which the step loop calls features that it does not know."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CORE = {
 
 
 class _Notes(Service):
-    """Notes which methods were called, and keeps some memory."""
+    """Records which methods were called, and keeps some memory."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -114,7 +114,7 @@ class _ProgramNotes(ProgramService, _Notes):
 
 
 class _Memory(_ProgramNotes):
-    """Makes no tensors itself."""
+    """Creates no tensors itself."""
 
     def prepare_step(self, batch: StepInputs) -> StepInputs:
         return batch
@@ -145,7 +145,7 @@ def test_all_parts_of_a_step_call_a_service(kind: type[_ProgramNotes | _RankNote
             "restore", "needs_rerun"]  # fmt: skip
     inputs, targets = make_batch(2, 0)
     total = world.step(inputs, targets)
-    assert notes.take() == ["lift_guard", *step, *step]  # it asked for the second one
+    assert notes.take() == ["lift_guard", *step, *step]  # the service requested the second step
     wanted = [plain.step(inputs, [2 * y for y in targets]) for _ in range(2)][-1]
     assert torch.equal(total, wanted)
     world.validate_last_update()
@@ -269,7 +269,7 @@ def test_core_files_name_no_service(name: str) -> None:
 
 
 def test_stages_without_a_feature_have_no_service_of_it() -> None:
-    """A program that neither shards, offloads nor delays pays for none of these."""
+    """A program without sharding, offload and delay has no services for these."""
     (rank,) = _make().executors
     names = {kind.__name__ for kind in (*rank.resources.services, *rank.state.services)}
     assert names == {

@@ -1,4 +1,4 @@
-"""Messages through memory that processes share."""
+"""Tests of messages through shared memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradien
 
 
 def forwards(r: int, P: int, m: int) -> RankSchedule:
-    """Nobody answers, so nothing but the transport holds a sender back."""
+    """Return only forwards, so that only the transport delays a sender."""
     return m * F
 
 
@@ -47,7 +47,7 @@ def executor(
     seconds: float = 20.0,
     transport: SharedMemoryTransport | None = None,
 ) -> Executor:
-    """A rank that doubles four numbers; the loss is their sum beyond a target."""
+    """Return a rank that doubles four numbers. The loss is their sum minus a target."""
     return Executor(
         program,
         rank,
@@ -80,7 +80,7 @@ def test_stages_with_two_holders(schedule: Schedule, where: str) -> None:
 
 
 def ahead(rank: int, steps: int, m: int) -> list[Tensor | None]:
-    """Losses of steps whose first rank never waits for anything but room."""
+    """Return the losses of steps whose first rank waits only for free memory."""
     own = executor(compile(forwards, PipelineShape(2, m), progress_model="per_edge"), rank)
     losses = []
     for step in range(steps):
@@ -97,7 +97,7 @@ def test_a_sender_does_not_overwrite_the_step_before() -> None:
 
 
 def unread(rank: int, m: int) -> Tensor | None:
-    """All is sent before anything is taken: more than a socket holds."""
+    """Send all messages before any is received, which is more than a socket holds."""
     own = executor(compile(forwards, PipelineShape(2, m), progress_model="per_edge"), rank)
     if rank:
         dist.barrier()
@@ -137,7 +137,7 @@ def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:
 
 
 def left(rank: int, place: str, problem: bool) -> str:
-    """In one place, or in none for the second rank."""
+    """Use one directory for shared memory, or a missing one for the second rank."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     shared_memory.MEMORY_DIRECTORIES = (place if rank == 0 or not problem else f"{place}/none",)
@@ -170,7 +170,7 @@ def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> Non
 
 
 def again(rank: int) -> list[float]:
-    """Executors one after the other, on one transport."""
+    """Run executors one after the other on one transport."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 5.0)
     losses = []
@@ -186,7 +186,7 @@ def test_a_transport_serves_one_executor_after_the_other() -> None:
 
 
 def identity(rank: int) -> list[Tensor | None]:
-    """The loss is what the last stage has received, in the memory that the first writes."""
+    """Return the loss, which is the received tensor in memory that the first stage writes."""
     program = compile(forwards, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     stage = Double() if rank == 0 else nn.Identity()
@@ -209,7 +209,7 @@ def test_a_loss_in_memory_that_is_received_is_summed_before_it_is_left() -> None
 
 
 class _Late:
-    """A connection whose bytes are late: the receiver is served, and gone, before the last."""
+    """A connection with late bytes, where the receiver finishes before the last byte."""
 
     def __init__(self, connection: Any, messages: int) -> None:
         self.connection, self.left = connection, messages
@@ -247,7 +247,7 @@ def test_a_receiver_that_leaves_when_it_is_served_is_no_failure() -> None:
 
 
 def waiting(rank: int, place: str) -> list[str]:
-    """What the first rank has made when the second has not come yet."""
+    """Return the files of the first rank before the second has arrived."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     shared_memory.MEMORY_DIRECTORIES = (place,)

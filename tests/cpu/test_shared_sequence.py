@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks that share the sequence, beside those that do not and beside one."""
+"""Tests of sequence parallelism, compared with plain tensor parallelism and with one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.training import losses, train
 
-SHAPES = 40  # that are tried of each number of ranks
+SHAPES = 40  # tried for each number of ranks
 CONFIG = gpt.GPTConfig(vocab=13, layers=2, hidden=16, heads=2, context=8)
 Told = dict[str, Any]
 
@@ -50,7 +50,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 class Net(nn.Module):
-    """All that ranks share, around what each has its own tokens of; `group` None is one process."""
+    """A model with all kinds of tensor-parallel layers. With `group` None it is one process."""
 
     def __init__(self, vocab: int, tokens: int, hidden: int, width: int, group: Any) -> None:
         super().__init__()
@@ -78,7 +78,10 @@ class Net(nn.Module):
 
 
 def backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Told:
-    """The output, and the gradients of a weighted sum of it; those of weights apart if `late`."""
+    """Return the output and the gradients of a weighted sum of it.
+
+    If `late`, the gradients of weights are computed separately.
+    """
     logits = net(tokens)
     logits = torch.where(logits.isfinite(), logits, 0.0)  # padding
     loss = (logits * weights).sum()
@@ -99,7 +102,7 @@ def backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Told:
 
 
 def differing_shapes(t: int, group: Any, rank: int) -> list[str]:
-    """Of random shapes, those with a gradient that is not that of one process."""
+    """Return those of some random shapes for which a gradient differs from that of one process."""
     draw, wrong = random.Random(t), []
     for _ in range(SHAPES):
         b, s, vocab = draw.randint(1, 3), t * draw.randint(1, 4), draw.randint(2, 9)
@@ -128,7 +131,7 @@ def differing_shapes(t: int, group: Any, rank: int) -> list[str]:
 
 
 def executor(group: Any, how: Told, stage: nn.Module | None = None, **more: Any) -> Executor:
-    """One pipeline rank, of a group of two tensor-parallel ranks."""
+    """Return the executor of a pipeline of one rank, with two tensor-parallel ranks."""
     said: Told = {"sequence_parallel": True} | how
     program = compile(one_f_one_b, PipelineShape(1, 3), tp=2, **said)
     transport = GlooTransport(program, group=group)
@@ -143,7 +146,7 @@ def executor(group: Any, how: Told, stage: nn.Module | None = None, **more: Any)
 
 
 class Whole(nn.Module):
-    """A stage of which each rank holds all."""
+    """A stage that each tensor-parallel rank holds whole."""
 
     def __init__(self, says: bool | None) -> None:
         super().__init__()
@@ -205,10 +208,10 @@ MODELS: dict[str, tuple[Any, Any, Told, int]] = {
 
 
 def of_kind(kind: str, group: Any) -> Told:
-    """The loss and gradients of a model of two stages; of what is summed, the sums."""
+    """Return the loss and gradients of a model of two stages, summed where ranks have parts."""
     module, config, named, _ = MODELS[kind]
     how: Told = {"tp": group, "sequence_parallel": True}
-    if kind == "encoder_decoder":  # the memory is made in the first stage, and passes with the rest
+    if kind == "encoder_decoder":  # stage 0 computes the encoder's output and sends it on
         how["layers_per_stage"] = [2, 1]
     x: Any = (TOKENS[:, :-1],)
     stages = [module.build_stage(config, s, 2, **how) for s in range(2)]
@@ -231,7 +234,7 @@ def of_kind(kind: str, group: Any) -> Told:
 
 
 def lengths(group: Any) -> Told:
-    """Losses and gradients of microbatches of several lengths, and of one too odd to share."""
+    """Return losses and gradients for several lengths, and for one that cannot be divided."""
     tokens = [torch.arange(2 * (n + 1)).view(2, -1) % 13 for n in (8, 2, 6)]
     x, y = [t[:, :-1] for t in tokens], [t[:, 1:] for t in tokens]
     found: Told = {}
@@ -252,7 +255,7 @@ def lengths(group: Any) -> Told:
 
 
 def drawn(group: Any) -> Told:
-    """What is left out of the embedding of the own tokens; and losses, run once and again."""
+    """Return the dropout masks of the rank's tokens, and the losses without and with recompute."""
     config = gpt.GPTConfig(vocab=13, layers=2, hidden=16, heads=2, context=8, dropout=0.5)
     tokens = torch.arange(18).view(2, 9) % 13
     x, y = [tokens[:, :-1]] * 3, [tokens[:, 1:]] * 3
@@ -301,7 +304,7 @@ def test_a_stage_says_what_its_program_does(told: list[Told], name: str) -> None
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_each_model_shares_the_sequence(told: list[Told], kind: str) -> None:
-    """Its gradients are those of one process; of norms, when they are summed."""
+    """Gradients are those of one process. Those of norms are summed over the ranks first."""
     want, parts = of_kind(kind, None), [own["kinds"][kind] for own in told[:2]]
     assert len(want) == MODELS[kind][-1]
     for name, (one, _) in want.items():
@@ -348,7 +351,7 @@ def test_tokens_that_cannot_be_shared_are_refused() -> None:
 
 
 def test_a_training_run_shares_the_sequence(config: str, tmp_path: Path) -> None:
-    """Its losses are those of ranks that do not, nearly; so are those of what it evaluates."""
+    """The losses of training and evaluation are nearly those without sequence parallelism."""
     found = []
     for sequence in ("false", "true"):
         folder = tmp_path / sequence

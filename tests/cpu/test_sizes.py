@@ -1,4 +1,4 @@
-"""Sizes of a model: what is measured is what lives, in every step of a run."""
+"""Measured sizes of a model equal the memory of live tensors after every instruction of a run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, zb
 
 
 class Born(TorchDispatchMode):
-    """All memory that operations make, and how much of it still lives."""
+    """Records the memory that operations allocate, and returns how much of it is still live."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made: dict[StorageWeakRef, int] = {}
-        self.look: Callable[[], None] = lambda: None  # after each operation
+        self.look: Callable[[], None] = lambda: None  # called after each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = _refs(tree_leaves((args, kwargs)))
@@ -54,25 +54,25 @@ class Born(TorchDispatchMode):
         return out
 
     def living(self, but: Iterable[Tensor] = ()) -> dict[StorageWeakRef, int]:
-        """What lives and how large it is, without the memory of some tensors."""
+        """Return the live storages and their sizes in bytes, without those of some tensors."""
         self.made = {ref: size for ref, size in self.made.items() if not ref.expired()}
         these = _refs(but)
         return {ref: size for ref, size in self.made.items() if ref not in these}
 
     def alive(self, but: Iterable[Tensor] = ()) -> int:
-        """Bytes that live, without the memory of some tensors."""
+        """Return the live bytes, without the memory of some tensors."""
         return sum(self.living(but).values())
 
 
 def _refs(values: Iterable[object]) -> dict[StorageWeakRef, int]:
-    """The memory of those that are tensors, and its bytes; a sparse one is made of others."""
+    """Return the storages of the dense tensors in `values`, and their sizes in bytes."""
     tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
     memory = [x.untyped_storage() for x in tensors]
     return {StorageWeakRef(one): one.nbytes() for one in memory}
 
 
 class Checkpointed(nn.Module):
-    """A stage of which only inputs are kept."""
+    """A stage that saves only its inputs, by activation checkpointing."""
 
     def __init__(self, inner: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ WRAPS: list[Callable[[nn.Module], nn.Module]] = [
 
 
 def _alive_after_forward(stages: list[nn.Module], s: int) -> tuple[int, int]:
-    """What a stage keeps after a forward, and after the first half of its backward."""
+    """Return the bytes that a stage keeps after a forward, and after I."""
     inputs, targets, _ = batch(1)
     born, last = Born(), s == len(stages) - 1
     x = inputs[0] if s == 0 else torch.zeros(BOUNDARY.shape).requires_grad_()
@@ -120,7 +120,7 @@ def test_a_stage_keeps_what_lives(
 ) -> None:
     inputs, targets, _ = batch(1)
     stages = [wrap(stage) for stage in gpt_stages(count, tied)]
-    if wrap is WRAPS[2]:  # a reentrant checkpoint of tokens has no gradient
+    if wrap is WRAPS[2]:  # a reentrant checkpoint computes no gradient if its input has none
         stages[0] = gpt_stages(count, tied)[0]
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
     alive = [_alive_after_forward(stages, s) for s in range(count)]
@@ -130,17 +130,17 @@ def test_a_stage_keeps_what_lives(
 
 
 class Witness:
-    """Compares what lives in and after each F, B, I, W of a rank with what was predicted.
+    """Compares the live bytes during and after each F, B, I, W of a rank with the prediction.
 
-    In an instruction counts what lived when it began, as long as it lives, and what a tape has.
+    During an instruction, only the memory from before it and the deferred tensors of I count.
     """
 
     def __init__(self, rank: Executor, own: Footprint) -> None:
         self.rank, self.own, self.born = rank, own, Born()
-        self.most, self.beside = 0, 0.0  # what lives; by how much the prediction was beside it
-        self.group = 0  # the most alive while those run that are issued as one
+        self.most, self.beside = 0, 0.0  # most live bytes, and the largest error of the prediction
+        self.group = 0  # most live bytes while the current group runs
         for k, (wait, run) in enumerate(rank.runner.calls):
-            if rank.state.stream[k].op in COMPUTE_OPS:  # which is in order
+            if rank.state.stream[k].op in COMPUTE_OPS:  # these run in the order of the Stream
                 rank.runner.calls[k] = Call(wait, partial(self.run, k, run))
 
     def run(self, k: int, run: Callable[[], None]) -> None:
@@ -167,21 +167,21 @@ class Witness:
         alive = sum(self.living().values())
         self.most, most = max(self.most, most, alive), max(most, alive)
         first, last = _group(rank.state.stream.joined.tolist(), k)
-        self.group = max(self.group if k > first else 0, most)  # while all of it runs
+        self.group = max(self.group if k > first else 0, most)  # maximum over the group so far
         if k == last:
             began = (own.positions < first) | own.is_at_start & (own.positions <= last)
             self.compare(k, int(np.flatnonzero(began)[-1]), self.group)
             self.compare(k, int(np.searchsorted(own.positions, k, side="right")) - 1, alive)
 
     def compare(self, k: int, change: int, alive: int) -> None:
-        """Compare what is alive with what was predicted from a change on."""
+        """Compare the live bytes with the prediction after a change of memory."""
         kept = [part for name, part in self.own.dynamic_memory.items() if name != "handed_over"]
         number, size = (sum(part[i][change] for part in kept) for i in (0, 1))
         assert 0 <= size - alive <= number * own_activation, (self.rank.rank, k)
         self.beside = max(self.beside, float(size - alive))
 
     def living(self) -> dict[StorageWeakRef, int]:
-        """What compute keeps: not what it has put out, and what is sent."""
+        """Return the live storages, without outputs of stages and tensors that are being sent."""
         rank = self.rank
         out = [
             x
@@ -193,7 +193,7 @@ class Witness:
 
 
 def _group(joined: list[bool], k: int) -> tuple[int, int]:
-    """The first and the last of those that are issued as one with k."""
+    """Return the first and the last instruction that are issued together with instruction k."""
     first = last = k
     while joined[first]:
         first -= 1
@@ -213,13 +213,17 @@ own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
         (one_f_one_b, PipelineShape(2, 4)),
         (zb, PipelineShape(3, 4)),
         (interleaved, PipelineShape(2, 4, 2)),
-        (interleaved, PipelineShape(1, 3, 2)),  # stages beside each other
+        (interleaved, PipelineShape(1, 3, 2)),  # all stages on one rank
     ],
 )
 def test_what_computes_leaves_what_was_predicted(
     schedule: Any, shape: PipelineShape, slots: Any
 ) -> None:
-    """Exactly with shared slots; with own ones what is received is in its slot all the time."""
+    """With shared buffers the prediction is exact.
+
+    With a buffer of its own per message, every received tensor occupies its slot for the whole
+    step.
+    """
     stages = gpt_stages(shape.stages, tied=False)
     inputs, targets, scale = batch(shape.microbatches)
     sizes = measure_sizes(
@@ -245,12 +249,12 @@ def test_what_computes_leaves_what_was_predicted(
             out += witness.own.dynamic_memory["handed_over"][1].max()
         assert there == sum(fixed.values())
         assert witness.most > 0 and (witness.beside == 0 or slots is None)
-        # Not all that is put out is there at once.
+        # Not all output buffers are filled at the same time.
         assert 0 <= peak - there - witness.most <= out + witness.beside
 
 
 def normed_stages(stages: int) -> list[nn.Module]:
-    """Stacks of Linear, LayerNorm and GELU."""
+    """Return stages that are stacks of Linear, LayerNorm and GELU."""
     torch.manual_seed(0)
 
     def stack() -> nn.Module:
@@ -267,7 +271,7 @@ def normed_batch(microbatches: int) -> tuple[Tensor, Tensor, float]:
 
 
 def asked_stages(stages: int) -> list[nn.Module]:
-    """The same with norms that are split, too."""
+    """Return the same stages, in which the backward of the norms is split too."""
     return [make_backward_splittable(stage, nn.LayerNorm) for stage in normed_stages(stages)]
 
 
@@ -319,7 +323,7 @@ def test_what_lives_in_an_instruction_is_what_was_predicted(
 
 
 class Odd(nn.Module):
-    """A stage with buffers that change, random numbers, and a branch that nothing needs."""
+    """A stage with changing buffers, random numbers, and a branch that no output depends on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +358,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert sizes.for_stages("saved", 2)[1] == born.alive([y]) + 4 * 4 * 8
     assert sizes.activation == 4 * 4 * 8 and sizes.version == (4 * 88, 4 * 88)
     assert sizes.params == sizes.grads == (4 * 88,) * 2 and sizes.optimizer == (0, 0)
-    assert sizes.buffers == (4 * 16 + 8,) * 2  # with a number of batches
+    assert sizes.buffers == (4 * 16 + 8,) * 2  # 8 bytes for num_batches_tracked
     assert (
         sizes.model_states is None
         and sizes.for_stages("model_states", 2).tolist() == [4 * (88 + 88 + 16) + 8] * 2

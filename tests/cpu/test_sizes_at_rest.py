@@ -1,4 +1,4 @@
-"""What a stage holds all the time: what is measured of it is what lives after a step."""
+"""Tests that the measured static sizes of a stage are those of live tensors after a step."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _living() -> dict[StorageWeakRef, int]:
-    """All memory of tensors; also what a dispatch mode does not see made, as numbers of steps."""
+    """Return all tensor storages, including those a dispatch mode does not see, as step counts."""
     return _memory(x for x in gc.get_objects() if issubclass(type(x), Tensor))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_is_measured(name: str) -> None:
-    """Parameters, gradients and its state, each as they live after a step."""
+    """Sizes of parameters, gradients and optimizer states are those of a step's live tensors."""
     make, dtype = OPTIMIZERS[name], torch.bfloat16 if "main" in name else torch.float32
     stage = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(dtype)
     stage[0].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Skip connections: processes, sizes, the example, and refusals."""
+"""Tests of skip connections: processes, sizes, the example, and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCHEDULES: dict[str, tuple[Schedule, PipelineShape, Skips]] = {
 
 
 class Layer(nn.Module):
-    """A stage of a U-Net: it may take a skip, and give one, of one tensor or of two."""
+    """A stage of a U-Net, which may take or return a skip of one tensor or of two."""
 
     def __init__(self, gives: int, takes: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Layer(nn.Module):
 
 
 def model(stages: int, skips: Skips, seed: int = 0) -> list[nn.Module]:
-    """Stages, of which every second skip has two tensors, one of whole numbers."""
+    """Return stages in which every second skip has two tensors, one of them of integers."""
     torch.manual_seed(seed)
     size = {s: 1 + k % 2 for k, (s, _) in enumerate(skips)}
     back = {t: size[s] for s, t in skips}
@@ -139,7 +139,7 @@ def test_what_is_kept_of_skips_is_measured() -> None:
     skips = ((0, 2), (1, 3))
     x, y = batch(1)
     sizes = measure_sizes(model(4, skips), x[0], y[0], loss=F.mse_loss, boundary=edges(4, skips))
-    assert sizes.skip == (2 * NARROW * 4, 512, 0, 0)  # one begins at 256 behind the other
+    assert sizes.skip == (2 * NARROW * 4, 512, 0, 0)  # the second tensor begins at byte 256
     assert sizes.activation == 2 * WIDTH * 4
 
 
@@ -166,7 +166,7 @@ def test_the_example_prints_what_its_page_shows(
 
 
 class Made(nn.Module):
-    """A stage that gives what it is told."""
+    """A stage that returns a given result."""
 
     def __init__(self, gives: Any = None) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Made(nn.Module):
 
 
 def made(gives: Any, **how: Any) -> tuple[InProcessExecutor, Tensor]:
-    """Three stages with a skip over the second, and what they are given."""
+    """Return three stages with a skip over the second, and their input."""
     stages = [Made(gives), Made(), Made()]
     program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
     x = torch.ones(2, WIDTH)

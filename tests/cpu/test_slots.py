@@ -1,4 +1,4 @@
-"""Static slots in a run: as many as predicted, and the bits of the reference."""
+"""Tests of static slots in a run, with the predicted number and the bits of the reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 
 
 def watch(rank: Executor, used: dict[Value, set[int]]) -> None:
-    """Note which slots are ever taken; what is on its way still is where it was."""
+    """Record which slots are ever filled, where sent tensors still fill theirs."""
     call = rank.runner.run_instruction
 
     def watched(index: int) -> None:
@@ -54,7 +54,7 @@ def watch(rank: Executor, used: dict[Value, set[int]]) -> None:
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
-    """Exactly, by rank and kind, in whatever legal order; and nothing is ever overwritten."""
+    """The numbers are exact by rank and kind in any legal order, and no value is overwritten."""
     shape = shape_of(schedule, 4, max(6, least(schedule, 4)))
     stages = tiny_model.make_tiny_stages(shape.stages)
     inputs, targets = tiny_model.make_batch(shape.microbatches)
@@ -99,7 +99,7 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
 
 
 class Odd(nn.Module):
-    """Hands on what it is given: its output is its input, and so is its gradient."""
+    """Returns its input as its output, and so its output gradient as its input gradient."""
 
     def __init__(self, inner: Any = None) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Odd(nn.Module):
 
 
 def keep_apart(rank: Executor) -> None:
-    """Let nothing that outlives a buffer have its memory."""
+    """Check that no value that outlives a buffer has its memory."""
     call, static = (
         rank.runner.run_instruction,
         {memory(b) for b in rank.state.service(MessageBuffers).received.values()},
@@ -139,7 +139,7 @@ def memory(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zb])
 def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
-    """Not even where a stage's input is its output, and one gradient the other, for some steps."""
+    """This holds for several steps, even if stages return inputs and gradients unchanged."""
     shape = PipelineShape(4, 6)
     inputs, targets = tiny_model.make_batch(shape.microbatches)
 
@@ -155,7 +155,9 @@ def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
             schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing=choice
         )
         ranks = InProcessExecutor(program, other, loss=tiny_model.squared_error, boundary=BOUNDARY)
-        for rank in ranks.executors if choice else ():  # else a buffer is one value's for the step
+        for rank in (
+            ranks.executors if choice else ()
+        ):  # without sharing, a buffer has one value per step
             keep_apart(rank)
         for seed in range(4):
             assert torch.equal(ranks.step(inputs, targets, order_seed=seed), total)
@@ -163,7 +165,7 @@ def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
 
 
 def test_outputs_are_let_go_when_they_are_sent() -> None:
-    """What a backward needs is where an output came from, not its memory."""
+    """A backward needs the graph of an output, and not its memory."""
     program = compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     ranks = InProcessExecutor(
         program, tiny_model.make_tiny_stages(2), loss=tiny_model.squared_error, boundary=BOUNDARY
@@ -197,7 +199,7 @@ def test_processes_with_the_fewest_slots(schedule: Any, shape: PipelineShape, op
 
 
 def test_tensor_parallel_processes_with_the_fewest_slots() -> None:
-    """Slices are received into their place in the whole."""
+    """Slices are received into their position in the whole tensor."""
     shape = PipelineShape(2, 4)
     own, few = (step_on_gloo(zb, shape, tp=2, buffer_sharing=slots) for slots in (None, "minimal"))
     for (grads, _, _), (same, _, _) in zip(own, few, strict=True):
@@ -217,7 +219,7 @@ class Failing(nn.Linear):
 
 
 def test_no_step_follows_one_that_has_failed() -> None:
-    """What was on its way would be taken for the messages of the next."""
+    """Messages in transit would be mistaken for those of the next step."""
     stages = [Failing(1, 1), nn.Linear(1, 1)]
     program = compile(one_f_one_b, PipelineShape(2, 3))
     x = torch.ones(3, 1)

@@ -1,4 +1,4 @@
-"""The helper that runs ranks: it must fail as loudly as it works quietly."""
+"""Tests of the helper that runs ranks, and of its errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_dead_rank_is_named() -> None:
 
 
 def test_a_hang_shows_where() -> None:
-    run(add_up, 2, torch.ones(2))  # else the start of processes is within the limit
+    run(add_up, 2, torch.ones(2))  # otherwise the limit would include the start of processes
     with pytest.raises(RankError) as error:
         run(hang_on, 2, 1, limit=4)
     assert "in hang_on" in error.value.tracebacks[1]
@@ -131,7 +131,7 @@ def stand(rank: int, folder: Path) -> None:
 
 
 def test_ranks_end_with_the_process_that_runs_them(tmp_path: Path) -> None:
-    """However that ends: nobody else would end them."""
+    """This holds however the process ends, since nothing else would end the ranks."""
     running = CONTEXT.Process(target=parent, args=(tmp_path,))
     running.start()
     wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
@@ -148,7 +148,7 @@ def collect(rank: int) -> bool:
 
 
 def test_a_fork_does_not_collect_what_its_parent_has_left(tmp_path: Path) -> None:
-    """A group that nobody has any more ends threads, which a fork does not have."""
+    """Collecting a process group would end threads, which a fork does not have."""
     gc.collect()
     gc.disable()
     try:

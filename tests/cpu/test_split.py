@@ -1,4 +1,4 @@
-"""The dI/dW split: the bits of the whole backward, in two halves."""
+"""Tests that split backwards have the bits of the whole backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB, HIDDEN, TOKENS = 13, 16, 7
 
 
 class Net(nn.Module):
-    """Embedding, residual linears and a head that may be tied: every case at once."""
+    """An embedding, residual linear layers and a head that may be tied, for all cases at once."""
 
     def __init__(self, tied: bool, depth: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def gradients(
     late: int | None,
     forward: Callable[..., Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Gradients after all microbatches; W runs `late` microbatches after I, or whole B."""
+    """Return gradients of all microbatches, with W `late` microbatches after I, or whole B."""
     g = torch.Generator().manual_seed(1)
     tapes = []
     for _ in range(microbatches):
@@ -167,7 +167,7 @@ def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
 
 
 def test_gradients_that_a_hook_asks_for_are_given_and_not_added() -> None:
-    """As where a hook solves for the gradient of a fixed point, by torch.autograd.grad."""
+    """An example is a hook that solves for a fixed point's gradient by torch.autograd.grad."""
     found = []
     for linear in (F.linear, split_backward.linear):
         torch.manual_seed(0)
@@ -203,7 +203,7 @@ def test_a_gradient_that_is_asked_for_is_not_added_to_a_wider_sum() -> None:
 
 
 def test_what_w_needs_may_not_be_changed_before_it() -> None:
-    """As by a hook that writes to a gradient that others are given, too."""
+    """An example is a hook that writes to a gradient that other nodes receive too."""
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(4, 4))
     beside = x * 1
     beside.register_hook(lambda dy: dy.mul_(0.5))
@@ -242,7 +242,7 @@ def test_the_tape_does_not_keep_the_graph_alive() -> None:
 
 
 class Plain(nn.Module):
-    """Embedding, a block with dropout off, and a head that is the embedding's weight."""
+    """An embedding, a block without dropout, and a head with the embedding's weight."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def test_layers_of_torch_are_split_in_place(tied: bool, checkpointed: bool) -> N
 
 
 class InPlace(nn.Module):
-    """Changes in place what a linear has given."""
+    """Changes the output of a linear layer in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class Autocast(InPlace):
 
 
 class Hooked(InPlace):
-    """A gradient that a hook changes, and one that is changed after it was added."""
+    """Has a gradient that a hook changes, and one that is changed after accumulation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hooks on autograd nodes of split layers receive the gradients of a full backward."""
+"""Tests that hooks on autograd nodes of split layers get the gradients of a full backward."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _see(seen: Seen, gradients: Any) -> None:
 
 
 def _accumulator(model: Layers) -> Any:
-    """The node that accumulates the gradient of the first weight, kept alive."""
+    """Return the node that accumulates the first weight's gradient, and keep it alive."""
     model.node = get_gradient_edge(model.one.weight).node  # type: ignore[assignment]
     return model.node
 

@@ -1,4 +1,4 @@
-"""Stages that are split, in schedules: weights used twice, versions, and what is left whole."""
+"""Tests of split stages in schedules: weights used twice, versions, and layers left whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Twice(nn.Module):
 
 
 class Own(nn.Module):
-    """`x @ w @ w`, each by torch's own product or by one that can be split."""
+    """Computes `x @ w @ w`, where each product is torch's own or one that can be split."""
 
     def __init__(self, one: Any, other: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Own(nn.Module):
 
 
 class Tied(nn.Module):
-    """Tokens in, scores of tokens out, by one weight, within one stage."""
+    """A stage that embeds tokens and computes their scores with one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_a_weight_that_is_used_twice_counts_once_each(kind: str) -> None:
     plain = [TWICE[kind]() for _ in range(2)]
     late = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
     x = torch.randn(4, 3, N)
-    for mb in x:  # autograd itself, and nothing of ours
+    for mb in x:  # plain autograd, without schedir
         y = plain[1](plain[0](mb))
         (y - 1).square().sum().backward()
     program = compile(zb, PipelineShape(2, 4))
@@ -97,11 +97,11 @@ def test_a_weight_that_is_used_twice_counts_once_each(kind: str) -> None:
 
 
 def test_what_was_taught_computes_on_its_version() -> None:
-    """A rule that reads the weight finds that of its microbatch, after newer ones."""
+    """A split rule that reads the weight finds its microbatch's version, after newer ones."""
     torch.manual_seed(0)
     halves = 4 * (I + W)
     program = compile(
-        # The last F run on the version after that of the W that follow.
+        # The last F use the version after the one of the W that follow.
         lambda r, P, m: 8 * F + halves + 4 * I + 4 * F + 4 * W + halves,
         PipelineShape(2, 12, optimizer_steps=3, weight_delay=1),
     )
@@ -126,7 +126,7 @@ def test_what_was_taught_computes_on_its_version() -> None:
 
 
 class Mixed(nn.Module):
-    """Layers of which some are split, some could be, and some cannot."""
+    """Layers that are split, that could be split, and that cannot be split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_the_warning_names_the_layers() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             ranks.step(x, x)
-            ranks.step(x, x)  # it is said once
+            ranks.step(x, x)  # the warning comes once
         return sorted(str(w.message) for w in caught)
 
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_the_warning_names_the_layers() -> None:
 
 
 class Skips(nn.Module):
-    """A residual layer that some microbatches skip, and one that nobody needs."""
+    """A residual layer that some microbatches skip, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Skips(nn.Module):
 
 
 class Narrow(nn.Module):
-    """A layer that was taught, under autocast."""
+    """A layer with a split rule, under autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Narrow(nn.Module):
 
 @pytest.mark.parametrize(("kind", "said"), [(Skips, 0), (Narrow, 2)])
 def test_layers_that_are_not_reached_are_not_missed(kind: Any, said: int) -> None:
-    """A microbatch, or all, may leave nothing for W; what ran whole is said, and once."""
+    """Some or all microbatches may leave no work for W. A whole backward gets one warning."""
     torch.manual_seed(0)
     plain: list[nn.Module] = [kind(), kind()]
     late = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
@@ -216,7 +216,7 @@ def test_layers_that_are_not_reached_are_not_missed(kind: Any, said: int) -> Non
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ranks.step(x, x)
-    for stage in plain:  # what nobody needs is 0 in a buffer
+    for stage in plain:  # unused weights have gradients of 0 in a buffer
         for p in stage.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     assert same_bits(gradients(plain), gradients(late))

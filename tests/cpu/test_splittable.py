@@ -1,4 +1,4 @@
-"""Layers that are split by their type: the bits of the whole backward, and what is refused."""
+"""Tests of layers that are split by type: bits of the whole backward, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.cpu.tiny_layers import LAYERS, N, Square
 
 
 class Uses(nn.Module):
-    """One layer, several times."""
+    """Applies one layer several times."""
 
     def __init__(self, layer: nn.Module, uses: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Uses(nn.Module):
 def _grads(
     net: nn.Module, x: Tensor, late: bool, left: int | None = None
 ) -> dict[str, Tensor | None]:
-    """Gradients after two microbatches, of which W runs at the end or whole backwards do."""
+    """Return the gradients of two microbatches, with late W or with whole backwards."""
     tapes = []
     found: dict[str, Tensor | None] = {}
     for k in range(2):
@@ -106,7 +106,9 @@ def test_same_bits_as_the_whole_backward(
                for n, p in layer.named_parameters())  # fmt: skip
     want = _grads(whole, x, late=False)
     _equal(_grads(late, x, late=True, left=left * uses), want)
-    if not wide and kind != "conv2d":  # autograd rounds each gradient first, or computes otherwise
+    if (
+        not wide and kind != "conv2d"
+    ):  # otherwise autograd rounds each gradient first, or computes differently
         _equal(want, _grads(plain, x, late=False))
 
 
@@ -127,7 +129,7 @@ def test_what_is_split_can_be_copied_and_sent(kind: str) -> None:
     assert isinstance(layer, type(LAYERS[kind](True)))
     for other in (copy.deepcopy(layer), copy.copy(layer)):
         assert type(other) is type(layer) and torch.equal(other(x), layer(x))
-    if kind == "norm":  # importable in another process
+    if kind == "norm":  # its type can be imported in another process
         assert type(pickle.loads(pickle.dumps(layer))) is type(layer)
 
 
@@ -139,7 +141,7 @@ def test_norms_are_split_where_asked_for() -> None:
         net(torch.randn(2, N)).square().sum().backward()
     weight = net[1].weight
     assert len(tape) == 3 and isinstance(weight, nn.Parameter) and weight.grad is None
-    # As a whole beside products a norm leaves more than it saves time: what its tape keeps.
+    # By default norms are not split, since their deferred gradients keep more memory than it gains.
     net = nn.Sequential(nn.LayerNorm(N), nn.Linear(N, 4 * N), nn.GELU(), nn.Linear(4 * N, N))
     x = torch.randn(8, N)
     tapes = []
@@ -205,7 +207,7 @@ def test_a_taught_layer_may_be_called_in_other_ways() -> None:
 
 
 def test_what_is_taught_again_counts() -> None:
-    """Also for layers that were split before; and what is split is compared with the whole."""
+    """It counts for layers that were split before too, and is compared with whole backwards."""
 
     class Twice(Square):
         pass

@@ -1,4 +1,4 @@
-"""Stages with several holders in one process: copies have the hooks of weights."""
+"""Tests of stages with several holders in one process, whose copies have the weights' hooks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ranks_of(
 
 
 class Hooks:
-    """Hooks that some weights have; they are not linear, and count their calls."""
+    """Hooks of some weights, which are not linear and count their calls."""
 
     def __init__(self, where: list[bool]) -> None:
         self.where, self.calls = where, 0
@@ -78,7 +78,7 @@ class Hooks:
     removed=st.booleans(),
 )
 def test_hooks_see_every_microbatch(where: Any, case: Any, late: bool, removed: bool) -> None:
-    """Also hooks that are registered when the ranks are there, or removed between steps."""
+    """This includes hooks that are registered after the ranks, or removed between steps."""
     schedule, shape = case
     stages, whole = layers(shape.stages), layers(shape.stages)
     ours, plain = Hooks(where), Hooks(where)
@@ -121,7 +121,7 @@ def test_a_hook_that_sees_the_sum_of_one_holder(
 
 
 def test_an_optimizer_finds_the_attributes_of_weights() -> None:
-    """As for groups of its own, which else the holders of a stage would step otherwise."""
+    """An optimizer may group weights by attributes, so copies must have them too."""
     schedule, shape = MIRROR[0]
     stages = layers(shape.stages)
     for stage in stages:

@@ -1,4 +1,4 @@
-"""Start-up of 1,024 processes, counted: what each asks of the store, and the groups it makes."""
+"""Tests of the start-up of 1,024 processes: requests to the store, and created groups."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from schedir.transports.gpu_selection import HOST_ID_VARIABLE, require_distinct_
 from schedir.transports.p2p_groups import EdgeGroups
 
 WORLD = 1024
-import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend "fake" known
+import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend "fake"
 
 
 class Counted:
-    """A store that counts what is asked of it: calls, and keys that are read."""
+    """A store that counts calls, and keys that are read."""
 
     def __init__(self) -> None:
         self.inner, self.calls, self.read = dist.HashStore(), Counter[str](), 0  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def _said(store: Counted, process: int, card: str) -> str:
 
 @pytest.mark.parametrize("twin", [None, 9])
 def test_twins_are_found_in_thousands_of_reads(twin: int | None) -> None:
-    """Of 8 GPUs on each of 128 hosts, all taken once, or one of them twice."""
+    """Each of 128 hosts has 8 GPUs, and all are used once, or one of them twice."""
     store = Counted()
     cards = [f"GPU {k % 8 if k != twin else 0}" for k in range(WORLD)]
     with ThreadPoolExecutor(WORLD) as pool:
@@ -69,8 +69,7 @@ def test_twins_are_found_in_thousands_of_reads(twin: int | None) -> None:
 
 
 def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
-    """The rows of each `make_group` of one process of a world that is not there, and its own
-    groups."""
+    """Return the rows of each `make_group` of a process in a fake world, and its own groups."""
     made: list[Any] = []
     own: list[Any] = []
     with monkeypatch.context() as patch:
@@ -107,7 +106,7 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
 def test_a_process_makes_a_dozen_groups(
     schedule: Any, shape: PipelineShape, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each makes as many, in one order, of rows that have no process in common."""
+    """All processes create equally many groups in the same order, from disjoint rows."""
     program = compile(
         schedule,
         shape,

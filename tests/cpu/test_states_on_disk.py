@@ -1,4 +1,4 @@
-"""States on the disk: the bits of states on the device, through a file without a name."""
+"""Tests that states in an unnamed file on the disk give the bits of states on the device."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def on_disk(**how: Any) -> Program:
     )
 
 
-# ---------------------------------------------------------------- where it lies
+# ---------------------------------------------------------------- location of the states
 
 
 def test_between_steps_all_of_it_is_in_the_file(tmp_path: Path) -> None:
-    """Whoever reads a tensor reads the file, and whoever writes to one, there."""
+    """Reads and writes of a state tensor go to the file."""
     world = made(on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
     stepped(world, 0, 1)
     states = states_of(world.executors[0])
@@ -74,11 +74,11 @@ def test_between_steps_all_of_it_is_in_the_file(tmp_path: Path) -> None:
         states.spill_file.read(states.file_offsets[t], found)
         assert (found.view(t.dtype) == 3).all()
     (room,) = states.tiers.state_arena.free_blocks[:1]
-    assert room.location.view(torch.float32).isnan().all()  # nobody finds there what was
+    assert room.location.view(torch.float32).isnan().all()  # old contents cannot be read
 
 
 def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
-    """To the byte, at each instruction's end."""
+    """Bytes are equal at the end of each instruction."""
     shape = PipelineShape(1, 2, 3)
     for rooms in (1, 2, 3):
         stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
@@ -135,14 +135,14 @@ def test_what_nobody_has_any_more_leaves_room_in_the_file(tmp_path: Path) -> Non
     optimizer, states = optimizer_of(world.executors[0]), states_of(world.executors[0])
     lengths = []
     for k in range(3):
-        optimizer.load_state_dict(optimizer.state_dict())  # new tensors, each time
+        optimizer.load_state_dict(optimizer.state_dict())  # creates new tensors each time
         gc.collect()
         stepped(world, 1 + k)
         lengths.append(states.spill_file.length)
     assert len({*lengths}) == 1 and all(map(states.is_on_host, states.list_state_tensors(0)))
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- errors
 
 
 def test_what_is_on_the_disk_wants_a_folder(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_folder_may_vanish(tmp_path: Path) -> None:
 
 
 def everything(world: Any) -> dict[int, list[Tensor]]:
-    """What is kept of each stage."""
+    """Return the states of each stage."""
     states = states_of(world.executors[0])
     return {
         s: [t.clone() for t in states.list_state_tensors(s)] for s in states.optimizer_parameters
@@ -190,11 +190,11 @@ def everything(world: Any) -> dict[int, list[Tensor]]:
 def test_a_disk_that_fails_in_a_step(
     what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who failed is told, and what is to be done; and no state is lost."""
+    """The error names the failed operation and a remedy, and no state is lost."""
     world, plain = (
         made(on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path)) for _ in range(2)
     )
-    if what != "posix_fallocate":  # which is at the first step alone
+    if what != "posix_fallocate":  # called only in the first step
         stepped(world, 0)
         stepped(plain, 0)
     before, real, calls = everything(world), getattr(os, what), 0
@@ -215,7 +215,7 @@ def test_a_disk_that_fails_in_a_step(
     assert "resume from a checkpoint" in str(caught.value)
     stepped(plain, 1)
     after, right = everything(world), everything(plain)
-    for stage, own in after.items():  # as it was, or stepped: nothing between
+    for stage, own in after.items():  # either unchanged or stepped
         assert equal(own, right[stage]) or equal(own, before[stage]) or not (own or before[stage])
     with pytest.raises(ExecutionError, match="an earlier step failed"):
         stepped(world, 2)

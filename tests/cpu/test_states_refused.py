@@ -1,4 +1,4 @@
-"""States on the host: what is refused, and what changes between steps."""
+"""Tests of optimizer states on the host: refusals, and changes between steps."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ torch.set_num_threads(1)
 torch.set_num_threads(1)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 class Own(torch.optim.SGD):
-    """Nobody knows what it does."""
+    """An optimizer of an unknown class."""
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
 
 
 class Counts(Own):
-    """Its rate falls with the steps that it has been asked for."""
+    """An optimizer whose learning rate falls with each call."""
 
     elementwise = True
 
@@ -149,7 +149,7 @@ def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
 
 
 class Numbered(Own):
-    """Each of its steps has a number."""
+    """An optimizer that numbers its steps."""
 
     elementwise = True
     number = 0
@@ -164,4 +164,4 @@ def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
     with pytest.raises(ExecutionError, match="a step of Numbered changes its 'number', from"):
         stepped(made(program, partial(Numbered, lr=1)), 0)
     alone = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
-    stepped(made(alone, partial(Numbered, lr=1)), 0)  # one stage a rank: as often as it should
+    stepped(made(alone, partial(Numbered, lr=1)), 0)  # with one stage per rank the count is right

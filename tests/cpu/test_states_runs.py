@@ -1,4 +1,4 @@
-"""States on the host: the bits of states on the device, in memory that is moved, and as much."""
+"""Tests that states on the host have the bits of states on the device, and the predicted bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 
 torch.set_num_threads(1)
 
-# ---------------------------------------------------------------- where it lies
+# ---------------------------------------------------------------- location of the states
 
 
 def kept_by(rank: Executor) -> list[Tensor]:
@@ -40,7 +40,7 @@ def kept_by(rank: Executor) -> list[Tensor]:
 
 
 def test_between_steps_all_of_it_is_on_the_host_and_nothing_is_left() -> None:
-    """What was on the device is poisoned before it goes: whoever reads it, does not find it."""
+    """Device memory is poisoned before it is released, so that a late read finds NaN."""
     world = made(
         schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="host"), ADAMW
     )
@@ -65,11 +65,11 @@ def test_between_steps_all_of_it_is_on_the_host_and_nothing_is_left() -> None:
     with patch.object(states, "finish_store", leave):
         stepped(world, 1)
     assert seen and all(map(states.is_on_host, kept_by(rank)))
-    assert places == [t.data_ptr() for t in kept_by(rank)]  # one memory, made once
+    assert places == [t.data_ptr() for t in kept_by(rank)]  # one memory, allocated once
 
 
 def test_as_much_is_on_each_tier_as_was_predicted() -> None:
-    """To the byte; what else lives beside it, `test_zero_bytes` looks at."""
+    """Bytes are exact. `test_zero_bytes` tests all other memory."""
     shape, most = PipelineShape(1, 2, 3), []
     for slots in (1, 2, 3):
         stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
@@ -111,7 +111,7 @@ def _look(rank: Executor, run: Any, here: list[int]) -> None:
 
 
 def test_state_of_elsewhere_is_moved_before_the_next_step() -> None:
-    """Loaded by the optimizer's own method, it is on the device: in new memory."""
+    """States loaded by the optimizer's own method are on the device, in new memory."""
     program = schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="host")
     one, other, plain = made(program, ADAMW), made(program, ADAMW), made(program, ADAMW)
     stepped(one, 0, 1)

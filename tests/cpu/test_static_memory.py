@@ -1,4 +1,4 @@
-"""Static memory is made as it is predicted: what is received into, and what is sent from."""
+"""Tests that static memory for sends and receives is allocated as predicted."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from schedir.transports.in_process.mailbox import Mailbox, MailboxHub, list_grou
 from tests.laws import ZOO, least, shape_of
 from tests.strategies import with_slots
 
-WIDTH = 8  # numbers of a boundary, which every tp here divides
+WIDTH = 8  # elements of a boundary, a multiple of every tp here
 
 
 class Static(Mailbox):
-    """Sends from memory that is made once, as NCCL, in a tensor-parallel group of any size."""
+    """Sends from static memory, as NCCL does, in a tensor-parallel group of any size."""
 
     uses_static_buffers = True
 
 
 def made(program: Program, rank: int) -> dict[str, int]:
-    """By kind, the bytes that a rank makes for a program when it is linked."""
+    """Return the bytes that a rank allocates by kind when a program is linked."""
     transport = Static(MailboxHub(), rank, list_group_members(program, rank), "per_edge")
     transport.tp = program.tp
     stages = {s: nn.Identity() for s in program.shape.stages_on_rank[rank]}

@@ -1,4 +1,4 @@
-"""Optimizers of one's own where states are not on the device: the same bits, or one error."""
+"""Tests of users' own optimizers with states off the device: the same bits, or one error."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ HOW: dict[str, list[str]] = {
 
 
 def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> list[Tensor]:
-    """The weights after three steps."""
+    """Return the weights after three steps."""
     schedule, shape = case
     program = schedir.compile(
         schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
@@ -194,7 +194,7 @@ def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> l
 def compared(
     case: Any, states: str, how: dict[str, str], **options: Any
 ) -> ModelError | ExecutionError | None:
-    """The error that an optimizer is refused with; None where it leaves the device's bits."""
+    """Return the error that refuses an optimizer, or None if it leaves the device's bits."""
     make = partial(Own, **how)
     try:
         found = trained(case, make, states, **options)
@@ -328,7 +328,7 @@ def test_steps_of_which_not_all_is_known(states: str) -> None:
     "make", [lambda own: Derived(own, torch.optim.AdamW), replaced], ids=["derived", "replaced"]
 )
 def test_an_update_that_may_be_made_again_needs_a_known_step(make: Any) -> None:
-    """The same for a derived MainOptimizer, and for an optimizer with a replaced `step`."""
+    """This holds for a derived MainOptimizer, and for an optimizer with a replaced `step`."""
     with pytest.raises(ModelError) as error:
         trained(ALONE, make, "device", norm_check="after_step", clip_grad_norm=True)
     assert "'before_step'" in error.value.hint

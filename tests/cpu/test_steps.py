@@ -1,4 +1,4 @@
-"""Steps whose numbers are read when the next one has been issued: the same run, to the bit."""
+"""Runs that read the loss of a step only after issuing the next step are bitwise equal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def infinite_gradient(y: torch.Tensor) -> torch.Tensor:
 
 
 def spoilt(patch: pytest.MonkeyPatch, what: Spoil, stage: int, *steps: int, once: bool) -> None:
-    """Let a stage's output be spoilt in some steps, from 0; when these run again, too, or not."""
+    """Change the output of a stage in some steps, from 0.
+
+    With `once`, the output is not changed again if the step runs a second time.
+    """
     made, begun, runs = gpt.build_stage, ProgramRunner.begin_step, list[int]()
 
     def begin(self: ProgramRunner, *given: Any) -> None:
@@ -74,7 +77,7 @@ def spoilt(patch: pytest.MonkeyPatch, what: Spoil, stage: int, *steps: int, once
 
 
 def learned(made: _Trainer) -> list[torch.Tensor]:
-    """Weights, and what the optimizer keeps."""
+    """Return copies of the weights, the main parameters and the optimizer state."""
     inner: Any = getattr(made.optimizer, "inner", made.optimizer)
     own = [p for s in made.executor.stages.values() for p in s.module.parameters()]
     kept = [*own, *getattr(made.optimizer, "main_parameters", [])]
@@ -85,8 +88,11 @@ def learned(made: _Trainer) -> list[torch.Tensor]:
 def outcome(
     config: str, folder: Path, patch: pytest.MonkeyPatch, late: bool, *sets: str
 ) -> tuple[int, bytes, list[torch.Tensor], int]:
-    """Of a run with its numbers read late or at once: exit code, loss.csv, what was learned, and
-    how many steps it was late."""
+    """Run a training. Return the exit code, loss.csv, the trained tensors, and the delay.
+
+    The delay is the number of steps that were issued before the loss of a step was read. It is 0 if
+    `late` is False.
+    """
     trainers, begin, lates = [], _Trainer.__init__, list[int]()
     settle = StepQueue.read_oldest_step
 
@@ -153,8 +159,8 @@ def test_a_run_that_stops_late_is_one_that_stops_at_once(
 def test_one_of_several_updates_stops_late_as_at_once(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others of its step are made, and none of the next."""
-    calls = count()  # of the stage, of which a step has one for each microbatch
+    """After a bad update, the other updates of its step run, but not those of the next step."""
+    calls = count()  # calls of the stage; a step has one per microbatch
 
     def first_two(y: torch.Tensor) -> torch.Tensor:
         return infinite_gradient(y) if next(calls) % 3 < 2 else y
@@ -179,7 +185,7 @@ def _spoil(what: Spoil, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "sets",
     [
-        ["train.precision=float16"],  # whose scale is too large for some steps
+        ["train.precision=float16"],  # the loss scale is too large for some steps
         ["train.precision=float16", "train.on_nonfinite=skip"],
         ["train.on_nonfinite=skip"],
     ],
@@ -203,7 +209,7 @@ def test_what_is_skipped_late_is_skipped_as_at_once(
 
 
 def _replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]]]:
-    """Of two replicas the second's loss is infinite, which the first cannot see."""
+    """Run one of two replicas. Only the second one has an infinite loss."""
     found = []
     for late in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -234,24 +240,24 @@ def test_no_replica_goes_on(config: str, precision: str) -> None:
 def test_where_each_rank_judges_by_itself_numbers_are_read_at_once(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others would step again before the hosts have met."""
+    """Without a norm, other ranks could run another step, so losses are read immediately."""
     spoilt(monkeypatch, infinite_gradient, 2, 3, once=False)
     code, rows, _, lates = outcome(config, tmp_path, monkeypatch, True, "train.clip_grad_norm=0")
     assert code == 1 and lates == 0 and rows.count(b"\n") == 4
 
 
-# What waits for a device.
+# Operations that wait for a device.
 
 
 class NoWait(TorchDispatchMode):
-    """Raises where a host would wait for a GPU to know a number, or a shape."""
+    """Raises an error for operations in which the host would wait for a GPU."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique",
              "_unique2", "item")  # fmt: skip
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        # The state of a generator is the host's own, that of a GPU's, too.
+        # The states of generators are on the host, also those of a GPU.
         of_host = name == "equal" and args[0].dtype == torch.uint8
         assert of_host or name not in self.WAITS, f"the host waits in {func}"
         return func(*args, **kwargs or {})
@@ -275,7 +281,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
             steps = self if isinstance(self, StepQueue) else self.step_queue
             if (
                 not 1 <= steps.last_issued_step - (name == "issue") < 5
-            ):  # the first one, and one reported
+            ):  # the host may wait in the first step and in a reported step
                 return method(self, *given)
             watched.append(name)
             with NoWait():  # type: ignore[no-untyped-call]
@@ -286,7 +292,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
     methods = ((StepQueue, "issue"), (StepQueue, "read_oldest_step"), (_Trainer, "_take_batch"))
     for home, name in methods:
         guarded(home, name)
-    # As on a GPU, where no other one is used.
+    # On a GPU, only the fused AdamW is used.
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: adamw(*a, **k | {"fused": True}))
     monkeypatch.setattr(trainer, "LossScale", partial(LossScale, 8.0))
     one = ["pipeline.stages_per_rank=1"]
@@ -302,7 +308,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_on_a_gpu_adamw_is_fused_in_any_precision(config: str, precision: str) -> None:
-    """Also of float32 copies; it takes float32 gradients as they are, and asks nothing."""
+    """AdamW is fused for all dtypes, uses float32 gradients, and never waits for the device."""
     told = read_config(config, ["train.device=cuda", f"train.precision={precision}"])
     p = torch.nn.Parameter(torch.zeros(2, 2, dtype=getattr(torch, precision)))
     p.grad_dtype = torch.float32
@@ -319,7 +325,7 @@ def test_on_a_gpu_adamw_is_fused_in_any_precision(config: str, precision: str) -
     assert {t.device for t in state.values()} == {p.device} and float(state["step"]) == 2
 
 
-# Errors of the data, and ends.
+# Errors and ends of the data.
 
 
 def prefetching() -> list[str]:
@@ -350,7 +356,7 @@ def test_a_token_that_is_none_is_an_error_of_its_step(
     with pytest.raises(UsageError, match="token 300"):
         run(config, sets)
     assert steps == [0, 1, 2] and not prefetching()
-    # Where the step before was not finite, that has ended the run.
+    # If the previous step was not finite, that error ends the run.
     spoilt(monkeypatch, infinite_loss, 1, 2, once=False)
     assert run(config, sets) == 1 and " of step 3 is infinite" in capsys.readouterr().err
     assert not prefetching()
@@ -376,7 +382,7 @@ def test_ctrl_c_in_a_step_leaves_no_thread(
 def test_the_time_of_a_step_has_its_wait_for_data(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    """Whether its numbers are read late or at once; reports are nobody's."""
+    """The time of a step includes its wait for data, and excludes the time of reports."""
     now = [0.0]
 
     def lasts(home: type, name: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""schedir.testing: what is right passes, and what is wrong is caught and named."""
+"""Tests that schedir.testing accepts right schedules, and finds and names wrong ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ours_pass(name: str) -> None:
         try:
             return expand_schedule(schedule, shape).is_draft
         except ScheduleError:
-            return False  # too few microbatches for it, for one
+            return False  # for example, it has too few microbatches
 
     assert_schedule(schedule, shapes=list(filter(takes, shapes_for(schedule)))[::5])
 
@@ -69,7 +69,7 @@ def test_several_updates() -> None:
 
 
 def test_plans_of_a_schedule() -> None:
-    """Of the kind that it is written for, all of them once."""
+    """The shapes are of the kind of the schedule, and each occurs once."""
     looped = shapes_for(schedules.interleaved)
     assert {(p.placement, p.stages_per_rank) for p in looped} == {("loop", v) for v in (1, 2, 3)}
     assert len(looped) == len(set(looped)) == 4 * 6 * 3
@@ -95,7 +95,7 @@ def test_one_plan_and_one_model_are_meant_as_one_of_one() -> None:
 
 
 def test_a_strategy_shows_the_smallest_that_fails() -> None:
-    """Of this schedule, whatever failed before."""
+    """The example belongs to this schedule, whatever failed before."""
     for least in (3, 2):
 
         def few(r: int, P: int, m: int, least: int = least) -> RankSchedule:
@@ -155,12 +155,12 @@ def test_a_late_w_gives_the_same_bits() -> None:
 
 
 def test_wrong_gradients_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no schedule can do: a run in which a microbatch counts twice."""
+    """A microbatch counts twice, which no schedule alone can cause."""
     plain = tiny_model.squared_error
     seen: list[float] = []
 
     def forgets(y: Tensor, target: Tensor) -> Tensor:
-        """Half of the weight on every microbatch but the first: the run and then the reference."""
+        """Return the loss with half of its weight in the second call."""
         seen.append(float(target.sum()))
         return plain(y, target) * (0.5 if len(seen) == 2 else 1.0)
 

@@ -1,4 +1,4 @@
-"""3D: a GPT of two layers on eight processes is that of one; parts have the bits of wholes."""
+"""Tests that a GPT on eight processes, with all three kinds of parallelism, equals one process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def told() -> Any:
 
 
 def test_eight_processes_are_one(told: Any) -> None:
-    """Losses, norms, gradients and weights within 1e-6; all that hold a weight have one; parts, and
-    sums in turns, have the bits of whole ones."""
+    """Losses, norms, gradients and weights are within 1e-6, and all holders of a weight agree.
+
+    Runs with ZeRO have the bits of runs without it.
+    """
     found = [*judged(told)]
     assert {one.case for one in found} >= {*FEW}
     assert not [one for one in found if not one.right]
@@ -41,7 +43,10 @@ def test_eight_processes_are_one(told: Any) -> None:
 
 
 def test_two_ranks_that_share_the_sequence_have_the_bits_of_those_that_do_not(told: Any) -> None:
-    """Until the first step: a sum of two is one sum, whoever adds.  Sums over tokens are others."""
+    """This holds until the first step, since a sum of two terms has one order.
+
+    Sums over tokens have other orders.
+    """
     whole, parts = (
         merged([own[case] for own in told], case)[0]
         for case in (PLAIN._replace(clip=False, sequence=cut) for cut in (False, True))

@@ -1,4 +1,4 @@
-"""Tied weights: stages train them as the unsplit model does, in one process and in several."""
+"""Tests that stages train tied weights as the unsplit model, in one process and in several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.cpu.tiny_stages import gpt_executor, gradients, own_batch
 VOCAB, WIDTH, LENGTH = 11, 6, 5
 SCALE = 0.25
 adam = partial(torch.optim.AdamW, lr=0.02)
-MIDDLE = ((1, 2),)  # layers that are one matrix
+MIDDLE = ((1, 2),)  # layers with the same matrix
 THREE = ((0, 1, 3),)
 
 
@@ -44,7 +44,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """As Hugging Face ties GPT-2: the head's weight is the embedding's Parameter."""
+    """A model whose head's weight is the embedding's Parameter, as in Hugging Face's GPT-2."""
 
     h: Any
 
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 class Part(nn.Module):
-    """A layer, with what comes first and last; the names are not the model's."""
+    """A layer, with the embedding or the head. The names are not those of the model."""
 
     def __init__(self, model: Model, s: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ BOUNDARY = Boundary((2, LENGTH, WIDTH), torch.float64)
 def plain(
     model: nn.Module, microbatches: int, steps: int = 3, optimizer: Any = adam, clip: float = 0.0
 ) -> list[float]:
-    """The whole model, a microbatch after the other; the norms of its gradients."""
+    """Train the whole model microbatch by microbatch, and return the norms of its gradients."""
     made, norms = optimizer(model.parameters()), []
     for step in range(steps):
         model.zero_grad()
@@ -151,7 +151,7 @@ def test_in_process(schedule: Any, shape: PipelineShape, shared: Any) -> None:
     )
     norms = plain(whole, shape.microbatches, clip=0.5)
     for step in range(3):
-        twin = deepcopy(stages)  # all at once, so that they share as these do
+        twin = deepcopy(stages)  # all at once, so that the copies share weights too
         total = ranks.step(*batch(shape.microbatches, step), SCALE, order_seed=step)
         right = run_sequential(
             twin, *batch(shape.microbatches, step), loss=loss, grad_scale=SCALE, program=program
@@ -182,7 +182,7 @@ def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
 
 
 def test_a_module_in_two_stages() -> None:
-    """`stages[0].mix is stages[-1].mix`, on one rank and on two."""
+    """`stages[0].mix is stages[-1].mix` holds, with both on one rank or on two ranks."""
 
     def make() -> list[Any]:
         torch.manual_seed(1)
@@ -222,7 +222,7 @@ def test_a_module_in_two_stages() -> None:
 def _train(
     process: int, schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str
 ) -> dict[int, dict[str, Tensor]]:
-    """What a process holds after three steps."""
+    """Return the weights of a process after three steps."""
     stages = parts(Model(shape.stages, shared))
     make_backward_splittable(nn.ModuleList(stages))
     ties = schedir.find_tied_weights(stages)
@@ -264,12 +264,12 @@ def test_processes(schedule: Any, shape: PipelineShape, shared: Any, dp: int, ho
         for s, weights in own.items():
             for name, p in weights.items():
                 assert torch.allclose(p, want[s][name], rtol=0, atol=1e-9)
-                key = want[s][name].data_ptr()  # one for all copies
+                key = want[s][name].data_ptr()  # the same for all copies
                 assert torch.equal(seen.setdefault(key, p), p)
 
 
 def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
-    """Gradients of a GPT whose embedding is cut: ties named by hand, or by the modules."""
+    """Return gradients of a GPT with a divided embedding, and ties given by hand or by modules."""
     program = schedir.compile(
         one_f_one_b,
         PipelineShape(2, 3),

@@ -1,4 +1,4 @@
-"""Weights that stages of one rank share, with ZeRO: trained as in the whole model."""
+"""Tests of weights that stages of one rank share, with ZeRO, which train as in the whole model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ adam = partial(torch.optim.AdamW, lr=0.02)
 
 
 class Factors(nn.Module):
-    """A stage that multiplies by each of its weights, which other stages may have, too."""
+    """A stage that multiplies by each of its weights, which other stages may have too."""
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class Factors(nn.Module):
 
 
 def factors(stages: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]) -> list[Factors]:
-    """Stages of weights by their numbers; all numbers in all weights are equal at first."""
+    """Return stages with the weights of these numbers. All weights have equal initial values."""
     weights = [nn.Parameter(torch.full(shape, 0.5, dtype=torch.float64)) for shape in shapes]
     return [Factors([weights[k] for k in own]) for own in stages]
 
 
 def albert(stages: int) -> list[nn.Sequential]:
-    """Stages that have one layer, as ALBERT has."""
+    """Return stages that share one layer, as in ALBERT."""
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, WIDTH).double()
     return [nn.Sequential(layer, nn.Tanh()) for _ in range(stages)]
@@ -69,7 +69,7 @@ def batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def plain(stages: Sequence[nn.Module], microbatches: int) -> list[Tensor]:
-    """The parameters after some steps of the whole model, a microbatch after the other."""
+    """Return the parameters after some steps of the whole model, microbatch by microbatch."""
     whole = nn.Sequential(*stages)
     optimizer = adam(whole.parameters())
     for step in range(STEPS):
@@ -83,7 +83,7 @@ def plain(stages: Sequence[nn.Module], microbatches: int) -> list[Tensor]:
 def in_process(
     stages: Sequence[Any], schedule: Any, shape: PipelineShape, zero: int
 ) -> list[Tensor]:
-    """The parameters after the same steps of a program."""
+    """Return the parameters after the same steps of a program."""
     program = schedir.compile(
         schedule,
         shape,
@@ -108,12 +108,12 @@ def near(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 @settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data(), zero=st.integers(0, 3), ranks=st.integers(1, 2), each=st.integers(2, 3))
 def test_any_weights_of_any_stages_of_a_rank(data: Any, zero: int, ranks: int, each: int) -> None:
-    """Also of one number, and equal ones, which a comparison by value would take for one."""
+    """Some weights have one element, and equal values, which do not make them the same weight."""
     shape = PipelineShape(ranks, 2, each)
     number = data.draw(st.integers(1, 3))
     shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=number, max_size=number)) * ranks
     own = st.lists(st.integers(0, number - 1), min_size=1, unique=True)
-    # Each rank has weights of its own: those of several ranks are refused.
+    # Each rank has its own weights, since weights of several ranks are refused.
     stages = [
         tuple(int(shape.first_rank_per_stage[s]) * number + k for k in data.draw(own))
         for s in range(shape.stages)
@@ -135,11 +135,11 @@ def test_a_layer_in_several_stages(zero: int) -> None:
         assert all(stage[0] is stages[0][0] for stage in stages)
 
 
-PAIR = ((0, 1), (1, 0)), ((1,), (1,))  # two equal weights of one number, in two stages
+PAIR = ((0, 1), (1, 0)), ((1,), (1,))  # two equal weights of one element, in two stages
 
 
 def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
-    """What one of two replicas has after the steps, by model and level of ZeRO."""
+    """Return the weights of one of two replicas after the steps, by model and ZeRO level."""
     found = {}
     shape = PipelineShape(1, 2, 2)
     mine = slice(process * shape.microbatches, (process + 1) * shape.microbatches)
@@ -181,7 +181,7 @@ def test_two_processes_that_keep_parts() -> None:
 
 @pytest.mark.parametrize("zero", range(1, 4))
 def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
-    """The code of the hint trains like the unsplit model."""
+    """The code in the hint of the error trains like the unsplit model."""
     stages, shape = albert(2), PipelineShape(2, 3, 1)
     ties = schedir.find_tied_weights(stages)
     program = schedir.compile(

@@ -1,5 +1,8 @@
-"""Checkpoints of `schedir.torch_pipelining.Schedule`: what a run of torch's stages has written, any
-other layout of these reads, and an executor, and goes on as in one run."""
+"""Tests of checkpoints of `schedir.torch_pipelining.Schedule`.
+
+Any layout of torch's stages, and an executor, can load the checkpoint of another layout and
+continue as in one run.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
 class Layer(nn.Module):
-    """A layer of the model, which begins with the same numbers wherever it is."""
+    """A layer of the model, with the same initial weights in every layout."""
 
     def __init__(self, number: int, drops: float) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class Layer(nn.Module):
         first = nn.Linear(WIDTH, WIDTH)
         torch.manual_seed(number)
         self.linear = nn.Linear(WIDTH, WIDTH)
-        if number == LAYERS - 1:  # the first and the last have one weight
+        if number == LAYERS - 1:  # the first and the last layer have one weight
             self.linear.weight = first.weight
         self.scale = nn.Parameter(torch.randn(WIDTH), requires_grad=number != 1)
         self.noise = nn.Dropout(drops)
@@ -50,7 +53,7 @@ class Layer(nn.Module):
 
 
 class Part(nn.Module):
-    """A stage, whose layers have the names of the whole model."""
+    """A stage whose layers have their names in the whole model."""
 
     def __init__(self, stage: int, stages: int, drops: float = 0.0) -> None:
         super().__init__()
@@ -69,7 +72,7 @@ def tied(stages: int) -> TiedWeights:
 
 
 def tie(parts: dict[int, nn.Module], stages: int) -> dict[int, nn.Module]:
-    """Let stages of a process have one Parameter."""
+    """Make the first and the last stage of a process use one Parameter."""
     if {0, stages - 1} <= parts.keys():
         one, other = parts[0].get_submodule("layers.0.linear"), parts[stages - 1]
         other.get_submodule(f"layers.{LAYERS - 1}.linear").weight = one.weight
@@ -77,7 +80,7 @@ def tie(parts: dict[int, nn.Module], stages: int) -> dict[int, nn.Module]:
 
 
 class Layout(NamedTuple):
-    """Who has what, under which schedule."""
+    """A placement of stages and replicas, and the schedule."""
 
     schedule: str
     stages: int = 2
@@ -85,12 +88,12 @@ class Layout(NamedTuple):
     placement: str = "loop"
     runtime: str = "torch"
     ddp: bool = False
-    copies: bool = False  # of the tied weight, also where a process has both
+    copies: bool = False  # copies of the tied weight, even where a process has both
     drops: float = 0.0
 
 
 class Run:
-    """A process of a run, as a user of torch's pipelining writes it."""
+    """A process of a run, written as by a user of torch's pipelining."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout, world = layout, dist.get_world_size()
@@ -120,7 +123,7 @@ class Run:
             n = self.layout.stages
             self.optimizer.zero_grad()
             self.schedule.step(*[x] * (0 in self.parts), target=y if n - 1 in self.parts else None)
-            if self.layout.dp > 1 and not self.layout.ddp:  # by the user
+            if self.layout.dp > 1 and not self.layout.ddp:  # the user reduces
                 for p in self.parameters:
                     if p.grad is not None:
                         dist.all_reduce(p.grad.div_(self.layout.dp), group=self.dp)
@@ -139,7 +142,7 @@ class Run:
 
 
 def trained(layout: Layout, folder: Path) -> None:
-    """Six steps in one run, saved after steps 3, 4 and 6."""
+    """Run six steps, and save after steps 3, 4 and 6."""
     made = Run(layout)
     made.steps(0, 3)
     made.save(folder, 3)
@@ -164,7 +167,7 @@ def resumed(layout: Layout, folder: Path, name: str) -> None:
 def all_of(
     rank: int, bases: dict[str, Layout], layouts: dict[str, dict[str, Layout]], folder: Path
 ) -> None:
-    """A process: runs, and under other layouts what goes on from these."""
+    """Run the base layouts in a process, and continue their runs in other layouts."""
     for name, base in bases.items():
         trained(base, folder / name)
     for name, others in layouts.items():
@@ -175,7 +178,7 @@ def all_of(
 DROPPED = Layout("one_f_one_b", drops=0.2)
 REPLICAS = Layout("interleaved", 2, dp=2)
 BASES = {"two ranks": Layout("one_f_one_b"), "dropped": DROPPED, "replicas": REPLICAS}
-# Sums in the same order: the same bits.
+# These layouts sum in the same order, so they have the same bits.
 ALIKE = {
     "two ranks": {
         "the same": Layout("one_f_one_b"),
@@ -201,7 +204,7 @@ NO_REPLICAS = {"no replicas": Layout("zb_h1")}
 
 
 def in_process(stages: int) -> InProcessExecutor:
-    """The same model in our own runtime."""
+    """Return the same model in our own runtime."""
     ties = tied(stages)
     shape = PipelineShape(2, MB, stages // 2)
     program = schedir.compile(schedir.schedules.interleaved, shape, tied_weights=ties)
@@ -238,7 +241,8 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
         {k: v for k, v in of.items() if not k.startswith("generators/")} for of in (one, other)
     )
     assert one.keys() == other.keys()
-    # Four layers of three, without what is tied; of what is trained two moments and a step.
+    # Four layers have four tensors each, without the tied one. Each trained weight has two moments
+    # and a step.
     assert len(one) == 4 * 4 - 1 + 3 * (4 * 3 - 1 - 1)
     return {
         name: float((one[name].double() - other[name].double()).abs().max())

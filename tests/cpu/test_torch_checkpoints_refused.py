@@ -1,5 +1,7 @@
-"""What is not saved or read of a `schedir.torch_pipelining.Schedule`: in one sentence, in all
-processes."""
+"""Tests of saves and loads of a `schedir.torch_pipelining.Schedule` that are refused.
+
+All processes raise the same error.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,11 @@ ADAM = partial(torch.optim.AdamW, lr=0.1)
 
 
 class Own(torch.optim.SGD):
-    """An optimizer that is none of torch's."""
+    """An optimizer that is not torch's own."""
 
 
 class Trained:
-    """A schedule of this process, whose optimizer has stepped once, and how it is saved."""
+    """A schedule of this process, whose optimizer has stepped once, and the options of saves."""
 
     def __init__(
         self,
@@ -193,7 +195,7 @@ def refused(rank: int, folder: Path) -> list[str]:
 
 
 def half_read(folder: Path, made: Trained) -> str:
-    """What is said of a run into which a part of a checkpoint was read."""
+    """Return the error of a run that has loaded a part of a checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
 
         def fails(*_: Any) -> None:

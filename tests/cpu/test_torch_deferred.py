@@ -1,4 +1,4 @@
-"""What torch itself lowers with deferred receives is refused, and is what the museum shows."""
+"""Tests that torch's own programs with deferred receives are refused, as the museum shows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def program(name: str, defer: bool) -> Program:
-    """What torch makes of a schedule on 2 ranks, with 2 microbatches or, in a vee, 4."""
+    """Return torch's program of a schedule on 2 ranks, with 2 microbatches, or 4 in a vee."""
     shape = PipelineShape(2, 4, 2, "vee") if name in VEE else PipelineShape(2, 2, 2)
     return finish_lowering(torch_csv.from_csv(lowered(name, shape, defer_pp_recv=defer)))
 

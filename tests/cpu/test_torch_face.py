@@ -1,4 +1,4 @@
-"""`schedir.torch_pipelining.Schedule`: a program of ours where torch's own schedules stand."""
+"""Tests of `schedir.torch_pipelining.Schedule`, which replaces torch's own schedules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same(step: Step, stages: int = 2, ranks: int = 2, **options: Any) -> None:
 
 
 def backwards(rank: int, ranks: int, m: int, v: int = 1) -> RankSchedule:
-    """A schedule of one's own, whose microbatches come last first."""
+    """Return a user's schedule with microbatches in descending order."""
     forward = sum((F.at(mb) for mb in range(m - 1, -1, -1)), F * 0)
     return forward + sum((I.at(mb) + W.at(mb) for mb in range(m)), F * 0)
 
@@ -66,7 +66,7 @@ def test_of_ranks_that_hold_more_than_others() -> None:
 
 
 def test_one_of_ones_own_whose_microbatches_come_in_another_order() -> None:
-    """torch takes losses by the order in which they were computed; this one by microbatch."""
+    """torch orders losses by their computation, and this class by microbatch."""
     same(step_of("loop", schedule=backwards))
 
 
@@ -81,7 +81,7 @@ def test_programs(form: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("frozen_stages", [0, 1, 2])
 def test_first_stages_that_are_not_trained(frozen_stages: int) -> None:
-    """Of which a program has no backward, or one that does nothing."""
+    """A program has no backward of them, or one that does nothing."""
     whole = model(4)
     whole[:2].requires_grad_(False)
     program = compile(
@@ -104,7 +104,7 @@ def schedules_draft() -> Any:
 
 
 def test_gradients_add_up_over_steps_and_evaluations() -> None:
-    """Of each step what it adds is scaled, and not what was there."""
+    """Each step scales what it adds, and not the earlier gradients."""
 
     def between(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
         with torch.no_grad():
@@ -129,11 +129,11 @@ def test_its_kind_is_what_torchtitan_asks_for() -> None:
     assert issubclass(Schedule.with_options(schedule="zb_v"), theirs._PipelineScheduleRuntime)
 
 
-# ---------------------------------------------------------------- what steps give
+# ---------------------------------------------------------------- losses and outputs
 
 
 class Scaled(nn.Module):
-    """A layer that is told by how much, whole or for each row."""
+    """A layer that takes a scale, either one for all or one for each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def all_given(rank: int) -> list[list[list[Tensor]]]:
 
 
 def given(rank: int, name: str, placement: str, stages: int) -> list[list[Tensor]]:
-    """Losses and outputs of steps and evaluations in turn, however they are called."""
+    """Return losses and outputs of alternating steps and evaluations, called in several ways."""
     torch.manual_seed(0)
     whole = nn.Sequential(*(Scaled() for _ in range(stages)))
     own = PipelineShape(2, MB, stages // 2, placement).stages_on_rank[rank]
@@ -183,7 +183,7 @@ def given(rank: int, name: str, placement: str, stages: int) -> list[list[Tensor
         (schedule.eval, args, whole_batch | more),
     ]
     for call, positional, keywords in calls:
-        losses: list[Tensor] = [torch.ones(())]  # is emptied first
+        losses: list[Tensor] = [torch.ones(())]  # the call empties it first
         out = call(*positional, losses=losses, **keywords)
         assert (out is None) == (not last)
         told.append([out.detach(), *(loss.detach() for loss in losses)] if last else [])
@@ -192,8 +192,11 @@ def given(rank: int, name: str, placement: str, stages: int) -> list[list[Tensor
 
 
 def test_losses_and_outputs() -> None:
-    """Of whole batches and microbatches, trained and evaluated in turn, with what stages and loss
-    are told; in the order of microbatches, whatever the order of the schedule."""
+    """Losses and outputs are in the order of microbatches, whatever the order of the schedule.
+
+    This is tested for whole batches and microbatches, for steps and evaluations, and with arguments
+    for stages and loss.
+    """
     (x, y), by = batch(), torch.linspace(1, 2, 8)[:, None]
     for (_, _, stages), *ranks in zip(TURNS, *spawn(all_given, 2), strict=True):
         torch.manual_seed(0)
@@ -211,7 +214,7 @@ def test_losses_and_outputs() -> None:
 
 
 def forward_alone(rank: int, names: Sequence[str]) -> list[Any]:
-    """What forwards without a loss give, of each schedule."""
+    """Return the outputs of forwards without a loss for each schedule."""
     whole = model(4)
     own = PipelineShape(2, MB, placement="vee").stages_on_rank[rank]
     parts: dict[int, nn.Module] = {s: whole[s] for s in own}
@@ -232,7 +235,7 @@ def test_without_a_loss_only_forwards_are_run() -> None:
 
 
 def their_eval(rank: int) -> str:
-    """What torch's own evaluation of a vee says, here of one rank."""
+    """Return the error of torch's own evaluation of a vee, here with one rank."""
     held: list[Any] = [stage_of(part, s, 2) for s, part in enumerate(model(2))]
     schedule = theirs.ScheduleZBVZeroBubble(held, n_microbatches=MB, loss_fn=mse_loss)
     x, y = batch()
@@ -244,5 +247,5 @@ def their_eval(rank: int) -> str:
 
 
 def test_torchs_own_evaluation_of_a_vee_fails() -> None:
-    """As of 2.13: it runs backwards, and finds nothing to pass on."""
+    """As of torch 2.13 it runs backwards, which find no gradients to pass on."""
     assert "can't steal_bwd_input" in spawn(their_eval, 1)[0]

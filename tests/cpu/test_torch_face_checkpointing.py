@@ -1,4 +1,4 @@
-"""Stages with activation checkpoints of torch: selective, complete and reentrant."""
+"""Tests of stages with torch's activation checkpoints: selective, complete and reentrant."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHECKPOINTS = {
 
 
 class Checkpointed(nn.Module):
-    """A layer, and two under a checkpoint, which count their forwards."""
+    """A layer, and two layers under a checkpoint, which count their forwards."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def steps(rank: int, runtime: str) -> list[tuple[str, list[str], list[int], list
 
 @pytest.mark.parametrize("runtime", ["torch", "schedir"])
 def test_gradients_are_those_of_a_plain_loop(runtime: str) -> None:
-    """Bit for bit, and each checkpoint is recomputed once for both halves of a backward."""
+    """They are equal bit for bit. A split backward recomputes each checkpoint only once."""
     for ranks in spawn(steps, 2, runtime):
         for kind, wrong, calls, caught in ranks:
             assert (kind, wrong) == (kind, [])

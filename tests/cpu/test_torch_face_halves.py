@@ -1,4 +1,4 @@
-"""Stages whose backwards torch's halves would lose, double or fail in; and shapes that change."""
+"""Tests of stages whose gradients torch's split backward would lose or double, and of shapes."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ class Kind(nn.Module):
 
 
 class View(Kind):
-    """Gives a view."""
+    """Returns a view."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(linear(x, self.weight)).view(-1, 2, 3).view(-1, 6)
 
 
 class HandedOn(Kind):
-    """Gives what it was given, too, and a view of a mask."""
+    """Also returns its input and a view of a mask."""
 
     def forward(self, x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         return linear(x, self.weight), x, torch.ones(len(x) + 1, 3).bool()[1:]
 
 
 class Offsets(Kind):
-    """Adds an offset that two sums share, after what each has of its own."""
+    """Adds an offset that two sums share, after an offset of each sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x + (self.a + self.both)) + (self.b + self.both)
 
 
 class TwoLayers(Kind):
-    """Has one weight in two layers, after their biases."""
+    """Uses one weight in two layers with different biases."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(torch.tanh(linear(x, self.weight, self.a)), self.weight, self.b)
 
 
 class TwoWays(Kind):
-    """Gives a weight on by itself, too."""
+    """Also returns a product of weights."""
 
     def forward(self, x: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tanh(x + self.a + sum(more)), (self.a * self.b).expand_as(x) * 1.0
@@ -80,7 +80,7 @@ KINDS: list[Callable[[], nn.Module]] = [View, HandedOn, Offsets, TwoLayers, TwoW
 
 
 def differ(rank: int) -> list[tuple[str, str]]:
-    """The parameters of a rank whose gradients are not those of a plain loop."""
+    """Return the parameters of a rank whose gradients differ from those of a plain loop."""
     found = []
     x, y = batch()
     for kind in KINDS:
@@ -100,11 +100,11 @@ def differ(rank: int) -> list[tuple[str, str]]:
         parts = {s: whole[s] for s in ([0, 3], [1, 2])[rank]}
         run(made(parts, 4, schedule="zb_v", loss_fn=loss), parts, x, y)
         got = {f"{s}.{name}": p.grad for s, m in parts.items() for name, p in m.named_parameters()}
-        if rank == 0:  # which is not divided, as it is in no stage
+        if rank == 0:  # its gradient is not divided, since it is in no stage
             got["loss"] = None if loss.scale.grad is None else loss.scale.grad / MB
             want["loss"] = trained
         for name, gradient in got.items():
-            same = gradient is want[name]  # as both are None
+            same = gradient is want[name]  # if both are None
             if gradient is not None and (wanted := want[name]) is not None:
                 same = torch.allclose(gradient, wanted, atol=1e-6)
             if not same:
@@ -120,7 +120,7 @@ def test_halves_that_torch_would_lose_double_or_fail_in() -> None:
 
 
 def in_turn(rank: int) -> list[bool]:
-    """Two schedules of the same stages, of other shapes and microbatches."""
+    """Run two schedules of the same stages, with different shapes and microbatches."""
     whole = model(2)
     parts: dict[int, nn.Module] = {rank: whole[rank]}
     one = made(parts, 2, schedule="one_f_one_b")
@@ -150,6 +150,6 @@ def resized(rank: int, *rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [(8, 4), (10,)])
 def test_another_shape_is_refused(rows: tuple[int, ...]) -> None:
-    """torch's runtime would give out rows of before in the place of those that are missing."""
+    """torch's runtime would return rows of an earlier batch in place of the missing ones."""
     with pytest.raises(RankError, match=r"output 0 of stage 0 is \[\d, 6\] of torch.float32, but"):
         spawn(resized, 2, *rows)

@@ -1,5 +1,4 @@
-"""Hooks, Functions and state of stages under `schedir.torch_pipelining.Schedule` act as in a plain
-loop."""
+"""Tests that hooks, Functions and state of stages act under `Schedule` as in a plain loop."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Stage(nn.Module):
         self.prepare()
 
     def prepare(self) -> None:
-        """Register hooks that last."""
+        """Register hooks that stay for all steps."""
 
     def see(self, *gradients: Tensor | None) -> None:
         self.seen.append(float(sum(g.abs().sum() for g in gradients if g is not None)))
@@ -58,7 +57,7 @@ class SeesActivation(Stage):
 
 
 class OnSomeActivations(Stage):
-    """Hooks some microbatches only."""
+    """Registers hooks for some microbatches only."""
 
     def hook(self, y: Tensor) -> None:
         if float(y.detach().sum()) > 0:
@@ -66,7 +65,7 @@ class OnSomeActivations(Stage):
 
 
 class OnInput(Stage):
-    """Hooks the input of the stage, which must be a new tensor object in each step."""
+    """Registers a hook on the stage's input, which must be a new tensor object in each step."""
 
     def forward(self, x: Tensor) -> Any:
         if x.requires_grad:
@@ -85,7 +84,7 @@ class BeforeNode(Stage):
 
 
 class Retained(Stage):
-    """Keeps gradients of activations, as for a histogram of them."""
+    """Retains gradients of activations, for example for a histogram."""
 
     kept: list[Tensor]
 
@@ -114,7 +113,7 @@ class OnParameter(Stage):
 
 
 class AfterAccumulation(Stage):
-    """Counts additions to a gradient; torch's halves never call such a hook."""
+    """Counts additions to a gradient. torch's split backward never calls such a hook."""
 
     def prepare(self) -> None:
         self.one.weight.register_post_accumulate_grad_hook(lambda _: self.see(torch.ones(1)))
@@ -167,14 +166,14 @@ class Checkpointed(OnActivation):
 
 
 class Overlapping(Stage):
-    """Has one layer before and after another: the halves would free what both need."""
+    """Uses one layer before and after another. A split backward would free tensors both need."""
 
     def forward(self, x: Tensor) -> Any:
         return self.one(super().forward(x)).add_(1)
 
 
 class Varying(Stage):
-    """Returns a table for the second microbatch: its output does not depend on the input."""
+    """Returns a table for the second microbatch, which does not depend on the input."""
 
     def prepare(self) -> None:
         self.table, self.calls = nn.Parameter(torch.linspace(-1, 1, WIDTH)), 0
@@ -189,7 +188,7 @@ class Varying(Stage):
 
 
 class Strided(Stage):
-    """Gives and takes gradients that are not contiguous."""
+    """Sends and receives gradients that are not contiguous."""
 
     def forward(self, x: Tensor) -> Any:
         return (
@@ -198,7 +197,7 @@ class Strided(Stage):
 
 
 class Counting(Stage):
-    """Has state: a running sum, hidden numbers of the microbatch before, a count, statistics."""
+    """Has state: a sum, hidden values of the previous microbatch, a count and statistics."""
 
     hidden: Tensor | None
 
@@ -216,7 +215,7 @@ class Counting(Stage):
 
 
 class Auxiliary(Stage):
-    """Takes a backward within its forward."""
+    """Runs a backward within its forward."""
 
     def forward(self, x: Tensor) -> Any:
         if torch.is_grad_enabled():
@@ -261,7 +260,7 @@ def differ(rank: int, kinds: list[type[Stage]], runtime: str) -> list[str]:
 
 
 def plain(model: nn.ModuleList, x: Tensor, y: Tensor) -> None:
-    """A step without a pipeline."""
+    """Run a step without a pipeline."""
     for rows, target in zip(x.chunk(MB), y.chunk(MB), strict=True):
         given = rows
         for stage in model:
@@ -273,7 +272,7 @@ def plain(model: nn.ModuleList, x: Tensor, y: Tensor) -> None:
 
 
 def _wrong(got: Any, want: Any, *, warm: bool) -> list[str]:
-    """Return the names of gradients and buffers that differ, and what hooks saw if it differs.
+    """Return the names of gradients and buffers that differ, and differing values from hooks.
 
     Before the first step torch runs a forward and a backward to find shapes, and calls hooks.
     """

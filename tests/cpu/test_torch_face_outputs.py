@@ -1,5 +1,4 @@
-"""Stages that return the same buffer for each microbatch under
-`schedir.torch_pipelining.Schedule`."""
+"""Tests of stages under `schedir.torch_pipelining.Schedule` that return one buffer repeatedly."""
 
 from __future__ import annotations
 

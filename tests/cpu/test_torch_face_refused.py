@@ -1,5 +1,7 @@
-"""What `schedir.torch_pipelining.Schedule` refuses, before the first step, with one error on all
-ranks."""
+"""Tests of programs and stages that `schedir.torch_pipelining.Schedule` refuses.
+
+All ranks raise the same error before the first step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ LOOP = PipelineShape(2, MB, 2)
 
 
 def crossed() -> Program:
-    """Of one rank a gradient and an activation from one other are received the other way round."""
+    """Swap the receives of a gradient and an activation from one peer on a rank."""
     program = compile(schedules.interleaved, LOOP)
     words = program.streams[1].words.copy()
     (k,) = [
@@ -62,7 +64,7 @@ def four(rank: int, **options: Any) -> Schedule:
 
 
 def stepped(rank: int, **how: Any) -> Any:
-    """A step that is refused before anything is sent."""
+    """Run a step that is refused before it sends a message."""
     return two(rank).step(**how)
 
 
@@ -135,12 +137,15 @@ def test_what_cannot_be_is_refused_on_all_ranks_alike() -> None:
     assert said == GOLDEN.read_text()
 
 
-# ---------------------------------------------------------------- what Gloo promises
+# ---------------------------------------------------------------- guarantees of Gloo
 
 
 def promises(rank: int) -> tuple[list[str], float, list[float]]:
-    """The model of the group; what comes of two messages that are received the other way round;
-    and of large ones that both send before either receives."""
+    """Probe the queues of Gloo's group.
+
+    Return the progress model of the group, the values of two messages that are received in the
+    wrong order, and of large ones that both ranks send before either receives.
+    """
     other = 1 - rank
     ops = [dist.P2POp(dist.isend, torch.full((1,), float(k)), other) for k in range(2)]
     taken = [torch.zeros(1), torch.zeros(1)]  # where the second is wanted, and the first
@@ -158,15 +163,18 @@ def promises(rank: int) -> tuple[list[str], float, list[float]]:
 
 
 def test_gloo_matches_by_position_and_both_ways_are_free() -> None:
-    """So what is proven of a queue for each pair is right there: what "edge" keeps apart by kind is
-    not, and what "pair" holds up is free."""
+    """A program that is proven for one queue per pair is right on Gloo.
+
+    Gloo does not separate messages by kind, as `per_edge` does. It allows both directions at once,
+    which `per_pair` does not.
+    """
     (model, other, _), (_, one, taken) = run(promises, 2)
     assert model == ["per_pair"] and (one, other) == (0.0, 1.0)
-    assert taken == [0.0, 1.0]  # the first into where the second is wanted
+    assert taken == [0.0, 1.0]  # the first message is received in place of the second
 
 
 def theirs_alone(rank: int, path: str) -> float:
-    """How far gradients of torch's runtime are off, with a list that nobody has proven."""
+    """Return the error of gradients of torch's runtime with an unproven program."""
     parts, whole = parts_of(rank, 4), model(4)
     (x, y), plain = batch(), whole
     for some in zip(x.chunk(MB), y.chunk(MB), strict=True):

@@ -1,4 +1,4 @@
-"""Stages that are sharded or replicated: whole where they compute, reduced once."""
+"""Tests of sharded or replicated stages, which are gathered to compute and reduced once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = [
 
 
 class Two(nn.Module):
-    """Two layers, each of which may be sharded by itself."""
+    """Two layers, each of which may be sharded separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ runtimes = pytest.mark.parametrize("runtime", ["torch", "schedir"])
 @pytest.mark.parametrize(("active", "runtime"), [(1, "torch"), (3, "torch"), (1, "schedir")])
 @pytest.mark.parametrize(("name", "placement", "stages"), CASES)
 def test_sharded(name: str, placement: str, stages: int, active: int, runtime: str) -> None:
-    """Also where forwards would cut stages up again, as `fully_shard` has it unless told."""
+    """This holds too if forwards reshard the stages, which is the default of `fully_shard`."""
     wrap = sharded(reshard_after_forward=active == 1)
     options: dict[str, Any] = {"unsharded_stages": active, "runtime": runtime}
     same(step_of(placement, schedule=name, dp=2, wrap=wrap, **options), stages)
@@ -90,7 +90,7 @@ def test_sharded_in_mixed_precision(runtime: str) -> None:
 
 
 def full_backwards(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
-    """The vee of `zb_v` with full backwards."""
+    """Return a schedule for the placement of `zb_v` with full backwards."""
     return m * F[0] + m * F[1] + m * B[1] + m * B[0]
 
 
@@ -144,7 +144,7 @@ def test_halves_add_up_in_the_type_of_the_reduction(
 
 @runtimes
 def test_sharded_gradients_add_up_past_an_evaluation(runtime: str) -> None:
-    """Where torch infers shapes anew, it forgets gradients of sharded stages."""
+    """When torch infers shapes again, it forgets the gradients of sharded stages."""
 
     def between(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
         with torch.no_grad():
@@ -165,8 +165,7 @@ def test_replicated(name: str, placement: str, stages: int) -> None:
 def test_replicated_gradients_add_up(
     name: str, placement: str, stages: int, option: str | None
 ) -> None:
-    """Also where DDP writes the next gradients over those of before, and where it counts
-    backwards."""
+    """This holds too if DDP overwrites earlier gradients, and if it counts backwards."""
     options: dict[str, Any] = {option: True} if option else {}
     wrap = partial(in_ddp, **options)
     step = step_of(placement, schedule=name, dp=2, wrap=wrap, steps=2)
@@ -174,7 +173,7 @@ def test_replicated_gradients_add_up(
 
 
 def test_torchs_own_does_not_reduce_them() -> None:
-    """pytorch#144530, as of 2.13: else ours need not."""
+    """This is pytorch#144530, as of 2.13. Once it is fixed, our code is not needed."""
     with pytest.raises(AssertionError, match="12 of 16 gradients differ"):
         same(replicated("ScheduleZBVZeroBubble", in_ddp), 4)
 
@@ -213,12 +212,12 @@ def unwrapped(module: Any, mesh: Any) -> Any:
 
 @pytest.mark.parametrize("wrap", [compiled, part, unwrapped])
 def test_replicas_that_torchs_runtime_does_not_see_are_refused(wrap: Wrap) -> None:
-    """It would not have told DDP which backward is the last."""
+    """torch's runtime would not have told DDP which backward is the last."""
     with pytest.raises(ExecutionError, match="some modules of stage 0 are replicated"):
         same(step_of("loop", schedule="one_f_one_b", dp=2, wrap=wrap), 2)
 
 
-# ---------------------------------------------------------------- when stages are whole
+# ---------------------------------------------------------------- gathers of stages
 
 
 @given(programs(), st.integers(1, 4))

@@ -1,4 +1,7 @@
-"""Several tensors between stages, of mixed types, some without gradient, behind torch's face."""
+"""Tests of several tensors between stages under `schedir.torch_pipelining.Schedule`.
+
+They have mixed dtypes, and some have no gradient.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tests.cpu.torchs import WIDTH, batch
 
 
 class Block(nn.Module):
-    """Takes hidden numbers, and with them a table, a mask and positions, and hands these on."""
+    """Takes hidden states, a table, a mask and positions, and passes the last three on."""
 
     def __init__(self, first: bool, last: bool) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ def test_mixed_types(name: str, placement: str, stages: int) -> None:
 
 
 class Table(nn.Module):
-    """Hands on a table of its own, to which no gradient of what it takes belongs."""
+    """Passes on its own table, which does not depend on its inputs."""
 
     def __init__(self, first: bool, last: bool) -> None:
         super().__init__()
@@ -79,24 +82,24 @@ class Table(nn.Module):
 
 
 def one_by_one(rank: int, ranks: int, m: int) -> RankSchedule:
-    """Forward and backward of the last microbatch first."""
+    """Return the forward and backward of each microbatch in turn, the last microbatch first."""
     return sum((F.at(mb) + I.at(mb) + W.at(mb) for mb in range(m - 1, -1, -1)), 0 * F)
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", one_by_one])
 def test_weights_past_which_no_input_goes(name: Any) -> None:
-    """torch's halves of a backward leave these out, and do not say so."""
+    """torch's split backward silently leaves these weights out."""
     stages = 4 if name == "interleaved_zb" else 2
     torch.manual_seed(0)
     whole = Whole(*(Table(s == 0, s == stages - 1) for s in range(stages)))
     if stages == 2:
-        whole[0].requires_grad_(False)  # so that nothing the second takes needs a gradient
+        whole[0].requires_grad_(False)  # so that no input of the second stage needs a gradient
     step = step_of("loop", schedule=name)
     assert_same_gradients(step, whole, batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
 
 
 def told_without_gradient(rank: int) -> None:
-    """A stage that says of its second output that it needs no gradient, which it does."""
+    """Run a stage that wrongly declares its second output as without gradient."""
     part, like = Two(rank == 1), torch.empty(2, WIDTH)
     wanted = torch.empty(2, WIDTH, requires_grad=True)
     between = (wanted, like)
@@ -122,7 +125,7 @@ class Two(nn.Module):
 
 
 def test_a_gradient_that_torch_would_not_send_is_refused() -> None:
-    """Else the weights of `b` in the first stage were not trained, and nobody told."""
+    """Otherwise the weights of `b` in the first stage would silently not be trained."""
     with pytest.raises(RankError) as caught:
         run(told_without_gradient, 2, limit=20)
     assert "output 1 of stage 0 needs a gradient" in str(caught.value)

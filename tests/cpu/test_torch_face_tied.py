@@ -1,5 +1,4 @@
-"""Copies of one weight under `schedir.torch_pipelining.Schedule`: their gradients are summed
-once."""
+"""Tests that `schedir.torch_pipelining.Schedule` sums gradients of a weight's copies once."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tests.cpu.torchs import WIDTH, Step, batch
 
 
 class End(nn.Module):
-    """The first stage, or the last: of these two each has a copy of one weight."""
+    """A first or last stage, each of which has a copy of one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +32,7 @@ class End(nn.Module):
 
 
 def tied_model(stages: int, shared: tuple[int, ...]) -> nn.Sequential:
-    """A model in which some stages have one weight."""
+    """Return a model in which some stages have the same weight."""
     torch.manual_seed(0)
     ends = [End() for _ in range(stages)]
     for s in shared[1:]:
@@ -55,7 +54,7 @@ CASES = [
     ("interleaved", "loop", 4, (0, 3)),
     ("zb_v", "vee", 4, (0, 3)),  # on one rank, as one Parameter
     ("zb_v", "vee", 4, (0, 1)),
-    ("dualpipe_v", "vee", 4, (0, 1, 3)),  # on both, and one of them has two
+    ("dualpipe_v", "vee", 4, (0, 1, 3)),  # on both ranks, and one of them has two
 ]
 
 
@@ -93,11 +92,11 @@ def test_equal_weights_that_nobody_ties_are_refused() -> None:
         same(step_of("loop", schedule="zb_h1"), 2, (0, 1))
 
 
-# ---------------------------------------------------------------- of weights that come later
+# ---------------------------------------------------------------- weights that are created later
 
 
 def later(rank: int, differ: bool) -> str:
-    """A step of stages that are made on the meta device, as torchtitan's are."""
+    """Run a step of stages that are created on the meta device, as torchtitan's are."""
     with torch.device("meta"):
         part = End()
     schedule = made({rank: part}, 2, schedule="zb_h1", tied_weights=places(0, 1))

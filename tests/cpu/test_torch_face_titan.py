@@ -1,10 +1,9 @@
-"""`schedir.torch_pipelining.Schedule` built and called as torchtitan builds and calls torch's
-schedules.
+"""Tests of `schedir.torch_pipelining.Schedule`, built and called as torchtitan does with torch's.
 
-After its `pipeline_parallel.py`, `trainer.py` and `validate.py` of 0.2.2 and 0.3.0: the class of
-the schedule decides how many stages a rank has and where they are; a model on the meta device is
-cut into stages, each is sharded, then the schedule is made, and only then are weights made; batches
-are whole in 0.2.2, and microbatches in 0.3.0.
+They follow `pipeline_parallel.py`, `trainer.py` and `validate.py` of torchtitan 0.2.2 and 0.3.0.
+The class of the schedule decides how many stages a rank has and which. A model on the meta device
+is cut into stages, each stage is sharded, then the schedule is created, and only then are weights
+created. Version 0.2.2 passes whole batches, and 0.3.0 passes microbatches.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ LAYERS, WIDTH, ROWS, MB = 4, 6, 8, 4
 
 
 class Linear(nn.Linear):
-    """Keeps its forward when it is made, as `parallelize` of 0.3.0 does."""
+    """Stores its forward as an attribute, as `parallelize` of 0.3.0 does."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -39,7 +38,7 @@ class Linear(nn.Linear):
 
 
 class Layers(nn.Module):
-    """Some layers of a model, which take how to scale what they add."""
+    """Some layers of a model, which take a factor for what they add."""
 
     def __init__(self, own: list[int]) -> None:
         super().__init__()
@@ -62,12 +61,12 @@ class Layers(nn.Module):
 
 
 def loss_fn(y: Tensor, target: Tensor, global_valid_tokens: float = 1.0) -> Tensor:
-    """A sum that is divided by what the step says."""
+    """Return a sum of squares divided by an argument of the step."""
     return (y - target).square().sum() / global_valid_tokens
 
 
 class PipelineParallel(ModuleType):
-    """Chooses a class by name, as `torchtitan.distributed.pipeline_parallel`."""
+    """Chooses a class by name, as `torchtitan.distributed.pipeline_parallel` does."""
 
     get_schedule_class: Any = staticmethod(theirs.get_schedule_class)
     ScheduleZBVZeroBubble: Any = theirs.ScheduleZBVZeroBubble
@@ -90,7 +89,7 @@ class PipelineParallel(ModuleType):
 
 
 def install(version: str = "0.3.0") -> PipelineParallel:
-    """Let this process find a torchtitan."""
+    """Let imports of torchtitan in this process find a stand-in."""
     where = "torchtitan.distributed.pipeline_parallel"
     found = PipelineParallel(where)
     metadata.version = lambda distribution_name: version
@@ -104,7 +103,7 @@ def data(step: int, replica: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Trainer:
-    """What a rank does, of a trainer of one of the two kinds."""
+    """The part of a trainer of either version that a rank runs."""
 
     def __init__(self, titan: PipelineParallel, name: str, stages: int, pre_split: bool) -> None:
         assert titan.count_stages(name, 2) == stages
@@ -132,7 +131,7 @@ class Trainer:
         self.pre_split = pre_split
 
     def call(self, what: Any, step: int, tokens: float) -> float | None:
-        """The sum of the losses of a step or an evaluation, where they are."""
+        """Run a step or an evaluation, and return the sum of its losses where they are known."""
         x, y, by = data(step, self.replica)
         losses: list[Tensor] | None = [] if self.last else None
         told: dict[str, Any] = {"losses": losses, "return_outputs": False}
@@ -151,7 +150,7 @@ class Trainer:
         return torch.stack([one.detach() for one in losses]).sum().item() if losses else None
 
     def train(self) -> list[float | None]:
-        """Two steps, with an evaluation ahead of each."""
+        """Run two steps, with an evaluation before each, and return all losses."""
         seen = []
         for step in range(2):
             with torch.no_grad():
@@ -189,7 +188,7 @@ def trained(rank: int) -> list[list[float | None]]:
 
 
 def plain(pre_split: bool) -> list[list[float]]:
-    """The same of one process, of each replica."""
+    """Return the same losses of each replica from one process."""
     model = Layers([*range(LAYERS)])
     model.init_weights()
     optimizer, tokens = torch.optim.SGD(model.parameters(), lr=0.01), 2.0 if pre_split else 1.0
@@ -209,7 +208,7 @@ def plain(pre_split: bool) -> list[list[float]]:
 
 
 def test_losses_are_those_of_one_process() -> None:
-    """Of whole batches and of microbatches; one run, as processes are slow to begin."""
+    """This holds for whole batches and for microbatches. One run is quicker than two."""
     for case, *ranks in zip(CASES, *run(trained, 4), strict=True):
         last = [losses for losses in ranks if losses[0] is not None]
         for one, other in zip(last, plain(case[-1]), strict=True):

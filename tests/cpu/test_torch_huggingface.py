@@ -1,7 +1,7 @@
-"""GPT-2 and Llama of Hugging Face, cut into stages, under `schedir.torch_pipelining.Schedule`.
+"""Tests of Hugging Face's GPT-2 and Llama in stages, under `schedir.torch_pipelining.Schedule`.
 
-Losses and gradients are those of one process: the same bits, but for the tied weight, whose parts
-are added in another order.
+Losses and gradients have the bits of one process, except the gradient of the tied weight, whose
+terms are added in another order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def weights_in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[RankSchedule]:
-    """1F1B with split backwards; weights' gradients come two at a time."""
+    """Yield 1F1B with split backwards, where W come two at a time."""
     lead = min(ranks - 1 - rank, microbatches)
     yield lead * F
     for mb in range(microbatches):
@@ -46,13 +46,13 @@ def weights_in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[RankS
 
 
 def there_and_back(rank: int, ranks: int, microbatches: int, v: int) -> RankSchedule:
-    """All forwards, stage by stage, and all backwards, wherever the stages are."""
+    """Return all forwards stage by stage, and then all backwards, for any placement."""
     forwards = sum((microbatches * F[j] for j in range(v)), 0 * F)
     return forwards + sum((microbatches * B[j] for j in reversed(range(v))), 0 * F)
 
 
 class Case(NamedTuple):
-    """A schedule, and which stages each rank has."""
+    """A schedule, and the stages of each rank."""
 
     schedule: Any
     holds: tuple[tuple[int, ...], ...]
@@ -75,7 +75,7 @@ CASES = {
     "one's own, elsewhere": Case(there_and_back, ((0, 6), (2, 4), (1, 7), (3, 5))),
 }
 KINDS = tuple(TIED)
-# GPT-2 takes all schedules, and each other model takes one with split and one with whole backwards.
+# GPT-2 runs all schedules, and each other model runs one with split and one with whole backwards.
 NAMES = {"gpt2": tuple(CASES), "llama": ("ZB-V", "1F1B"), "keywords": ("ZB-V", "interleaved")}
 HOWS = ("theirs", *get_args(Runtime))
 ALL: list[tuple[str, Runtime]] = [(kind, how) for kind in KINDS for how in get_args(Runtime)]
@@ -83,7 +83,7 @@ Key = tuple[str, str, str, str]
 
 
 def everything(rank: int) -> dict[Key, Left]:
-    """What a rank is left with by each case: a step, `eval`, and another step."""
+    """Return a rank's results of each case: a step, `eval`, and another step."""
     left: dict[Key, Left] = {}
     for kind, runtime in ALL:
         for name in NAMES[kind]:
@@ -114,7 +114,7 @@ def built(rank: int, kind: str, runtime: Runtime, case: Case, **options: Any) ->
 
 @pytest.fixture(scope="module")
 def left() -> list[dict[Key, Left]]:
-    """All cases in one start of the processes, which have what is imported here."""
+    """Run all cases in processes that start once and have the imports of this process."""
     for kind in KINDS:
         whole(kind), stage_class(kind)
     return run_processes(
@@ -144,21 +144,21 @@ def test_gradients_and_losses_of_one_process(
 
 @pytest.mark.parametrize(("kind", "runtime"), ALL)
 def test_eval(left: list[dict[Key, Left]], kind: str, runtime: Runtime) -> None:
-    """Between two steps: losses and outputs, and no gradients."""
+    """Between two steps, `eval` returns losses and outputs, and leaves no gradients."""
     ranks = [each[kind, runtime, "ZB-V", "eval"] for each in left]
     assert not any(one.off for one in ranks)
     losses_and_logits_are_due(ranks, whole(kind))
 
 
 def losses_and_logits_are_due(ranks: list[Left], due: Whole) -> None:
-    """On the rank of the last stage, and nowhere else."""
+    """Assert that only the rank of the last stage has losses and logits, and that they match."""
     ((losses, logits),) = [(one.losses, one.logits) for one in ranks if one.logits is not None]
     assert losses is not None and torch.equal(losses, due.losses)
     assert torch.equal(logits, due.logits)
 
 
 def printed(rank: int, how: str) -> str:
-    """What a rank of the example prints."""
+    """Return the output of a rank of the example."""
     with redirect_stdout(StringIO()) as out:
         in_example("main")(rank, how)
     return out.getvalue()

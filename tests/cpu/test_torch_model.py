@@ -1,4 +1,4 @@
-"""Programs for torch's communicators, run by virtual ranks."""
+"""Tests of programs for torch's communicators, run by virtual ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_groups_that_torch_issues_run_in_any_order() -> None:
 
 
 def test_messages_that_pass_each_other_are_refused() -> None:
-    """torch has two communicators for them; a mailbox would hand out the wrong one."""
+    """torch uses two communicators for them, and a mailbox would return the wrong message."""
     program = written(
         "F 0.0; F 0.1; send_act 0.0 & recv_act 3.1; send_act 0.1; F 3.1; recv_act 3.0; F 3.0",
         "recv_act 1.1; F 1.1; F 2.1; recv_act 1.0 & send_act 2.1; F 1.0; F 2.0; send_act 2.0",

@@ -1,4 +1,4 @@
-"""runtime="schedir": our Executor in the place of torch's runtime."""
+"""Tests of runtime="schedir", which uses our Executor in place of torch's runtime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = 16
 
 
 class Part(nn.Module):
-    """Two layers, of which one may be left out, and noise."""
+    """Two layers, one of which may be skipped, and noise."""
 
     def __init__(self, noise: float = 0.0) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def made(
     scale_grads: bool = True,
     vee: bool = False,
 ) -> tuple[Schedule, list[nn.Module]]:
-    """A schedule of this process's stages, and their modules."""
+    """Return a schedule of this process's stages, and their modules."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     own = owned("ScheduleZBVZeroBubble" if vee else "", rank, ranks, len(modules))
     stages = [stage_of(modules[s], s, len(modules), group) for s in own]
@@ -94,7 +94,7 @@ def equal(one: object, other: object) -> bool:
 def looped(
     modules: list[nn.Module], seed: int, scale: bool, before: dict[Any, Tensor | None]
 ) -> tuple[Tensor, list[Tensor]]:
-    """A plain loop: gradients of the step are divided, and then added to those of before."""
+    """Run a plain loop, which divides the step's gradients and adds them to earlier ones."""
     x, y = data(seed)
     outs, losses = [], []
     for p in before:
@@ -125,7 +125,7 @@ CASES = [
 
 
 def trained(rank: int) -> dict[str, bool]:
-    """Two steps that add up, and one after them, by both runtimes and in a plain loop."""
+    """Compare two accumulating steps and a further one in both runtimes and a plain loop."""
     found = {}
     for name, each, vee in CASES:
         for scale in (True, False) if name in ("interleaved", "zb_v") else (True,):
@@ -146,7 +146,7 @@ def trained(rank: int) -> dict[str, bool]:
                     found[where + "outputs"] = equal(got, right)
                     found[where + "torch's outputs"] = equal(got, torchs)
                 found[where + "gradients"] = equal(gradients(mine), gradients(other))
-                # Sums over steps of a plain loop have another order unless they are apart.
+                # Sums over several steps have another order than in a plain loop.
                 found[where + "plain gradients"] = (step > 0 and not scale) or equal(
                     gradients(mine), gradients(held)
                 )
@@ -164,7 +164,7 @@ def test_gradients_outputs_and_losses_are_those_of_torchs_runtime_and_a_plain_lo
 
 
 def changed(rank: int) -> dict[str, bool]:
-    """What may change between steps, on one rank or on all, by both runtimes."""
+    """Compare both runtimes when options change between steps, on one rank or on all."""
     found: dict[str, bool] = {}
     noise = 0.5
 
@@ -181,7 +181,7 @@ def changed(rank: int) -> dict[str, bool]:
         for schedule, modules in both:
             torch.manual_seed(5)
             done = stepped(schedule, 0, **more), gradients(modules)
-            each.append((done, torch.rand(())))  # and where the generator stands
+            each.append((done, torch.rand(())))  # and the state of the generator
             for module in modules:
                 module.zero_grad()
         found[what] = equal(*each)
@@ -228,7 +228,7 @@ def changed(rank: int) -> dict[str, bool]:
         mbs["target_mbs"] = [*y.chunk(N)]
     whole = stepped(schedule, 3)
     cut: list[Tensor] = []
-    data(3)  # which seeds
+    data(3)  # sets the seed
     found["of microbatches"] = equal(whole, (schedule.step(**mbs, losses=cut), cut))
 
     half = [chunk[:1] for chunk in x.chunk(N)]
@@ -252,7 +252,7 @@ def test_what_may_change_between_steps() -> None:
 
 
 def of_other_kinds(rank: int) -> dict[str, bool]:
-    """What no shape of an input shows, and yet decides what passes, or what is trained."""
+    """Compare changes that no input shape shows, but that change messages or trained weights."""
     modules, plain = parts(2), parts(2)
     for module in (*modules, *plain):
         module.add_module("head", nn.Linear(WIDTH, WIDTH))
@@ -292,7 +292,7 @@ def test_steps_follow_types_and_parameters() -> None:
 
 
 def failed(rank: int) -> list[str]:
-    """A module fails on one rank; then it does not."""
+    """Return the errors when a module fails on one rank, and then works again."""
     schedule, modules = made(parts(2), "one_f_one_b")
     stepped(schedule, 0)
     hook = modules[0].register_forward_hook(lambda *_: 1 / 0) if rank else None
@@ -319,7 +319,7 @@ def test_a_rank_that_fails_is_named_and_others_do_not_wait_for_it() -> None:
 
 
 def replicated(rank: int) -> bool:
-    """Pipelines side by side, reduced by DDP's means or by hand, are one process with all data."""
+    """Return whether replicated pipelines, reduced by DDP or by hand, equal a single process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     dp, pp = mesh.get_group("dp"), mesh.get_group("pp")
     same = []

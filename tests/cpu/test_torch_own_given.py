@@ -1,4 +1,4 @@
-"""What a step under runtime="schedir" is given, and what it gives."""
+"""Tests of inputs and results of a step under runtime="schedir"."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def kept(rank: int) -> bool:
-    """Losses that lie in what was received, and what they are after another step."""
+    """Return whether losses that are views of received tensors are unchanged by the next step."""
     torch.manual_seed(0)
     every = [nn.Linear(4, 4), nn.Identity()]
     schedule = Schedule(
@@ -50,7 +50,7 @@ def test_what_a_step_gives_outlives_the_next() -> None:
 
 
 def compiled(rank: int) -> list[str]:
-    """What torch.compile has compiled is run as it is, whole where backwards are split."""
+    """Run compiled stages as they are, with whole backwards even if the program splits them."""
     torch.manual_seed(0)
     plain = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
     own = deepcopy(plain[rank])
@@ -88,7 +88,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 def mistaken(rank: int) -> list[str]:
-    """Mistakes in what the last rank is given."""
+    """Return the errors of wrong inputs of the last rank."""
     torch.manual_seed(rank)
     stage = stage_of(nn.Linear(4, 4), rank, 2)
     schedule = Schedule([stage], N, loss_fn=loss, schedule="one_f_one_b", runtime="schedir")

@@ -1,4 +1,4 @@
-"""What passes between torch's stages under runtime="schedir": several tensors, and keywords."""
+"""Tests of several tensors and keywords between torch's stages under runtime="schedir"."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.cpu.spawn import run
 from tests.cpu.torchs import stage_of
 
 N, ROWS, LONG = 4, 8, 5
-WIDTHS = (6, 4, 8, 3, 6)  # of what goes into each stage, and comes out of the last
+WIDTHS = (6, 4, 8, 3, 6)  # of the input of each stage, and of the last output
 
 
 class Attends(nn.Module):
-    """Takes values, a mask and numbers; gives others, of another width, and the same mask."""
+    """Takes values, a mask and indices, and returns values of another width and the mask."""
 
     def __init__(self, s: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Attends(nn.Module):
         self.table = nn.Embedding(7, WIDTHS[s])
 
     def forward(self, x: Tensor, mask: Tensor, at: Tensor, *, times: Tensor, name: str = "") -> Any:
-        # torch infers shapes with what lies in memory: clamped, it is an index.
+        # torch infers shapes with uninitialized memory, so the values are clamped to indices.
         y = (
             torch.tanh(self.linear(x + self.table(at.clamp(0, 6)))).masked_fill(
                 mask[..., None], 0.0
@@ -105,6 +105,4 @@ def test_keywords_that_say_which_way_to_go_are_told_apart() -> None:
         {"mode": "long", "step": 1}
     )
     assert collect_shapes({"masked": True}) != collect_shapes({"masked": False})
-    assert collect_shapes({"step": 1}) == collect_shapes(
-        {"step": 2}
-    )  # counts, with nothing made anew
+    assert collect_shapes({"step": 1}) == collect_shapes({"step": 2})  # counts, without new objects

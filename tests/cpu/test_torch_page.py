@@ -1,4 +1,4 @@
-"""The script of docs/how-to/run-in-torch.md runs on two processes and prints what it shows."""
+"""Tests that the script of docs/how-to/run-in-torch.md has the output that the page shows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.cpu.training import ROOT, script
 
 PAGE = (ROOT / "docs" / "how-to" / "run-in-torch.md").read_text()
 
-# What torchtitan does with a class of schedules, written again: it makes as many stages as the kind
-# of the class says, and builds it by keywords.
+# This does what torchtitan does with a schedule class: it creates the number of stages for the kind
+# of the class, and calls the class with keywords.
 TITAN = """\
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
@@ -74,7 +74,7 @@ def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
 
 
 def test_torchs_names_lead_to_ours() -> None:
-    """As in the table of the page, and with the prefix of torch's classes."""
+    """The names are those in the table of the page, also with the prefix of torch's classes."""
     rows = PAGE.split("| torch | schedir |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
     assert len(rows) == 6
     for row in rows:

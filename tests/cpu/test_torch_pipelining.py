@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: its programs are read and checked here, and ours run there."""
+"""Tests that schedir reads torch.distributed.pipelining's programs, and that torch runs ours."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from schedir.verify.check import check, check_draft
 from tests.cpu.spawn import run
 from tests.cpu.theirs import LOOP, SINGLE, VEE, built
 
-# ---------------------------------------------------------------- theirs here
+# ---------------------------------------------------------------- torch's programs in schedir
 
 
 def rows(order: dict[int, list[Any]]) -> str:
@@ -38,7 +38,7 @@ def rows(order: dict[int, list[Any]]) -> str:
 
 
 def right(text: str) -> Program:
-    """The program of a CSV, lowered if need be, and checked under every model."""
+    """Return the program of a CSV, lowered if necessary, and checked under every model."""
     program = torch_csv.from_csv(text)
     program = lower(check_draft(program)) if program.is_draft else finish_lowering(program)
     for model in MODELS:
@@ -47,7 +47,7 @@ def right(text: str) -> Program:
 
 
 def test_all_of_torchs_schedules_are_here() -> None:
-    """One that is new there wants a line here."""
+    """A new schedule of torch needs an entry in these tests."""
     bases = {"PipelineScheduleSingle", "PipelineScheduleMulti", "get_schedule_class"}
     assert {*theirs.__all__} - bases == {*VEE, *LOOP, *SINGLE}
 
@@ -68,7 +68,7 @@ def test_their_loops(name: str, shape: PipelineShape, tmp_path: Path) -> None:
 
 
 def theirs_imports(name: str, shape: PipelineShape, path: Path) -> None:
-    """Both forms are legal everywhere, and are the same computation."""
+    """Check that both forms are legal under every model, and are the same computation."""
     schedule = built(name, shape)
     orders = []
     for form in ("compute_only", "compute_comms"):
@@ -80,8 +80,8 @@ def theirs_imports(name: str, shape: PipelineShape, path: Path) -> None:
     assert orders[0] == orders[1]
 
 
-# Spans of torch 2.13's own transfers and of ours, by schedule and model, as the docs tell them: of
-# 4 ranks, 8 stages and 8 microbatches.
+# The page with the spans of torch 2.13's transfers and of ours, by schedule and model, for 4 ranks,
+# 8 stages and 8 microbatches.
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "speed-up-a-run.md"
 SPANS = {
     f"Schedule{name}": dict(
@@ -97,7 +97,7 @@ def test_the_docs_tell_of_all() -> None:
 
 @pytest.mark.parametrize("name", SPANS)
 def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path) -> None:
-    """What `explain` says of it, and that torch loads what it says to load."""
+    """The claims of `explain` are right, and torch loads the file it suggests."""
     shape = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
     schedule, path = built(name, shape), str(tmp_path / "x.csv")
     schedule._dump_csv(path, format="compute_comms")
@@ -126,7 +126,7 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
         )
         runtime._load_csv(path, format="compute_comms")
         assert rows(runtime.pipeline_order_with_comms) == other.rstrip("\n")
-        if "OVERLAP" not in other:  # torch's own search for deadlocks knows these neither
+        if "OVERLAP" not in other:  # torch's own search for deadlocks does not support these
             order = {
                 rank: [a for a in actions if "REDUCE_GRAD" not in str(a)]
                 for rank, actions in runtime.pipeline_order_with_comms.items()
@@ -142,7 +142,10 @@ def test_their_gpipe_is_ours(shape: PipelineShape) -> None:
 
 
 def test_their_list_of_1f1b_is_refused_or_ours() -> None:
-    """What torch 2.13 lists for its last rank begins with microbatch 1; its run is another code."""
+    """torch 2.13 lists an order for its last rank that begins with microbatch 1.
+
+    The code that runs the schedule is separate.
+    """
     shape = PipelineShape(2, 4)
     text = rows(built("Schedule1F1B", shape)._get_pipeline_order())
     if "1F4" in text:
@@ -153,7 +156,7 @@ def test_their_list_of_1f1b_is_refused_or_ours() -> None:
         assert right(text).streams == compile(schedules.one_f_one_b, shape).streams
 
 
-# ---------------------------------------------------------------- ours there
+# ---------------------------------------------------------------- schedir's programs in torch
 
 OURS = [
     ("gpipe", PipelineShape(2, 4)),
@@ -164,7 +167,7 @@ OURS = [
     ("zb_v", PipelineShape(2, 4, placement="vee")),
     ("v_half", PipelineShape(2, 4, placement="vee")),
     ("dualpipe_v", PipelineShape(2, 4, placement="vee")),
-    ("search", PipelineShape(2, 4)),  # what a search finds
+    ("search", PipelineShape(2, 4)),  # a found schedule
     ("search", PipelineShape(2, 4, 2)),
 ]
 RUNS = [(name, shape, form) for name, shape in OURS for form in torch_csv.CSV_FORMATS]
@@ -188,7 +191,7 @@ def layers(stages: int) -> list[nn.Module]:
 
 
 def in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
-    """The gradients of this rank's stages, by stage, for each of RUNS."""
+    """Return the gradients of this rank's stages, by stage, for each of RUNS."""
     return [_step(rank, *each, f"{folder}/{k}.csv") for k, each in enumerate(RUNS)]
 
 
@@ -198,7 +201,8 @@ def _step(
     stages, own = layers(shape.stages), shape.stages_on_rank[rank]
     held = [PipelineStage(stages[s], s, shape.stages, torch.device("cpu")) for s in own]
     for stage in held:
-        # What it would send first is for NCCL; torch 2.11 sends it to itself, which Gloo refuses.
+        # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
+        # refuses.
         stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
     runtime = theirs._PipelineScheduleRuntime(
         held,
@@ -213,7 +217,7 @@ def _step(
 
 
 def test_ours_run_in_torch(tmp_path: Path) -> None:
-    """From the file to the gradients; REDUCE_GRAD divides by the microbatches there."""
+    """Our files give the right gradients in torch, whose REDUCE_GRAD divides by microbatches."""
     for k, (name, shape, form) in enumerate(RUNS):
         costs = Costs(F=1.1, I=1.3, W=0.7, send=0.1)
         if name == "search":

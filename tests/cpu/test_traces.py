@@ -1,4 +1,4 @@
-"""Traces of real runs of torch's schedules, beside what torch says and what a hand counts."""
+"""Tests of traces of real runs of torch's schedules, against torch and against manual counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COMPUTE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(.*\)OVERLAP_F_B|(Forward|Backward) 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
-    """A folder of traces for each schedule, and what torch says of each rank's order."""
+    """Return a folder with the traces of each schedule, and each rank's order from torch."""
     folder = tmp_path_factory.mktemp("traces")
     for name in (*profiled.NAMES, "evaluated"):
         (folder / name).mkdir()
@@ -42,8 +42,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 
 def by_hand(path: Path) -> tuple[float, float, float]:
-    """Of the last step of a rank: seconds in forwards and backwards that are no wait, and the first
-    start and last end of these."""
+    """Return the busy seconds, the first start and the last end of a rank's last step.
+
+    Only forwards and backwards count, without waits.
+    """
     events = profiled.ranges(path)
     step = max((e for e in events if e["name"].startswith("ProfilerStep")), key=lambda e: e["ts"])
     busy, first, last = 0.0, np.inf, -np.inf
@@ -91,7 +93,7 @@ def test_import(
     timeline = load_timeline(out)
     program = timeline.program
 
-    # Its compute is torch's own.
+    # The compute is that of torch.
     ours = [row.split(",") for row in torch_csv.to_csv(program).splitlines()]
     if name == "GPipe":
         each = [[f"{r}{op}{mb}" for op in "FB" for mb in range(8)] for r in range(4)]
@@ -100,11 +102,11 @@ def test_import(
         theirs = torch_csv.from_csv("\n".join(",".join(rank[name]) for rank in order))
         assert ours == [row.split(",") for row in torch_csv.to_csv(theirs).splitlines()]
 
-    # Busy times and the bubble are what a hand calculation gives.
+    # Busy times and the bubble are those of a manual calculation.
     hand = [by_hand(folder / name / f"rank{r}.json") for r in range(profiled.RANKS)]
     busy = np.array([b for b, _, _ in hand])
     np.testing.assert_allclose(timeline.busy, busy, atol=2e-6)
-    if name != "DualPipeV":  # of whose pairs it is not known when each half began
+    if name != "DualPipeV":  # its traces do not tell when each half of a pair began
         compute = timeline.spans[np.isin(timeline.spans["op"], COMPUTE_OPS)]
         length = max(e for _, _, e in hand) - min(s for _, s, _ in hand)
         assert compute["end"].max() - compute["start"].min() == pytest.approx(length, abs=2e-6)
@@ -151,7 +153,7 @@ def test_another_step_and_any_order(runs: tuple[Path, list[dict[str, list[str]]]
 
 
 def test_an_evaluation_is_no_step(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
-    """torch marks backwards in an evaluation, too, in which nothing runs."""
+    """torch marks backwards in an evaluation too, but they contain no work."""
     folder, _ = runs
     found = read_run([folder / "evaluated"])
     first, last = found.steps
@@ -164,7 +166,7 @@ def test_an_evaluation_is_no_step(runs: tuple[Path, list[dict[str, list[str]]]])
 def test_waits_that_nothing_tells(
     runs: tuple[Path, list[dict[str, list[str]]]], tmp_path: Path
 ) -> None:
-    """Without Gloo's marks a wait inside of a range is taken for work, and it is said."""
+    """Without Gloo's marks a wait within a range counts as work, and a note says so."""
     folder, _ = runs
     whole = read_run([folder / "ZBVZeroBubble"])
     hand = []
@@ -191,7 +193,7 @@ OURS = {
 
 
 def _ours(rank: int, folder: str) -> None:
-    """A profiled step of our own executor, with messages issued as one and pairs run as one."""
+    """Profile a step of our own executor, with grouped messages and joined pairs."""
     for name, program in OURS.items():
         transport = GlooTransport(program)
         own, given = gpt_executor(program, transport), own_batch(program, transport)
@@ -202,7 +204,7 @@ def _ours(rank: int, folder: str) -> None:
 
 
 def test_what_the_page_tells_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes one file, of one step, where nobody has made the folder."""
+    """The code writes one file of one step, and creates the folder."""
     page = Path(__file__).parents[2] / "docs" / "how-to" / "import-traces.md"
     pasted = next(body for language, body in blocks(page.read_text()) if language == "python")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Training through the command line: its losses and its speed."""
+"""Tests of training through the command line."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
 def test_a_program_is_checked_once(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the run: its executor, and what predicts each report, find the proof."""
+    """The run checks it, and its executor and each prediction use the proof."""
     seen = proofs(monkeypatch)
     alone(config, tmp_path, "output.record=true")
     assert seen == [("complete", "interleaved"), ("proof", "interleaved")]
@@ -98,7 +98,7 @@ def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) ->
         "model.tied=false",
         "train.clip_grad_norm=0",
     ]
-    # A replica has half of the microbatches: together they have the same batch.
+    # Each replica has half of the microbatches, so both together have the same batch.
     whole = [*sets, "pipeline.microbatches=4"]
     half = [*sets, "pipeline.microbatches=2", "pipeline.dp=2", "pipeline.tp=1"]
     uneven = [
@@ -111,7 +111,7 @@ def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) ->
 
 
 def test_updates_without_a_flush(config: str, tmp_path: Path) -> None:
-    """The same versions of the weights, however many ranks; without them, other losses."""
+    """Any number of ranks uses the same weight versions. Without versions, losses differ."""
     many = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=pipedream_2bw",
             "pipeline.microbatches=6"]  # fmt: skip
     three = [*many, "pipeline.optimizer_steps=3"]
@@ -121,7 +121,7 @@ def test_updates_without_a_flush(config: str, tmp_path: Path) -> None:
 
 
 def test_dropout_leaves_out_the_same_in_any_layout(config: str, tmp_path: Path) -> None:
-    """Two pipelines of two stages of two layers, beside one process with one of four."""
+    """Two pipelines of two stages of two layers equal one process with a stage of four."""
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b",
             "model.dropout=0.2"]  # fmt: skip
     one = alone(config, tmp_path / "one", *sets, "pipeline.microbatches=4")
@@ -163,7 +163,7 @@ def test_a_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -
 
 
 def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None:
-    """Against torch's own clipping and AdamW: learning rates, betas, decay and clipping arrive."""
+    """A loop with torch's clipping and AdamW shows that all optimizer options are applied."""
     import torch
 
     from schedir.models import gpt
@@ -193,7 +193,7 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
         loss = gpt.loss(model(inputs), targets) / targets.numel()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 0.3)
-        assert norm > 0.3  # or clipping would not be seen
+        assert norm > 0.3  # otherwise clipping would have no effect
         optimizer.step()
         expected.append((float(loss.detach()), rate, float(norm), 0.0))
     with (tmp_path / "out" / "loss.csv").open() as file:

@@ -1,4 +1,4 @@
-"""How training runs end: together, and with one clear error."""
+"""Tests that training runs end together, and with one clear error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mine(rank, ranks, microbatches):
 
 @pytest.fixture
 def endless(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
-    """A run of two ranks under way, and their process ids; nothing is left of it."""
+    """Yield a running run of two ranks and its process ids, and check that nothing remains."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     shared = {*os.listdir("/dev/shm")}
@@ -56,7 +56,7 @@ def endless(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, though nobody may have asked how."""
+    """Return whether a process has ended, though no one may have read its exit code."""
     return read_process_state(pid, 0) == "gone"
 
 
@@ -86,21 +86,21 @@ def test_all_end_together(
     launcher, pids = endless
     out = tmp_path / "out"
     os.kill(pids[1] if to == "rank 1" else launcher.pid, what)
-    if what is signal.SIGSTOP:  # before its timeout is over
+    if what is signal.SIGSTOP:  # until the timeout
         while (now := where(capsys, out)).startswith("the run makes progress"):
             time.sleep(0.05)
         assert (
             "no process has made progress for " in now
             and "process 1 (pipeline rank 1) is stopped, " in now
         )
-        assert "\n  process 0 (pipeline rank 0)  " in now  # wherever it is by then
+        assert "\n  process 0 (pipeline rank 0)  " in now  # at any place by then
     got, _, err = launcher.finish()
     assert got == code and said in err
     assert err.count("\n") <= 3 and "Traceback" not in err
     wait_until(lambda: all(map(gone, pids)))
     if to == "rank 1":
         assert where(capsys, out).startswith(err)
-    elif what is signal.SIGKILL:  # nobody was left to tidy up
+    elif what is signal.SIGKILL:  # no process was left to clean up
         assert where(capsys, out).startswith(
             "no process is the cause: all 2 processes ended at once, "
         )
@@ -109,7 +109,7 @@ def test_all_end_together(
 
 
 def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
-    """What `schedir diagnose` says of a run."""
+    """Return the output of `schedir diagnose` for a run."""
     assert main(["diagnose", str(folder)]) == 0
     return capsys.readouterr().out
 
@@ -127,9 +127,9 @@ def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
         ("pipeline.dp=1000", UsageError),
         ("data.source=no-such-file.txt", UsageError),
         (f"data.source={'x' * 5000}", UsageError),
-        ("model.vocab=100", UsageError),  # the text has bytes above
+        ("model.vocab=100", UsageError),  # the text has larger bytes
         ("model.context=100000", UsageError),
-        ("data.microbatch_size=1000000000000", UsageError),  # more than there is memory
+        ("data.microbatch_size=1000000000000", UsageError),  # more than fits into memory
         ("model.vocab=1000000000000", UsageError),
         ("model.hidden=1000000000", UsageError),
     ],
@@ -215,7 +215,7 @@ def test_a_peer_that_never_comes_is_one_error(config: str, tmp_path: Path) -> No
     assert "Traceback" not in err
 
 
-# A schedule's file is the user's own code: here it makes rank 1 fail.
+# A schedule's file is the user's own code, and here it makes rank 1 fail.
 FAILING = """\
 import os
 
@@ -261,13 +261,13 @@ def test_the_rank_that_fails_says_why(
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
     got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
     assert got == code and err.count("\n") == 1 and said in err
-    # Who fails when all is done does not keep the first rank from its results.
+    # A rank that fails at the very end does not keep the first rank from writing its results.
     assert (tmp_path / "out" / "summary.json").exists() == ("exit_cleanly" in what)
     assert (tmp_path / "out" / "timeline.png").exists() == ("exit_cleanly" in what)
 
 
 def test_a_rank_that_stands_outside_of_a_step_is_one_error(config: str, tmp_path: Path) -> None:
-    """It stops with its numbers still to come; of Gloo's own words nothing is shown."""
+    """The rank stops before it reports its numbers, and no message of Gloo is shown."""
     schedule = tmp_path / "mine.py"
     what = "trainer._Trainer._report = lambda self, step: os.kill(os.getpid(), signal.SIGSTOP)"
     more = "import signal\nfrom schedir.training import trainer\n"
@@ -283,7 +283,7 @@ def test_a_rank_that_stands_outside_of_a_step_is_one_error(config: str, tmp_path
 def test_out_of_memory_before_the_first_step_is_one_error(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A GPU's; what an instruction runs out of has the instruction's name."""
+    """This is a GPU's memory. An error within an instruction would name the instruction."""
 
     def full(*given: object, **more: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")

@@ -1,4 +1,4 @@
-"""`schedir train` of each kind of model: processes train what one does, and go on with it."""
+"""Tests that `schedir train` trains and resumes each kind of model as one process does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training within a limit of memory: refused before the first step, or recomputed as it takes."""
+"""Tests of training within a memory limit, with refusals or as much recomputation as needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> None:
-    """Between two processes, with dropout, and messages in shared memory."""
+    """There are two processes, with dropout and messages in shared memory."""
     own = tmp_path / "own"
     assert forked(str(config), own)[0] == 0
     needs = json.loads((own / "summary.json").read_text())["memory"]["predicted"]
@@ -43,7 +43,7 @@ def test_what_never_fits_is_refused(tmp_path: Path, config: Path) -> None:
 def test_what_lives_is_counted_beside_what_was_predicted(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
-    """Less by what is handed over within an instruction, which is one activation at most."""
+    """Live memory is lower by a tensor handed over in an instruction, at most one activation."""
     own = [*ALONE, "pipeline.stages_per_rank=4", *more, f"output.dir={tmp_path / 'o'}"]
     assert run(str(config), [*own, "output.record=false", "output.memory=true"]) == 0
     assert "counted memory of each rank: 1." in capsys.readouterr().out

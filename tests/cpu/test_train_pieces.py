@@ -1,4 +1,4 @@
-"""`schedir train` in pieces and chunks: the bits of whole stages, and checkpoints of either."""
+"""Tests that `schedir train` in segments and chunks has the bits of whole stages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from schedir import Costs, PipelineShape, compile, schedules, to_text
 from tests.cpu.training import CONFIG, alone, losses, train
 
-RATE = ["train.lr=0.001", "train.min_lr=0.001"]  # at any number of steps
+RATE = ["train.lr=0.001", "train.min_lr=0.001"]  # independent of the number of steps
 TWO = ["model.dropout=0.1", *RATE]
-# As one process that is cut: the embedding of a tied model is in another piece than the head.
+# For one process: in a tied model the embedding would be in another segment than the head.
 ONE = ["model.tied=false", "model.dropout=0.1", *RATE]
 HELD = ["train.evaluate_every=2", "data.validation=0.2", "train.evaluate_batches=2"]
 
@@ -32,8 +32,10 @@ def evaluated(folder: Path) -> str:
 
 
 def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
-    """On 2 x 2 processes, by name, and as a file whose order sums are filled in; checkpoints go on
-    in the other."""
+    """This is tested on 2 x 2 processes, with a named schedule and with a program file.
+
+    The file fills the waits for sums. Checkpoints of one continue in the other.
+    """
     saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
     whole = train(config, tmp_path / "whole", *TWO, *HELD)
     cut = [*TWO, "pipeline.stage_segments=layers"]
@@ -58,7 +60,7 @@ def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
 
 
 def test_whole_stages_go_on_with_pieces(config: str, tmp_path: Path) -> None:
-    """And in chunks it is the run of as many small microbatches."""
+    """A run in chunks equals the run with as many small microbatches."""
     saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
     whole = alone(config, tmp_path / "whole", *ONE, *HELD)
     alone(config, tmp_path / "half", *ONE, *HELD, *saved, "train.steps=2")
@@ -80,7 +82,7 @@ def test_whole_stages_go_on_with_pieces(config: str, tmp_path: Path) -> None:
 
 
 def test_pieces_share_the_sequence(config: str, tmp_path: Path) -> None:
-    """With dropout, clipped, of a tied model."""
+    """The model is tied, with dropout and clipping."""
     shared = [*TWO, *HELD, "pipeline.sequence_parallel=true", "train.steps=2"]
     whole = train(config, tmp_path / "whole", *shared)
     assert train(config, tmp_path / "pieces", *shared, "pipeline.stage_segments=layers") == whole

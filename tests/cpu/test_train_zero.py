@@ -1,4 +1,4 @@
-"""Training with ZeRO through the command line: at each level the losses of plain replicas."""
+"""Tests that training with ZeRO through the command line has the losses of plain replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipe
 
 
 def trained(config: str, folder: Path, *sets: str) -> bytes:
-    """The loss, learning rate and norm of each step, as they are written."""
+    """Return the file with the loss, learning rate and norm of each step."""
     code, out, err = forked(config, folder, *sets)
     assert (code, err) == (0, "")
     told = [line for line in out.splitlines() if line.startswith("zero ")]
@@ -37,7 +37,7 @@ def trained(config: str, folder: Path, *sets: str) -> bytes:
 def test_levels_have_the_losses_of_plain_replicas(
     config: str, tmp_path: Path, transport: str, zero: int, more: list[str]
 ) -> None:
-    """Bit for bit, with a tied embedding, clipping and weight decay of matrices."""
+    """Losses are equal bit for bit, with a tied embedding, clipping and weight decay."""
     sets = [*FSDP, f"train.transport={transport}", *more]
     plain = trained(config, tmp_path / "plain", *sets)
     assert plain.count(b"\n") == 4
@@ -55,7 +55,7 @@ def test_a_run_that_is_not_finite_says_where_that_began(
     what: str,
     op: str,
 ) -> None:
-    """The step is run again, which gathers and reduces as any other."""
+    """To find the origin, the step runs again with its gathers and reductions."""
     sets = [*ONE, f"pipeline.zero={zero}", poison(what, 2, 3), f'output.dir="{tmp_path}"']
     assert run(config, sets) == 1
     err = capsys.readouterr().err.splitlines()
@@ -67,7 +67,7 @@ def test_a_run_that_is_not_finite_says_where_that_began(
 def test_updates_that_are_skipped_are_so_on_all_replicas(
     config: str, tmp_path: Path, poison: Callable[..., str]
 ) -> None:
-    """One of them has an infinite gradient, and the other has not."""
+    """Only one replica has an infinite gradient."""
     wrong = poison(BACKWARD, 1, 1, ranks="1", schedule="looped_bfs")
     sets = [*FSDP, "train.on_nonfinite=skip", wrong]
     found = [trained(config, tmp_path / z, *sets, f"pipeline.zero={z}") for z in "03"]
@@ -76,8 +76,10 @@ def test_updates_that_are_skipped_are_so_on_all_replicas(
 
 
 def test_the_example(tmp_path: Path) -> None:
-    """Plain replicas, ZeRO alone and recomputation alone exceed the limit; both train within it,
-    and hold what was predicted, but for what an instruction hands over: one activation."""
+    """Only ZeRO together with recomputation trains within the limit.
+
+    Its memory is as predicted, except one activation that an instruction hands over.
+    """
     words = [str(ROOT / "examples" / "zero.py"), str(tmp_path / "out")]
     code, out, err = launched(words, tmp_path / "out")
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""The tutorials on training and on traces, which start processes."""
+"""Tests of the tutorials on training and on traces, which start processes."""
 
 import re
 import runpy
@@ -12,7 +12,7 @@ from schedir.__main__ import main
 from tests.cpu.training import Run, script
 from tests.tutorial import READ_A_TRACE, ROOT, TRAIN_A_MODEL, Step, numbers_apart, steps
 
-# How near a prediction is to its run, the machine decides.
+# The difference between a prediction and its run depends on the machine.
 NEAR = (
     r"bubble N%, (predicted N%( and N% unexplained)?"
     r"|not predicted: the simulation takes N% (more|less))(?= |$)"
@@ -58,7 +58,7 @@ def losses(text: str) -> list[str]:
 def test_train_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole page, in an empty folder."""
+    """The whole page runs in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     page = list(steps(TRAIN_A_MODEL.read_text()))
@@ -85,7 +85,7 @@ def test_train_a_model(
 def test_read_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The commands that record a run and read it, in order."""
+    """The commands that record and read a run work in order."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     page = [step for step in steps(READ_A_TRACE.read_text()) if step.kind == "command"]
@@ -93,7 +93,9 @@ def test_read_a_trace(
     assert len(commands) == 6
     for step in commands:
         out = run(step, tmp_path, capsys)
-        if step.text.startswith("schedir compare"):  # the width of its columns depends on numbers
+        if step.text.startswith(
+            "schedir compare"
+        ):  # the width of its columns depends on the numbers
             # The machine decides whether a line warns that a simulation is far from the run.
             out, shown = (
                 re.sub("(?m)^a simulation of .*", "", text) for text in (out, step.prints)

@@ -1,4 +1,4 @@
-"""Stage replicas: all have the same gradients, and step to the same bits."""
+"""Tests that stage replicas have the same gradients, and the same bits after a step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MIRROR = [
 
 
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
-    """BitPipe by somebody who knows neither ours nor a name for where its stages are."""
+    """The example builds BitPipe without our schedule and without a named placement."""
     found = runpy.run_path(str(Path(__file__).parents[2] / "examples/bitpipe.py"))
     for ranks, m in ((2, 2), (4, 4), (4, 7), (6, 12)):
         program = compile(found["two_vees"], found["plan_for"](ranks, m))
@@ -56,7 +56,7 @@ def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_second_holders_begin_a_step_as_their_stages_are() -> None:
-    """Stepped by an optimizer of one's own, loaded, or in another mode."""
+    """This holds after a user's own optimizer step, after a load, and in another mode."""
     shape = MIRROR[0][1]
     program = compile(dualpipe, shape, tied_weights=True)
     stages = gpt_stages(shape.stages)
@@ -81,7 +81,9 @@ def test_gloo(schedule: Any, shape: PipelineShape) -> None:
     for grads, _, _ in results:
         for stage, got in grads.items():
             assert same_bits([got], [right[stage]])
-    halves = [l for _, l, _ in results if l is not None]  # each direction's, where it ends
+    halves = [
+        l for _, l, _ in results if l is not None
+    ]  # the loss of each direction, where it ends
     assert float(halves[0] + halves[1]) == pytest.approx(float(loss), rel=1e-6)
 
 
@@ -89,7 +91,7 @@ CROWD = PipelineShape(4, 7, placement=((0, 1, 2), (1, 2, 3), (3, 0, 1)))
 
 
 def test_three_holders_on_gloo() -> None:
-    """Of three, processes may add in another order than the first, second, third: same on all."""
+    """Processes may add three terms in another order, but all get the same bits."""
     draft = random_compute_program(CROWD, random.Random(3))
     program = compile(draft, progress_model="per_edge", tied_weights=True)
     _, right = expected(CROWD, program=program)
@@ -105,7 +107,7 @@ def test_three_holders_on_gloo() -> None:
 
 
 def _train(rank: int, schedule: Any, shape: PipelineShape, steps: int, tp: int, dp: int) -> Any:
-    """What a process holds after some steps, and the norms of their gradients."""
+    """Return the weights of a process after some steps, and the gradient norms."""
     program = compile(
         schedule,
         shape,
@@ -137,7 +139,7 @@ def _train(rank: int, schedule: Any, shape: PipelineShape, steps: int, tp: int, 
     ],
 )
 def test_holders_stay_the_same(schedule: Any, shape: PipelineShape, tp: int, dp: int) -> None:
-    """A clipped AdamW step counts each parameter once, and gives all that hold it the same bits."""
+    """A clipped AdamW step counts each parameter once, and all its holders get the same bits."""
     steps = 2
     results = run(_train, shape.ranks * tp * dp, schedule, shape, steps, tp, dp)
     first: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""Steps that are undone leave no trace in what modules, optimizers, losses and batches hold."""
+"""Tests that undone steps leave no trace in modules, optimizers, losses and batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 2
 
 
 class Made(NamedTuple):
-    """A model of two stages, the optimizer, and what else a step may change."""
+    """A model of two stages, its optimizer, and other objects that a step may change."""
 
     first: nn.Module
     optimizer: Optimizer | None
@@ -48,7 +48,7 @@ def _made(
 
 
 class Mean(nn.Module):
-    """Takes off a mean that its first forward makes."""
+    """Subtracts a mean that its first forward creates."""
 
     mean: Tensor | None
 
@@ -65,7 +65,7 @@ class Mean(nn.Module):
 
 
 class TwoNames(nn.Module):
-    """Has one buffer twice, and puts another in the place of the second."""
+    """Has one buffer under two names, and replaces the second by another buffer."""
 
     other: Tensor
 
@@ -82,7 +82,7 @@ class TwoNames(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Has buffers that are sparse."""
+    """Has sparse buffers."""
 
     coo: Tensor
     csr: Tensor
@@ -131,7 +131,7 @@ class Scaled(nn.Module):
 
 
 def _expanded() -> Made:
-    """A buffer has each of its numbers in memory once."""
+    """Return a model with expanded and strided buffers."""
     layer = nn.Linear(8, 8)
     layer.register_buffer("ones", torch.ones(1, 8).expand(2, 8))
     layer.register_buffer("other", torch.ones(16)[::2])
@@ -140,7 +140,7 @@ def _expanded() -> Made:
 
 
 def _averaged(fused: bool) -> Made:
-    """A hook on the optimizer's step has an average of the weights."""
+    """Return a model whose optimizer has a hook that updates an average of the weights."""
     made = _made(optimizer=lambda ps: AdamW(ps, 0.1, fused=fused))
     assert made.optimizer is not None
     mean = torch.zeros(8, 8)
@@ -154,7 +154,7 @@ def _averaged(fused: bool) -> Made:
 
 
 def _rate() -> Made:
-    """The learning rate is a tensor, which its owner changes."""
+    """Return a model whose learning rate is a tensor that its owner changes."""
     rate = torch.tensor(0.1)
     return _made(
         optimizer=lambda ps: AdamW(ps, lr=rate, foreach=False), between=lambda: rate.mul_(0.1)
@@ -162,14 +162,14 @@ def _rate() -> Made:
 
 
 def _foreign() -> Made:
-    """The optimizer has a Parameter that is not the model's, with a gradient."""
+    """Return a model whose optimizer also has a foreign Parameter with a gradient."""
     other = nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
     return _made(optimizer=lambda ps: AdamW([*ps, other], 0.1), watched=other)
 
 
 def _later() -> Made:
-    """A group of parameters has come later, when the others had their momentum."""
+    """Return a model where a parameter group was added after the others had momentum."""
 
     def sgd(parameters: list[nn.Parameter]) -> Optimizer:
         made = SGD(parameters[:2], lr=0.1, momentum=0.9, fused=True)
@@ -217,7 +217,7 @@ CASES: Mapping[str, Callable[[], Made]] = {
 
 
 def _steps(make: Callable[[], Made], warm: bool) -> list[Tensor]:
-    """All that there is after some steps, with or without those that are undone."""
+    """Return all state after some steps, with or without undone steps."""
     torch.manual_seed(0)
     made = make()
     program = compile(
@@ -243,7 +243,7 @@ def _steps(make: Callable[[], Made], warm: bool) -> list[Tensor]:
 
 
 def same(rank: int) -> dict[str, bool]:
-    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is not a number
+    torch.use_deterministic_algorithms(True)  # unwritten memory is NaN
     found = {}
     for name, make in CASES.items():
         cold, warm = (_steps(make, warm) for warm in (False, True))
@@ -258,7 +258,7 @@ def test_what_is_undone_leaves_no_trace() -> None:
 
 @contextmanager
 def _counting() -> Iterator[list[object]]:
-    """What a hook on the steps of all optimizers is called with."""
+    """Yield a list of the arguments that a hook on all optimizer steps is called with."""
     calls: list[object] = []
     hook = register_optimizer_step_post_hook(lambda *given: calls.append(given))
     try:
@@ -278,7 +278,7 @@ def test_a_hook_on_all_optimizers_is_not_called_for_what_is_undone() -> None:
 
 
 class Stops(nn.Module):
-    """Is interrupted in its fifth forward: in steps of two microbatches, in the third."""
+    """Is interrupted in its fifth forward, which is in the third step of two microbatches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class Stops(nn.Module):
 
 
 def interrupted(rank: int) -> bool:
-    """Whether all is as before after an interrupt, and a new executor makes a step."""
+    """Return whether an interrupt leaves all state as before, and a new executor can step."""
     program = compile(interleaved, PipelineShape(1, 2, 2), progress_model="per_edge")
     stages = nn.ModuleList([Stops(), nn.Linear(8, 8)])
     adam = AdamW(stages.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""Steps that are undone leave nothing behind, and a scale may be a tensor."""
+"""Tests that undone steps leave nothing behind, and that a scale may be a tensor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_scale_that_the_host_does_not_read(dtype: torch.dtype, wide: bool, sca
 
 
 def trained(adamw: bool, main: bool) -> Any:
-    """A world of one rank; its optimizer has stepped if it is AdamW, and not yet if it is SGD."""
+    """Return a world of one rank, whose optimizer has stepped if it is AdamW, but not if SGD."""
     modules = stages(torch.bfloat16 if main else torch.float32, main)[:1]
 
     def make(parameters: list[Any]) -> torch.optim.Optimizer:
@@ -79,7 +79,7 @@ def trained(adamw: bool, main: bool) -> Any:
 @pytest.mark.parametrize("main", [False, True])
 @pytest.mark.parametrize("adamw", [False, True])
 def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
-    """A step after them is as without, where state was and where there was none."""
+    """A later step is as without them, whether or not the optimizer had states before."""
     plain, warm = trained(adamw, main), trained(adamw, main)
     rank = warm.executors[0]
     places = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]

@@ -1,4 +1,4 @@
-"""Several optimizer steps without a flush: the rule of PipeDream-2BW, weight versions, refusals."""
+"""Tests of several optimizer steps without a flush: PipeDream-2BW, weight versions, refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ adam = partial(torch.optim.AdamW, lr=LR)
 
 
 def split(r: int, P: int, m: int) -> RankSchedule:
-    """1F1B with its backwards split, W at once."""
+    """Return 1F1B with split backwards, where W follows at once."""
     lead = min(P - 1 - r, m)
     return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
 
@@ -47,7 +47,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Of the losses of an update, one microbatch after the other."""
+    """Return the gradient of the losses of an update, computed microbatch by microbatch."""
     model.zero_grad()
     for x, target in zip(inputs, targets, strict=True):
         torch.autograd.backward(squared_error(model(x), target))
@@ -55,7 +55,7 @@ def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def two_buffered(shape: PipelineShape, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """W(t+1) = W(t) - lr grad(W(t-1)), the paper's rule, and nothing of ours."""
+    """Compute W(t+1) = W(t) - lr grad(W(t-1)), the paper's rule, without schedir."""
     model = nn.Sequential(*make_tiny_stages(shape.stages))
     now = parameters_to_vector(model.parameters()).detach()
     before = now
@@ -113,7 +113,7 @@ def test_2bw_is_its_rule(shape: PipelineShape) -> None:
 
 
 class Beside(nn.Module):
-    """A stage with a reference of its own to a weight."""
+    """A stage that keeps its own reference to a weight."""
 
     def __init__(self, beside: bool) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Beside(nn.Module):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_versions_have_the_hooks_of_their_weights(late: bool) -> None:
-    """A step of two updates without a delay is two steps, also with hooks on gradients."""
+    """A step of two updates without delay equals two steps, also with hooks on gradients."""
     found = []
     for updates in (1, 2):
         torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
     ):
         ranks.step(inputs, targets)
     y = stages[0](inputs[0]).sum()
-    torch.autograd.backward(y)  # afterwards the module is the user's own
+    torch.autograd.backward(y)  # after the step the user may use the module
 
 
 def test_evaluation_uses_the_weights_as_they_are() -> None:
@@ -193,7 +193,7 @@ def test_evaluation_uses_the_weights_as_they_are() -> None:
 
 
 class Odd(nn.Module):
-    """A layer that runs twice, once in a forward that the backward repeats; and a frozen weight."""
+    """A layer that runs twice, once in a recomputed forward, and a frozen weight."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class _Renormalizes(nn.Embedding):
 
 @pytest.mark.parametrize("first", [lambda: _Clamps(WIDTH, WIDTH), _Renormalizes])
 def test_a_stage_that_writes_to_its_weight_is_refused(first: Any) -> None:
-    """Each update computes with copies of the weights; a write to a copy is lost with it."""
+    """Each update computes with copies of the weights, so writes to a copy would be lost."""
     stages = [first(), nn.Linear(WIDTH, WIDTH)]
     program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
@@ -279,7 +279,7 @@ def test_a_stage_that_writes_to_its_weight_is_refused(first: Any) -> None:
 
 
 class _Auxiliary(nn.Linear):
-    """Adds the gradient of a loss of its own in its forward."""
+    """Adds the gradient of its own loss in its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -288,7 +288,7 @@ class _Auxiliary(nn.Linear):
 
 
 def test_a_backward_in_a_forward_is_refused() -> None:
-    """The forward may come before the gradients of the update before have been stepped."""
+    """The forward may run before the optimizer step of the previous update."""
     stages = [_Auxiliary(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))

@@ -1,4 +1,4 @@
-"""A step before the first, over transports of streams: it does what is done once, and is undone."""
+"""Tests of the undone warmup step over transports with streams, which does the one-time work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.cpu.virtual_gpu import install
 
 
 class Case(NamedTuple):
-    """A program of four processes."""
+    """A program for four processes."""
 
     schedule: Any
     shape: PipelineShape
@@ -64,9 +64,9 @@ CASES = {
 
 
 class Streamed(EdgeGroups):
-    """Says that its messages are on streams, and notes the groups that meet.
+    """A transport that claims to use streams, and records the groups that communicate.
 
-    `held` are those of its messages of which nobody has seen the end.
+    `held` are its messages whose end no one has waited for.
     """
 
     def __init__(self, program: Program) -> None:
@@ -98,7 +98,7 @@ class Streamed(EdgeGroups):
 
 
 class _Held:
-    """Work that may be waited for several times."""
+    """Work that can be waited for several times."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -109,7 +109,7 @@ class _Held:
 
 
 def _bits(executor: Executor) -> list[Any]:
-    """Gradients, and all that a step changes."""
+    """Return the gradients, and all state that a step changes."""
     optimizer: Any = executor.resources.optimizer
     parameters = [
         p.detach().clone() for s in executor.stages.values() for p in s.module.parameters()
@@ -133,7 +133,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]]]:
-    """By case: whether steps have the bits of those without; who met before the first; who must."""
+    """Return for each case whether the warmup step leaves the bits of later steps unchanged.
+
+    Also return the groups that communicated before the first step, and those that must.
+    """
     found = {}
     for number, (name, case) in enumerate(CASES.items()):
         program, fused = case.compile(), number % 2 > 0
@@ -152,7 +155,7 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]
                 before = _bits(executor)
                 executor.runner._warm_up(StepInputs(inputs, targets, scale))
                 after, met = _bits(executor), {*transport.met}
-                if fused:  # state is made, and is what it begins with
+                if fused:  # the state exists, with its initial values
                     state = after[2].pop("state")
                     before[2].pop("state")
                     assert not any(t.any() for own in state.values() for t in own.values())
@@ -200,7 +203,7 @@ class _Let(torch.autograd.Function):
 
 
 def growing(rank: int, cold: bool) -> int:
-    """Steps that end, of a program that does not live through a wait for the device."""
+    """Run steps of a program that would hang if a rank waited for the device."""
     program = compile(one_f_one_b, PipelineShape(4, 8), progress_model="per_edge", overlap=True)
     with pytest.raises(DeadlockError):
         check(program, "per_edge", host_device_sync=True)
@@ -225,7 +228,7 @@ _all_reduce = dist.all_reduce
 
 
 def _summed(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -> Any:
-    """An all_reduce of a copy: Gloo's thread may hold what it was given a little longer."""
+    """All-reduce a copy, since Gloo's thread may hold its argument a little longer."""
     with _disable_current_modes():
         copy = tensor.clone()
         _all_reduce(copy, *how, **more)
@@ -234,7 +237,7 @@ def _summed(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -> A
 
 
 def asked(rank: int, warm: bool) -> dict[str, list[int]]:
-    """By case: how often the device is asked for memory in each of three steps, or in one."""
+    """Return for each case the number of memory requests in each of three steps, or in one."""
     found: dict[str, list[int]] = {}
     for name, case in CASES.items() if warm else [*CASES.items()][:2]:
         program = case.compile()
@@ -272,7 +275,7 @@ def test_no_memory_is_asked_for_after_steps_that_are_undone(warm: bool) -> None:
 
 
 def turned(rank: int, kind: str) -> bool:
-    """Whether a step one by one, of a program with groups, has the bits of a step."""
+    """Return whether a step that issues the parts of groups one by one has the same bits."""
     program = compile(
         one_f_one_b, PipelineShape(4, 8), overlap=True, tied_weights=True, clip_grad_norm=True
     )
@@ -301,7 +304,7 @@ def test_one_by_one_has_the_bits_of_a_step(kind: str) -> None:
 
 class Greedy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.empty(1 << 45)  # more than there are addresses
+        return x + torch.empty(1 << 45)  # larger than the address space
 
 
 def too_large(rank: int) -> tuple[int, str, str]:

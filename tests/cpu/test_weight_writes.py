@@ -1,4 +1,4 @@
-"""Forwards that write to trained weights: as in a plain loop, or refused if there are copies."""
+"""Tests of forwards that write to trained weights, which is refused if the weights have copies."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_data_that_the_host_steps() -> None:
     assert "copy_" in caught.value.hint
 
 
-# ---------------------------------------------------------------- what is right
+# ---------------------------------------------------------------- allowed writes
 
 RIGHT: dict[str, dict[str, Any]] = {
     "as it is": {}, "on the host": {"optimizer_placement": "host"}, "looked at later": {

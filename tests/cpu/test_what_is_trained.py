@@ -1,4 +1,4 @@
-"""What is tied and not said, and what is trained and was not: refused, in words that are kept."""
+"""Tests that undeclared ties, and weights that are trained unexpectedly, are refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _shapes() -> InProcessExecutor:
 
 
 def _otherwise() -> InProcessExecutor:
-    """Three stages have it, and two are said to."""
+    """Declare a tie of two stages for a weight of three."""
     stages = parts(Model(3, ((0, 1, 2),)))
     ties = TiedWeights((((0, "layer.up.weight"), (1, "layer.up.weight")),))
     return _make(stages, ties, ties)
@@ -212,7 +212,7 @@ def test_every_text_is_of_a_mistake() -> None:
 
 
 def test_what_is_trained_by_nobody_of_the_rank_is_said() -> None:
-    """As a loss's own networks, which somebody forgot to freeze: once for a stage."""
+    """An example is a loss's own network that is not frozen. There is one warning per stage."""
     with pytest.warns(UserWarning, match="stage 1 or its loss uses Parameters") as said:
         _learning(step_it=False).step(*batch(2, 1), SCALE)
     assert len(said) == 1
@@ -231,7 +231,7 @@ def test_equal_by_chance_is_said() -> None:
 
 
 def test_constants_are_equal_and_pass() -> None:
-    """Norms, biases of zero; but not a matrix that is constant wherever a sample looks."""
+    """Equal norms and zero biases pass, but not a matrix whose sampled elements are constant."""
     stages: list[Any] = [nn.Sequential(nn.LayerNorm(200), nn.Linear(200, 200)) for _ in range(2)]
     nn.init.zeros_(stages[0][1].weight)
     nn.init.zeros_(stages[1][1].weight)
@@ -267,7 +267,7 @@ def test_a_change_that_trains_nothing_passes() -> None:
 
 
 def test_what_is_looked_at_is_one_list() -> None:
-    """No walk through the modules, whose time would be a step's."""
+    """The check does not walk through the modules, which would take as long as a step."""
     stages: Any = dict(enumerate(parts(Model(2))))
     unchanged = ParameterGuard(stages)
     for stage in stages.values():
@@ -276,7 +276,7 @@ def test_what_is_looked_at_is_one_list() -> None:
 
 
 def test_weights_put_elsewhere_between_steps_are_those_that_train() -> None:
-    """As by vector_to_parameters, or an average of weights that is put in for an evaluation."""
+    """Examples are vector_to_parameters, and an average of weights used in an evaluation."""
     whole, model = Model(4), Model(4)
     stages = parts(model)
     make_backward_splittable(model)
@@ -316,7 +316,7 @@ def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseExcepti
 
 
 def _process(process: int, how: str) -> None:
-    """A stage of its own in each process, which no other sees."""
+    """Run a process with its own stage, which no other process sees."""
     dp = 2 if how.startswith("replicas") else 1
     program = schedir.compile(one_f_one_b, PLAN if dp == 1 else PipelineShape(1, 2), dp=dp)
     transport = GlooTransport(program)

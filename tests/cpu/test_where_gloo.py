@@ -1,4 +1,4 @@
-"""Dumps that torch itself writes: of real processes over Gloo, which records its collectives."""
+"""Tests of dumps that torch itself writes for real processes over Gloo."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LATE = 2
 
 
 def _stand(rank: int, folder: str) -> None:
-    """Two all-reduces, of which one rank comes to the second only when all have written dumps."""
+    """Run two all-reduces. One rank starts the second only when all have written dumps."""
     value = torch.zeros(4, 3)
     dist.all_reduce(value)
     while not pickle.loads(c10d._dump_fr_trace())["entries"][0]["retired"]:
-        time.sleep(0.01)  # a thread of Gloo's notes it, after who waited has gone on
+        time.sleep(0.01)  # a thread of Gloo records the end after the wait has ended
     store = dist.distributed_c10d._get_default_store()
     work = None if rank == LATE else dist.all_reduce(value, async_op=True)
     store.set(f"stands {rank}", "")
@@ -59,6 +59,6 @@ def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
         waits = {wait for own in job.waits.values() for wait in own if wait.awaited_rank == LATE}
         assert {wait.reason for wait in waits} == {WaitReason.NOT_ISSUED}
         assert any(f"rank {LATE} is the cause" in line for line in describe_job(job))
-    # Pickles say where in whose code, too.
+    # Pickles also contain the position in the code.
     found, _ = read_dumps([str(tmp_path / "pickles")])
     assert "test_where_gloo.py:" in found[0].ops[-1].source_line

@@ -1,8 +1,7 @@
-"""Where ranks stand in real steps of torch.distributed.pipelining, which records itself here.
+"""Tests of the hang positions of ranks in real steps of torch.distributed.pipelining.
 
-Gloo has no flight recorder for messages, so the processes write down what torch issues, in the
-order in which torch issues it, as NCCL's recorder does.  One rank stops in the forward of a
-microbatch, in its second step.
+Gloo has no flight recorder for messages, so the processes record what torch issues, in that order,
+as NCCL's recorder does. One rank stops in the forward of a microbatch, in its second step.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ PLANS = {
 }
 
 
-LOOSE = SINGLE  # torch receives when it needs to, and our programs of these earlier
+LOOSE = SINGLE  # torch receives when it needs the message, and our programs of these earlier
 
 
 class _Seen:
-    """A message that torch has issued; a receive has ended when torch has waited for it."""
+    """A message that torch has issued. A receive has ended when torch has waited for it."""
 
     def __init__(self, work: Any, entry: dict[str, Any]) -> None:
         self.work, self.entry = work, entry
@@ -57,7 +56,7 @@ class _Seen:
 
 
 class _Stage(nn.Module):
-    """A layer, which stops for an event at one of its forwards."""
+    """A layer that waits for an event in one of its forwards."""
 
     def __init__(self, at: int, stands: threading.Event | None, goes_on: threading.Event) -> None:
         super().__init__()
@@ -96,7 +95,7 @@ def _train(rank: int, name: str, shape: PipelineShape, folder: str) -> None:
     store = dist.distributed_c10d._get_default_store()
 
     def write() -> None:
-        """When nobody has issued or received anything for a while, all write what they have."""
+        """Write the record of this process when no process has issued or received for a while."""
         if stands is not None:
             stands.wait(60)
             store.set("stands", "")
@@ -112,7 +111,7 @@ def _train(rank: int, name: str, shape: PipelineShape, folder: str) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     at = STEP * shape.microbatches + MICROBATCH
-    at += 1  # torch runs a forward more, before its first step, to learn the shapes
+    at += 1  # torch runs one more forward before its first step, to learn the shapes
     held = shape.stages_on_rank[rank]
     stages = [
         PipelineStage(
@@ -137,7 +136,7 @@ def _train(rank: int, name: str, shape: PipelineShape, folder: str) -> None:
 
 
 def _program(name: str, shape: PipelineShape) -> Program:
-    """What torch says that it does, or, where it says nothing, ours of the same name."""
+    """Return the program that torch reports, or our program of the same name if it reports none."""
     if name == "ScheduleGPipe":
         return compile(schedules.gpipe, shape)
     if name == "Schedule1F1B":
@@ -154,7 +153,7 @@ def test_the_forward_in_which_a_rank_stops_is_named(name: str, tmp_path: Path) -
     index = InstructionIndex.from_program(program)
     (matched,) = match_program(job, program)
     assert matched.step == STEP and bool(matched.order_mismatch) == (name in LOOSE)
-    # It has what it needs for that forward.
+    # The rank has the input of that forward.
     ended = [op for op in job.dumps[STOPS].ops if op.is_done and op.kind == "recv"]
     names = [str(index.locate(matched.position_of_message[STOPS, op.number])[2]) for op in ended]
     assert f"recv_act {STAGE}.{MICROBATCH}" in names[-2:]
@@ -171,7 +170,7 @@ def test_the_forward_in_which_a_rank_stops_is_named(name: str, tmp_path: Path) -
 
 
 def test_torchs_own_reader_pairs_what_these_tests_write(tmp_path: Path) -> None:
-    """All messages of a job that has ended are paired with each other, and none is amiss."""
+    """All messages of a finished job are paired, and the reader reports no mismatch."""
     builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
     loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
     program = compile(schedules.interleaved, PipelineShape(2, 4, stages_per_rank=2))

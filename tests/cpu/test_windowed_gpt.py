@@ -1,4 +1,4 @@
-"""A GPT with windows: in one process with a mask, in pipelines, and trained in slices."""
+"""Tests of a GPT with windows, against a mask, in pipelines, and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.cpu.training import alone, train
 
 torch.set_num_threads(1)
 
-T = 160  # of several tiles
+T = 160  # several tiles
 CONFIG = gpt.GPTConfig(
     vocab=32, layers=4, hidden=16, heads=2, context=T, tied=False,
     window=(0, 48, 100, 64), stride=(1, 16, 1, 64),
@@ -41,7 +41,7 @@ def tokens(m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def step(config: gpt.GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of two microbatches, in float64."""
+    """Return loss and gradients of two microbatches in float64."""
     stage = gpt.build_stage(config, 0, 1, dtype=torch.float64)
     total = run_sequential([stage], *tokens(2), loss=gpt.loss)
     return total, gradients([stage])[0]
@@ -80,7 +80,7 @@ def test_the_loss_and_gradients_of_a_mask(window: Any, monkeypatch: pytest.Monke
 def test_any_pipeline_has_the_bits_of_one_process(
     schedule: Any, shape: PipelineShape, options: Any, dropout: float
 ) -> None:
-    """Split backwards, recomputation and offload included, in another order each step."""
+    """This includes split backwards, recomputation and offload, in another order each step."""
     config = replace(CONFIG, dropout=dropout)
 
     def stages() -> list[nn.Module]:
@@ -117,7 +117,10 @@ def test_as_many_bytes_are_kept_as_without_windows() -> None:
 
 
 def test_schedir_train(tmp_path: Path) -> None:
-    """Two slices have the losses of the whole, held-out ones too; without windows they differ."""
+    """Two tensor-parallel ranks have the losses of one rank, also in evaluations.
+
+    Without windows the losses differ.
+    """
     text, path = tmp_path / "text.txt", tmp_path / "config.toml"
     text.write_text("to be or not to be " * 300)
     said = TRAINED.replace("context = 16", "context = 80\nwindow = [8, 0, 66, 80]\nstride = 4")

@@ -1,4 +1,4 @@
-"""ZeRO between processes: levels 1 to 3 leave the bits of plain data parallelism, in parts."""
+"""Tests that ZeRO levels 1 to 3 between processes have the bits of plain data parallelism."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def case_levels(case: Case) -> list[int]:
 
 @cache
 def _trained(name: str) -> list[list[Any]]:
-    """Train a case at each level; return what every process has, by level and rank."""
+    """Train a case at each level, and return the results of each process by level and rank."""
     case = CASES[name]
     by_rank = run(_levels, case.processes, case)
     return [[own[k] for own in by_rank] for k in range(len(by_rank[0]))]
@@ -64,7 +64,7 @@ def test_parts_have_the_bits_of_plain_replicas(name: str) -> None:
 
 
 class Wide(nn.Module):
-    """Fewer numbers than replicas in some parameters, and none in others."""
+    """A stage with fewer elements than replicas in some parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def _some(rank: int) -> dict[str, Any]:
             found.setdefault(name, []).append(
                 [*_weights(executor, stages), executor.grad_norm.clone()]
             )
-    for zero in range(1, 4):  # what is not finite of one replica is so for all
+    for zero in range(1, 4):  # if one replica has a value that is not finite, all replicas skip
         executor, stages = _executor(zero, clip_grad_norm=False)
         before = _weights(executor, stages)
         x, y = _given(executor)
@@ -141,7 +141,10 @@ def _some(rank: int) -> dict[str, Any]:
         )
         executor.step(*_given(executor))
         found.setdefault("turns", []).append(_weights(executor, stages))
-    for own in (nn.Parameter.detach, lambda p: p.data):  # the second raises no version
+    for own in (
+        nn.Parameter.detach,
+        lambda p: p.data,
+    ):  # the second does not raise the version counter
         executor, stages = _executor(3)
         try:
             with executor.full_parameters(), torch.no_grad():

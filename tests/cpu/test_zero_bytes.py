@@ -1,4 +1,4 @@
-"""Memory with ZeRO: what lives behind each instruction is what was predicted, to the byte."""
+"""Tests that live memory with ZeRO is exactly as predicted after each instruction."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_lives_is_what_was_predicted(name: str) -> None:
-    """By the storages that are alive on each rank and replica."""
+    """The bytes are those of live storages on each rank and replica."""
     for found in run_row(byte_rows()[name]):
         assert found.looks > 10 and found.most > 0 and not found.beside

@@ -1,4 +1,4 @@
-"""How often stages are gathered, beside `_add_unshard_reshard` of torch.distributed.pipelining."""
+"""Tests of the number of gathers, against `_add_unshard_reshard` of torch's pipelining."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.laws import LOOPED, ZOO, least, shape_of
 
 
 def actions(program: Program, rank: int) -> list[Any]:
-    """What a rank of a draft computes, as torch says it; what runs as one is one action."""
+    """Return the compute of a rank of a draft as actions of torch. A pair is one action."""
     found: list[Any] = []
     for instr, joined in zip(program.streams[rank], program.streams[rank].joined, strict=True):
         one = _Action.from_str(f"{instr.stage}{INSTRUCTIONS[instr.op].text}{instr.mb}")
@@ -38,14 +38,17 @@ def actions(program: Program, rank: int) -> list[Any]:
 
 
 def residency(listed: list[Any]) -> tuple[int, int]:
-    """How often a list makes a stage whole, and how many are at once, at most."""
+    """Return how often a list gathers a stage, and the maximum of gathered stages."""
     kinds = np.array([str(action.computation_type) for action in listed])
     whole = np.cumsum((kinds == str(UNSHARD)).astype(int) - (kinds == str(RESHARD)))
     return int((kinds == str(UNSHARD)).sum()), int(whole.max())
 
 
 def no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)) -> None:
-    """On no rank, at the residency that torch's list has there, so many runs ahead."""
+    """Assert that no rank gathers more often than torch's list with as many gathered stages.
+
+    `each` are the numbers of runs to gather ahead.
+    """
     ours: dict[tuple[int, int], list[int]] = {}
     for rank, stages in enumerate(program.shape.stages_on_rank):
         order = actions(program, rank)
@@ -80,7 +83,7 @@ def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
 )
 @settings(max_examples=30)
 def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active: int) -> None:
-    """Its W and REDUCE_GRAD want a stage whole, ours do not."""
+    """torch's W and REDUCE_GRAD need a gathered stage, while ours do not."""
     active = min(active, max(map(len, program.shape.stages_on_rank)))
     lowered = compile(program, dp=2, zero=3, unsharded_stages=active)
     for row in format_cells(lowered, "torch-2.13"):
@@ -90,6 +93,9 @@ def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active
 @given(compute_programs(ranks=2, microbatches=4, stages_per_rank=4))
 @settings(max_examples=30)
 def test_no_draft_does(program: Program) -> None:
-    """Torch looks at W, too, which needs no weights: where there is one, it may look less far ahead
-    than we do.  As often as with none ahead it gathers in any case."""
+    """No draft gathers more often than torch.
+
+    torch also counts W, which needs no weights, so with W it may gather less far ahead than we do.
+    Then only the case without gathers ahead is compared.
+    """
     no_more_than_torch(program, 3, (0,) if BACKWARD_WEIGHT in program.used_opcodes else (0, 1))

@@ -1,4 +1,4 @@
-"""ZeRO in one process: full parameters between steps, the order of sums, and refusals."""
+"""Tests of ZeRO in one process: full parameters between steps, order of sums, and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def turns_of(program: Program, stage: int) -> list[list[int]]:
-    """The microbatches of each turn of a stage's gradient, in order."""
+    """Return the microbatches that are reduced together in a stage's gradient, in order."""
     turns: list[list[int]] = [[]]
     for i in program.streams[int(program.shape.first_rank_per_stage[stage])]:
         if i.stage == stage and i.op in GRAD_ADDING_OPS:
@@ -65,7 +65,7 @@ def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
     stages, plain = (gpt_stages(shape.stages, False) for _ in range(2))
     inputs, targets, scale = batch(4)
     ranks_of(program, stages, optimizer=None).step(inputs, targets, scale)
-    each: list[list[dict[str, Tensor]]] = []  # of each microbatch alone
+    each: list[list[dict[str, Tensor]]] = []  # the gradients of single microbatches
     for mb in range(4):
         run_sequential(plain, inputs[[mb]], targets[[mb]], loss=gpt.loss)
         each.append(gradients(plain))
@@ -114,7 +114,7 @@ def test_weights_are_pieces_between_steps_and_whole_on_request(zero: int) -> Non
 
 
 def test_state_and_copies_of_an_optimizer_are_cut() -> None:
-    """One that has stepped whole weights goes on with pieces, and so do float32 copies."""
+    """An optimizer that has stepped full weights continues with shards, and so do its copies."""
     found = []
     for zero in (0, 3):
         stages = gpt_stages(2, False)
@@ -197,7 +197,7 @@ class Scale(nn.Module):
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> None:
-    """W needs no whole weights: a rule that somebody has taught may not want them."""
+    """W runs without full weights, so a user's split rule must not read them."""
 
     def later(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         total = (x * dy).flatten(0, -2).sum(0)
@@ -214,7 +214,9 @@ def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> Non
     for stage in stages:
         make_backward_splittable(stage)
 
-    order = [(op, s, mb) for op, s in ORDER for mb in range(2)]  # W behind all that need weights
+    order = [
+        (op, s, mb) for op, s in ORDER for mb in range(2)
+    ]  # W follow all instructions that need weights
     draft = Program("late", shape, (Stream.from_instructions([Instr(*each) for each in order]),))
     program = schedir.compile(draft, zero=3, unsharded_stages=1, clip_grad_norm=False)
     ranks = InProcessExecutor(
@@ -228,7 +230,7 @@ def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> Non
         ranks.step(x, x)
 
 
-# ------------------------------------------------------------ what is refused
+# ------------------------------------------------------------ refusals
 
 
 class Own(torch.optim.SGD):

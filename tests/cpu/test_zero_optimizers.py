@@ -1,4 +1,4 @@
-"""Optimizers of one's own with ZeRO: their state is cut as weights are, or refused."""
+"""Tests of users' own optimizers with ZeRO, whose states are sharded like weights, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users' own stages and optimizers do with weights in parts (ZeRO): right, or refused."""
+"""Tests of users' own stages and optimizers with ZeRO, which work correctly or are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def weights(stages: list[nn.Module]) -> list[Tensor]:
 
 
 class Prompt(nn.Module):
-    """Puts out its weight itself, which fills all of its bucket's memory."""
+    """Returns its weight itself, which fills the memory of its bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_what_a_stage_puts_out_outlives_its_weights(ranks: int) -> None:
 
 class WritesData(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        self.weight.data.clamp_(-0.1, 0.1)  # of which no version tells
+        self.weight.data.clamp_(-0.1, 0.1)  # does not change the version counter
         return super().forward(x)
 
 
@@ -99,14 +99,14 @@ def test_a_view_that_would_be_old_is_refused() -> None:
     steps(ranks_of(0, [Keeps(), nn.Linear(4, 4)]))
     with pytest.raises(ModelError, match="share memory"):
         ranks_of(1, [Keeps(), nn.Linear(4, 4)])
-    with warnings.catch_warnings():  # torch's own makes it anew in each forward
+    with warnings.catch_warnings():  # torch's weight norm recreates the weight in each forward
         warnings.simplefilter("ignore")
         normed = nn.utils.spectral_norm(nn.Linear(4, 4))
         steps(ranks_of(1, [normed, nn.Linear(4, 4)]))
 
 
 class Two:
-    """Two optimizers as one, which have stepped whole weights."""
+    """Two optimizers in one, which have stepped full weights."""
 
     elementwise = True
 
@@ -138,7 +138,7 @@ def test_state_of_optimizers_within_one_is_cut() -> None:
 
 
 def test_whole_state_for_pieces_is_refused() -> None:
-    """torch's fused optimizers would take as many numbers as they need."""
+    """torch's fused optimizers would silently use only a part of the state."""
     made: list[Any] = []
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -167,7 +167,7 @@ def test_who_saves_pieces_is_told() -> None:
             whole.enter_context(rank.full_parameters())
         assert model.state_dict()["0.weight"].shape == (4, 4)
         copies = [deepcopy(stages), pickle.loads(pickle.dumps(stages))]
-    for copy in copies:  # they are nobody's, and are trained as any
+    for copy in copies:  # copies belong to no executor, and are trained like other stages
         steps(ranks_of(3, copy))
 
 
@@ -184,7 +184,7 @@ class Reads(nn.Module):
 
 
 def test_a_weight_of_another_stage_is_read_whole_or_not_at_all() -> None:
-    """At level 3 its memory is let go meanwhile: whoever reads it there reads anything."""
+    """At level 3 its memory is released meanwhile, so reads would return arbitrary numbers."""
     first = nn.Linear(4, 4)
     steps(ranks_of(2, [first, Reads(first)]))
     first = nn.Linear(4, 4)
@@ -193,7 +193,7 @@ def test_a_weight_of_another_stage_is_read_whole_or_not_at_all() -> None:
 
 
 def test_a_loss_that_reads_a_weight_of_another_stage_is_refused_at_level_3() -> None:
-    """The weight has its memory in the first forward, and may have lost it in the backward."""
+    """The weight has memory in the first forward, and may have lost it in the backward."""
     first = nn.Linear(4, 4)
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -219,7 +219,9 @@ def test_another_executor_may_be_freed_during_a_forward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             others.clear()
             gc.collect()
-            tensors = [torch.ones(1) for _ in range(2000)]  # alive together: addresses differ
+            tensors = [
+                torch.ones(1) for _ in range(2000)
+            ]  # alive together, so their addresses differ
             return super().forward(x) + sum(tensors)
 
     ranks = build(Frees(4, 4))

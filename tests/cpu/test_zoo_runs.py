@@ -1,4 +1,4 @@
-"""Built-in schedules train a GPT over Gloo, with the bits of the sequential reference."""
+"""Tests that built-in schedules train a GPT over Gloo with the bits of the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ M = 6
 
 
 def newest_first(r: int, P: int, m: int) -> RankSchedule:
-    """GPipe with backwards in the opposite order, the first half of them split."""
+    """Return GPipe with backwards in the opposite order, the first half of them split."""
     late = [(m - 1 - k, k < m // 2) for k in range(m)]
     backwards = sum((I.at(mb) if split else B.at(mb) for mb, split in late), 0 * F)
     return m * F + backwards + sum((W.at(mb) for mb, split in late if split), 0 * F)
@@ -41,7 +41,7 @@ ZOO = {name: s for name, s in get_built_in_schedules().items() if name != "forwa
 
 
 def _promised(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Loss and gradients that a program must give, which are near those of the plain reference."""
+    """Return the loss and gradients that a program must have, near those of the reference."""
     loss, plain = expected(program.shape)
     if program.reduces_in_microbatch_order:
         return loss, plain
@@ -60,7 +60,7 @@ OVER_GLOO = ("dualpipe_v", "interleaved_zb", "v_half", "wave", "zb_h2", "zb_v")
 
 
 def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
-    """One of two processes, which run one schedule after the other."""
+    """Run one schedule after the other in one of two processes."""
     results = []
     for name in OVER_GLOO:
         for overlap in (False, True):

@@ -18,7 +18,7 @@ SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 
 
 def built(name: str, shape: PipelineShape, **options: Any) -> Any:
-    """A schedule of torch's, as rank 0 has it; its stages are there in outline only."""
+    """Return torch's schedule of rank 0, with stages that have only the needed attributes."""
     stages = []
     for index in shape.stages_on_rank[0]:
         stage = create_autospec(PipelineStage, instance=True)
@@ -32,7 +32,7 @@ def built(name: str, shape: PipelineShape, **options: Any) -> Any:
 
 
 def lowered(name: str, shape: PipelineShape, **options: Any) -> str:
-    """What torch itself makes of a schedule, with its transfers: the text of its CSV."""
+    """Return the text of torch's CSV of a schedule with transfers."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "x.csv"
         built(name, shape, **options)._dump_csv(str(path), format="compute_comms")

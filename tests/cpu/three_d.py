@@ -1,10 +1,10 @@
-"""A GPT of two layers on p x t x d processes, beside the same on one, in a loop of plain torch.
+"""A GPT of two layers on p x t x d processes, compared with one process in plain torch.
 
-Each case is three steps of SGD with momentum.  A case is as it must be where losses, norms, the
-gradients of the first step and the weights after the last differ from those of one process by 1e-6
-at most, relative to their norm; where all processes that hold a weight have the same bits of it;
-and where these are those of plain data parallelism under 1F1B on a mesh of the same shape,
-whatever the level of ZeRO, the schedule, and what is recomputed or moved.
+Each case is three steps of SGD with momentum. A case is right if three conditions hold. Losses,
+norms, the gradients of the first step and the weights after the last step differ from those of one
+process by at most 1e-6, relative to their norm. All processes that hold a weight have the same bits
+of it. These bits are those of plain data parallelism under 1F1B on a mesh of the same shape,
+whatever the level of ZeRO, the schedule, recomputation and offload.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import GradientOptions
 from schedir.transports.gloo import GlooTransport
 
-NEAR, MAX_NORM = 1e-6, 0.05  # of gradients whose norm is about 1
+NEAR, MAX_NORM = 1e-6, 0.05  # for gradients whose norm is about 1
 WORLD, STEPS, MICROBATCHES, BATCH, CONTEXT, VOCAB = 8, 3, 2, 2, 8, 29  # 29: padded
 MODEL = partial(gpt.GPTConfig, vocab=VOCAB, layers=2, hidden=16, heads=4, context=CONTEXT)
 Told = dict[str, Tensor]  # by name
@@ -33,7 +33,7 @@ Whole = Mapping[str, Tensor]
 
 
 class Case(NamedTuple):
-    """What is run: pipeline ranks, tensor-parallel ranks, replicas, and how."""
+    """A run: its pipeline ranks, tensor-parallel ranks and replicas, and its options."""
 
     p: int
     t: int
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The case in words."""
+        """The name of the case."""
         words = [f"{self.p} x {self.t} x {self.d}", f"zero {self.zero}"]
         words += [word for word in ("tied", "clip", "sequence") if getattr(self, word)]
         words += [self.schedule] * (self.schedule != "one_f_one_b")
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
     @property
     def program(self) -> Program:
-        """Its program: a stage for each layer, or one of both on one rank."""
+        """The program of the case, with a stage per layer, or one stage of both on one rank."""
         shape, options = PipelineShape(self.p, MICROBATCHES), dict[str, Any](self.options)
         return schedir.compile(
             getattr(schedir.schedules, self.schedule), shape, tp=self.t, dp=self.d,
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """All of them, those first that others are compared with."""
+    """Return all cases, of which those come first that others are compared with."""
     both = (False, True)
     shapes = ((2, 2, 2), (2, 4, 1), (1, 4, 2), (1, 2, 4), (2, 1, 4))
     found = [
@@ -87,11 +87,14 @@ def cases() -> list[Case]:
     return found
 
 
-# ---------------------------------------------------------------- of several processes
+# ---------------------------------------------------------------- several processes
 
 
 def data(step: int, replicas: int) -> tuple[Tensor, Tensor]:
-    """The tokens of a step and what follows them, each (microbatches of all, batch, context)."""
+    """Return the tokens of a step and their targets.
+
+    Each has the shape (microbatches of all replicas, batch, context).
+    """
     numbers = torch.Generator().manual_seed(1 + step)
     shape = (2, replicas * MICROBATCHES, BATCH, CONTEXT)
     x, y = torch.randint(0, VOCAB, shape, generator=numbers)
@@ -100,12 +103,12 @@ def data(step: int, replicas: int) -> tuple[Tensor, Tensor]:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """What steps weights: of gradients alone, where Adam would make signs of what is nearly 0."""
+    """Return an SGD optimizer, since Adam would turn gradients of nearly 0 into signs."""
     return torch.optim.SGD(parameters, 0.3, momentum=0.9)
 
 
 def run(rank: int, wanted: Sequence[Case]) -> dict[Case, Told]:
-    """What a process has of each case: losses, norms, and its share of weights and gradients."""
+    """Return a process's results per case: losses, norms, its parts of weights and gradients."""
     torch.set_num_threads(1)
     found: dict[Case, Told] = {}
     for shape in dict.fromkeys(case[:3] for case in wanted):
@@ -145,7 +148,7 @@ def _trained(case: Case, program: Program, transport: Any) -> Told:
             told[f"loss {step}.{replica}"] = loss.clone()
         if case.clip:
             told[f"norm {step}"] = executor.grad_norm.clone()
-        if not (case.zero or step):  # of the same weights
+        if not (case.zero or step):  # after the first step the weights differ
             told |= {f"gradient {name}": grad(p).clone() for name, p in _named(stages, transport)}
     with executor.full_parameters():
         told |= {f"weight {name}": p.detach().clone() for name, p in _named(stages, transport)}
@@ -153,7 +156,10 @@ def _trained(case: Case, program: Program, transport: Any) -> Told:
 
 
 def _named(stages: Mapping[int, Any], transport: Any) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of some stages; of a slice its name has the dimension, and which it is."""
+    """Yield the parameters of some stages, and their names.
+
+    The name of a tensor-parallel slice also contains the dimension and the number of the slice.
+    """
     for stage in stages.values():
         for name, p in stage.named_parameters():
             cut = getattr(p, "shard_dim", None)
@@ -161,13 +167,13 @@ def _named(stages: Mapping[int, Any], transport: Any) -> Iterator[tuple[str, Ten
 
 
 def grad(p: Tensor) -> Tensor:
-    """The gradient, which is there."""
+    """Return the gradient, which must exist."""
     assert p.grad is not None
     return p.grad
 
 
 def merged(told: Sequence[Told], case: Case) -> tuple[dict[str, Tensor], list[str]]:
-    """What all processes have, each thing once and whole; and what they have other bits of."""
+    """Merge the results of all processes, and return names whose bits differ between processes."""
     each: dict[str, Tensor] = {}
     differ: list[str] = []
     for own in told:
@@ -193,11 +199,11 @@ def merged(told: Sequence[Told], case: Case) -> tuple[dict[str, Tensor], list[st
     return whole, differ
 
 
-# ---------------------------------------------------------------- beside one
+# ---------------------------------------------------------------- comparison with one process
 
 
 def plain(case: Case) -> Whole:
-    """The same on one process, in a loop of torch: what `merged` has."""
+    """Return the results that `merged` has, from a loop of plain torch in one process."""
     model = gpt.build_stage(MODEL(tied=case.tied), 0, 1)
     parameters = dict(model.named_parameters())
     optimizer, found = sgd(parameters.values()), {}
@@ -219,7 +225,7 @@ def plain(case: Case) -> Whole:
 
 
 def far(found: Whole, want: Whole) -> dict[str, float]:
-    """How far what is found is from what is wanted, relative to its norm, by kind: the furthest."""
+    """Return by kind the largest distance of results from those wanted, relative to their norm."""
     worst: dict[str, float] = {}
     for name, value in found.items():
         kind, (a, b) = name.split()[0], (value.double(), want[_of_head(name, want)].double())
@@ -229,32 +235,32 @@ def far(found: Whole, want: Whole) -> dict[str, float]:
 
 
 def _of_head(name: str, want: Whole) -> str:
-    """A tied weight has one name in the model of one stage."""
+    """Return the name of a weight in the model of one stage, where a tied weight has one name."""
     return name if name in want else name.replace("head.weight", "embedding.weight")
 
 
 def like(case: Case) -> Case | None:
-    """A case whose sums have the same order: plain data parallelism, 1F1B, nothing moved."""
+    """Return a case with the same order of sums: plain data parallelism, 1F1B, no offload."""
     other = case._replace(zero=0, schedule="one_f_one_b", options=())
     return None if other == case else other
 
 
 class Judged(NamedTuple):
-    """What is found of a case."""
+    """The judgement of a case."""
 
     case: Case
-    off: dict[str, float]  # from one process, by kind
-    differ: list[str]  # what processes have other bits of
-    bits: list[str]  # what has other bits than in the case that it is like
+    off: dict[str, float]  # distance from one process, by kind
+    differ: list[str]  # names whose bits differ between processes
+    bits: list[str]  # names whose bits differ from those of the case it is compared with
 
     @property
     def right(self) -> bool:
-        """Whether it is as it must be."""
+        """Whether the case is right."""
         return not self.differ and not self.bits and all(off <= NEAR for off in self.off.values())
 
 
 def judged(told: Sequence[Mapping[Case, Told]]) -> Iterator[Judged]:
-    """Each case that processes tell of, beside one process, and beside the case that it is like."""
+    """Judge each case that the processes ran, against one process and against its `like` case."""
     known: dict[tuple[Any, ...], Whole] = {}
     whole: dict[Case, dict[str, Tensor]] = {}
     for case in told[0]:

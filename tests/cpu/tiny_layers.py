@@ -1,4 +1,4 @@
-"""Layers for tests of the split: Hugging Face's Conv1D, and two that are taught."""
+"""Layers for tests of split backwards: Hugging Face's Conv1D, and two with split rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ N = 6
 
 
 class Conv1D(nn.Module):
-    """As Hugging Face's: a linear whose weight lies the other way."""
+    """A linear layer with a transposed weight, like Hugging Face's."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ Conv1D.__module__ = "transformers.pytorch_utils"
 
 
 class Square(nn.Module):
-    """Multiplies by the square of a weight: its gradient needs the weight itself."""
+    """Multiplies by the square of a weight, so that its gradient needs the weight."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Square(nn.Module):
 
 
 class Conv(nn.Conv2d):
-    """A convolution of (..., n) as of one channel."""
+    """A convolution of (..., n) with one channel."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__(1, 1, 3, padding=1, bias=bias)

@@ -25,13 +25,13 @@ BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))
 
 
 def zb(r: int, P: int, m: int) -> RankSchedule:
-    """1F1B with every backward split."""
+    """Return 1F1B with every backward split."""
     lead = min(P - 1 - r, m)
     return lead * F + (m - lead) * (F + I) + lead * I + m * W
 
 
 def paired(r: int, P: int, m: int) -> RankSchedule:
-    """1F1B whose steady state runs forward and backward as one."""
+    """Return 1F1B whose steady state consists of joined pairs of backward and forward."""
     lead = min(P - r, m)
     return lead * F + overlapped_pair((m - lead) * B, (m - lead) * F) + lead * B
 
@@ -43,7 +43,7 @@ def config(layers: int, tied: bool = True) -> gpt.GPTConfig:
 
 
 def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor, float]:
-    """Inputs, targets (some of them not counted) and the scale that makes a mean of a sum."""
+    """Return inputs, targets (some of them not counted), and the scale from sum to mean."""
     numbers = torch.Generator().manual_seed(seed)
     shape = (microbatches, BATCH, CONTEXT)
     inputs, targets = (torch.randint(0, 32, shape, generator=numbers) for _ in range(2))
@@ -76,9 +76,9 @@ def gpt_executor(
     lr: float | None = None,
     **options: Any,
 ) -> Executor:
-    """The executor of a process, with its share of the GPT.
+    """Return the executor of a process, with its part of the GPT.
 
-    It steps by AdamW where there is an `lr`; `options` are Executor's.
+    With `lr` it uses AdamW. `options` are those of Executor.
     """
     shape, tp = program.shape, transport.tp_group
     cfg = config(shape.stages, bool(program.tied_weights))
@@ -106,10 +106,10 @@ def moe_executor(
     experts: tuple[int, int] | None = None,
     **options: Any,
 ) -> Executor:
-    """The executor of a process, with its share of the experts, and stages in segments.
+    """Return the executor of a process, with its part of the experts and stages in segments.
 
-    `prepare` changes each stage; `experts` are its rank of how many that share them, if not those
-    of the program; `options` are Executor's.
+    `prepare` changes each stage. `experts` is its expert-parallel rank and their number, by default
+    those of the program. `options` are those of Executor.
     """
     segments = program.segment_boundaries.split("-")
     first = [0, *accumulate(len(letters) + 1 for letters in segments)]
@@ -137,7 +137,7 @@ def moe_executor(
 def own_batch(
     program: Program, transport: ProcessTransport, seed: int = 0
 ) -> tuple[Tensor, Tensor, float]:
-    """What a process takes of the `batch` of all replicas."""
+    """Return a process's part of the `batch` of all replicas."""
     m = program.shape.microbatches
     inputs, targets, scale = batch(m * program.dp, seed)
     own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
@@ -145,14 +145,14 @@ def own_batch(
 
 
 def gradients_by_stage(executor: Executor) -> dict[int, dict[str, Tensor]]:
-    """The gradients of a process's stages."""
+    """Return the gradients of a process's stages."""
     return {s: gradients([stage.module])[0] for s, stage in executor.stages.items()}
 
 
 def expected(
     shape: PipelineShape, tied: bool = True, program: Program | None = None
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Loss and gradients of the reference; with a program, in its order."""
+    """Return loss and gradients of the reference, in the order of the program if there is one."""
     stages = gpt_stages(shape.stages, tied)
     inputs, targets, scale = batch(shape.microbatches)
     loss = run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale, program=program)

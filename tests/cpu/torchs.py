@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Twice(nn.Module):
-    """Uses a weight twice, the second time of what the first gives."""
+    """Uses a weight twice, the second time on the result of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Twice(nn.Module):
 
 
 class Tied(nn.Module):
-    """Its first and its last layer have one weight."""
+    """A model whose first and last layer have the same weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
-    """A loss that is a sum."""
+    """Return a loss that is a sum."""
     return (y - target).square().sum()
 
 
 def owned(name: str, rank: int, ranks: int, stages: int) -> list[int]:
-    """The stages of a rank, as the placement of a schedule has them."""
+    """Return the stages of a rank in the placement of a schedule."""
     if name in VEE:
         return [s for s in range(stages) if min(s, stages - 1 - s) == rank]
     return [s for s in range(stages) if s % ranks == rank]
@@ -79,7 +79,8 @@ def owned(name: str, rank: int, ranks: int, stages: int) -> list[int]:
 def stage_of(part: nn.Module, number: int, stages: int, group: Any = None) -> PipelineStage:
     stage = PipelineStage(part, number, stages, torch.device("cpu"), group=group)
     if hasattr(stage, "_get_init_p2p_neighbors_ops"):
-        # What it would send first is for NCCL; torch 2.11 sends it to itself, which Gloo refuses.
+        # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
+        # refuses.
         stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
     return stage
 
@@ -96,7 +97,7 @@ def run(
     loss_fn: Callable[..., Tensor] = mse_loss,
     **options: Any,
 ) -> None:
-    """A step of torch's schedule of that name for each of `halves`; gradients add up."""
+    """Run a step of torch's schedule for each of `halves`, which accumulates gradients."""
     held = [stage_of(part, s, stages, group) for s, part in parts.items()]
     given = held[0] if name in SINGLE else held
     schedule = getattr(theirs, name)(given, n_microbatches=microbatches, loss_fn=loss_fn, **options)
@@ -108,7 +109,7 @@ def run(
 
 
 def plain(name: str, steps: int = 1, **options: Any) -> Step:
-    """A step as torch's users write it, over several parts of the batch."""
+    """Return a step as torch's users write it, over several parts of the batch."""
 
     def step(rank: int, ranks: int, model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
         parts = {s: model[s] for s in owned(name, rank, ranks, len(model))}
@@ -119,7 +120,7 @@ def plain(name: str, steps: int = 1, **options: Any) -> Step:
 
 
 def replicated(name: str, wrap: Callable[[nn.Module, Any], nn.Module], dp: int = 2) -> Step:
-    """A step of several replicas, whose stages something wraps that is given their mesh."""
+    """Return a step of several replicas. `wrap` takes each stage and their mesh."""
 
     def step(rank: int, ranks: int, model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
         mesh = init_device_mesh("cpu", (ranks // dp, dp), mesh_dim_names=("pp", "dp"))

@@ -1,4 +1,4 @@
-"""Runs of the trainer through the command line, for tests."""
+"""Runs the trainer through the command line, for tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from schedir.training.train import run
 from tests.cpu.spawn import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 240  # seconds: enough on any machine, and the end of a hang
+LIMIT = 240  # seconds: enough on any machine, and the limit of a hang
 TORCHRUN = ["-m", "torch.distributed.run"]
 ALONE = ["pipeline.ranks=1", "pipeline.stages_per_rank=1", "pipeline.tp=1", "pipeline.dp=1"]
 
@@ -57,7 +57,7 @@ log_every = 4
 
 
 def write_config(folder: Path) -> Path:
-    """A configuration of six steps, and its text."""
+    """Write a configuration of six steps and its text, and return the path of the configuration."""
     text, path = folder / "text.txt", folder / "run.toml"
     text.write_text("the quick brown fox jumps over the lazy dog " * 40)
     path.write_text(CONFIG.format(text=text))
@@ -65,7 +65,7 @@ def write_config(folder: Path) -> Path:
 
 
 def small(folder: Path) -> Path:
-    """A configuration of two steps without tensor parallelism, with dropout, and its text."""
+    """Write a configuration of two steps with dropout, without tensor parallelism, and its text."""
     text, path = folder / "text.txt", folder / "config.toml"
     text.write_text("to be or not to be " * 200)
     shorter = CONFIG.replace("steps = 6", "steps = 2").replace("tp = 2", "tp = 1")
@@ -81,7 +81,7 @@ _STARTED: list[subprocess.Popen[str]] = []
 
 
 def start(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
-    """A process with pipes, which the end of its test ends and closes."""
+    """Start a process with pipes, which `end_all` kills and closes at the end of the test."""
     process = subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=_heed,
@@ -91,7 +91,7 @@ def start(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
 
 
 def end_all() -> None:
-    """End what a test has started, whatever it has found: an open pipe would fail another one."""
+    """Kill the processes that a test has started, since an open pipe would fail another test."""
     while _STARTED:
         with _STARTED.pop() as process:
             process.kill()
@@ -102,8 +102,11 @@ def end_all() -> None:
 
 
 def _heed() -> None:
-    """Tests may run where nohup or a shell's `&` has these ignored, which children inherit; and a
-    fork of a launcher has its handlers."""
+    """Restore the default handlers of signals.
+
+    Children inherit ignored signals when tests run under nohup or a shell's `&`, and a fork of a
+    launcher inherits its handlers.
+    """
     for each in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,7 +121,7 @@ def wait_until(happens: Callable[[], bool]) -> None:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit code and what was said; a process that hangs is ended, and fails the test."""
+    """Return the exit code and the output of a process. If it hangs, kill it and fail the test."""
     with process:  # its pipes are closed, whatever happens
         try:
             out, err = process.communicate(timeout=LIMIT)
@@ -158,7 +161,7 @@ class Run:
         wait_until(has_printed)
 
     def finish(self, limit: float = LIMIT) -> tuple[int, str, str]:
-        """Exit code and what was said; a process that hangs is ended, and fails the test."""
+        """Return the exit code and the output. If the process hangs, kill it and fail the test."""
         self.process.join(limit)
         code = self.process.exitcode
         self.process.kill()
@@ -170,14 +173,16 @@ _RUNS: list[Run] = []
 
 
 def launched(words: list[str], folder: Path) -> tuple[int, str, str]:
-    """Exit code and what was said of a run that starts its processes itself, by what it is told."""
+    """Return the exit code and the output of a command that starts its processes itself."""
     return Run(words, folder).finish()
 
 
 def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
-    """The same of a run whose processes find each other as under torchrun, for tests of what is
-    trained: two seconds of a core less for each process."""
-    # A schedule's file may patch what it likes, and is for the processes alone to load.
+    """Return the same for a run whose processes find each other as under torchrun.
+
+    For tests of training it saves two seconds of a core per process.
+    """
+    # The file of a schedule may patch anything, so only the processes load it.
     world = read_config(
         config, [one for one in sets if not one.startswith("pipeline.schedule=")]
     ).world_size
@@ -209,8 +214,10 @@ def script(what: Path | str, processes: int, folder: Path, *argv: str) -> str:
 def fork(
     words: Sequence[list[str]], folder: Path, port: int, **more: str
 ) -> list[tuple[int, str, str]]:
-    """Exit code and what was said of each of several processes, by what they are told, or of a
-    script; they fork from one that has torch loaded.  `port` is that of their store."""
+    """Return the exit code and the output of each of several processes, given their arguments.
+
+    They fork from a process that has torch loaded. `port` is that of their store.
+    """
     more |= {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     runs = [
         Run(own, folder, RANK=str(rank), LOCAL_RANK=str(rank), **more)
@@ -233,9 +240,9 @@ def _process(words: list[str], said: Path, cwd: str, environment: dict[str, str]
     if words[0].endswith(".py"):
         folder = str(Path(words[0]).parent)
         sys.argv = words
-        # As Python starts a script: it finds our tree only if it looks for it.
+        # Set the path as Python does for a script, which finds our tree only if it adds it.
         sys.path[:] = [folder, *(path for path in sys.path if path not in ("", str(ROOT)))]
-        # What its own processes return is of this module, by either name.
+        # Its own processes return objects of this module, by either name.
         main_module = ModuleType("__main__")
         main_module.__file__ = words[0]
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
@@ -270,7 +277,7 @@ def _fork_rank(args: Sequence[str], env: dict[str, str], **how: Any) -> subproce
 
 
 def train(config: str, folder: Path, *sets: str) -> list[float]:
-    """The losses of a run of as many processes as it asks for, without a picture unless told."""
+    """Return the losses of a run with as many processes as it needs, by default without picture."""
     code, out, err = forked(config, folder, "output.record=false", *sets)
     assert code == 0, err
     assert err == "" and out.startswith(("predicted memory ", "zero ")) and "\nstep " in out
@@ -278,7 +285,7 @@ def train(config: str, folder: Path, *sets: str) -> list[float]:
 
 
 def alone(config: str, folder: Path, *sets: str) -> list[float]:
-    """The losses of the same run in this process."""
+    """Return the losses of the same run in this process."""
     assert run(config, ["output.record=false", *sets, *ALONE, f'output.dir="{folder}"']) == 0
     return losses(folder)
 

@@ -1,8 +1,8 @@
-"""A GPU that is not there: CUDA's streams and events with a clock of their own.
+"""A virtual GPU: CUDA's streams and events with a clock of their own.
 
-Work takes the time that a test says, on the stream that is current; a stream goes on when what
-it waits for has ended, and never before the host has issued it.  What is computed is computed on
-the CPU, at once.
+Work takes the time that a test gives, on the current stream. A stream continues when the work that
+it waits for has ended, and never before the host has issued its work. Results are computed on the
+CPU at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LANE = -1  # the priority of a lane's stream
 
 
 class VirtualGPU:
-    """`host` is when the host is, in seconds; `timed` how many events that tell times were made."""
+    """A virtual GPU. `host` is the host's time in seconds, and `timed` counts timing events."""
 
     def __init__(self) -> None:
         self.host, self.timed = 0.0, 0
@@ -41,12 +41,12 @@ class VirtualGPU:
 
     @property
     def stream(self) -> Stream:
-        """The current one."""
+        """The current stream."""
         return self.current[-1]
 
     @property
     def over(self) -> float:
-        """When all that was issued is over."""
+        """The time when all issued work has ended."""
         return max(self.host, *(stream.now for stream in self.streams))
 
     def work(self, seconds: float) -> None:
@@ -56,12 +56,15 @@ class VirtualGPU:
 
     @property
     def forked(self) -> list[Stream]:
-        """Streams with work that the current one does not follow: a capture could not end here."""
+        """Streams with work that the current stream does not wait for.
+
+        A capture could not end while there is one.
+        """
         seen = self.stream.seen
         return [stream for stream in self.streams if stream.seen[stream] > seen[stream]]
 
     def synchronize(self, device: object = None) -> None:
-        """Let the host wait for all that was issued."""
+        """Let the host wait for all issued work."""
         assert self.host_may_wait, "the host waits"
         self.host = self.over
 
@@ -69,7 +72,9 @@ class VirtualGPU:
 class Stream:
     def __init__(self, gpu: VirtualGPU, device: object = None, priority: int = 0) -> None:
         self.now, self.priority = 0.0, priority
-        self.seen: Counter[Stream] = Counter()  # how much work of each stream comes before
+        self.seen: Counter[Stream] = (
+            Counter()
+        )  # the amount of work of each stream before this point
         gpu.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
@@ -88,11 +93,11 @@ class Event:
         gpu.timed += enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
-        # CUDA makes an event when it is recorded first.
+        # CUDA creates an event when it is recorded for the first time.
         assert self.recorded or self.gpu.host_may_wait or not self.timed, "made inside a step"
         stream = stream or self.gpu.stream
         self.time, self.recorded = max(stream.now, self.gpu.host), True
-        stream.seen[stream] += self.timed  # others only order streams
+        stream.seen[stream] += self.timed  # other events only order streams
         self.seen = stream.seen.copy()
 
     def elapsed_time(self, other: Event) -> float:
@@ -122,7 +127,7 @@ class _Copies(TorchDispatchMode):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
-    """Let torch.cuda have this GPU, and virtual ranks their streams there."""
+    """Make torch.cuda use a virtual GPU, and give virtual ranks their streams on it."""
     gpu = VirtualGPU()
 
     @contextmanager
@@ -156,8 +161,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
 def charge(
     ranks: in_process.InProcessExecutor, gpu: VirtualGPU, costs: Costs, host: float = 0.0
 ) -> None:
-    """Let every instruction but transfers take its cost, on the stream that it runs on, and the
-    host some time before each."""
+    """Let every instruction except transfers take its cost on its stream.
+
+    The host takes some time before each instruction.
+    """
     index: InstructionIndex = ranks.graph.index
     table, row = ranks.graph.get_cost_table(costs)
     for rank in ranks.executors:
@@ -187,7 +194,7 @@ def _charged(run: Callable[[], None], gpu: VirtualGPU, seconds: float) -> Callab
 
 @contextmanager
 def copies(gpu: VirtualGPU, costs: Costs) -> Iterator[None]:
-    """Within this every message takes its cost, and the host may not wait."""
+    """Make every message take its cost, and let no host wait, while the context is active."""
     gpu.host_may_wait = False
     with _Copies(gpu, float(np.max(costs.send or 0.0))):
         yield

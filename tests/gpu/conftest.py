@@ -7,8 +7,8 @@ import torch
 from tests.gpu import stand_in
 from tests.gpu.shared import REHEARSED
 
-# Before CUDA begins: queues enough that streams do not share one, and products that may be run
-# with deterministic algorithms.
+# Set before CUDA starts: enough queues that streams do not share one, and a workspace for
+# deterministic products.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -26,6 +26,6 @@ def cuda() -> Iterator[None]:
 
 @pytest.fixture
 def real_gpu() -> None:
-    """Of a test that nothing stands in for."""
+    """Skip a test that needs a real GPU during a rehearsal."""
     if REHEARSED:
         pytest.skip("needs a CUDA device, and no rehearsal")

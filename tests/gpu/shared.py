@@ -1,4 +1,4 @@
-"""Real NCCL between processes of one GPU: each says that it is a host of its own."""
+"""Runs real NCCL between processes on one GPU, each of which claims to be a separate host."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 
 Kind = Literal["per_edge", "grouped"]
 
-# A rehearsal: a CPU in the place of the GPU, and Gloo in that of NCCL.  What it shows is that these
-# tests run; see `stand_in`.
+# A rehearsal uses a CPU in place of the GPU, and Gloo in place of NCCL. It shows that these tests
+# run. See `stand_in`.
 REHEARSED = os.environ.get("SCHEDIR_REHEARSAL") == "1"
 
-# "Hosts" talk over sockets of this machine. Their kernels take turns on the GPU: all correct, and
-# nothing fast. One protocol and one ring have the fewest turns.
+# These "hosts" communicate over sockets of this machine, and their kernels take turns on the GPU,
+# which is correct but slow. One protocol and one ring need the fewest turns.
 VARIABLES = SHARED_GPU_VARIABLES | {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -44,11 +44,11 @@ VARIABLES = SHARED_GPU_VARIABLES | {
 
 
 def share_gpu(rank: int, folder: str) -> torch.device:
-    """In a process that `spawn.run` started: exchange its Gloo world for one of NCCL."""
+    """Replace the Gloo world of a process that `spawn.run` started by one of NCCL."""
     if REHEARSED:
         return torch.device("cpu")
     world = dist.get_world_size()
-    dist.barrier()  # nobody leaves while another still arrives
+    dist.barrier()  # no process leaves before all have arrived
     dist.destroy_process_group()
     os.environ.update(VARIABLES)
     os.environ.update({HOST_ID_VARIABLE: f"schedir-{rank}", "LOCAL_RANK": f"{rank}"})
@@ -60,7 +60,7 @@ def share_gpu(rank: int, folder: str) -> torch.device:
 def over(
     program: Program, device: torch.device, kind: Kind = "per_edge"
 ) -> EdgeGroups | GroupedMessages:
-    """The transport of a program over NCCL."""
+    """Return the transport of a program over NCCL."""
     if not REHEARSED:
         return nccl_transport(program, device, kind)
     transport = EdgeGroups(program) if kind == "per_edge" else GroupedMessages(program)
@@ -70,7 +70,7 @@ def over(
 
 @contextmanager
 def no_wait() -> Iterator[None]:
-    """Within this, what makes the host wait for the GPU unasked raises."""
+    """Raise an error if an operation makes the host wait for the GPU within the context."""
     if REHEARSED:
         yield
         return
@@ -82,7 +82,7 @@ def no_wait() -> Iterator[None]:
 
 
 def wait_for_device() -> None:
-    """Wait for all that runs on the GPU, and give memory back, which torch waits for as well."""
+    """Wait for all work on the GPU, and release cached memory, for which torch also waits."""
     if not REHEARSED:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

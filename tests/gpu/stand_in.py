@@ -1,9 +1,9 @@
-"""A stand-in for the GPU: tests of this folder are rehearsed on a CPU.
+"""A stand-in for the GPU, to rehearse the tests of this folder on a CPU.
 
     SCHEDIR_REHEARSAL=1 python -m pytest tests/gpu
 
-What would be on a GPU is on the CPU, at once.  Streams and events are those of a GPU that is not
-there, on which every operation takes a moment.  A rehearsal shows that the tests themselves run.
+All tensors are on the CPU, where operations end at once. Streams and events are those of a virtual
+GPU, on which every operation takes a moment. A rehearsal shows that the tests themselves run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cpu.virtual_gpu import VirtualGPU, install
 
-MOMENT = 1e-5  # seconds that an operation takes
-CYCLE = 1e-9  # of a kernel that does nothing
+MOMENT = 1e-5  # seconds of an operation
+CYCLE = 1e-9  # seconds per cycle of a kernel that only waits
 
 
 class _OnCPU(TorchFunctionMode):
-    """Lets a CPU's tensor be made where one of a GPU is asked for."""
+    """Creates a tensor on the CPU where one on a GPU is requested."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -42,7 +42,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 class _Moments(TorchDispatchMode):
-    """Lets every operation take its time, on the stream that is current, and of the host."""
+    """Makes every operation take time on the current stream and on the host."""
 
     def __init__(self, gpu: VirtualGPU) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,11 +58,11 @@ class _Moments(TorchDispatchMode):
 
 @contextmanager
 def installed(patch: pytest.MonkeyPatch) -> Iterator[VirtualGPU]:
-    """Within this, torch.cuda has the GPU that is not there."""
+    """Make torch.cuda use the virtual GPU while the context is active."""
     gpu = install(patch)
     patches: dict[str, Any] = {
         "_sleep": lambda cycles: gpu.work(cycles * CYCLE),
-        "get_rng_state": lambda: torch.zeros(1),  # from which nobody draws
+        "get_rng_state": lambda: torch.zeros(1),  # no one draws from it
         "set_sync_debug_mode": lambda mode: None,
         "memory_stats": lambda device=None: {},
         "memory_allocated": lambda: 0,

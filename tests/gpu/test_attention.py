@@ -1,4 +1,4 @@
-"""Windowed attention by FlexAttention, against the whole of it with a mask."""
+"""Tests of windowed attention by FlexAttention against full attention with a mask."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_gpt_learns_what_it_learns_on_a_cpu(dropout: float) -> None:
     assert_near(got.cpu(), want, 1e-2)
     for name, grad in grads.items():
         assert_near(grad.cpu(), wanted[name], 5e-2)
-    if dropout:  # it runs, and leaves something out
+    if dropout:  # it runs, and drops some values
         stage = gpt.build_stage(replace(config, dropout=dropout), 0, 1, device="cuda")
         total = run_sequential([stage], inputs.cuda(), targets.cuda(), loss=gpt.loss, seed=1)
         assert total.isfinite() and not torch.equal(total, got)

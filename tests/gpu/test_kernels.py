@@ -1,4 +1,4 @@
-"""Every operation of schedir.kernels on a GPU, by its kernel, against float64."""
+"""Tests of the kernel of every operation of schedir.kernels on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """What torch.empty gives is NaN: a number that no kernel wrote does not pass."""
+    """Make torch.empty return NaN, so that numbers no kernel wrote fail the test."""
     pytest.importorskip("triton")
     torch.use_deterministic_algorithms(True)
     yield
@@ -44,7 +44,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def assert_near(
     got: Tensor | None, want: Tensor | None, dtype: torch.dtype, least: float = 1e-5
 ) -> None:
-    """The norm of the difference over the norm: a rounding to the type, or float32's sums."""
+    """Assert that the relative error is at most a rounding to the dtype, or of float32 sums."""
     assert got is not None and want is not None and got.shape == want.shape
     got, want = got.detach(), want.detach()
     error = (got.double() - want).norm() / want.norm()
@@ -52,7 +52,7 @@ def assert_near(
 
 
 class Operations(TorchDispatchMode):
-    """Notes which have run."""
+    """Records which operations have run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,7 +110,7 @@ def test_add_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
     expected = F.layer_norm(expected_h, (n,), want[2], want[3])
     torch.autograd.backward((h, y), (wide[2], wide[3]))
     torch.autograd.backward((expected_h, expected), (wide[2].double(), wide[3].double()))
-    # The kernel normalises the sum as it is stored, so that backward sees the same: 2 roundings.
+    # The kernel normalises the sum as stored, which the backward uses too. This is 2 roundings.
     grads = [(a.grad, b.grad) for a, b in zip(ours, want, strict=True)]
     for one, other in [(h, expected_h), (y, expected), *grads]:
         assert_near(one, other, dtype)
@@ -124,14 +124,14 @@ def test_weight_gradient(tokens: int, k: int, n: int, dtype: torch.dtype) -> Non
     want = main.double() + dy.double().t() @ x.double()
     with Operations() as ran:
         weight_gradient.accumulate_(main, dy, x)
-    # Tensor cores cut off what does not fit into a float32, at each of some hundred additions.
+    # Tensor cores truncate to float32 at each of some hundred additions.
     assert_near(main, want, torch.float32, least=3e-5)
     assert torch.ops.aten.addmm.dtype_out in ran.names
     assert not {torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor} & ran.names
 
 
 def test_a_stage_adds_up_its_weight_gradients_in_products() -> None:
-    """All of them: none is a product of 16 bits, which is then added."""
+    """Every weight gradient is accumulated in its product, and none is first a 16-bit product."""
     stage, (inputs, targets, _) = gpt_stages(1)[0].to("cuda", torch.bfloat16), batch(1)
     use_float32_gradients(stage)
     for p in stage.parameters():
@@ -147,7 +147,7 @@ def test_a_stage_adds_up_its_weight_gradients_in_products() -> None:
 
 
 def test_logits_past_an_int32() -> None:
-    """4.3 GB of them: the last tokens get what they get alone."""
+    """With 4.3 GB of logits, the last tokens have the same results as alone."""
     k, few = 151_936, 8
     n = 2**31 // k + few
     if torch.cuda.mem_get_info()[0] < 3 * 2 * n * k:
@@ -166,7 +166,7 @@ def test_logits_past_an_int32() -> None:
 
 
 def test_a_graph_replays_them() -> None:
-    """No kernel asks anything of the host: captured once, they give the same on other numbers."""
+    """No kernel needs the host, so a captured graph gives the right results for other inputs."""
     n = 4096
     x, residual, dh, dy = (random(64, n, dtype=torch.bfloat16, seed=s) for s in range(4))
     weight, bias = (random(n, dtype=torch.bfloat16, seed=s) for s in (4, 5))
@@ -191,9 +191,9 @@ def test_a_graph_replays_them() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-@pytest.mark.parametrize("tokens", [2048, 8192])  # torch has two ways to sum up equal ones
+@pytest.mark.parametrize("tokens", [2048, 8192])  # torch has two ways to sum equal indices
 def test_rows_of_an_embedding_are_added_alike_whatever_their_order(tokens: int) -> None:
-    torch.use_deterministic_algorithms(False)  # by atomics
+    torch.use_deterministic_algorithms(False)  # torch then uses atomics
     rows = torch.arange(tokens, device="cuda") ** 2 % 1000
     dy = random(tokens, 256, dtype=torch.bfloat16)
     before = random(1000, 256, dtype=torch.float32, seed=1)

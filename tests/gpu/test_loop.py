@@ -1,4 +1,4 @@
-"""The training loop on a GPU: nothing of a step is waited for, and what hangs is named."""
+"""Tests that the training loop on a GPU never waits for a step, and names a hanging one."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_instruction_that_hangs_is_named() -> None:
 
     one.runner.calls[k] = Call(wait, hangs)
     world.step(inputs, targets, scale)
-    sleep(0.5)  # the rest of the step is over long before
+    sleep(0.5)  # the rest of the step ends much earlier
     said = []
     for rank, each in zip(world.executors, progress, strict=True):
         error = make_stall_error("it stands", rank, 2, each, each.get_progress())

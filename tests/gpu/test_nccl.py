@@ -1,4 +1,4 @@
-"""A tensor-parallel GPT in a pipeline, over real NCCL: 2 x 2 processes on one GPU."""
+"""Tests of a tensor-parallel GPT in a pipeline over real NCCL, with 2 x 2 processes on one GPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def made(
     shape: PipelineShape,
     buffer_sharing: BufferSharing | None,
 ) -> tuple[Executor, tuple[Tensor, Tensor, float]]:
-    """An executor on the GPU, and its batch."""
+    """Return an executor on the GPU, and its batch."""
     device = share_gpu(rank, folder)
     torch.use_deterministic_algorithms(True)
     program = _program(schedule, shape, TRANSPORTS[f"nccl_{kind}"].progress_model, buffer_sharing)
@@ -82,7 +82,7 @@ def made(
 
 
 def eager(rank: int, *how: Any) -> list[Gradients]:
-    """Gradients of a first step, and of one in which the host may not wait."""
+    """Return the gradients of a first step, and of one in which the host may not wait."""
     executor, given = made(rank, *how)
     executor.step(*given)
     found = [_gradients(executor)]
@@ -114,12 +114,12 @@ def test_eager_gradients_are_those_of_the_cpu(
 
 
 def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
-    """The Timeline of a step in which the host may not wait, on process 0."""
+    """Return on process 0 the Timeline of a step in which the host may not wait."""
     device = share_gpu(rank, folder)
     shape, overlap = (
         PipelineShape(2, 4),
         kind == "grouped",
-    )  # else members of a group go their own ways
+    )  # otherwise members of a group are independent
     program = compile(
         one_f_one_b, shape, tp=2, progress_model=TRANSPORTS[f"nccl_{kind}"].progress_model,
         tied_weights=True, clip_grad_norm=True, overlap=overlap,
@@ -140,8 +140,7 @@ def assert_legal(timelines: list[Timeline | None]) -> None:
     first, *others = timelines
     assert others == [None] * 3 and first is not None
     assert first.kind == "measured" and 0 < first.span < 60
-    # What is seen beside a lane, and what waits for that lane, are told apart by the GPU alone, on
-    # which four processes take turns.
+    # The clock error depends on the GPU, on which four processes take turns.
     assert REHEARSED or (0 < first.clock_error < 1e-3 and not too_early(first, 5e-3))
 
 
@@ -151,7 +150,7 @@ def test_a_recorded_eager_step_is_a_legal_timeline(kind: Kind, tmp_path: Path) -
 
 
 def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
-    """Whether a layer's sum waits for a gather before it whose message is late; and what is in."""
+    """Return whether a layer's sum waits for an earlier late gather, and the gather's result."""
     device = share_gpu(rank, folder)
     transport = over(compile(one_f_one_b, PipelineShape(2, 4), tp=2), device)
     one = torch.ones(1, device=device)
@@ -161,7 +160,7 @@ def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
     part.fill_(1 + transport.tp_rank)
     torch.cuda.synchronize()
     with transport.side_stream():
-        torch.cuda._sleep(4_000_000_000)  # cycles, on the stream that waits for messages
+        torch.cuda._sleep(4_000_000_000)  # cycles on the stream that waits for messages
         gather: Any = transport.start_collective("all_gather", "tp", whole, part)
     dist.all_reduce(one, group=transport.tp_group)
     summed = torch.cuda.Event()

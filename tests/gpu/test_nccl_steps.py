@@ -1,4 +1,4 @@
-"""Steps over real NCCL on one GPU: memory, waits for the device, all options at once, failures."""
+"""Tests of steps over real NCCL on one GPU: memory, waits, all options at once, failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PATIENCE = 10.0  # seconds, of the watchdog
 
 
 class Case(NamedTuple):
-    """A program, and how it is run."""
+    """A program and the options of its run."""
 
     schedule: Any
     shape: PipelineShape
@@ -71,7 +71,7 @@ PROVEN = Case(one_f_one_b, PipelineShape(2, 4), clip=False, overlap=False, tied=
 
 
 def made(case: Case, program: Program, transport: Any, device: torch.device) -> Executor:
-    """With AdamW, whose large epsilon makes no large steps of small differences."""
+    """Return an executor with AdamW, whose large epsilon does not amplify small differences."""
     norm = 0.5 if case.clip else None
     executor = gpt_executor(
         program,
@@ -88,8 +88,10 @@ def made(case: Case, program: Program, transport: Any, device: torch.device) -> 
 def trained(
     rank: int, folder: str | None, case: Case, steps: int
 ) -> tuple[list[Tensor], list[int]]:
-    """Weights after some steps, over NCCL in a folder, or over Gloo; and how often each step has
-    asked the device for memory."""
+    """Return the weights after some steps, and each step's number of device memory requests.
+
+    They run over NCCL if there is a folder, and otherwise over Gloo.
+    """
     program = case.compile()
     if folder is None:
         device = torch.device("cpu")
@@ -127,7 +129,7 @@ def test_many_microbatches_ask_for_no_memory_after_the_first_step(tmp_path: Path
 
 
 def expandable(rank: int, folder: str) -> bool:
-    """Whether the allocator grows its segments, as `initialise` asks for before CUDA begins."""
+    """Return whether the allocator expands segments, which `initialise` requests early."""
     torch.ones(1, device=share_gpu(rank, folder))
     settings: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]
     return bool(settings["expandable_segments"])
@@ -147,7 +149,7 @@ def test_two_updates_in_a_step(tmp_path: Path) -> None:
 
 
 class Waits(nn.Module):
-    """A layer that waits for the whole device, and lets its memory go, in each forward."""
+    """A layer that waits for the whole device and releases its memory in each forward."""
 
     def __init__(self, k: int) -> None:
         super().__init__()
@@ -176,14 +178,14 @@ def waits(rank: int, folder: str) -> int:
 
 
 def test_a_proven_program_lives_through_waits_for_the_device(tmp_path: Path) -> None:
-    """One whose receives are posted early is not proven, and so not tried."""
+    """A program with early receives is not proven, and so not run."""
     with pytest.raises(DeadlockError):
         check(PROVEN._replace(overlap=True).compile(), "per_edge", host_device_sync=True)
     assert run(waits, 2, str(tmp_path), limit=200) == [3, 3]
 
 
 def failing(rank: int, folder: str, how: str) -> None:
-    """The second rank of a pipeline dies in its second step, or its GPU never ends a forward."""
+    """Let a pipeline's second rank die in its second step, or its GPU never end a forward."""
     device = share_gpu(rank, folder)
     os.dup2(os.open(str(Path(folder, f"said-{rank}")), os.O_CREAT | os.O_WRONLY), 2)
     case = Case(one_f_one_b, PipelineShape(2, 4), tp=2)
@@ -212,7 +214,7 @@ def failing(rank: int, folder: str, how: str) -> None:
 
 
 def said(folder: Path, how: str) -> dict[int, str]:
-    """What each process has left: what it said, and how it ended."""
+    """Return the output of each process."""
     with pytest.raises(RankError) as error:
         run(failing, 4, str(folder), how, limit=240, grace=90)
     for rank, text in error.value.tracebacks.items():

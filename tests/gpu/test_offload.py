@@ -1,4 +1,4 @@
-"""Offload on a GPU: the bits of what stays, from pinned memory, and no host in the way."""
+"""Tests that offload on a GPU keeps the bits, uses pinned memory, and has no host waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers on a GPU: seeded without a wait, and the same in any order."""
+"""Tests of random numbers on a GPU, which are seeded without a wait and equal in any order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = (2, 16)
 
 
 class Noisy(nn.Module):
-    """A linear layer with dropout, which may be run again in the backward."""
+    """A linear layer with dropout, which may be recomputed in the backward."""
 
     def __init__(self, k: int, again: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Virtual ranks of one process on a GPU: streams and events, and no host in the way."""
+"""Tests of virtual ranks of one process on a GPU, with streams and events without host waits."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_wait_of_the_host_is_seen() -> None:
 
 
 def assert_measured(timeline: Timeline) -> None:
-    """It is complete, in seconds, and nothing begins before what it waits for has ended."""
+    """Assert that a Timeline is complete, in seconds, and without effects before causes."""
     spans = timeline.spans
     assert (timeline.kind, timeline.unit, timeline.start_time) == ("measured", "s", 0.0)
     assert 0 < timeline.span < 60 and (spans["end"] <= timeline.span).all()

@@ -1,4 +1,4 @@
-"""Offload: what goes to the host and comes back, when, how much is where, and what is refused."""
+"""Activation offload: which activations are moved and when, the memory, and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRAINED = {
 
 
 def moved(program: Program, op: Opcode = Opcode.Offload) -> list[list[tuple[int, int]]]:
-    """What each rank moves, in its order."""
+    """Return the (stage, microbatch) pairs that each rank moves, in its order."""
     return [[(i.stage, i.mb) for i in stream if i.op is op] for stream in program.streams]
 
 
@@ -44,7 +44,7 @@ def of(schedule: Any, P: int = 4, m: int = 8) -> PipelineShape:
     return shape_of(schedule, P, max(m, least(schedule, P)))
 
 
-# ---------------------------------------------------------------- where it stands, and when
+# ---------------------------------------------------------------- positions
 
 
 @pytest.mark.parametrize("schedule", TRAINED.values(), ids=TRAINED)
@@ -64,7 +64,7 @@ def test_all_that_fits_on_the_lanes_costs_nothing(schedule: Any) -> None:
 
 
 def test_memory_is_that_counted_by_hand() -> None:
-    """GPipe's forwards keep two: one goes while the next is made; the last rank's come back so."""
+    """With offload, two activations are on the device: one is moved while the next is computed."""
     how: list[dict[str, Any]] = [{}, {"offload": "all"}, {"offload": "half"}]
     runs = [
         simulate(compile(gpipe, PipelineShape(2, 8), costs=COSTS, **each), COSTS, sizes=SIZES)
@@ -77,7 +77,7 @@ def test_memory_is_that_counted_by_hand() -> None:
 
 
 def test_what_comes_back_ends_as_late_as_it_may() -> None:
-    """Each Reload of GPipe ends as its B starts, or a slot is short and it ends earlier still."""
+    """Each Reload ends before its B starts, and reloads have the order of microbatches."""
     program = compile(gpipe, PipelineShape(1, 4), costs=COSTS, offload="all")
     spans = simulate(program, COSTS).spans
     back = {s["mb"]: s["end"] for s in spans if s["op"] == Opcode.Reload}
@@ -132,8 +132,10 @@ def test_moves_that_nobody_prices_are_planned_as_if_they_took_time() -> None:
 
 
 def test_a_limit_that_only_offload_holds() -> None:
-    """Plain 1F1B holds 40, and recomputed 13: three checkpoints, and what one is made to.  Offload
-    holds 20; and both one checkpoint beside what another is made to."""
+    """Only offload together with recomputation meets a memory limit of 12.
+
+    Plain 1F1B needs 40, recomputation 13 and offload 20.
+    """
     shape = PipelineShape(4, 16)
     for limit, how in ((30, {}), (12, {"recompute": "all"}), (15, {"offload": "all"})):
         more: dict[str, Any] = how
@@ -166,7 +168,7 @@ def test_as_few_as_fit_and_no_longer() -> None:
 
 @pytest.mark.parametrize(("move", "limit"), [(1, 12), (2, 20), (4, 32)])
 def test_with_both_the_step_is_as_short_as_with_either(move: int, limit: int) -> None:
-    """And what neither fits into, both do: 12 where each alone needs more."""
+    """A limit of 12 needs both. With other limits, both are at least as fast as one of them."""
     costs, shape = Costs(F=1, B=2, offload=move, reload=move), PipelineShape(4, 8)
     spans = []
     for how in ({"recompute": "fit"}, {"offload": "fit"}, {"recompute": "fit", "offload": "fit"}):
@@ -181,7 +183,7 @@ def test_with_both_the_step_is_as_short_as_with_either(move: int, limit: int) ->
 
 @pytest.mark.parametrize(("schedule", "limit"), [(gpipe, 20), (one_f_one_b, 20)])
 def test_no_choice_of_the_same_kind_is_much_better(schedule: Any, limit: int) -> None:
-    """Of all sets of a small program's values: "fit" is at most 10 % longer than the best."""
+    """Compare "fit" with all subsets of offloads: it is at most 10 % longer than the best."""
     shape, costs = PipelineShape(2, 3), Costs(F=1, B=2, offload=1, reload=1)
     how: dict[str, Any] = {"costs": costs, "sizes": SIZES}
     there = [one for own in moved(compile(schedule, shape, **how, offload="all")) for one in own]
@@ -197,7 +199,7 @@ def test_no_choice_of_the_same_kind_is_much_better(schedule: Any, limit: int) ->
     assert best <= simulate(found, costs).span <= 1.1 * best
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- costs
 
 
 NODE = Cluster(1, 2, flops=1e12, memory=80e9, hbm_bandwidth=1e12, nvlink_bandwidth=1e11,
@@ -258,7 +260,7 @@ TIMES = st.sampled_from([0.0, 0.125, 0.5, 1.0, 3.0])
 def test_limits_hold_whatever_takes_how_long(
     counts: tuple[str, int, int], part: float, away: float, data: st.DataObject
 ) -> None:
-    """On each tier, and at costs that nobody foresaw; what cannot be held is refused."""
+    """Programs keep the limits of all tiers at any costs, or the compilation is refused."""
     schedule = TRAINED[counts[0]]
     shape = of(schedule, *counts[1:])
     limit = part * max(map(float, peaks(compile(schedule, shape), "device")))
@@ -290,7 +292,7 @@ def peaks(program: Program, tier: str) -> list[float]:
     ]
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -376,7 +378,7 @@ def test_a_program_says_what_it_was_lowered_with() -> None:
 
 
 def test_what_cannot_finish_is_refused_as_without() -> None:
-    """A second update whose forwards need the weights of the first: no time tells when to move."""
+    """A program that cannot finish is refused with the same error with and without offload."""
     for shape in (PipelineShape(4, 8, optimizer_steps=2), PipelineShape(2, 4, optimizer_steps=2)):
         texts = []
         for how in ({}, {"offload": "all"}, {"offload": "fit", "memory_limit": 30, "sizes": SIZES}):
@@ -407,7 +409,7 @@ def test_what_is_said_in_other_forms_is_the_same() -> None:
 
 
 def test_torch_has_no_moves() -> None:
-    """Its file would say less, and its run hold what this program moves away."""
+    """Refuse the export to torch's CSV format, which has no offload."""
     program = compile(one_f_one_b, PipelineShape(2, 4), costs=COSTS, offload="all")
     for form in torch_csv.CSV_FORMATS:
         with pytest.raises(UsageError, match="the program offloads activations"):
@@ -416,7 +418,7 @@ def test_torch_has_no_moves() -> None:
 
 @pytest.mark.parametrize("most", [1.0, 1e290])
 def test_what_takes_no_time_and_what_takes_all(most: float) -> None:
-    """Where a move ends as the last compute ends, which takes nothing, or nothing beside it."""
+    """Offload works with computes and moves that take no time, or all the time."""
     for costs in (Costs(F=1, B=(0, 0), offload=1, reload=(0, most)), Costs(offload=most, reload=1)):
         program = compile(gpipe, PipelineShape(2, 4), costs=costs, offload=[0, 1])
         assert sum(map(len, moved(program))) == 8

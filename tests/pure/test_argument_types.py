@@ -1,4 +1,4 @@
-"""Arguments of another kind than a function of Python takes: one error that says what it takes."""
+"""Tests that arguments of a wrong type give one error, which says what the function takes."""
 
 from __future__ import annotations
 

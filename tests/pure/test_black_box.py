@@ -1,4 +1,4 @@
-"""Black boxes, and whom they blame."""
+"""Tests of black boxes, and of the processes that they blame."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def seen(
     process: int, at: int, *, turn: int = 5, phase: ProcessPhase = ProcessPhase.STEP,
     state: ProcessState = "runs", waits: bool = False, said: str = "",
 ) -> BlackBoxSnapshot:  # fmt: skip
-    """A box of a process that stands somewhere."""
+    """Return a snapshot of the black box of a process at some position."""
     box = BlackBox(process=process, world=4)
     box.enter_phase(phase, 3)
     (
@@ -52,8 +52,10 @@ def seen(
 
 
 def standstill(program: Program, stuck: int, at: int) -> dict[int, BlackBoxSnapshot]:
-    """Where all processes stand, if one does not come out of an instruction: they have gone on as
-    far as the dependency graph lets them."""
+    """Return the snapshots of all processes if one does not end an instruction.
+
+    The others have gone on as far as the dependency graph allows.
+    """
     graph = Graph.from_program(program, "per_edge")
     offsets = program.offsets.tolist()
     stands = [0] * program.shape.ranks
@@ -80,11 +82,11 @@ def standstill(program: Program, stuck: int, at: int) -> dict[int, BlackBoxSnaps
 
 
 def _came(graph: Graph, need: int, stands: list[int]) -> bool:
-    """Whether all that have a part in what a rank has begun have begun it, too."""
+    """Return whether all partners of an instruction of a rank have begun it too."""
     op = graph.index.op[need]
     if INSTRUCTIONS[op].peer:
         others = [int(graph.partner[need])]
-        if op in SEND_OPS:  # into memory of its own, without its receiver
+        if op in SEND_OPS:  # it writes to its own memory, without its receiver
             return True
     elif INSTRUCTIONS[op].group:
         others = next(m for m in graph.collective_groups if need in m).tolist()
@@ -184,7 +186,7 @@ def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> No
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_of_an_expert_parallel_group_the_one_that_has_not_come_is_blamed(ahead: int) -> None:
-    """The others wait in their dispatch, or for an all-to-all that one has not started."""
+    """The others wait in their dispatch, or for an all-to-all that one process has not started."""
     program = compile(
         schedules.one_f_one_b, PipelineShape(1, 4), progress_model="per_edge", dp=4, ep=2,
         stage_segments="dc",
@@ -260,7 +262,7 @@ def test_a_box_outlives_its_process(tmp_path: Path) -> None:
     assert states == ["runs", "stopped", "gone"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.stat().st_size == FILE_SIZE
     assert [*read_black_boxes(path.parent)] == [3]
-    assert read_black_boxes(path.parent, 12345) == {}  # of another run
+    assert read_black_boxes(path.parent, 12345) == {}  # from another run
 
 
 @given(st.binary(max_size=200) | st.binary(min_size=FILE_SIZE, max_size=FILE_SIZE + 60))
@@ -295,7 +297,7 @@ def test_a_box_goes_to_another_machine_and_back(tmp_path: Path) -> None:
 
 
 def test_a_send_that_failed_blames_its_receiver_of_which_nothing_is_known() -> None:
-    """A send may fail before a receive does, if the other machine has ended."""
+    """A send may fail before any receive, if the other machine has ended."""
     program = compile(schedules.one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     sends = [at for at, instr in enumerate(program.streams[0]) if instr.op in SEND_OPS]
     assert len(sends) == 4

@@ -1,4 +1,4 @@
-"""Hosts that wait themselves, as on CPUs: the checker accepts what they finish, and no more."""
+"""Tests of blocking hosts, as on CPUs: the checker accepts exactly the programs they finish."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OTHER = (
 
 
 def sends(late: bool) -> Program:
-    """A program that sends its second activation before or after it waits for a gradient."""
+    """Return a program that sends its second activation before or after waiting for a gradient."""
     pair = "B 0.0; send_act 0.1" if late else "send_act 0.1; B 0.0"
     first = f"F 0.0; send_act 0.0; F 0.1; recv_grad 0.0; {pair}; recv_grad 0.1; B 0.1"
     return written(f"{first}; reduce_grads 0; step", OTHER, microbatches=2)
@@ -45,7 +45,7 @@ def test_a_send_behind_a_compute_waits_with_it() -> None:
 
 
 def test_a_reduction_that_others_meet_holds_up_the_computes_behind_it() -> None:
-    """The host waits for the reductions before it, and computes nothing meanwhile."""
+    """The host waits for all earlier reductions, and computes nothing meanwhile."""
     ends = "reduce_grads {0}{1}; reduce_tied {0}{1}"
     first, last = (f"{ends}; step 1".format(rank, ".1") for rank in (0, 1))
     program = written(
@@ -64,8 +64,8 @@ def test_a_reduction_that_others_meet_holds_up_the_computes_behind_it() -> None:
     assert began == [backward, backward + 5]
 
 
-# Stages 0 and 2 on one rank: the message of tp_gather_act 2.0 depends on what tp_scatter_act 0.0
-# cuts.
+# Stages 0 and 2 are on one rank. The message of tp_gather_act 2.0 depends on the slices of
+# tp_scatter_act 0.0.
 BEHIND = written(
     "F 0.0; tp_scatter_act 0.0; send_act 0.0; recv_act 2.0; tp_gather_act 2.0; F 2.0; "
     "tp_scatter_act 2.0; send_act 2.0",
@@ -90,7 +90,7 @@ def test_a_gather_holds_up_gathers_and_hosts_and_no_computes() -> None:
 
 
 def moved(program: Program, rank: int, what: str, ahead: str) -> Program:
-    """A gather, with its receive, ahead of another instruction."""
+    """Move a gather, with its receive, before another instruction."""
     lists = [[*map(str, stream)] for stream in program.streams]
     own = lists[rank]
     at = own.index(what)
@@ -100,11 +100,11 @@ def moved(program: Program, rank: int, what: str, ahead: str) -> Program:
 
 
 def finishes(program: Program) -> bool:
-    """Whether hosts that make one call after the other come to the end, under `per_edge`.
+    """Return whether hosts that make one call after the other finish, under `per_edge`.
 
-    Transfers and reductions are begun; a compute waits for the messages that bring what it takes
-    in and take away what its slot held, and a reduction with partners for those before it; that of
-    two holders has only replicas to wait for.
+    Transfers and reductions are only started. A compute waits for the messages of its inputs, and
+    for those that empty its slot. A reduction with partners waits for earlier reductions. That of
+    two holders waits only for replicas.
     """
     machine = Machine(program, "per_edge", Costs())
     machine.run()  # fills its tables
@@ -112,7 +112,7 @@ def finishes(program: Program) -> bool:
     begun: set[tuple[int, int]] = set()
 
     def arrived(rank: int, k: int) -> bool:
-        """A transfer or collective has all its sides."""
+        """Return whether all sides of a transfer or collective have started."""
         return all(side in begun for side in machine._partners(rank, lists[rank][k]))
 
     def may(rank: int, k: int) -> bool:
@@ -148,7 +148,7 @@ def test_checker_equals_hosts_that_wait(slots: bool) -> None:
         program = any_legal(seed)
         if seed % 2:
             program = reordered(program, rng)
-        else:  # gathers ahead of what their messages may wait for
+        else:  # gathers before instructions that their messages may wait for
             program = start_gathers_early(post_receives_early(program, "per_edge", 3), 3)
         program = with_slots(program, rng) if slots else program
         if refusal(program, "per_edge"):

@@ -1,4 +1,4 @@
-"""How short any schedule can be: told of every schedule, and of none where it is unknown."""
+"""Tests that commands print the bound on all schedules, and no bound where it is unknown."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], na
 
 
 def test_what_is_proved_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """One rank is never idle, whatever it does."""
+    """A single rank is never idle."""
     told = run_command(capsys, "simulate", "gpipe", "--ranks=1")
     assert "is shorter than 6: proved shortest\n" in told
     assert facts(capsys, "simulate", "gpipe", "--ranks=1")["gap"] == 0
@@ -81,10 +81,10 @@ def test_nothing_is_said_where_nothing_is_known(capsys: pytest.CaptureFixture[st
     for source in ("dualpipe", "forward_only"):
         assert "no schedule" not in run_command(capsys, "simulate", source)
         assert facts(capsys, "simulate", source)["bound"] is None
-    # Of a run as it is: what its instructions cost is not known, nor that costs explain it.
+    # A measured run has no bound, since the costs of its instructions are unknown.
     assert "no schedule" not in run_command(capsys, "simulate", str(RUN))
     assert facts(capsys, "simulate", str(RUN))["gap"] is None
-    # Its program at costs that are said is a prediction.
+    # Its program at given costs is a prediction.
     run = load_timeline(RUN)
     row = facts(capsys, "simulate", str(RUN), "--costs=F=1,B=2")
     bound = compute_program_bound(run.program, Costs(F=1, B=2))
@@ -100,7 +100,7 @@ def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
         gain = None if row["bound"] is None else 1 - row["bound"] / row["span"]
         assert cells[6] == ("-" if gain is None else f"{gain:.1%}" if gain > 1e-9 else "none")
     half = compute_program_bound(run_of("zb_v").program, Costs(F=0.5, I=0.5, W=0.5))
-    assert half is not None and rows[1]["bound"] == half.value  # of half a rank
+    assert half is not None and rows[1]["bound"] == half.value  # half of a rank's costs
     for row in facts(capsys, "recommend", "--ranks=4", "--microbatches=8", SAID):
         assert (row["bound"] is None) == (row["parameters_held"] > 1)
         assert row["bound"] is None or row["bound"] <= row["span"] * (1 + 1e-9)
@@ -116,7 +116,7 @@ def test_bytes_are_the_memory_where_they_are_said(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
 def test_what_messages_take_is_memory_that_others_may_use(name: str) -> None:
-    """What is found in the memory that is told of a run is no shorter than is told of it."""
+    """A schedule found within a run's memory is no shorter than the bound of that run."""
     shape = PipelineShape(ranks=2, microbatches=7)
     costs = Costs(F=(1.7, 1.65), I=(0.94, 0.73), W=1)
     sizes = Sizes(activation=0.1, saved=1, deferred_wgrad=0.5, model_states=(0, 0.2))
@@ -141,7 +141,7 @@ def zoo() -> list[str]:
 @pytest.mark.parametrize("costs", [Costs(F=1, B=2), Costs(F=2, I=2, W=1, send=0.3)])
 @pytest.mark.parametrize("name", zoo())
 def test_no_advice_promises_more_than_can_be(name: str, costs: Costs) -> None:
-    """Of what changes the order alone: not the stages, their costs, nor how much is held."""
+    """This holds for advice that changes only the order, not stages, costs or memory."""
     run = run_of(name, costs)
     shape, program = run.program.shape, run.program
     priced = fill_missing_backwards(costs, program)
@@ -187,7 +187,7 @@ def test_explain_of_a_run_bounds_its_simulation(
     assert bound is not None and row["bound"] == bound.value
     assert row["gap"] == pytest.approx(row["simulated_span"] / bound.value - 1)
     spans = run.spans.copy()
-    spans["end"][run.critical_path[-1]] += 1  # no mean explains that
+    spans["end"][run.critical_path[-1]] += 1  # mean costs do not explain this
     schedir.save_timeline(replace(run, spans=spans), tmp_path / "x.timeline")
     told = run_command(capsys, "explain", str(tmp_path / "x.timeline"))
     assert "no advice: a simulation" in told and "another order" not in told

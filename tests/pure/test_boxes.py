@@ -1,4 +1,4 @@
-"""Runs of a tensor's numbers, as boxes."""
+"""Tests of boxes for ranges of a tensor's elements."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""Causes of idleness: each interval has one, and together they are all the idle time."""
+"""Tests that each idle interval has one cause, and that together they are all the idle time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAITS = (IdleCause.WARMUP, IdleCause.COOLDOWN, IdleCause.PEER, IdleCause.IMBALAN
 
 
 def covers(timeline: Timeline) -> None:
-    """By rank: intervals and work together are the span, each moment once."""
+    """Assert that on each rank idle intervals and work cover the span exactly once."""
     idle, spans = idleness(timeline), timeline.spans
     second = timeline.is_second_of_pair
     for rank in range(timeline.ranks):
@@ -60,16 +60,18 @@ def test_intervals_are_all_the_idle_time(
     )
     covers(timeline)
     idle, spans = idleness(timeline), timeline.spans
-    assert (sum_by_cause(idle, timeline.ranks).sum(1) == timeline.idle).all()  # whole costs: exact
+    assert (
+        sum_by_cause(idle, timeline.ranks).sum(1) == timeline.idle
+    ).all()  # exact, since costs are whole numbers
     assert not (idle["cause"] == IdleCause.HOST).any()
     work = np.flatnonzero(spans["lane"] == Lane.COMPUTE)
-    last = {int(spans["rank"][k]): k for k in work}  # of each rank
+    last = {int(spans["rank"][k]): k for k in work}  # the last work of each rank
     for one in idle:
         awaited = spans[one["awaits"]]
         if one["awaits"] < 0:
             assert one["cause"] in (IdleCause.COOLDOWN, IdleCause.IMBALANCE)
             assert one["start"] >= spans["end"][last[one["rank"]]]
-        elif one["cause"] in WAITS:  # work elsewhere, which has not ended
+        elif one["cause"] in WAITS:  # waits for work on another rank that has not ended
             assert awaited["rank"] != one["rank"] and awaited["lane"] == Lane.COMPUTE
             assert awaited["end"] >= one["end"]
         elif one["cause"] == IdleCause.REDUCTION:
@@ -86,7 +88,7 @@ def test_intervals_are_all_the_idle_time(
 def test_measured_times_that_nothing_explains(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
-    """Work that ends early, and clocks that differ: what is left over is the host's."""
+    """Work ends early and clocks differ, and the unexplained time is attributed to the host."""
     timeline = schedir.simulate(
         lower(draft), data.draw(costs(draft.shape)), progress_model=progress_model
     )
@@ -100,13 +102,13 @@ def test_measured_times_that_nothing_explains(
 
 
 def causes(timeline: Timeline) -> dict[IdleCause, list[float]]:
-    """Causes that are there, with the idle time of each rank."""
+    """Return the causes that occur, with the idle time of each rank."""
     table = sum_by_cause(idleness(timeline), timeline.ranks)
     return {c: table[:, c].round(9).tolist() for c in IdleCause if table[:, c].any()}
 
 
 def test_an_even_pipeline_fills_and_drains() -> None:
-    """1F1B: (P-1)(F+B) on every rank; the fill is what comes before the first backward."""
+    """1F1B is idle for (P-1)(F+B) on every rank. The warmup ends at the first backward."""
     timeline = schedir.simulate(schedir.compile(one_f_one_b, PipelineShape(4, 8)), Costs(F=1, B=2))
     assert causes(timeline) == {IdleCause.WARMUP: [6, 5, 4, 3], IdleCause.COOLDOWN: [3, 4, 5, 6]}
 
@@ -124,7 +126,7 @@ def test_messages_reductions_and_steps() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), dp=2, clip_grad_norm=True)
     costs = Costs(F=1, B=2, send=0.25, reduce_grads=4, reduce_norm=0.5, step=1)
     found = causes(schedir.simulate(program, costs))
-    # Rank 1 waits for the first activation, then computes; rank 0 for each gradient.
+    # Rank 1 waits for the first activation and then computes. Rank 0 waits for each gradient.
     assert found[IdleCause.REDUCTION] == [4.5, 4.5]
     assert found[IdleCause.WARMUP] == [2.25, 1]
     assert found[IdleCause.MESSAGE][1] == 0.25
@@ -132,7 +134,10 @@ def test_messages_reductions_and_steps() -> None:
 
 
 def test_sums_of_pieces_and_of_shared_sequences() -> None:
-    """A sum that a piece waits for is no message; what is summed over the sequence is reduced."""
+    """Waiting for the sum of a segment is not waiting for a message.
+
+    Sums of sequence parallelism count as reductions.
+    """
     program = schedir.compile(gpipe, PipelineShape(1, 2), tp=2, stage_segments="fg")
     timeline = schedir.simulate(program, Costs(tp_reduce=1.5))
     assert causes(timeline) == {IdleCause.SUM: [2 * 2 * 1.5]}
@@ -160,7 +165,7 @@ def test_nothing_is_idle_alone() -> None:
     assert not len(idleness(schedir.simulate(schedir.compile(gpipe, PipelineShape(1, 3)))))
 
 
-# ---------------------------------------------------------------- what a run is judged by
+# ---------------------------------------------------------------- quality measures of a run
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), HOW)
@@ -179,22 +184,22 @@ def test_gaps_are_those_for_which_nothing_is_missing() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), progress_model="per_edge")
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), progress_model="per_edge")
     spans = timeline.spans.copy()
-    for instr, late in (("F 0.1", 0.25), ("B 1.1", 0.5)):  # and all that comes after
+    for instr, late in (("F 0.1", 0.25), ("B 1.1", 0.5)):  # delays it and all later instructions
         of = [str(timeline.graph.index.locate(k)[2]) for k in range(len(spans))]
         after = spans["start"] >= spans["start"][of.index(instr)]
         spans["start"][after] += late
         spans["end"][after] += late
     gaps = find_ready_gaps(replace(timeline, spans=spans))
-    # Rank 0: F F, then B waits for its message, B for another, and step.  Rank 1: F B, where F has
-    # made all that B needs, F, B, step.
+    # Rank 0 runs F and F, then B waits for its message, B for another, and then step. Rank 1 runs
+    # F, B, F, B and step, where each B needs only its F.
     assert sorted(gaps.tolist()) == [0.0, 0.0, 0.0, 0.0, 0.25, 0.5]
 
 
 def test_exposed_transfers_are_those_of_the_steady_phase() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), progress_model="per_edge")
-    # Rank 0 is steady from 5 to 8 and never waits there; rank 1 from 2.5 to 9.5, and waits for
-    # its third forward from 7.5 on: of which half a unit the message is under way.
+    # Rank 0 is in steady state from 5 to 8 and never waits there. Rank 1 is from 2.5 to 9.5, and
+    # waits before its third forward from 7.5 on, for half a unit while the message is on its way.
     assert compute_exposed_share(timeline) == pytest.approx(0.5 / (3 + 7))
     assert (
         compute_exposed_share(schedir.simulate(program, Costs(F=1, B=2), progress_model="per_edge"))

@@ -1,4 +1,4 @@
-"""Calibration: costs come back from how ranks note them, and predict the same run."""
+"""Tests of calibration: it finds the costs of a run, and these predict the same run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_simulated_costs_come_back() -> None:
 
 
 def test_a_step_costs_each_rank_its_own_time() -> None:
-    """Of ranks with different steps none is predicted to take the mean of them."""
+    """When ranks take different times for a step, none is predicted to take their mean."""
     given = replace(GIVEN, step=(1, 2, 5, 5))
     for schedule, shape in ((gpipe, PipelineShape(4, 4)), (interleaved, PipelineShape(2, 4, 2))):
         program = schedir.compile(schedule, shape)
@@ -73,7 +73,7 @@ def test_what_is_not_there_costs_nothing() -> None:
 
 
 def test_nothing_costs_less_than_it_took() -> None:
-    """Though its messages took much less than most, what they are for did not."""
+    """This holds even where a stage's messages took much less time than those of others."""
     given = Costs(F=1, B=2, send=(1, 50, 50, 50))
     program = schedir.compile(one_f_one_b, PipelineShape(4, 8))
     found = calibrate(schedir.simulate(program, given, progress_model="per_edge"))
@@ -95,7 +95,7 @@ def test_stages_may_differ_in_how_they_run_backward() -> None:
 
 
 def again(run: Timeline) -> Timeline:
-    """A run as its own costs predict it."""
+    """Return the prediction of a run from its own costs."""
     return schedir.simulate(
         run.program,
         calibrate(run),
@@ -106,7 +106,7 @@ def again(run: Timeline) -> Timeline:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
-    """Programs of the zoo and random ones, at uneven costs, with messages from none to long."""
+    """Draw a built-in or random program and uneven costs, with messages from free to long."""
     tp, clip = draw(st.sampled_from([1, 2])), draw(st.booleans())
     if draw(st.booleans()):
         draft = draw(compute_programs())
@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
         few = least(schedule, ranks)
         shape = shape_of(schedule, ranks, ranks * draw(st.integers(-(-few // ranks), 5)))
         draft, tp = schedir.expand_schedule(schedule, shape), 1 if schedule in TWO_WAY else tp
-    # With a time of its own, a pair takes the same with whatever backward it has.
+    # A pair with its own cost takes the same time with either kind of backward.
     pair = tuple(map(float, draw(st.lists(st.integers(2, 9), min_size=1)))) * draft.shape.stages
     given = replace(
         draw(costs(draft.shape)),
@@ -142,7 +142,7 @@ def test_who_looks_late_changes_no_prediction(case: tuple[Program, Costs]) -> No
 @settings(max_examples=50)
 @given(cases())
 def test_the_hosts_time_is_counted_where_it_is_lost(case: tuple[Program, Costs]) -> None:
-    """But for that before the first instruction of all, which nobody sees."""
+    """Only the host's time before the very first instruction cannot be seen."""
     run = measured(*case, host=0.25)
     assert again(run).span == pytest.approx(run.span, abs=0.25 + 1e-9)
 
@@ -150,7 +150,7 @@ def test_the_hosts_time_is_counted_where_it_is_lost(case: tuple[Program, Costs])
 @settings(max_examples=50)
 @given(cases(), st.lists(st.floats(0, 1e-3), min_size=8, max_size=8))
 def test_clocks_that_differ_a_little(case: tuple[Program, Costs], ahead: list[float]) -> None:
-    """What one direction gains by them, the other loses; a rank's own times are its clock's."""
+    """One direction gains by a clock difference what the other loses."""
     run = measured(*case, clocks=np.array(ahead))
     assert again(run).span == pytest.approx(run.span, abs=1e-3 * (len(run.critical_path) + 1))
 
@@ -158,7 +158,7 @@ def test_clocks_that_differ_a_little(case: tuple[Program, Costs], ahead: list[fl
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 @pytest.mark.parametrize(("tp", "send"), [(1, 0.1), (2, 0.1), (1, 20.0), (2, 2.0)])
 def test_hosts_that_wait_themselves(schedule: Schedule, tp: int, send: float) -> None:
-    """They come late to a message, as late as a compute may take, and so does the simulation."""
+    """Such hosts reach a message late, by up to a compute, and the simulation does the same."""
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     tp = 1 if schedule in TWO_WAY else tp
     uneven = tuple(2 + 0.5 * (s % 3) for s in range(shape.stages))
@@ -172,19 +172,19 @@ def test_hosts_that_wait_themselves(schedule: Schedule, tp: int, send: float) ->
 
 
 def test_messages_that_nobody_waits_for_cost_nothing() -> None:
-    """Stages 0 and 2 on one rank, which is never without work, as on two processes."""
+    """Stages 0 and 2 are on one rank, which always has work."""
     shape = PipelineShape(2, 8, placement=(0, 1, 0))
     program = schedir.compile(looped_bfs, shape, progress_model="per_edge")
     given = Costs(F=(2, 2, 3), B=(4, 4, 5), send=0.05, step=1)
     run = measured(program, given, host=0.02)
     sends = run.spans[np.isin(run.spans["op"], SEND_OPS)]
-    assert np.median(sends["end"] - sends["start"]) > 5  # as they are seen
+    assert np.median(sends["end"] - sends["start"]) > 5  # the measured duration
     assert np.max(calibrate(run).specified["send"]) <= 0.05 + 1e-9
     assert again(run).bubble == pytest.approx(run.bubble, abs=0.01)
 
 
 def test_one_late_message_does_not_make_all_late() -> None:
-    """What it took longer is counted with the instruction that waited for it."""
+    """The extra time of the late message is counted with the instruction that waited for it."""
     program = schedir.compile(one_f_one_b, PipelineShape(3, 8), progress_model="per_edge")
     given = Costs(F=2, B=4, send=0.5)
     run = measured(program, given)
@@ -206,7 +206,7 @@ def test_a_bubble_is_called_predicted_where_the_step_was() -> None:
 
 
 def test_what_a_prediction_counts_as_work_is_said() -> None:
-    """A host that takes a tenth of each compute: the bubble is larger than the predicted one."""
+    """The host takes a tenth of each compute, so the bubble is larger than predicted."""
     program = schedir.compile(gpipe, PipelineShape(2, 4))
     run = measured(program, Costs(F=10, B=10), "per_device", host=1.0)
     predicted = again(run)
@@ -219,7 +219,7 @@ def test_what_a_prediction_counts_as_work_is_said() -> None:
 
 
 def test_what_a_prediction_hides_costs_what_it_costs() -> None:
-    """Nobody waits for these copies nor messages, and where there are more of them somebody may."""
+    """No rank waits for these copies and messages, but with more of them a rank may wait."""
     costs = Costs(
         F=1, B=2, send=0.125, offload=0.875, reload=0.75, offload_to_disk=0.5, reload_from_disk=0.25
     )

@@ -1,4 +1,4 @@
-"""Certified optima: half of them are in no zoo, and no bound is above one."""
+"""Tests of certified optima, half of which no built-in schedule has, and of bounds."""
 
 from collections import Counter
 from functools import cache
@@ -42,7 +42,7 @@ SLOW = "4x4 v=2 vee k=10 split span"  # takes as long as all others together
 
 @pytest.mark.parametrize("case", [case for case in SMALL if ALL or str(case) != SLOW], ids=str)
 def test_a_search_finds_the_optimum(case: Case) -> None:
-    """As orders are counted: in a simulation messages queue, and may make it longer."""
+    """The time is that of the order alone. In a simulation, queues of messages may delay it."""
     found = search_schedule(
         case.shape, case.costs, case.sizes, case.limit, max_in_flight=case.in_flight,
         objective=case.objective, split_backward=case.split, time_limit=100,

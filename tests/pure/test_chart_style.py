@@ -1,4 +1,4 @@
-"""How charts look: titles, palettes, colours, the time axis, and what fits a narrow one."""
+"""Tests of the look of charts: titles, palettes, colours, the time axis, and narrow charts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def timeline(schedule: Schedule = one_f_one_b, m: int = 8, **cost: float) -> Tim
 
 
 def faces(figure: Figure) -> set[str]:
-    """The colours of the boxes."""
+    """Return the colours of the boxes."""
     return {to_hex(face) for face in np.asarray(figure.axes[0].collections[2].get_facecolor())}
 
 
@@ -68,9 +68,9 @@ def test_what_stands_above_a_chart_does_not_overlap(width: Any, title: str | Non
     run = timeline(interleaved, m=16)
     axes = gantt(run, width=width, title=title).axes[0]
     figure = axes.figure
-    figure.dpi = 200  # as it is saved
+    figure.dpi = 200  # the resolution of saved files
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that the font does not have
+        warnings.simplefilter("ignore")  # the font lacks some letters
         boxes = [t.get_window_extent() for t in (axes._left_title, axes._right_title)]  # type: ignore[attr-defined]
     left, right = boxes
     assert left.x1 <= (right.x0 if axes.get_title("right") else figure.bbox.x1)
@@ -104,7 +104,7 @@ def test_palettes_and_colours() -> None:
 
 
 def test_white_boxes_are_seen_on_paper() -> None:
-    """They have an outline, and so has what the legend says of them."""
+    """White boxes have an outline, and so have their legend entries."""
     for fill, edge in (("white", IDLE_COLOR), ("#fdfdfd", IDLE_COLOR), ("skyblue", "white")):
         figure = gantt(timeline(), colours={"F": fill})
         boxes: Any = figure.axes[0].collections[2]
@@ -123,7 +123,7 @@ def test_the_bright_palette_is_told_apart_by_hue() -> None:
 def test_the_time_axis() -> None:
     axes = gantt(timeline(), axis="microseconds", time=(10, 20)).axes[0]
     assert axes.get_xlabel() == "microseconds" and axes.get_xlim() == (10, 20)
-    for text in axes.texts:  # none stands outside
+    for text in axes.texts:  # no text is outside
         assert 10 <= text.get_position()[0] <= 20
     axes = gantt(timeline(), axis="none").axes[0]
     assert axes.get_xlabel() == "" and not axes.spines["bottom"].get_visible()

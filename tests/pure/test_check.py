@@ -1,4 +1,4 @@
-"""What the checker refuses, and what it must not."""
+"""Tests of which programs the checker refuses, and which it must accept."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def zb(r: int, P: int, m: int) -> RankSchedule:
 
 
 def edited(program: Program, *edits: tuple[str, str]) -> Program:
-    """The program with its flat text edited: each pattern must be there."""
+    """Edit the flat text of a program with patterns, each of which must match."""
     text = to_text(program, folded=False)
     for old, new in edits:
         assert re.search(old, text, re.M), old
@@ -182,7 +182,7 @@ def test_deadlock_names_the_cycle() -> None:
 
 
 def chain(program: Program, **how: object) -> list[str]:
-    """Who waits for what in the cycle of a deadlock under `per_edge`."""
+    """Return which instruction waits for which in the cycle of a deadlock under `per_edge`."""
     with pytest.raises(DeadlockError) as caught:
         check(program, "per_edge", **how)  # type: ignore[arg-type]
     links = caught.value.cycle
@@ -192,7 +192,7 @@ def chain(program: Program, **how: object) -> list[str]:
 
 
 def test_two_groups_that_are_there_do_not_wait_for_each_other() -> None:
-    """Each waits for another message of its own, and so it is that which the cycle names."""
+    """Each group waits for another of its messages, and the cycle names that message."""
     groups = written(
         "F 0.0; send_act 0.0; F 0.1; send_act 0.1 & recv_act 3.0; F 3.0; B 3.0; recv_act 3.1;"
         "send_grad 3.0; F 3.1; B 3.1; reduce_grads 3; send_grad 3.1 & recv_grad 0.1; recv_grad 0.0;"
@@ -206,7 +206,7 @@ def test_two_groups_that_are_there_do_not_wait_for_each_other() -> None:
 
 
 def test_a_group_waits_for_what_stands_before_any_of_it() -> None:
-    """The group on rank 1 has its gradient, but a receive stands before its other message."""
+    """The group on rank 1 has its gradient, but a receive precedes its other message."""
     program = written(
         "F 0.0; send_act 0.0; F 0.1; F 0.2; send_act 0.2; recv_grad 0.0; B 0.0; recv_grad 0.1;"
         "B 0.1; recv_grad 0.2; B 0.2; reduce_grads 0; send_act 0.1; step",
@@ -243,13 +243,13 @@ rank 1
 
 
 def test_who_lacks_something_does_not_wait_for_who_is_first() -> None:
-    """Sides of one message, each in a group that has not all it needs, do not make a cycle."""
+    """Two sides of one message, each in a group that lacks another input, are not a cycle."""
     steps = chain(from_text(LACKING.strip() + "\n"), host_device_sync=True)
     assert "send_grad 2.0 < recv_grad 1.0" not in steps and len(steps) > 2
 
 
 def naive(program: Program) -> Program:
-    """Receive, compute, send: how 1F1B is written by hand, around every compute."""
+    """Put the receives of each compute before it and its sends after it, as hand-written 1F1B."""
     lowered = lower(program)
     streams = []
     for stream in lowered.streams:
@@ -288,7 +288,7 @@ def test_receives_swapped_on_one_edge_are_a_deadlock() -> None:
 
 
 def _swap(program: Program) -> Program:
-    """Rank 1 receives microbatches 1 and 2 the wrong way round, both before their use."""
+    """Make rank 1 receive microbatches 1 and 2 in the wrong order, both before their use."""
     own = [i for i in program.streams[1] if str(i) not in ("recv_act 1.1", "recv_act 1.2")]
     two = [i for i in program.streams[1] if str(i) in ("recv_act 1.1", "recv_act 1.2")]
     return replace(
@@ -297,13 +297,13 @@ def _swap(program: Program) -> Program:
 
 
 def test_two_ranks_with_both_neighbours_the_same() -> None:
-    """P=2, v=2: the previous and the next rank are one peer; messages are told apart."""
+    """With P=2 and v=2, one peer is both the previous and the next rank. Messages differ anyway."""
     for model in MODELS:
         check(compile(interleaved, PipelineShape(2, 4, 2), progress_model=model), model)
 
 
 def test_ring_of_groups_is_legal() -> None:
-    """Each rank sends to the next and receives from the one before, as one: no cycle."""
+    """Each rank groups a send to the next rank with a receive from the previous one: no cycle."""
     text = """schedir 1
 program ring
 ranks 3  microbatches 3  stages_per_rank 2  placement loop

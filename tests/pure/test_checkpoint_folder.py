@@ -1,4 +1,4 @@
-"""The folder of checkpoints: whole or not there, whenever who writes ends, and whatever is read."""
+"""Tests that checkpoints in a folder are complete or absent, whenever their writer ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DATA = bytes(range(32))
 
 
 def fill(path: Path, step: int, note: str = "") -> Manifest:
-    """Two files of a checkpoint, and what its manifest says."""
+    """Write two files of a checkpoint, and return its manifest."""
     files, stored = {}, []
     for k, name in enumerate(("__0_0.distcp", "__1_0.distcp")):
         data = DATA + f"{step} {k} {note}".encode()
@@ -75,7 +75,7 @@ def test_what_is_saved_is_read(folder: CheckpointDirectory) -> None:
     } and read.assign_files(2, 3) == []
 
 
-# Ends
+# Interrupted writers
 
 
 def test_what_cannot_be_removed_is_said(
@@ -129,7 +129,7 @@ def test_no_room_for_the_manifest_leaves_nothing_but_what_was(folder: Checkpoint
 
 def test_what_is_not_all_there_is_not_finished(folder: CheckpointDirectory) -> None:
     manifest = fill(folder.begin(1), 1)
-    with pytest.raises(CheckpointError, match="of its 8 elements"):  # a process told of no boxes
+    with pytest.raises(CheckpointError, match="of its 8 elements"):  # a process reported no slices
         folder.finish(replace(manifest, slices=manifest.slices[:1]))
     strange: list[Any] = [{1: 2}, {"x": float("nan")}, {"x": object()}]
     for state in strange:
@@ -142,7 +142,7 @@ def test_what_is_not_all_there_is_not_finished(folder: CheckpointDirectory) -> N
     assert error.value.file == "__1_0.distcp" and os.listdir(folder.path) == [LOCK_FILE]
 
 
-# Keeping
+# Removal of old checkpoints
 
 
 def test_only_whole_ones_count_and_those_of_others_stay(folder: CheckpointDirectory) -> None:
@@ -153,7 +153,7 @@ def test_only_whole_ones_count_and_those_of_others_stay(folder: CheckpointDirect
     (folder.locate_step(3) / "__0_0.distcp").unlink()
     save(folder, 4, keep=2)
     assert folder.list_steps() == [2, 3, 4]
-    save(folder, 3, keep=1)  # of a run that went back: what it has written is not removed
+    save(folder, 3, keep=1)  # a run that went back does not remove its own checkpoint
     assert folder.list_steps() == [3, 4]
     assert {"step-5", "notes.tmp", "step-00000005.bak"} < {*os.listdir(folder.path)}
     (folder.path / "step-00000009").mkdir()
@@ -180,7 +180,7 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(folder: Checkpoint
         with pytest.raises(CheckpointError) as error:
             folder.begin(6)
         assert f"process {other.pid}" in error.value.fact
-        assert folder.get_unfinished_path(5).is_dir()  # it is alive
+        assert folder.get_unfinished_path(5).is_dir()  # its process is alive
     finally:
         other.kill()
         other.communicate(timeout=30)
@@ -188,7 +188,7 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(folder: Checkpoint
     assert not folder.get_unfinished_path(5).exists()
 
 
-# What is read
+# Reading
 
 
 def test_the_newest_whole_one_and_why_others_are_not(folder: CheckpointDirectory) -> None:
@@ -280,7 +280,7 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reseal(path: Path, change: Any) -> None:
-    """A manifest whose lines are changed, with the digest of these."""
+    """Change the lines of a manifest, and write their new digest."""
     lines = (path / MANIFEST_NAME).read_bytes().splitlines(keepends=True)[:-1]
     changed = b"".join([*change(lines), *lines[len(change(lines)) :]])
     seal = json.dumps({"sha256": hashlib.sha256(changed).hexdigest()}).encode() + b"\n"
@@ -333,7 +333,7 @@ def test_a_manifest_that_lies_is_refused(folder: CheckpointDirectory, old: str, 
 
 @given(st.lists(st.integers(1, 4), max_size=3), st.data())
 def test_boxes_cover_a_tensor_or_do_not(shape: list[int], data: st.DataObject) -> None:
-    """Pieces of its numbers do, in any order; one less, more or twice does not."""
+    """Boxes of all its elements cover it in any order. A missing or double one does not."""
     total = 1
     for length in shape:
         total *= length

@@ -1,4 +1,4 @@
-"""`schedir checkpoint inspect`: what there is, and whether it is whole, without torch."""
+"""Tests of `schedir checkpoint inspect`, which lists and verifies checkpoints without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATE = {"next": 3, "extra": {"settings": {"model.heads": "2", "data.seed": "0"}
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three checkpoints, in a folder that is `run` from here."""
+    """Save three checkpoints in the folder `run` of the current folder."""
     monkeypatch.chdir(tmp_path)
     folder = CheckpointDirectory("run")
     for step in (2, 4, 6):
@@ -65,7 +65,7 @@ def test_a_table_of_all_and_what_the_newest_has(
         (step, "104 B", "by file sizes") for step in "246"
     ]
     assert "--verify reads the files" in out and "\nstep 6\n" in out
-    assert "  program: gpipe?[2J\n" in out  # a terminal takes nothing of it for an order
+    assert "  program: gpipe?[2J\n" in out  # without control characters of terminals
     assert "  [model]: heads 2\n" in out and "  [data]: seed 0\n" in out and "  data: [1]\n" in out
     rows = {line.split("  ")[0].strip(): line.split()[1:] for line in out.splitlines()}
     assert rows["up"] == ["4x2", "bfloat16", "16", "B", "32", "B", "36", "B"]
@@ -82,7 +82,7 @@ def test_what_is_not_whole_is_told_and_passed_over(
     file.write_bytes(b"?" + file.read_bytes()[1:])
     out = run_command(capsys, "checkpoint", "inspect", "run")
     assert f"step 6: step-00000006 is not complete: {MANIFEST_NAME} is missing\n" in out
-    assert "\nstep 4\n" in out  # its sizes are right
+    assert "\nstep 4\n" in out  # its file sizes are right
     assert main(["checkpoint", "inspect", "run", "--verify"]) == 2
     out = capsys.readouterr().out
     assert "step 4: step-00000004 is not complete: __0_0 does not match its digest\n" in out
@@ -123,7 +123,7 @@ def test_it_needs_no_torch_and_no_reader(saved: Path) -> None:
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
     ) as run:
         assert run.stdout is not None and run.stderr is not None
-        run.stdout.close()  # as `| head` does
+        run.stdout.close()  # like `| head`
         assert run.stderr.read() == "" and run.wait() == 0
 
 

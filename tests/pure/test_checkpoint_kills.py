@@ -1,4 +1,4 @@
-"""Checkpoints where a save, or a removal, is killed before any call of the system that it makes."""
+"""Tests of checkpoints when a save or a removal is killed before any of its system calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.pure.test_checkpoint_folder import save
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """In memory, where it is: hundreds of saves would wait for a disk, and nothing here asks it."""
+    """Return a folder in memory if possible, since hundreds of saves would wait for a disk."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=memory) as folder:
         yield Path(folder)
 
 
 def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path) -> None:
-    """Of a save that comes again, with an older one to be removed and a stale one to be tidied."""
+    """A repeated save also removes an older checkpoint and cleans up a stale one."""
     template = CheckpointDirectory(tmp_path / "template")
     for step in (20, 30):
         save(template, step, note="old")
@@ -41,7 +41,7 @@ def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path
         assert found.manifest is not None and found.manifest.step == 30 and not found.skip_reasons
         notes.add(found.manifest.facts["note"])
         assert not ended or found.manifest.facts["note"] == "new"
-        save(place, 40, keep=2)  # who was killed keeps nobody out
+        save(place, 40, keep=2)  # the lock of a killed process does not block others
         assert sorted(os.listdir(place.path)) == [LOCK_FILE, "step-00000030", "step-00000040"]
         place.release()
         shutil.rmtree(place.path)
@@ -51,7 +51,7 @@ def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path
 
 
 def test_killed_while_all_are_removed_there_are_whole_ones_or_none(tmp_path: Path) -> None:
-    """And the newest is there as long as any is."""
+    """The newest checkpoint is there as long as any is."""
     template, left = CheckpointDirectory(tmp_path / "template"), set()
     for step in (20, 30):
         save(template, step)

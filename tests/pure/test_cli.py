@@ -1,4 +1,4 @@
-"""The command line: what it says, what it refuses, and how it ends."""
+"""The command line: its output, its errors and its exit codes."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from schedir import B, F
 def in_pairs(rank, ranks, microbatches):
     return microbatches // 2 * (2 * F + 2 * B)
 """
-# Sends first on both ranks: fine where each direction has its queue, stuck where they share one.
+# Both ranks send first. This finishes if each direction has a queue, and hangs with one queue.
 NARROW = """schedir 1
 program narrow
 ranks 2  microbatches 2
@@ -48,7 +48,7 @@ rank 1
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test starts in a folder of its own, with a schedule file and a program in it."""
+    """Run every test in a new folder that has a schedule file and a program file."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(IN_PAIRS)
     Path("f.sched").write_text(
@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# ---------------------------------------------------------------- as a person types it
+# ---------------------------------------------------------------- the command as a user types it
 
 
 def test_the_command_itself() -> None:
@@ -78,7 +78,8 @@ def test_the_command_itself() -> None:
 
 def test_traces_are_for_import(capsys: pytest.CaptureFixture[str]) -> None:
     Path("traces").mkdir()
-    assert "schedir import" not in run_refused_command(capsys, "explain", "traces")  # it is empty
+    # The folder has no traces yet.
+    assert "schedir import" not in run_refused_command(capsys, "explain", "traces")
     files = ["traces/rank0.json", "traces/rank1.json"]
     for file in files:
         Path(file).write_text("{}")
@@ -133,7 +134,7 @@ def test_a_closed_pipe_is_silent() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "schedir 1\n", "")
 
 
-@pytest.mark.parametrize("command", ["print", "simulate"])  # text, and a table
+@pytest.mark.parametrize("command", ["print", "simulate"])  # one prints text, one a table
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_said(command: str) -> None:
     with open("/dev/full", "w") as full:
@@ -142,9 +143,10 @@ def test_a_full_disk_is_said(command: str) -> None:
     assert done.returncode == 2 and done.stderr.startswith("UsageError: cannot write to standard")
 
 
-@pytest.mark.parametrize("argv", ["print gpipe", "draw gpipe -o x.svg"])  # to stdout, to a file
+# One command writes to standard output, one to a file.
+@pytest.mark.parametrize("argv", ["print gpipe", "draw gpipe -o x.svg"])
 def test_nobody_listens(argv: str) -> None:
-    """Standard output and error are closed from the start: nothing is lost but what they get."""
+    """Commands succeed and write their files if standard output and error are closed."""
     line = f"{sys.executable} -m schedir {argv} >&- 2>&-"
     assert subprocess.run(["bash", "-c", line], env=ENV).returncode == 0
     if argv.endswith(".svg"):
@@ -200,7 +202,7 @@ def _run_on_terminal(stream: str, *argv: str, **env: str) -> tuple[str, str]:
         try:
             while chunk := os.read(ours, 4096):
                 raw += chunk
-        except OSError:  # how a terminal says that its other side is gone
+        except OSError:  # a terminal raises this when the process has closed it
             os.close(ours)
         other = b"".join(pipe.read() for pipe in (child.stdout, child.stderr) if pipe is not None)
         assert child.wait(60) == 0
@@ -215,7 +217,7 @@ def test_colour_is_for_terminals(no_color: str) -> None:
 
 
 def test_progress_is_shown_on_a_terminal_and_removed() -> None:
-    command = ["search", "--costs", "F=1,I=1,W=1"]  # proved in a few milliseconds
+    command = ["search", "--costs", "F=1,I=1,W=1"]  # the search ends in a few milliseconds
     errors, out = _run_on_terminal("stderr", *command, COLUMNS="100")
     assert "lower bound 27: nothing to gain" in errors
     assert errors.endswith("\x1b[2K")  # the line is erased
@@ -233,7 +235,8 @@ def test_a_long_command_shows_that_it_is_at_work(
         monkeypatch.setenv("TTY_COMPATIBLE", "1")
         main(["check", "zb_h1", "--ranks", "32", "--microbatches", "500"])
         assert ("schedir check" in capsys.readouterr().err) == is_terminal
-        main(["studio", "--port", "99999", "--no-browser", "--no-code"])  # it would run for hours
+        # The invalid port ends the command. Otherwise it would run until it is interrupted.
+        main(["studio", "--port", "99999", "--no-browser", "--no-code"])
         assert "\x1b" not in capsys.readouterr().err
 
 
@@ -334,7 +337,7 @@ def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_check_says_that_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
-    """A forgotten B is a program too."""
+    """A program without backwards is legal, but the backwards may have been forgotten."""
     assert "which run forward only," in run_command(capsys, "check", "forward_only")
 
 
@@ -351,7 +354,7 @@ def test_check_of_a_file_names_the_models_that_hold(capsys: pytest.CaptureFixtur
         assert "DeadlockError" in run_refused_command(capsys, argv[0], "narrow.sched", *argv[1:])
 
 
-# A send behind a compute that needs an answer to it: fine where queues move by themselves.
+# A send after a compute that needs the answer to it. Queues that progress without the host finish.
 LATE = """schedir 1
 program late
 ranks 2  microbatches 2
@@ -438,7 +441,7 @@ def test_compare_is_fair(capsys: pytest.CaptureFixture[str], folder: Path) -> No
     assert (folder / "x.png").exists() and out.endswith("wrote x.png\n")
     facts = {fact["program"]: fact for fact in json.loads(run_command(capsys, *argv, "--json"))}
     assert [facts[name]["stages"] for name in ("gpipe", "interleaved")] == [4, 8]
-    # One model: interleaved has the same work, and a bubble half as long.
+    # Both schedules are for one model: interleaved has the same work and half the bubble.
     assert facts["gpipe"]["span"] == 33 and facts["interleaved"]["span"] == 28.5
     assert facts["one_f_one_b"]["peak_activations"] == 4
     assert facts["interleaved"]["peak_activations"] == facts["interleaved"]["peak_in_flight"] / 2

@@ -1,4 +1,4 @@
-"""Clusters: formulas against rings that are walked, links by node, and what fills which cost."""
+"""Clusters: times of collectives and links, and the costs that a cluster fills in."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def cluster(nodes: int = 2, gpus_per_node: int = 4, **more: Any) -> Cluster:
 
 
 def walked(of: Cluster, size: float, processes: list[int], turns: int) -> float:
-    """When rings have gone so many turns, message by message.
+    """Return the time of some turns of a ring collective, by simulating each message.
 
-    One for each way out of a node, which share the bytes, and nvlink; a message starts when what
-    it hands on has come, and its link is free.
+    There is one ring for each link out of a node. The rings divide the bytes and NVLink among them.
+    A message starts when the previous message has arrived and its link is free.
     """
     node = [p // of.gpus_per_node for p in processes]
     rings = min(node.count(n) for n in node) if len({*node}) > 1 else 1
@@ -79,7 +79,7 @@ def walked(of: Cluster, size: float, processes: list[int], turns: int) -> float:
 def test_rings_take_what_their_messages_take(
     nodes: int, each: int, apart: int, size: float, nvlink: float, network: float
 ) -> None:
-    """Any number of members on each node, next to each other or not; nodes one after the other."""
+    """Compare collectives of any number of processes per node with the simulated rings."""
     of = cluster(nodes, each * apart, nvlink_bandwidth=nvlink, network_bandwidth=network)
     ring = [n * each * apart + k * apart for n in range(nodes) for k in range(each)]
     g = len(ring)
@@ -92,9 +92,9 @@ def test_rings_take_what_their_messages_take(
 
 def test_formulas_of_one_gpu() -> None:
     of = cluster(host_bandwidth=12e9, disk_bandwidth=2e9)
-    assert of.gemm_time(4096, 4096, 4096) == 2 * 4096**3 / 300e12  # bound by compute
-    assert of.gemm_time(4096, 1, 4096) == 2 * (4096**2 + 2 * 4096) / 2e12  # by memory
-    assert of.gemm_time(1, 1, 1) == 5e-6 == of.elementwise_time(2)  # by the host
+    assert of.gemm_time(4096, 4096, 4096) == 2 * 4096**3 / 300e12  # limited by compute
+    assert of.gemm_time(4096, 1, 4096) == 2 * (4096**2 + 2 * 4096) / 2e12  # limited by memory
+    assert of.gemm_time(1, 1, 1) == 5e-6 == of.elementwise_time(2)  # limited by the launch
     assert of.elementwise_time(2e9) == 1e-3
     assert of.host_transfer_time(12e9) == 1 + 1e-5 and of.disk_transfer_time(2e9) == 1 + 1e-5
     assert of.send_time(3e9, 0, 3) == 0.01 + 1e-5 and of.send_time(2e9, 3, 4) == 0.1 + 1e-5
@@ -110,7 +110,7 @@ def test_formulas_of_one_gpu() -> None:
 
 @pytest.mark.parametrize("processes", [0, 9, -1, [], [0, 8], [-1, 0], [1, 1]])
 def test_groups_are_processes_of_the_cluster(processes: Any) -> None:
-    of = cluster()  # of 8
+    of = cluster()  # 8 processes
     for collective in (
         of.all_gather_time,
         of.reduce_scatter_time,
@@ -127,11 +127,11 @@ def test_groups_are_processes_of_the_cluster(processes: Any) -> None:
     assert caught.value.fields == ("size",)
 
 
-# ---------------------------------------------------------------- what fills costs
+# ---------------------------------------------------------------- filling in costs
 
 
 def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:
-    """Of four ranks on two nodes stage 1 sends to the other node, and stage 2 back."""
+    """Four ranks are on two nodes. Stage 1 sends to the other node, and stage 2 sends back."""
     costs = cluster(2, 2).fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, B=2))
     near, far = 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 20e9
     assert costs.send == pytest.approx((near, far, far, near))
@@ -142,7 +142,7 @@ def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:
 
 
 def test_slices_and_replicas() -> None:
-    """Slices stand side by side, then ranks, then replicas: so a replica is on a node each."""
+    """Processes are numbered by tensor-parallel rank, then rank, then replica."""
     of = cluster(3, 8)
     costs = of.fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
     assert costs.send == pytest.approx(1e-5 + 30e6 / 300e9)
@@ -151,13 +151,14 @@ def test_slices_and_replicas() -> None:
     assert costs.reduce_grads == pytest.approx(of.all_reduce_time(4e9, range(0, 24, 8)))
     beside = cluster(4, 6).fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
     assert beside.reduce_grads == pytest.approx(cluster(4, 6).all_reduce_time(4e9, [0, 8, 16]))
-    assert beside.send == pytest.approx(1e-5 + 30e6 / 20e9)  # each crosses in some replica
+    # In some replica, each boundary is between two nodes.
+    assert beside.send == pytest.approx(1e-5 + 30e6 / 20e9)
 
 
 def test_a_mesh_says_where_processes_are() -> None:
-    """Replicas side by side, and then ranks, as Megatron-LM has them."""
+    """A mesh gives other places to processes: here replicas are adjacent, as in Megatron-LM."""
     of, told = cluster(2, 4), Costs(F=1, I=1, W=1)
-    mesh = np.arange(8).reshape(2, 4, 1).swapaxes(0, 1)  # by replica, rank and slice
+    mesh = np.arange(8).reshape(2, 4, 1).swapaxes(0, 1)  # [replica, rank, tensor-parallel rank]
     costs = of.fill_costs(PipelineShape(2, 8), SIZES, told, dp=4, mesh=mesh)
     assert costs.reduce_grads == pytest.approx(of.all_reduce_time(4e9, 4))
     assert costs.send == pytest.approx(1e-5 + 60e6 / 20e9)
@@ -177,7 +178,7 @@ def test_bytes_of_each_stage_and_microbatch() -> None:
 
 
 def test_holders_and_stages_beside_each_other() -> None:
-    """What stays on a rank sends nothing; a stage with two holders sums over both."""
+    """Adjacent stages on one rank send nothing. Stage replicas reduce over their ranks."""
     near = cluster(1, 2).fill_costs(
         PipelineShape(2, 4, placement=(0, 0, 1)), SIZES, Costs(F=1, B=1)
     )
@@ -195,7 +196,8 @@ def test_what_is_told_stays(names: set[str]) -> None:
     found = cluster(2, 4).fill_costs(PipelineShape(2, 4), SIZES, told, tp=2, dp=2)
     for name, cost in told.specified.items():
         assert getattr(found, name) == cost
-    assert found.reduce_tied is None and found.B is None  # nobody knows; I + W
+    # The size of tied weights is unknown. B follows from I and W.
+    assert found.reduce_tied is None and found.B is None
     assert {"send", "step", "reduce_grads", "tp_gather"} - names <= {
         name for name, cost in found.specified.items() if cost
     }
@@ -218,7 +220,7 @@ def test_only_what_is_filled_needs_bytes() -> None:
     "told", [{}, {"F": 1}, {"B": 2}, {"F": 1, "I": 1}, {"F": 1, "B": 2, "I": 1}]
 )
 def test_compute_must_be_told(told: set[str]) -> None:
-    """A cost of 1 that nobody told would be a second."""
+    """Costs of compute are required, because a default of 1 would mean a second."""
     with pytest.raises(CostsError):
         cluster(1, 2).fill_costs(PipelineShape(2, 4), SIZES, Costs(**dict.fromkeys(told, 1.0)))
 
@@ -302,7 +304,7 @@ def _shape(command: str) -> list[str]:
 
 @pytest.mark.parametrize("command", FIVE)
 def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In words and, where there are any, in numbers; and it is what they predict by."""
+    """Commands print the costs that the cluster fills in, and simulate with them."""
     of = load_cluster(ROOT / "examples" / "selene.toml")
     costs = of.fill_costs(PipelineShape(4, 4), SIZES, Costs(F=0.01, B=0.02, send=1e-3), tp=2, dp=2)
     told = "--costs=F=0.01,B=0.02,send=1e-3"
@@ -322,7 +324,7 @@ def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture
 def test_a_program_in_a_file_brings_its_groups(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """tp and dp, which nobody says beside it."""
+    """A program file has tp and dp, so the command needs no options for them."""
     told = "--costs=F=0.01,B=0.02"
     file, shape = str(tmp_path / "zb_h1.sched"), _shape("simulate")
     run_command(capsys, "print", "zb_h1", *shape[2:8], "-o", file)

@@ -1,4 +1,4 @@
-"""Cluster files that are written: read back they are the same, and there whole or not at all."""
+"""Tests that written cluster files are read as the same Cluster, and are complete or absent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = st.just(0.0) | st.floats(MIN_RATE, 1e3)
 
 
 def numbers(name: str) -> st.SearchStrategy[float]:
-    """What a field takes."""
+    """Return a strategy for the values of a field."""
     if name in ("nodes", "gpus_per_node", "num_sms", "itemsize", "processors", "calibrated_gpus"):
         return COUNTS
     small = ("latency", "network_latency", "kernel_us", "jitter", "uncertainty")
@@ -36,7 +36,7 @@ _LEFT_OUT = (
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    """Any, with some of what may be left out."""
+    """Draw any Cluster, with some of its optional fields."""
     said = {
         f.name: draw(numbers(f.name))
         for f in fields(Cluster)
@@ -88,7 +88,7 @@ def test_the_name_of_a_preset_is_no_file() -> None:
 
 
 def here(**more: Any) -> Cluster:
-    """Four processes, all of whose rates are simple."""
+    """Return a Cluster of four processes with simple rates."""
     usual: dict[str, Any] = {
         "flops": 1e10, "memory": 1e9, "hbm_bandwidth": 1e9, "nvlink_bandwidth": 1e9,
         "network_bandwidth": 1e9, "kernel_us": 10,
@@ -98,7 +98,7 @@ def here(**more: Any) -> Cluster:
 
 
 def test_processors_do_one_thing_after_the_other() -> None:
-    """What they compute, fetch and issue adds up, and no sum is hidden by anything."""
+    """Compute, memory and issue times add up, and no sum overlaps with other work."""
     model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
     choice = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
     gpus, cpus = (planner.layer_time(model, here(processors=n), choice) for n in (None, 2))

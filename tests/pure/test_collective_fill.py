@@ -1,4 +1,4 @@
-"""Fill: what computes while pieces wait for sums, and what it never costs."""
+"""Tests of computes that fill the waits of segments for sums, and of what they must not cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHARES = (0.2, 1, 0.2, 1, 0.2)
 
 
 def costs_of(shape: PipelineShape, sum: float = 0.6) -> Costs:
-    """Of pieces, of a stage of which a forward takes 2."""
+    """Return the costs of segments of a stage whose forward takes 2."""
     return split_costs(Costs(F=2, B=4, I=2, W=2, send=0.1, tp_reduce=sum), PIECES, shape, SHARES)
 
 
@@ -51,8 +51,10 @@ def made(schedule: Any, shape: PipelineShape, fill: str | None, **more: Any) -> 
 
 @pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
 def test_whole_zoo_filled(schedule: Any) -> None:
-    """The same work in another order, which is right, no longer, adds in the same order, and holds
-    no more forwards at once."""
+    """A filled program has the same work in another legal order, which takes no longer.
+
+    It sums in the same order, and has no more forwards in flight.
+    """
     placement, v = getattr(schedule, "placed", ("loop", None))
     shape = PipelineShape(2, 4, v or find_named_placement(placement).stages_per_rank, placement)
     try:
@@ -93,7 +95,7 @@ def test_whole_zoo_filled(schedule: Any) -> None:
 def test_several_that_fill_one_wait_hold_no_more(
     schedule: Any, shape: PipelineShape, frozen_stages: int, costs: Costs
 ) -> None:
-    """One forward behind the other before a backward; and those of frozen stages hold nothing."""
+    """Forwards follow each other before a backward. Forwards of frozen stages save no memory."""
     peaks = []
     for fill in (None, "F", "all"):
         program = compile(
@@ -110,8 +112,7 @@ def test_several_that_fill_one_wait_hold_no_more(
 
 
 def test_weight_gradients_run_under_sums() -> None:
-    """Of I, whose W nobody waits for: each W that fits runs while a gradient is summed, and all
-    others stay in their order."""
+    """Each W that fits runs while a gradient is summed, and all others keep their order."""
     shape = PipelineShape(1, 4)
     plain, filled = (made(schedules.zb_h1, shape, fill) for fill in (None, "W"))
     assert filled.span < plain.span - 3
@@ -127,8 +128,7 @@ def test_weight_gradients_run_under_sums() -> None:
 
 
 def test_what_it_wins() -> None:
-    """All sums of a rank that has other microbatches run beside what computes, but for the first
-    and the last."""
+    """All sums except the first and the last overlap with compute of other microbatches."""
     shape = PipelineShape(1, 8)
     plain = made(schedules.gpipe, shape, None)
     assert plain.span == pytest.approx(8 * (2 + 4) + 8 * 4 * 0.6)
@@ -140,7 +140,7 @@ def test_what_it_wins() -> None:
 
 
 def test_within_a_limit() -> None:
-    """With a limit more forwards may be held at once, and never more bytes than it says."""
+    """A memory limit allows more forwards in flight, but never more bytes than the limit."""
     shape, costs = PipelineShape(4, 16), costs_of(PipelineShape(4, 16))
     sizes = split_costs(Sizes(activation=1.0, saved=100.0), PIECES, shape, SHARES)
     spans = []
@@ -173,7 +173,7 @@ def test_refusals() -> None:
     with pytest.raises(UsageError, match="needs costs"):
         of(costs=None)
     with pytest.raises(UsageError, match="but these collectives take no time"):
-        of(costs=Costs(F=1, B=2))  # as without any on the command line
+        of(costs=Costs(F=1, B=2))  # like the command line without costs
     with pytest.raises(UsageError, match="no stage has segments"):
         of(stage_segments=None)
     assert of(tp=1) == of(tp=1, fill_collective_waits=None), "one rank meets nobody"

@@ -1,4 +1,4 @@
-"""`compile` takes a schedule by name, a shape by its fields, and the defaults of the schedule."""
+"""Tests that `compile` takes a schedule's name and shape fields, and uses its defaults."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_stages_that_are_given_stay() -> None:
 
 
 def three(rank: int, ranks: int, microbatches: int, v: int = 3) -> schedir.RankSchedule:
-    """A schedule of the user's own, with three stages per rank unless told otherwise."""
+    """Return a user's own schedule, with three stages per rank by default."""
     return sum((microbatches * F[j] for j in range(v)), EMPTY) + sum(
         (microbatches * B[v - 1 - j] for j in range(v)), EMPTY
     )
@@ -61,7 +61,7 @@ def three(rank: int, ranks: int, microbatches: int, v: int = 3) -> schedir.RankS
 @pytest.mark.parametrize("placement", ["loop", "vee", "mirror-vee"])
 @pytest.mark.parametrize("name", [*NAMES, "three"])
 def test_a_placement_has_the_defaults_of_the_command_line(name: str, placement: str) -> None:
-    """The stages per rank of the schedule, where only the placement is given."""
+    """If only the placement is given, the stages per rank are those of the schedule."""
     schedule = three if name == "three" else getattr(schedules, name)
     request = Request(
         Source.from_loaded(schedule, name),
@@ -76,7 +76,7 @@ def test_a_placement_has_the_defaults_of_the_command_line(name: str, placement: 
 
 
 def test_a_program_has_no_open_fields() -> None:
-    """What is compiled for one schedule is not open for another."""
+    """A program compiled for one schedule has no defaults of another."""
     shape = schedir.compile("one_f_one_b", ranks=4, microbatches=8).shape
     assert (
         not shape.default_fields and schedir.compile("looped_bfs", shape).shape.stages_per_rank == 1

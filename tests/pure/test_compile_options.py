@@ -1,4 +1,4 @@
-"""`compile` lists all its options as keywords, for editors and notebooks."""
+"""Tests that `compile` lists all its options as keywords, for editors and notebooks."""
 
 from __future__ import annotations
 

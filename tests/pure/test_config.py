@@ -1,4 +1,4 @@
-"""Configurations: what is read, and what is refused, where."""
+"""Tests of configurations: which are read, which are refused, and what the error points to."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_lists_of_numbers_need_no_brackets(tmp_path: Path) -> None:
 def test_a_schedule_brings_its_placement(tmp_path: Path) -> None:
     vee = write(tmp_path, "[pipeline]\nschedule = 'v_half'\nranks = 2")
     assert read_config(vee).pipeline.shape == schedir.PipelineShape(2, 8, 2, "vee")
-    # What is said stands, though the schedule may refuse it later.
+    # A placement that is given explicitly is kept, though the schedule may refuse it later.
     assert read_config(vee, ["pipeline.placement=0,1,1,0"]).pipeline.placement == (0, 1, 1, 0)
     assert (
         read_config(vee, ["pipeline.stages_per_rank=4", "model.layers=8"]).pipeline.shape.stages
@@ -145,7 +145,10 @@ def test_on_gpus_values_share_slots_unless_told(tmp_path: Path) -> None:
     own, few = program(), program("pipeline.buffer_sharing=minimal")
     assert program(gpu) == program("pipeline.buffer_sharing=latency_preserving") not in (own, few)
     assert program(gpu, "pipeline.buffer_sharing=none") == own and not own.slots
-    for said, there in ((own, program(gpu)), (few, few)):  # a file's own numbers stay
+    for said, there in (
+        (own, program(gpu)),
+        (few, few),
+    ):  # the slots that a program file gives are kept
         file.write_text(schedir.to_text(said))
         assert program(gpu, f"pipeline.schedule={file}").slots == there.slots
 
@@ -387,7 +390,7 @@ def test_memory_that_cannot_be(settings: str, fact: str, tmp_path: Path) -> None
 
 
 def test_memory_is_of_the_program(tmp_path: Path) -> None:
-    """What fits is known when the sizes are; anything else at once."""
+    """`recompute = "fit"` needs the sizes. Any other value applies at once."""
     path = tmp_path / "config.toml"
     path.write_text('[pipeline]\nranks = 2\n[memory]\nmemory_limit = "15"\nrecompute = "fit"\n')
     sizes = Sizes(saved=10, recompute_inputs=1)

@@ -1,6 +1,6 @@
-"""Replicas run one Stream: two of them finish where one does, whatever a host waits for itself.
+"""Tests that two replicas of a program finish if one does, for all kinds of host waits.
 
-The argument is in `docs/explanation/checker.md`.  Here a machine runs the hosts of two replicas.
+The argument is in `docs/explanation/checker.md`. Here a machine runs the hosts of two replicas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of where ranks stand say what the error says."""
+"""Tests that pictures of deadlocks show the same positions as the error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def drawn(program: Program, error: SchedirError) -> ElementTree.Element:
 
 
 def filled(picture: ElementTree.Element, fill: str) -> list[str]:
-    """What stands in the boxes of a colour: the text that is drawn right after each."""
+    """Return the texts in the boxes of a colour, which are drawn directly after the boxes."""
     items = list(picture)
     return sorted(
         str(text.text).removeprefix("& ")

@@ -1,4 +1,4 @@
-"""Hosts that wait for their whole device: the checker accepts what they live through, no more."""
+"""Tests of hosts that wait for their whole device: the checker accepts exactly what finishes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_receives_posted_early_do_not_live_through_it(name: str, tp: int) -> Non
 
 
 def test_a_message_behind_a_reduction_is_issued_when_that_has_waited() -> None:
-    """The receive before the reduction needs what is sent behind it."""
+    """The receive before the reduction needs the message sent after it."""
     reduces = ("reduce_grads 2; send_grad 2.0", "send_grad 2.0; reduce_grads 2")
     wrong, right = (
         written(
@@ -63,11 +63,11 @@ def test_a_message_behind_a_reduction_is_issued_when_that_has_waited() -> None:
 
 
 def lives(program: Program) -> bool:
-    """Whether hosts come to the end that make one call after the other, under `per_edge`, and wait
-    before each that is no message until all that they have begun is over.
+    """Return whether hosts that make one call after the other finish, under `per_edge`.
 
-    What is issued together is under way when it has all been begun, and what its queues had
-    before it is over; a message or a collective is over when all its sides are under way.
+    Before each call that is not a message, they wait until all started work has ended. A group is
+    in progress when all its members have started and the earlier work of their queues has ended. A
+    message or collective ends when all its sides are in progress.
     """
     machine = Machine(program, "per_edge", Costs())
     machine.run()  # fills its tables

@@ -1,4 +1,4 @@
-"""What `schedir diagnose` says of the black boxes in a run's folder."""
+"""Tests of the output of `schedir diagnose` for the black boxes in a run's folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Change = Callable[[memoryview], None]
 
 
 def leave(folder: Path, process: int, at: int, *changes: Change, ago: int = LONG) -> BlackBox:
-    """A box of one of two processes that stands in step 3, or what is made of that."""
+    """Write the box of one of two processes, which is in step 3, with some changes."""
     box = BlackBox(folder / BLACK_BOX_DIRECTORY / str(process), process=process, world=2)
     (folder / BLACK_BOX_DIRECTORY / PROGRAM_FILE).write_text(to_text(PROGRAM_RUN))
     box.enter_phase(ProcessPhase.STEP, 3)

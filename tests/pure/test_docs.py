@@ -1,4 +1,4 @@
-"""Generated pages are fresh, and the README shows what its code and commands print."""
+"""Tests that generated pages are current, and that the README shows the real output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCKS = [b.split("\n", 1) for b in README.split("```")[1::2]]
 def test_readme_python_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has at most ten lines of code, prints what the page says, and writes its picture."""
+    """The code has at most ten lines, prints the output on the page, and writes its picture."""
     monkeypatch.chdir(tmp_path)
     (code,) = [body for kind, body in BLOCKS if kind == "python"]
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 10
@@ -85,7 +85,7 @@ def test_commands_take_the_example(
 def test_a_real_run_is_what_the_page_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What `explain` prints of the run that the page shows, and what `import` counted in it."""
+    """The page shows the output of `explain` for its run, and the counts of `import`."""
     from schedir.__main__ import main
 
     monkeypatch.chdir(ROOT / "examples")
@@ -111,7 +111,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_every_page_has_a_place_in_the_site() -> None:
-    """In the tree of docs/conf.py, under one page; that the tree holds, sphinx says."""
+    """Each page is once in the tree of docs/conf.py. Sphinx checks the tree itself."""
     (tree,) = [
         ast.literal_eval(node.value)
         for node in ast.parse((DOCS / "conf.py").read_text()).body
@@ -126,7 +126,7 @@ def test_every_page_has_a_place_in_the_site() -> None:
 
 
 def places(page: str) -> set[str]:
-    """What links may name of a page: its headings, those of the same name with a number."""
+    """Return the link targets of a page: its headings, with numbers for equal names."""
     code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", code.sub("", page), re.MULTILINE)
     slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]

@@ -1,4 +1,4 @@
-"""Documents of a source: indexed tokens of Megatron-LM, and text files as bytes."""
+"""Tests of documents from indexed tokens of Megatron-LM, and from text files as bytes."""
 
 from __future__ import annotations
 

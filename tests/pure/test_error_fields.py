@@ -1,4 +1,4 @@
-"""Fields: an error names the setting that it speaks of, and nobody looks for it in the words."""
+"""Tests that an error names its setting in `fields`, so that no code searches its message."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_program_that_cannot_be_names_its_fields(wrong: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("sets", "where", "blamed"),
     [
-        (["pipeline.ranks=3"], "--set pipeline.ranks=3", "ranks"),  # nothing says it in its words
+        (["pipeline.ranks=3"], "--set pipeline.ranks=3", "ranks"),  # not in its message
         (["pipeline.ranks=2", "model.layers=5"], "--set model.layers=5", "layers"),
         (["pipeline.ranks=8"], "--set pipeline.ranks=8", "ranks"),
         (["model.heads=3"], "--set model.heads=3", "heads"),
@@ -102,7 +102,7 @@ def test_a_configuration_is_blamed_where_it_is_said(
 
 
 def test_a_name_in_a_value_is_not_to_blame() -> None:
-    """The words of a message hold what a person wrote, which may be the name of another field."""
+    """A message may contain a user's value that equals the name of another field."""
     text = "schedir 1\nprogram x\ndp 1\nranks 2  microbatches 2  placement dp\nrank 0\nrank 1\n"
     with pytest.raises(ParseError) as caught:
         from_text(text)
@@ -125,7 +125,7 @@ def test_every_refusal_of_a_setting_names_it() -> None:
 
 
 def test_a_configuration_has_each_field() -> None:
-    """Those that it names itself are of the same default, but for the shape of a run."""
+    """Fields of a configuration have the same defaults, except the shape of a run."""
     own = {f.name: f for kind in (PipelineConfig, MemoryConfig) for f in fields(kind)}
     differ = [f.name for f in HEADER_FIELDS if f.in_config and own[f.name].default != f.default]
     assert differ == ["ranks", "microbatches"]
@@ -137,4 +137,4 @@ def test_a_configuration_has_each_field() -> None:
     assert (program.tied_weights, program.clip_grad_norm) == (
         (),
         True,
-    )  # one stage is tied to nothing
+    )  # a single stage has no tie

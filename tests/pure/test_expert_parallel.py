@@ -1,4 +1,4 @@
-"""Expert parallelism: the all-to-alls of a program, their costs, and refused programs."""
+"""Tests of expert parallelism: the all-to-alls of a program, their costs, and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALL_TO_ALL = Costs(F=1, B=2, I=1, W=1, dispatch=0.7, combine=0.5)
 
 
 def exposed_time(program: Program, costs: Costs) -> float:
-    """The time in which ranks wait for all-to-alls, in the sum over ranks."""
+    """Return the time in which ranks wait for all-to-alls, summed over ranks."""
     idle = idleness(simulate(program, costs))
     waits = idle[idle["cause"] == IdleCause.ALL_TO_ALL]
     return float((waits["end"] - waits["start"]).sum())
@@ -80,7 +80,7 @@ def test_each_boundary_with_a_letter_has_its_all_to_alls(
 def test_one_rank_waits_for_each_all_to_all_once() -> None:
     program = compile(schedules.gpipe, ranks=1, microbatches=1, **EXPERTS)
     timeline = simulate(program, ALL_TO_ALL)
-    # Forwards F dispatch F combine F, and backwards B combine_grad B dispatch_grad B.
+    # A forward is F dispatch F combine F, and a backward is B combine_grad B dispatch_grad B.
     assert timeline.span == pytest.approx(3 * 1 + 0.7 + 0.5 + 3 * 2 + 0.7 + 0.5)
     assert exposed_time(program, ALL_TO_ALL) == pytest.approx(2.4)
 
@@ -164,7 +164,7 @@ def test_memory_has_the_rows_that_dispatch_leaves() -> None:
 def test_a_cluster_prices_all_to_alls_by_the_link_of_their_group(
     ranks: int, bandwidth: float
 ) -> None:
-    """Neighbouring replicas are on two nodes of 4 GPUs if each has 4 ranks, else on one."""
+    """Neighbouring replicas of 4 ranks are on two nodes of 4 GPUs, and smaller ones on one."""
     cluster = Cluster(
         nodes=2, gpus_per_node=4, flops=312e12, memory=80e9, hbm_bandwidth=2e12,
         nvlink_bandwidth=300e9, network_bandwidth=25e9, latency=1e-5,

@@ -1,4 +1,4 @@
-"""A trait is one entry, and a command is a row and a file: in a copy, nothing else is edited."""
+"""Tests that a new trait is one entry, and that a new command is a row and a file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> str:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of what is imported as schedir."""
+    """Copy the folders that are imported as schedir."""
     for name in ("schedir", "kernels", "viz"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignore)

@@ -1,6 +1,6 @@
-"""How many files an extension takes: each kind is made in a copy of the tree, tried, and counted.
+"""Tests of the number of files of an extension: each kind is added to a copy of the tree and run.
 
-CONTRIBUTING has the table, and this holds it to what is counted.
+They compare the numbers with the table in CONTRIBUTING.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Extension(NamedTuple):
-    """What is put behind which line of which file ("" for a new file), and what is then tried."""
+    """An extension: text to insert after a line of a file ("" for a new file), and code to run."""
 
     edits: list[tuple[str, str, str]]
     use: str
@@ -191,7 +191,7 @@ def _edited(tree: Path, name: str) -> str:
 
 
 def _changed(tree: Path) -> list[str]:
-    """The files of schedir that are new, or are not as they were."""
+    """Return the files of schedir that are new or changed."""
 
     def files(root: Path) -> dict[str, bytes]:
         found = (f for f in (root / "schedir").rglob("*.py") if "__pycache__" not in f.parts)
@@ -216,5 +216,7 @@ def test_an_extension_takes_as_many_files_as_is_said(tmp_path: Path, name: str) 
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^\| (an? [^|]+) \| (\d) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     said = {kind.strip(): int(files) for kind, files in rows}
-    assert said[name] == len(_changed(tmp_path)) <= 3 + (name == "an instruction")  # its number
+    assert (
+        said[name] == len(_changed(tmp_path)) <= 3 + (name == "an instruction")
+    )  # an instruction also needs its number
     assert set(MAKE) == said.keys()

@@ -1,4 +1,4 @@
-"""What a new user types first: completion in a shell, and the examples of the documentation."""
+"""Tests of a new user's first commands: completion in a shell, and documented examples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_argcomplete = pytest.mark.skipif(
 
 
 def complete(line: str) -> list[str]:
-    """Return what a shell offers for a line."""
+    """Return the completions of a shell for a line."""
     reader, writer = os.pipe()
     environment = ENV | {
         "PYTHONPATH": os.pathsep.join(sys.path),

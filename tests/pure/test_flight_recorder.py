@@ -1,4 +1,4 @@
-"""Dumps of flight recorders: what is read, in whatever form, and what is refused in a sentence."""
+"""Tests of dumps of flight recorders in all forms, and of the errors for unreadable ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def recorder(rank: int = 0) -> Recorder:
-    """One with some of everything: messages alone and in a batch, and a collective."""
+    """Return a recorder with single messages, a batch of messages, and a collective."""
     made = Recorder(rank)
     made.group("7", (4, 2, 0, 6))
     made.group("0", range(8), "default_pg")
@@ -42,7 +42,7 @@ def test_what_a_rank_has_recorded(tmp_path: Path) -> None:
         "send to 4", "recv from 6", "send to 2", "all_reduce 1 of default_pg",
         "recv from 4", "send to 4", "recv from 6",
     ]  # fmt: skip
-    # A batch has the state of its last entry, whatever is said of its members.
+    # A batch has the state of its last entry, whatever its members' states are.
     assert [op.is_done for op in dump.ops] == [True] * 4 + [False] * 3
     assert [bool(op.batch) for op in dump.ops] == [False, True, True, False, True, True, False]
     assert [op.sequence_number for op in dump.ops] == [1, 2, 2, 1, 3, 3, 4]
@@ -62,7 +62,7 @@ def test_json_says_the_same_without_stacks(tmp_path: Path) -> None:
 def test_what_the_ring_has_lost(tmp_path: Path) -> None:
     recorder().save(tmp_path, last=3)
     (dump,) = read_dumps([str(tmp_path)])[0].values()
-    # Of a batch the last member is left, with the entry that says how far the batch is.
+    # Only the last member of a batch remains, with the entry of the batch's state.
     assert dump.num_lost == 6
     assert [(str(op), bool(op.batch), op.sequence_number) for op in dump.ops] == [
         ("send to 4", True, 3), ("recv from 6", False, 4),
@@ -83,7 +83,7 @@ def test_folders_patterns_and_files_in_any_order(tmp_path: Path) -> None:
     assert [*by_pattern] == [0, 2, 4] and [*read_dumps(files)[0]] == [0, 4]
     os.rename(files[0], tmp_path / "renamed")
     with pytest.raises(UsageError):
-        read_dumps([str(tmp_path / "renamed")])  # a barrier does not say whose it is
+        read_dumps([str(tmp_path / "renamed")])  # a barrier does not tell the rank
 
 
 def test_messages_say_whose_a_dump_is(tmp_path: Path) -> None:
@@ -102,16 +102,21 @@ def test_gloo_retires_what_has_ended(tmp_path: Path) -> None:
     made.entries[0]["state"] = "scheduled"
     made.save(tmp_path)
     assert read_dumps([str(tmp_path)])[0][0].ops[0].is_done
-    made.entries[0]["profiling_name"] = "nccl:all_reduce"  # there it has run out of time
+    made.entries[0]["profiling_name"] = (
+        "nccl:all_reduce"  # an all-reduce in this state has timed out
+    )
     made.save(tmp_path)
     assert not read_dumps([str(tmp_path)])[0][0].ops[0].is_done
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def _changed(**values: Any) -> Callable[[Path], None]:
-    """A dump whose first entry has other values; of it itself where a name begins with `_`."""
+    """Return a function that writes a dump with changed values.
+
+    They are in the first entry, or in the dump itself if a name begins with `_`.
+    """
 
     def write(path: Path) -> None:
         dump = recorder().dump()
@@ -183,7 +188,7 @@ def test_every_sentence_is_of_a_dump() -> None:
 
 
 def test_text_that_is_none_is_not_looked_into(tmp_path: Path) -> None:
-    """A list that has another twice, sixty times over, is short as a pickle, endless as text."""
+    """A list nested twice in itself sixty times is short as a pickle, but endless as text."""
     endless: list[Any] = []
     for _ in range(60):
         endless = [endless, endless]

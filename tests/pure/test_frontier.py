@@ -1,4 +1,4 @@
-"""Frontier: what is found at each limit, the runs beside it, the bounds below, and its picture."""
+"""Tests of the frontier: schedules at each limit, other runs, lower bounds, and its picture."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_runs_are_those_of_the_zoo() -> None:
     }
     assert (
         found.levels[-1].timeline.span == schedir.lower_bound(shape, costs).value
-    )  # and no more is gained
+    )  # it reaches the bound
     program = compile(schedules.interleaved, PipelineShape(2, 4, 2))
     again = memory_frontier(program.shape, max_evaluations=20, initial_schedules=[program])
     assert again.timelines[0].program.digest == program.digest
     whole = memory_frontier(shape, costs, max_evaluations=20, split_backward=False)
     assert {"zb_h1", "zb_h2"}.isdisjoint(t.program.name for t in whole.timelines)
-    # A whole backward that takes less than its halves is no schedule of these halves.
+    # Schedules with whole backwards are left out if these are cheaper than I and W.
     cheap = memory_frontier(shape, Costs(F=2, I=2, W=1, B=2.5), max_evaluations=20)
     assert {t.program.name for t in cheap.timelines} == {"zb_h1", "zb_h2"}
 
@@ -126,7 +126,7 @@ def test_the_picture_shows_it(found: MemoryFrontier) -> None:
     (line,) = axes.lines
     x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
     assert (np.diff(y) <= 0).all() and x[-1] == axes.get_xlim()[1]
-    # The region is below the line everywhere, where this begins.
+    # The region is below the line everywhere.
     (region,) = (c for c in axes.collections if type(c) is not PathCollection)
     assert isinstance(region, PolyCollection)
     (path,) = region.get_paths()

@@ -1,4 +1,4 @@
-"""Frozen: first stages that are not trained have no backward, and nothing that one would bring."""
+"""Tests of frozen first stages, which have no backward and nothing that belongs to one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TWO_OF_FOUR = PipelineShape(4, 8)
 
 
 def lowered(source: Any, shape: PipelineShape | None = None, **traits: Any) -> Program | None:
-    """What compiles; a schedule need not know every shape."""
+    """Compile a program, or return None for a schedule that does not support the shape."""
     try:
         return compile(source, shape, **traits)
     except SchedirError:
@@ -68,7 +68,7 @@ def lowered(source: Any, shape: PipelineShape | None = None, **traits: Any) -> P
 
 
 def compute(program: Program) -> list[list[str]]:
-    """What each rank computes, in its order."""
+    """Return the compute instructions of each rank in order."""
     return [
         [str(i) for i in own if i.op in (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)]
         for own in program.streams
@@ -78,7 +78,7 @@ def compute(program: Program) -> list[list[str]]:
 @settings(max_examples=60)
 @given(st.data())
 def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
-    """Of any schedule or draft, under every model; the rest of the compute keeps its order."""
+    """This holds for any schedule or draft under every model. Other compute keeps its order."""
     source: Any = data.draw(
         compute_programs() if data.draw(st.booleans()) else st.sampled_from(known())
     )
@@ -113,7 +113,7 @@ def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
 def test_what_it_saves() -> None:
     program, whole = (compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=n) for n in (2, 0))
     priced, sizes = Costs(F=1, B=2), Sizes(activation=1.0, saved=10.0, model_states=100.0)
-    assert simulate(program, priced).span == 2 + 8 * 3 + 3  # two forwards ahead of 1F1B on two
+    assert simulate(program, priced).span == 2 + 8 * 3 + 3  # two forwards before 1F1B on two ranks
     assert simulate(whole, priced).span == 33
     assert peak_in_flight(program).tolist() == [0, 0, 2, 1]
     assert [
@@ -140,7 +140,7 @@ def test_every_rank_steps_and_meets_at_the_norm() -> None:
 @pytest.mark.parametrize("frozen_stages", [1, 2, 3])
 @pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
 def test_several_updates(schedule: Any, frozen_stages: int, clip: bool) -> None:
-    """Frozen weights have one version, and a forward with them waits for no step."""
+    """Frozen weights have one version, and a forward that uses them waits for no step."""
     shape = PipelineShape(4, 12, optimizer_steps=3, weight_delay=1)
     program = compile(schedule, shape, frozen_stages=frozen_stages, clip_grad_norm=clip)
     for model in MODELS:
@@ -153,7 +153,7 @@ def test_several_updates(schedule: Any, frozen_stages: int, clip: bool) -> None:
     assert [rank.static_memory["versions"][0] for rank in own][:frozen_stages] == [
         0
     ] * frozen_stages
-    for stream in program.streams:  # each step stands behind the work of its update
+    for stream in program.streams:  # each step follows the work of its update
         steps = [k for k, i in enumerate(stream) if i.op in OPTIMIZER_STEP_OPS]
         for update, at in enumerate(steps):
             last = max(k for k, i in enumerate(stream) if i.op is O.Forward and i.mb // 4 == update)
@@ -165,11 +165,11 @@ def test_without_a_delay_a_flush_is_still_needed() -> None:
         compile(one_f_one_b, PipelineShape(4, 8, optimizer_steps=2), frozen_stages=1)
     compile(
         one_f_one_b, PipelineShape(4, 8, optimizer_steps=2), frozen_stages=3
-    )  # the last stage alone is trained
+    )  # only the last stage is trained
 
 
 def ahead(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
-    """All forwards of a frozen stage, and then one after the other of a trained one."""
+    """Return all forwards of a frozen stage, and then a trained stage's microbatches in turn."""
     return m * F[0] + m * (F[1] + B[1])
 
 
@@ -180,11 +180,11 @@ def test_frozen_forwards_wait_for_no_step_of_their_rank() -> None:
         compile(lambda r, P, m, v: m * F[0] + m * (F[1] + B[1] + B[0]), shape)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def edited(program: Program, a: str, b: str) -> Program:
-    """The program with another text."""
+    """Replace a part of the text of a program."""
     text = to_text(program, folded=False)
     assert a in text
     return from_text(text.replace(a, b, 1))
@@ -195,7 +195,7 @@ def edited(program: Program, a: str, b: str) -> Program:
 def test_a_rank_that_only_runs_forwards_ends_its_updates_in_turn(
     order: tuple[int, ...], frozen_stages: int
 ) -> None:
-    """In its own Stream, too: it may be through with the first one only at its end."""
+    """Its Stream has the steps in order too, though it may end the first update last."""
 
     def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         if rank < frozen_stages:
@@ -243,7 +243,7 @@ def test_one_weight_is_not_both() -> None:
     assert caught.value.fields == ("tied_weights", "frozen_stages")
     program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, tied_weights=[(0, 1), (2, 3)])
     reduced = [[i.stage for i in s if i.op is O.ReduceTied] for s in program.streams]
-    assert reduced == [[], [], [2], [3]]  # copies that are all frozen have nothing to sum
+    assert reduced == [[], [], [2], [3]]  # if all copies are frozen, there is nothing to sum
     program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, tied_weights=[(0, 1)])
     assert not [i for s in program.streams for i in s if i.op is O.ReduceTied]
 
@@ -259,7 +259,7 @@ def test_torch_has_no_such_schedule() -> None:
 
 
 def behind(r: int, P: int, m: int, v: int) -> RankSchedule:
-    """Forwards of the second stage that run together with a backward of the first, behind it."""
+    """Join forwards of the second stage to backwards of the first, as their second part."""
     return (
         m * F[0]
         + F[1]
@@ -278,7 +278,7 @@ def behind(r: int, P: int, m: int, v: int) -> RankSchedule:
     ],
 )
 def test_a_draft_may_say_what_is_left_out(schedule: Any, shape: PipelineShape) -> None:
-    """And what is joined to it then runs alone."""
+    """A forward that was joined to a dropped backward runs alone."""
     whole = expand_schedule(schedule, shape)
     assert any(stream.joined.any() for stream in whole.streams)
     said = check_draft(replace(whole, frozen_stages=shape.stages // 2))
@@ -324,7 +324,7 @@ def test_a_greedy_order_that_knows_is_not_worse(frozen_stages: int, priced: Cost
     assert spans[0] == min(spans)
 
 
-# ---------------------------------------------------------------- said on the command line
+# ---------------------------------------------------------------- command line
 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,7 +342,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compared_schedules_freeze_the_same_part_of_the_model(tmp_path: Path) -> None:
-    """In however many stages they cut it."""
+    """This holds for any number of stages."""
     file = tmp_path / "frozen.sched"
     file.write_text(to_text(compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)))
     said = {"ranks": 4, "microbatches": 8, "frozen_stages": 2}

@@ -1,4 +1,4 @@
-"""Every reader against files that are changed at random, and by hand: it takes or refuses them."""
+"""Tests that every reader accepts or properly refuses files with random or manual changes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Golden text.  Each file holds what it is checked against; a new test is a new file.
+"""Tests of golden files, each of which contains its expected output. A new file is a new test.
 
 `golden/*.sched`: a program, and in its first line (a comment) the call that compiles it.
-`golden/digests.txt`: the digests of these programs, which only another format may change.
-`golden/refused/*.txt`: a program (or what should be one), a line of dashes, and the message.
-`golden/mistakes.txt`: schedules with the mistakes of a person new to this, and what each is told.
+`golden/digests.txt`: the digests of these programs, which only a new format may change.
+`golden/refused/*.txt`: a wrong program, a line of dashes, and the message.
+`golden/mistakes.txt`: schedules with typical mistakes of beginners, and the message of each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shape of a GPT and its division."""
+"""Tests of the shape of a GPT and its division."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_windows_of_layers() -> None:
-    """One number is for all, strides are those of windows, and a window over all is none."""
+    """One number is for all layers, strides need windows, and a window over all is no window."""
     assert get_windows(GPTConfig()) == (None,) * 4
     assert get_windows(GPTConfig(window=32, stride=8)) == ((32, 8),) * 4
     assert get_windows(GPTConfig(window=128)) == (None,) * 4

@@ -1,4 +1,4 @@
-"""All of a group meet, or none: also where no pass says what it expects."""
+"""Tests that all members of a group take part in a collective or none, without pass rules too."""
 
 from __future__ import annotations
 

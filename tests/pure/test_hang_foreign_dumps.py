@@ -1,4 +1,4 @@
-"""Where: dumps of something else than the program, whose single numbers would fit."""
+"""Tests of dumps that belong to another program, though some of their numbers would fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.flight_recorder_dumps import Layout, a_group_each, job_of, one_group,
 def test_more_messages_than_the_program_has(
     tmp_path: Path, layout: Callable[[Sequence[int]], Layout]
 ) -> None:
-    """Each process group alone would go round: six activations are a step of four, and half one."""
+    """Each process group alone would fit: six activations are one and a half steps of four."""
     graph = Graph(compile(schedules.gpipe, PipelineShape(2, 8)), "per_edge", blocking_hosts=True)
     at = next(k for k in range(len(graph)) if str(graph.index.locate(k)[2]) == "F 1.6")
     job = job_of(tmp_path, record(stopped(graph, at, True), layout=layout(range(2))))
@@ -28,7 +28,7 @@ def test_more_messages_than_the_program_has(
 
 
 def test_two_tensors_of_a_stage(tmp_path: Path) -> None:
-    """Twice the messages have no names by their numbers."""
+    """With two messages per boundary, their numbers do not identify them."""
     program = compile(schedules.gpipe, PipelineShape(3, 4))
     graph = Graph(program, "per_edge", blocking_hosts=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.2")

@@ -1,4 +1,4 @@
-"""Where: a job that stands still is placed at the instruction at which it was stopped."""
+"""Hang diagnosis finds the instruction at which a rank was stopped."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def verdicts_of(
 
 
 def culprits(verdict: ProgramVerdict) -> set[int]:
-    """The program's ranks that are said to be the cause."""
+    """Return the ranks that the diagnosis names as the cause."""
     return {
         int(verdict.positioned.rank_of[at]) for cause in verdict.causes for at in cause.positions
     }
@@ -53,7 +53,7 @@ def culprits(verdict: ProgramVerdict) -> set[int]:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(st.data())
 def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> None:
-    """Under any model, hosts that block or run ahead, in any step, and any process groups."""
+    """Test all progress models, both kinds of hosts, several steps and all process groups."""
     program = program_of(data.draw(st.sampled_from([*PROGRAMS])), data.draw(st.booleans()))
     groups = data.draw(st.sampled_from([one_group, a_group_each]))
     model: ProgressModel = data.draw(st.sampled_from(MODELS)) if groups is one_group else "per_edge"
@@ -70,21 +70,20 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
     job = job_of(tmp_path, recorders, as_json=data.draw(st.booleans()))
     (verdict,) = verdicts_of(job, program, model)
     placed, rank = verdict.positioned, int(graph.index.rank[at])
-    # What was recorded is matched to the last transfer.
+    # All recorded transfers are matched to the program.
     assert verdict.matched.step == before
     for k in transfers:
         whole = placed._list_group(k)
         assert verdict.matched.issued_mask[k] == state.issued[k]
         assert verdict.matched.ended_mask[k] == all(state.ended[one] for one in whole)
-    # Nobody but the rank that was stopped is the cause, if a batch or a collective, which these
-    # dumps have not, does not hide who it was, or it computes on its device: then it has one side
-    # of a message, and which it is nobody can tell.
+    # Only the stopped rank is the cause. If it computes on its device, the dumps show only that it
+    # has one side of a message, and not which one.
     assert not verdict.is_deadlock
     waits = any(state.issued[k] and not state.ended[k] for k in transfers)
     assert bool(verdict.causes) or not waits
     if waits and (graph.index.has_joined or program.shape.placement_rows > 1):
         assert rank in culprits(verdict)
-    elif kernels:  # one message may stand behind another's compute: then each only may be it
+    elif kernels:  # a message may wait for a compute, so both of its ranks may be the cause
         named = [line for line in describe_program(job, [verdict]) if " is the cause" in line]
         assert all(line.startswith(f"rank {rank} ") for line in named)
     elif waits:
@@ -92,7 +91,7 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
             owners = {int(placed.rank_of[k]) for k in cause.positions}
             assert owners == {rank} or (cause.kind is ChainEnd.BUSY and rank in owners)
             assert len(owners) <= 2
-    # It stands where it was stopped, and whoever waits at a transfer waits at one of its own.
+    # The stopped rank is at its instruction. Each rank that waits is at one of its transfers.
     for place in verdict.positions:
         if place.position is not None and place.is_late:
             lo, hi = place.compute_range
@@ -140,7 +139,7 @@ DEADLOCKS = [
 def test_the_deadlocks_of_the_museum(
     name: str, progress_model: ProgressModel, tmp_path: Path
 ) -> None:
-    """Their circle is that of `check`, and its text, without a program the same ranks."""
+    """The diagnosis finds the cycle that `check` finds, with its text, also without a program."""
     program = CASES[name].made()
     graph = Graph(program, progress_model)
     job = job_of(tmp_path, record(stopped(graph, None, False)))
@@ -190,7 +189,7 @@ def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> No
 
 
 def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
-    """Of a first rank that has sent, and sends: any place among its sends would fit."""
+    """If only sends are recorded, the counters determine the position of the first rank."""
     program = compile(schedules.gpipe, PipelineShape(2, 8))
     graph = Graph(program, "per_device", blocking_hosts=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
@@ -205,7 +204,7 @@ def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
     )
     (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=30), program)
     assert verdict.matched.counter_ranks == () and verdict.matched.step == 5
-    # Counters that count something else as well tell nothing.
+    # Counters that also count other messages do not determine the position.
     for recorder in recorders:
         recorder.entries[-2]["op_id"] += 1
         recorder.entries[-1]["op_id"] += 1
@@ -214,7 +213,7 @@ def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
 
 
 def test_a_process_group_that_is_not_used_yet_is_of_this_step(tmp_path: Path) -> None:
-    """All activations are there, and no gradient yet: not a whole step, but half of one."""
+    """If all activations and no gradients are recorded, the rank is in the middle of a step."""
     program = compile(schedules.gpipe, PipelineShape(2, 4))
     graph = Graph(program, "per_edge", blocking_hosts=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 1.0")
@@ -226,7 +225,7 @@ def test_a_process_group_that_is_not_used_yet_is_of_this_step(tmp_path: Path) ->
 
 
 def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
-    """Such dumps are of a laxer model, whatever is usual."""
+    """Under per_device, transfers end in the order of the queue. Other dumps contradict it."""
     program = program_of("interleaved")
     edge, device = Graph(program, "per_edge"), Graph(program, "per_device")
     found = 0
@@ -247,7 +246,7 @@ def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
 
 
 def test_another_order_of_computes_is_another_program(tmp_path: Path) -> None:
-    """Each channel alone would fit: on two ranks GPipe and 1F1B send the same in the same order."""
+    """On two ranks, GPipe and 1F1B send equal messages, but their computes have another order."""
     gpipe, other = (
         compile(s, PipelineShape(2, 4)) for s in (schedules.gpipe, schedules.one_f_one_b)
     )
@@ -258,7 +257,7 @@ def test_another_order_of_computes_is_another_program(tmp_path: Path) -> None:
 
 
 def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> None:
-    """Shapes or objects between the messages count, too; so the counters tell no step."""
+    """Messages with shapes also count, so only the pattern of messages determines the position."""
     program = program_of("one_f_one_b")
     graph = Graph(program, "per_device", blocking_hosts=True)
     state = stopped(graph, int(program.offsets[2]) + 8, True)
@@ -274,19 +273,19 @@ def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> Non
     (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=40), program)
     assert verdict.matched.step is None
     assert (verdict.positions, verdict.causes) == (whole[0].positions, whole[0].causes)
-    with pytest.raises(UsageError):  # too little to tell one place from another
+    with pytest.raises(UsageError):  # too few entries to determine a position
         verdicts_of(job_of(tmp_path, recorders, last=3) and _marked(tmp_path, recorders), program)
 
 
 def _marked(tmp_path: Path, recorders: Sequence[Recorder]) -> DistributedJob:
-    """As the last three entries of each rank say, one of which is of whole numbers."""
+    """Return the job of the last three entries of each rank, one with an integer tensor."""
     for recorder in recorders:
         recorder.entries[-3]["input_dtypes"] = ["Long"]
     return job_of(tmp_path, recorders, last=3)
 
 
 def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
-    """Eight ranks, four pipelines: who is who say the process groups, and the cause is in one."""
+    """Four pipelines run the program. Their process groups show which ranks form a pipeline."""
     program = program_of("gpipe")
     graph = Graph(program, "per_device", blocking_hosts=True)
     late = stopped(graph, int(program.offsets[1]) + 4, True)
@@ -300,7 +299,7 @@ def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
     assert [v.matched.ranks for v in verdicts] == pipelines
     assert [bool(v.causes) for v in verdicts] == [False, False, True, False]
     assert culprits(verdicts[2]) == {1} and job.roots == (6,)
-    # In the order of the process group, whichever that is.
+    # Pipeline ranks have the order of the process group, which may be any order.
     turned = (9, 3, 5)
     job = job_of(tmp_path, record(late, turned))
     assert [v.matched.ranks for v in verdicts_of(job, program)] == [turned]
@@ -308,7 +307,7 @@ def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
 
 
 def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
-    """Then it waits for who is not there, and that one is the cause."""
+    """A late rank may wait in a collective. Then the missing member of it is the cause."""
     program = program_of("gpipe")
     graph = Graph(program, "per_device", blocking_hosts=True)
     recorders = record(stopped(graph, int(program.offsets[1]) + 4, True))
@@ -341,7 +340,7 @@ rank 1
 
 
 def test_a_receive_that_is_posted_early_is_no_deadlock(tmp_path: Path) -> None:
-    """Rank 0 has posted a receive and computes what rank 1 waits for.  Only a program can tell."""
+    """Rank 0 has posted a receive early and still computes. Only the program shows this."""
     program = check(from_text(POSTED_EARLY), "per_edge", blocking_hosts=True)
     graph = Graph(program, "per_edge", blocking_hosts=True)
     assert str(graph.index.locate(3)[2]) == "F 0.1"
@@ -353,7 +352,7 @@ def test_a_receive_that_is_posted_early_is_no_deadlock(tmp_path: Path) -> None:
 
 
 def test_a_model_that_the_dumps_contradict(tmp_path: Path) -> None:
-    """Process groups have queues of their own, and of one queue the first ends first."""
+    """Dumps with a process group per edge contradict per_device, which has a single queue."""
     program = program_of("one_f_one_b")
     graph = Graph(program, "per_edge", blocking_hosts=True)
     state = stopped(graph, int(program.offsets[2]) + 8, True)

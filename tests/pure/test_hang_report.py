@@ -1,4 +1,4 @@
-"""Where a job stands, in words: with its program, and as far as it goes without one."""
+"""Tests of the report on a hanging job, with its program and without one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_parts_that_do_not_fit(other: Callable[[], list[Recorder]], tmp_path: Pa
 
 
 def test_what_a_ring_has_kept_is_paired_in_order(tmp_path: Path) -> None:
-    """The first send that has not ended with the first such receive, however many are lost."""
+    """The first open send is paired with the first open receive, however many entries are lost."""
     ends = Recorder(0), Recorder(1)
     for recorder, ended in zip(ends, (9, 7), strict=True):
         recorder.group("1", (0, 1))
@@ -110,7 +110,7 @@ def test_both_sides_are_there_and_it_has_not_ended(tmp_path: Path) -> None:
 
 
 def received_when_needed(program: Program) -> Program:
-    """The same computes, with each receive just before what needs it."""
+    """Return the same computes, with each receive just before the instruction that needs it."""
     graph = Graph.from_program(program)
     used = {int(at): k for row in graph.needs for k, at in enumerate(row) if at >= 0}
     receives = graph.index.is_op(RECV_OPS)
@@ -122,7 +122,7 @@ def received_when_needed(program: Program) -> Program:
 
 
 def test_a_message_in_a_batch_and_alone_may_never_meet(tmp_path: Path) -> None:
-    """As torch issues the last send of a warm-up that has but one microbatch."""
+    """torch issues the last send of a warmup of one microbatch in this way."""
     ends = Recorder(0), Recorder(1)
     for recorder in ends:
         recorder.group("1", (0, 1))
@@ -136,7 +136,7 @@ def test_a_message_in_a_batch_and_alone_may_never_meet(tmp_path: Path) -> None:
 
 
 def _stage(folder: Path, name: str) -> list[str]:
-    """The dumps of a golden text, and the rest of its command."""
+    """Write the dumps of a golden text, and return the other arguments of its command."""
     if name.startswith("late"):
         program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
         program = received_when_needed(program) if "other" in name else program
@@ -153,7 +153,10 @@ def _stage(folder: Path, name: str) -> list[str]:
 
 
 def recorders_of_collectives() -> list[Recorder]:
-    """Three ranks in an all-reduce, one that has gone on, one that has left nothing."""
+    """Return recorders of three ranks in an all-reduce and one that has gone on.
+
+    A fifth rank has left no dump.
+    """
     recorders = [Recorder(rank) for rank in range(4)]
     for recorder in recorders:
         recorder.group("0", range(5), "default_pg")
@@ -210,7 +213,7 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: Path) -> None:
-    """On NCCL a receive waits for kernels that were issued before it; its sender has done all."""
+    """On NCCL a receive waits for earlier kernels of its rank, though its sender has finished."""
     program = compile(schedules.gpipe, PipelineShape(3, 4))
     graph = Graph(program)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 2.2")
@@ -218,7 +221,7 @@ def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: 
     job = job_of(tmp_path, recorders)
     lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
     assert any(line.startswith("rank 1 or rank 2 may be the cause") for line in lines)
-    # Where they record what has started, one of the two is left.
+    # If the dumps record which kernels have started, only one of the two remains.
     held = [e for e in recorders[1].entries if e["state"] == "scheduled"]
     held[0]["state"] = "started"
     job = job_of(tmp_path, recorders)
@@ -228,7 +231,10 @@ def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: 
 
 
 def test_the_kernels_of_the_last_step_may_still_run(tmp_path: Path) -> None:
-    """Both sides of a step's first message wait: the sender's compute, or the receiver's last."""
+    """Both sides of a step's first message may wait for kernels.
+
+    These are the sender's compute, or the receiver's last compute of the previous step.
+    """
     program = compile(schedules.one_f_one_b, PipelineShape(2, 4))
     for before, may in ((0, False), (2, True)):
         job = job_of(tmp_path, record(stopped(Graph(program), 0, False), before=before))
@@ -238,7 +244,7 @@ def test_the_kernels_of_the_last_step_may_still_run(tmp_path: Path) -> None:
 
 
 def test_dumps_of_different_moments(tmp_path: Path) -> None:
-    """Rank 2 has written its dump before the others have received what it has not issued in it."""
+    """Other ranks have received messages that rank 2 issued only after it wrote its dump."""
     program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
     graph = Graph(program, blocking_hosts=True)
     early, late = (
@@ -257,7 +263,7 @@ def test_dumps_of_different_moments(tmp_path: Path) -> None:
     recorders[0].collective("1", "all_reduce", ended=True)
     job = job_of(tmp_path, recorders)
     assert job.old_dump_ranks == (1,)
-    recorders[0].entries[-1]["profiling_name"] = "nccl:broadcast"  # its root waits for nobody
+    recorders[0].entries[-1]["profiling_name"] = "nccl:broadcast"  # its root waits for no rank
     assert job_of(tmp_path, recorders).old_dump_ranks == ()
 
 

@@ -1,4 +1,4 @@
-"""Host steps: gradients go to the host, which steps each stage, and its new weights come back."""
+"""Optimizer steps on the host: gradients are copied to it, and new weights back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def names(program: Program, rank: int) -> list[str]:
     return [str(i) for i in program.streams[rank] if i.op in ROWS]
 
 
-# ---------------------------------------------------------------- where rows stand
+# ---------------------------------------------------------------- positions of instructions
 
 
 def test_gradients_go_behind_their_reduction_where_nobody_else_adds() -> None:
@@ -64,7 +64,7 @@ def test_gradients_go_behind_their_reduction_where_nobody_else_adds() -> None:
         "step",
     ]
     ways: list[dict[str, Any]] = [{"dp": 2}, {"dp": 2, "zero": 1}]
-    for how in ways:  # the host waits for sums at the end
+    for how in ways:  # gradients are reduced at the end of the update
         stream = [str(i) for i in lowered(**how).streams[1]]
         assert [i.split()[0] for i in stream[-10:-1]] == [
             *["offload_grads"] * 3, *["host_step"] * 3, *["reload_weights"] * 3,
@@ -98,15 +98,16 @@ def test_any_draft_has_them_once_and_is_legal(
 def test_what_is_frozen_or_does_not_step_has_none() -> None:
     assert len(names(lowered(frozen_stages=3), 0)) == 3
     assert not lowered(forward_only, PipelineShape(2, 4)).used_opcodes & {*ROWS}
-    both = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))  # each holder has its own
+    # Each rank with a replica of a stage has its optimizer state.
+    both = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))
     assert len(names(both, 0)) == len(names(both, 1)) == 6
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def moved(text: str, what: str, before: str) -> Program:
-    """An instruction's line of rank 1 taken out, and put before another one's, or nowhere."""
+    """Move an instruction of rank 1 before another one, or remove it if `before` is ""."""
     first, text = text.split("\nrank 1\n", 1)
     assert text.count(f"  {what}\n") == 1, what
     text = text.replace(f"  {what}\n", "")
@@ -133,7 +134,7 @@ def moved(text: str, what: str, before: str) -> Program:
     ],
 )
 def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
-    """A gradient that is not all of it, a step before all is there, weights that are not new."""
+    """Refuse incomplete gradients, steps that are too early, and old weights."""
     text = schedir.to_text(lowered(clip_grad_norm=True, tied_weights=True), folded=False)
     program = moved(text, what, before)
     if error is None:
@@ -156,8 +157,10 @@ def test_twice_or_not_asked_for_is_refused(op: str) -> None:
 
 
 def test_a_host_that_waits_for_a_sum_may_wait_for_ever() -> None:
-    """Where a gradient goes the host waits for all sums before it; so what another rank needs to
-    come to its side of a sum must not stand behind."""
+    """A blocking host waits for all earlier reductions before it copies a gradient.
+
+    A later message that another rank needs before its side of a reduction causes a deadlock.
+    """
     program = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))
     first, rest = schedir.to_text(program, folded=False).split("rank 1", 1)
     gone, goes, message = (
@@ -176,7 +179,7 @@ def test_a_host_that_waits_for_a_sum_may_wait_for_ever() -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(OrderError, match="needs the weights"):  # without a flush
+    with pytest.raises(OrderError, match="needs the weights"):  # the updates have no delay
         lowered(one_f_one_b, PipelineShape(2, 4, optimizer_steps=2))
     with pytest.raises(ShapeError, match="norm_check='after_step'"):
         lowered(clip_grad_norm=True, norm_check="after_step")
@@ -189,8 +192,10 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_bytes_are_told_by_tier(zero: int) -> None:
-    """On the host the optimizer's state, gradients and weights, or a replica's part of them, all
-    the time; on the device no state at any time."""
+    """The host always has optimizer state, gradients and weights, or shards of them.
+
+    The device never has optimizer state.
+    """
     dp, sizes = 2, Sizes(optimizer=(8, 16, 24, 32, 40, 48), params=2, grads=4)
     more: dict[str, Any] = {"dp": dp, "zero": zero, "unsharded_stages": 3 if zero == 3 else None}
     run = schedir.simulate(lowered(**more), Costs(), sizes=sizes)
@@ -214,7 +219,7 @@ def test_a_limit_of_the_host_counts_what_it_has() -> None:
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (0.5, 3, 0.25), (2, 0.5, 1)])
 def test_a_step_is_a_pipeline_of_three(times: tuple[float, float, float]) -> None:
-    """All gradients come before any stage is stepped, for these may not be finite."""
+    """The host steps no stage before all gradients are copied, because one may not be finite."""
     away, step, back = times
     costs = Costs(F=0, B=0, offload_grads=away, host_step=step, reload_weights=back)
     span = schedir.simulate(lowered(looped_bfs, PipelineShape(1, 2, 3)), costs).span
@@ -226,7 +231,7 @@ def test_gradients_go_under_backwards_and_hosts_step_beside_other_ranks() -> Non
     program = lowered(looped_bfs, PipelineShape(1, 4, 4))
     alone = schedir.simulate(schedir.compile(looped_bfs, PipelineShape(1, 4, 4)), costs).span
     assert schedir.simulate(program, costs).span == alone + 1 + 4 + 0.5
-    shape = PipelineShape(4, 8)  # the last rank's host steps while the first rank computes
+    shape = PipelineShape(4, 8)  # the host of the last rank steps while the first rank computes
     spans = [
         schedir.simulate(
             schedir.compile(one_f_one_b, shape, optimizer_placement=states), costs
@@ -266,7 +271,7 @@ def test_a_cluster_prices_them() -> None:
 
 
 def late(P: int = 2, n: int = 3, updates: int = 3, **how: Any) -> Program:
-    """An update of n microbatches is stepped while the next is computed."""
+    """Return a program whose host steps an update of n microbatches during the next update."""
     return lowered(
         pipedream_2bw, PipelineShape(P, n * updates, optimizer_steps=updates, weight_delay=1), **how
     )
@@ -288,12 +293,12 @@ def test_an_update_is_stepped_under_the_next_and_awaited_by_the_one_behind() -> 
     ahead = [
         str(i) for i in late(clip_grad_norm=True).streams[0] if str(i)[:4] not in ("recv", "send")
     ]
-    at = ahead.index("step")  # F of the third update stands ahead of the last B of the second
+    at = ahead.index("step")  # a forward of the third update precedes a B of the second
     assert ahead[at - 2 : at + 2] == ["B 0.4", "reload_weights 0", "step", "F 0.6"]
     flush = lowered(
         lambda r, P, m: m // 2 * (2 * F + 2 * B), PipelineShape(1, 4, optimizer_steps=2)
     )
-    assert [str(i) for i in flush.streams[0]][5:10] == [  # no delay: nothing goes on meanwhile
+    assert [str(i) for i in flush.streams[0]][5:10] == [  # without a delay, compute waits
         "offload_grads 0", "check_grads_finite", "host_step 0", "reload_weights 0", "step",
     ]  # fmt: skip
 
@@ -353,7 +358,7 @@ def test_a_program_of_several_updates_is_legal_with_the_host_where_it_is_without
     for model in MODELS:
         try:
             schedir.check(plain, model, blocking_hosts=True)
-        except SchedirError:  # ranks that meet, where all is one queue
+        except SchedirError:  # with a single queue, ranks wait for each other's collectives
             continue
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
@@ -364,13 +369,13 @@ def test_a_program_of_several_updates_is_legal_with_the_host_where_it_is_without
 
 
 def test_what_the_host_does_is_hidden_under_the_next_update() -> None:
-    """But for the last, behind which nothing is computed; a longer step is what a run takes."""
+    """All host steps except the last are hidden, if they are shorter than the next update."""
     updates, n = 6, 8
     costs = Costs(F=1, B=2, offload_grads=0.25, reload_weights=0.25)
     for host in (0, 4, 12, 20, 30):
         span = schedir.simulate(late(1, n, updates), replace(costs, host_step=host)).span
-        each = max(n * 3, host + 0.5)  # of an update: what is computed, or what the host does
-        copies = (updates - 1) * 0.25 * (host + 0.25 <= n * 3)  # of gradients, which compute awaits
+        each = max(n * 3, host + 0.5)  # time of an update: its compute, or its host step and copies
+        copies = (updates - 1) * 0.25 * (host + 0.25 <= n * 3)  # compute waits for these copies
         first = n * 3 + 0.25 + host + 0.25
         assert span == pytest.approx(first + (updates - 1) * each + copies), host
 

@@ -1,4 +1,4 @@
-"""The interactive page as text: one file, closed to the network, and names that are only text."""
+"""Tests of the interactive page as text: one file, no network access, and escaped names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def timeline(ranks: int = 4, m: int = 8, **cost: float) -> Timeline:
 
 
 def measured(t: Timeline, seed: int = 0) -> Timeline:
-    """The same, in seconds, no two lengths alike."""
+    """Return the same Timeline in seconds, with all durations different."""
     spans = t.spans.copy()
     late = np.random.default_rng(seed).random(len(t)).cumsum() * 1e-6
     spans["start"], spans["end"] = spans["start"] + late, spans["end"] + late
@@ -50,7 +50,7 @@ def measured(t: Timeline, seed: int = 0) -> Timeline:
 
 
 class Parts(HTMLParser):
-    """What a browser makes of a page: its elements, and the text in them."""
+    """A parser that collects the elements of a page and their text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_draw_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(data_of(Path("x.HTML").read_text())["runs"]) == 1
     assert main(["draw", "gpipe", "one_f_one_b", "-o", "two.html"]) == 0
     assert len(data_of(Path("two.html").read_text())["runs"]) == 2
-    # Beside a measured run stands what its mean times predict.
+    # A measured run is shown with the prediction from its mean times.
     save_timeline(measured(timeline()), "real.timeline")
     assert main(["draw", "real.timeline", "-o", "x.html"]) == 0
     runs = data_of(Path("x.html").read_text())["runs"]
@@ -251,7 +251,7 @@ def test_draw_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_measured_run_stands_beside_what_its_own_hosts_would_do(tmp_path: Path) -> None:
-    """A host that waits itself, as on CPUs, is late for slow messages, in the prediction too."""
+    """A blocking host, as on CPUs, is late for slow messages, in the prediction too."""
     given = Costs(send=3)
     program = compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     spans = [

@@ -1,4 +1,4 @@
-"""Impossibly large numbers in files and options: one error each, with its place."""
+"""Tests of impossibly large numbers in files and options: one error each, with its place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def toml(table: dict[str, str]) -> str:
 
 
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one error of a command."""
+    """Return the single error of a command."""
     assert main(argv) == 2
     text = capsys.readouterr().err
     assert "Traceback" not in text and "Warning" not in text and len(text) < 500, text
@@ -56,7 +56,7 @@ def test_a_cluster_file(
 def test_a_model_file(
     name: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a table and without one."""
+    """The file has a table or none."""
     path = tmp_path / "model.toml"
     path.write_text("[model]\n" * (value == DIGITS) + toml(MODEL | {name: value}))
     machines = ["--cluster=a100", "--gpus=8", "--batch=8"]
@@ -82,7 +82,7 @@ def test_a_model_of_a_training_run(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_an_error_shows_no_number_of_many_digits() -> None:
     assert describe(10**30 - 1) == "9" * 30
     assert describe(10**5000) == describe(-(10**30)) == "an integer of more than 30 digits"
-    huge = 10**5000  # whose digits Python refuses to write
+    huge = 10**5000  # Python refuses to write its digits
     refused: dict[str, Callable[[], object]] = {
         "cluster": lambda: Cluster(
             huge,

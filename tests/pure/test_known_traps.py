@@ -1,6 +1,6 @@
-"""Known traps: programs that other checks pass, or that only some transports finish.
+"""Known traps: programs that other checks accept, or that only some transports finish.
 
-Each is judged by the checker and by execution.
+The checker and an execution judge each program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOOP = "stages_per_rank 2"
 
 
 def accepted(program: Program) -> list[str]:
-    """The models under which a program is right; checker and execution must agree."""
+    """Return the models that accept a program. The checker and the execution must agree."""
     models: list[str] = []
     for model in MODELS:
         try:
@@ -60,19 +60,19 @@ def refused(program: Program, progress_model: ProgressModel = "per_device") -> S
 # ---------------------------------------------------------------- each model allows less
 
 STRICTER = {
-    "per_edge": written(  # under no other
-        "recv_act 3.0; F 0.0; send_act 0.0; F 3.0",  # the receive stands before the send
+    "per_edge": written(  # no other model accepts it
+        "recv_act 3.0; F 0.0; send_act 0.0; F 3.0",  # the receive precedes the send
         "recv_act 1.0; F 1.0; F 2.0; send_act 2.0",
         header=VEE,
     ),
     "per_pair": written(
-        "recv_act 3.0; F 0.0; send_act 0.0; F 3.0; send_act 3.0",  # but from another rank
+        "recv_act 3.0; F 0.0; send_act 0.0; F 3.0; send_act 3.0",  # from another rank
         "recv_act 1.0; recv_act 4.0; F 1.0; send_act 1.0; F 4.0; send_act 4.0",
         "recv_act 2.0; recv_act 5.0; F 2.0; F 5.0; send_act 2.0",
         header=LOOP,
     ),
     "per_direction": written(
-        "F 0.0; recv_grad 0.0; send_act 0.0; B 0.0; reduce_grads 0; step",  # of the other kind
+        "F 0.0; recv_grad 0.0; send_act 0.0; B 0.0; reduce_grads 0; step",  # the other kind
         "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1; step",
     ),
     "per_device": written(
@@ -106,7 +106,7 @@ def test_legal_up_to(model: str) -> None:
 
 
 def test_both_send_before_they_receive() -> None:
-    """Legal for who buffers what is sent; on NCCL's one communicator, both wait."""
+    """A transport that buffers sends finishes. On one communicator of NCCL, both ranks wait."""
     program = written(
         "F 0.0; send_act 0.0; F 0.1; send_act 0.1; recv_act 3.0; recv_act 3.1; F 3.0; F 3.1",
         "recv_act 1.0; F 1.0; F 2.0; send_act 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1",
@@ -121,7 +121,7 @@ def test_both_send_before_they_receive() -> None:
 
 
 def test_received_in_another_order_than_sent() -> None:
-    """Legal for who finds messages by name in a mailbox; elsewhere they cross."""
+    """A transport that finds messages by name would finish. Elsewhere the messages cross."""
     program = written(
         "F 0.0; F 0.1; send_act 0.0; send_act 0.1", "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1",
         microbatches=2,
@@ -134,7 +134,7 @@ def test_received_in_another_order_than_sent() -> None:
 
 
 def in_bulk(size: int) -> Program:
-    """All activations in one group, on both sides."""
+    """Return a program with all activations in one group, on both sides."""
     every = range(size)
     return written(
         "; ".join(f"F 0.{k}" for k in every) + "; " + " & ".join(f"send_act 0.{k}" for k in every),
@@ -160,7 +160,7 @@ RECEIVED = {
 
 @pytest.mark.parametrize("how", RECEIVED)
 def test_messages_sent_as_one_arrive_in_their_order(how: str) -> None:
-    """NCCL takes the sends and the receives of a group in order, whatever they are."""
+    """NCCL matches the sends and the receives of a group by their order only."""
     receives, right = RECEIVED[how]
     program = written(
         "F 0.0; F 0.1; send_act 0.0 & send_act 0.1", f"{receives}; F 1.0; F 1.1", microbatches=2
@@ -175,7 +175,7 @@ def test_messages_sent_as_one_arrive_in_their_order(how: str) -> None:
 
 
 def test_an_activation_and_a_gradient_of_one_group_cross() -> None:
-    """They are two channels under `per_edge`, and one where there is one communicator for both."""
+    """They use two channels under `per_edge`, and one where both use one communicator."""
     program = written(
         "F 0.0; send_act 0.0; recv_act 2.0; F 2.0; send_act 2.0; recv_grad 2.0; B 2.0;"
         "F 0.1; send_act 0.1 & send_grad 2.0; recv_grad 0.0; B 0.0;"
@@ -193,9 +193,9 @@ def test_an_activation_and_a_gradient_of_one_group_cross() -> None:
 
 
 def test_an_asymmetric_group_is_legal() -> None:
-    """One side as one, the other one by one, in either order: an exchange has no first.
+    """One side is a group, and the other side issues its parts one by one in either order.
 
-    But torch has another communicator for groups of both ways than for what goes alone.
+    But torch uses different communicators for a group in both directions and for single messages.
     """
     for there in ("recv_act 1.1; send_act 2.0", "send_act 2.0; recv_act 1.1"):
         program = written(
@@ -208,7 +208,7 @@ def test_an_asymmetric_group_is_legal() -> None:
 
 
 def test_an_asymmetric_group_that_waits_for_itself() -> None:
-    """What one member brings about must not be what another waits for, by way of the others."""
+    """A member of a group must not wait, through other ranks, for an effect of another member."""
     program = written(
         "F 0.0; send_act 0.0 & recv_act 3.1; F 3.1; F 0.1; send_act 0.1; recv_act 3.0; F 3.0",
         "recv_act 1.0; F 1.0; F 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1; send_act 2.0",
@@ -222,7 +222,7 @@ def test_an_asymmetric_group_that_waits_for_itself() -> None:
 
 
 def test_collectives_in_different_order_on_two_ranks() -> None:
-    """The sum of tied copies and the norm are two groups of ranks: who mixes them up, hangs."""
+    """The sum of tied copies and the norm use two groups of ranks. Mixing their order hangs."""
     first = "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0;"
     second = "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1;"
     right, wrong = "; reduce_norm; step", "reduce_norm; "
@@ -239,7 +239,7 @@ def test_collectives_in_different_order_on_two_ranks() -> None:
 
 
 def test_a_collective_before_a_message_that_it_waits_for() -> None:
-    """Reductions have a queue of their own, except where everything is one."""
+    """Reductions have their own queue, except in models with a single queue."""
     error = refused(STRICTER["per_device"], "blocking_serial")
     assert isinstance(error, DeadlockError)
     assert {str(w.instr) for w in error.cycle} == {"recv_grad 0.0", "reduce_tied 1"}
@@ -249,7 +249,7 @@ def test_a_collective_before_a_message_that_it_waits_for() -> None:
 
 
 def test_a_gradient_that_nobody_made() -> None:
-    """Complete on both sides, in order, no cycle; and sends what was never computed."""
+    """The messages are complete, in order and without a cycle, but one was never computed."""
     program = written(
         "F 0.0; send_act 0.0; recv_grad 0.0", "recv_act 1.0; F 1.0; send_grad 1.0"
     )  # fmt: skip
@@ -264,7 +264,7 @@ def test_costs_that_add_up_to_infinity_are_no_deadlock() -> None:
 
 
 def test_a_walk_ends_where_an_instruction_is_there_twice() -> None:
-    """Whoever walks without asking first whether a program is complete."""
+    """This is for callers that do not first check whether a program is complete."""
     program = compile(one_f_one_b, PipelineShape(2, 4))
     one, two = program.streams
     twice = replace(program, streams=(Stream(np.concatenate([one.words, one.words])), two))

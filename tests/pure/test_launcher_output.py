@@ -1,4 +1,4 @@
-"""What processes print is passed on as it comes, with their numbers, and within bounds."""
+"""Tests that output of processes is passed on at once, with their numbers, within limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as pr
 
 
 def passed_on(code: str) -> subprocess.CompletedProcess[str]:
-    """What is passed on of a process that runs some code."""
+    """Return the output that is passed on for a process that runs some code."""
     command = [sys.executable, "-c", PASSES_ON, code]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
 

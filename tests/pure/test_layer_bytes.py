@@ -1,4 +1,4 @@
-"""Bytes of a transformer layer: the formulas of arXiv 2205.05198, Table 2, as they are printed."""
+"""Tests of the bytes of a transformer layer against the printed formulas of arXiv 2205.05198."""
 
 from __future__ import annotations
 

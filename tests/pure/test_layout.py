@@ -64,12 +64,14 @@ TORCH_FROM = LAYER_OF["kernels"]
 
 
 def python_files(*folders: str) -> list[Path]:
-    """Files under these folders, once each: Path.rglob does not follow the symlinks."""
+    """Return each file under these folders once, since Path.rglob does not follow symlinks."""
     return sorted(f for folder in folders for f in (ROOT / folder).rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
-    """Dotted name as imported: kernels/x.py is schedir.kernels.x, a package is its folder.
+    """Return the dotted name of a module: kernels/x.py is schedir.kernels.x.
+
+    A package has the name of its folder.
 
     >>> module_name(ROOT / "viz" / "gantt.py"), module_name(SOURCE / "passes" / "__init__.py")
     ('schedir.viz.gantt', 'schedir.passes')
@@ -83,7 +85,7 @@ MODULES = {module_name(f): f for f in python_files("schedir", "kernels", "viz")}
 
 
 def imports(path: Path, package: str = "") -> Iterator[str]:
-    """Every dotted name that a file imports, anywhere in it; relative ones from `package`."""
+    """Yield every dotted name that a file imports anywhere. Relative ones start at `package`."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -93,7 +95,7 @@ def imports(path: Path, package: str = "") -> Iterator[str]:
             # `from a import b` may name the module a.b; an attribute falls back to a.
             yield from (f"{source}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and has_import_in_name(node.func):
-            # `import_module("schedir.x")` is an import, too; of an f-string what leads it counts.
+            # `import_module("schedir.x")` is an import too. Of an f-string, its first part counts.
             for text in ast.walk(node):
                 if isinstance(text, ast.Constant) and isinstance(text.value, str):
                     yield from re.findall(r"^schedir(?:\.\w+)+", text.value)
@@ -114,7 +116,10 @@ def module_imports(name: str) -> frozenset[str]:
 
 
 def package_of(name: str) -> str:
-    """schedir.passes.communication.transfers -> passes; schedir and its attributes -> __init__."""
+    """Return the package of a name: schedir.passes.communication.transfers is in passes.
+
+    schedir itself and its attributes are in __init__.
+    """
     second = [*name.split("."), ""][1]
     return second if second in LAYER_OF or f"schedir.{second}" in MODULES else "__init__"
 
@@ -144,7 +149,7 @@ def test_imports_go_down() -> None:
 
 
 def test_only_some_packages_import_leaves() -> None:
-    """What is drawn, planned, searched or diagnosed can be left out of the core and the runtime."""
+    """The core and the runtime work without pictures, planner, search, traces and diagnosis."""
     found = {
         (package_of(name), package_of(target))
         for name in MODULES
@@ -212,8 +217,8 @@ def test_top_level_modules() -> None:
     }
 
 
-# Where instructions are named: how often, and why.  All others ask the table what an instruction
-# needs, gives and is; so they know rows that they have never heard of.
+# The files that name instructions, with the number of names and the reason. All other files read
+# from the table what an instruction needs and gives, so they support new rows.
 TABLE = (
     "schedir.ir.isa.instructions",
     "schedir.ir.isa.instruction_table",
@@ -226,7 +231,7 @@ NAMED = {
 
 
 def names_of_opcodes(path: Path) -> int:
-    """How often a file names an instruction: `Opcode.Forward`, or by another name of Opcode."""
+    """Return how often a file names an instruction, as `Opcode.Forward` or by an alias."""
     tree = ast.parse(path.read_bytes())
     other = {
         target.id
@@ -255,7 +260,7 @@ def test_instructions_are_named_by_the_table_passes_and_handlers() -> None:
 
 
 def test_files_hold_one_idea() -> None:
-    """A file of the table of instructions is data, a row of which is read by itself."""
+    """The table of instructions may be long: it is data, and each row is read by itself."""
     both = PYTHON + python_files("benchmarks")
     texts = {f.name: text for f in both if (text := f.read_text()).count("\n") >= 400}
     long = [name for name, text in texts.items() if code_lines(text) >= 400]

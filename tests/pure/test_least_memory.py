@@ -1,4 +1,4 @@
-"""The sentence about a schedule that is as short in less memory."""
+"""Tests of the sentence about a schedule that is as short with less memory."""
 
 from __future__ import annotations
 

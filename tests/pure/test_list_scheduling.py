@@ -1,4 +1,4 @@
-"""List scheduling: the known schedules again, and nothing that hangs."""
+"""Tests that list scheduling gives the known schedules, and no program that hangs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_1f1b_and_gpipe_come_out(P: int, priced: Costs) -> None:
 
 
 def test_time_decides() -> None:
-    """A rank that waits for its next forward does a backward meanwhile, whatever it prefers."""
+    """A rank that waits for its next forward runs a backward meanwhile, whatever its preference."""
     shape = PipelineShape(2, 4)
     slow = Costs(F=(3, 1), B=2)
     found = greedy_schedule(shape, "FB", lambda rank: 4, slow)

@@ -1,4 +1,4 @@
-"""Three ways to one longest path agree to the last bit, and none needs what may be missing."""
+"""Tests that three ways to the longest path agree exactly, and that none needs numba."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.strategies import with_slots
 
 
 def agree(problem: LongestPathProblem) -> bool:
-    """Solve it in each way that there is here; returns whether all nodes were reached."""
+    """Solve a problem in each available way, and return whether all nodes were reached."""
     problem = problem._replace(edges=[*problem.edges])
     ways = [solve_by_loop(problem), solve_by_frontiers(problem)]
     if (machine_code := numba_jit._compile(LOOPS)) is not None:
@@ -42,7 +42,7 @@ def agree(problem: LongestPathProblem) -> bool:
 
 
 def odd(shape: PipelineShape, rng: random.Random) -> Costs:
-    """Costs whose sums are rounded."""
+    """Return costs whose sums are rounded."""
 
     def per_stage() -> tuple[float, ...]:
         return tuple(rng.random() for _ in range(shape.stages))
@@ -51,7 +51,7 @@ def odd(shape: PipelineShape, rng: random.Random) -> Costs:
 
 
 def known(program: Program, rng: random.Random) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Ends that are given, of about every third instruction."""
+    """Return given end times for about every third instruction."""
     return np.array([rng.random() * 9 if rng.random() < 0.3 else np.nan for _ in program.words])
 
 
@@ -84,7 +84,7 @@ def test_of_programs(
 )
 @settings(deadline=None)
 def test_of_any_graph(nodes: int, edges: int, fixes: bool, hops: bool, seed: int) -> None:
-    """Many successors, some that are there twice, circles, and numbers that are no nodes."""
+    """Graphs have many successors, double edges, cycles, and numbers that are not nodes."""
     rng = np.random.default_rng(abs(seed))
     mask = rng.random(nodes) < 0.95
     parts = []
@@ -110,7 +110,7 @@ def test_of_any_graph(nodes: int, edges: int, fixes: bool, hops: bool, seed: int
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=6), st.booleans(), st.integers(0, 2**32))
 @settings(deadline=None)
 def test_of_hubs(readers: list[int], hops: bool, seed: int) -> None:
-    """Nodes with more successors than the table has columns, as a gather of ZeRO 3 has."""
+    """Some nodes have more successors than the table has columns, like a gather of ZeRO 3."""
     rng = np.random.default_rng(seed)
     nodes = 512
     parts = []
@@ -129,7 +129,7 @@ def test_of_hubs(readers: list[int], hops: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("hops", [False, True])
 def test_memory_of_a_walk_grows_with_its_edges(hops: bool) -> None:
-    """A table with a column per successor takes the square of that: 64 MB for this graph."""
+    """A table with a column per successor would have quadratic size, 64 MB for this graph."""
     nodes = 4096
     hubs = [np.full(nodes - 8, hub, np.int32) for hub in range(4)]
     readers = np.arange(8, nodes, dtype=np.int32)
@@ -146,14 +146,14 @@ def test_memory_of_a_walk_grows_with_its_edges(hops: bool) -> None:
 
 
 def test_one_that_many_wait_for() -> None:
-    """More than any frontier before it had: a norm of the gradients of a thousand ranks."""
+    """The frontier is larger than any before it, like for the norm of a thousand ranks."""
     many, nodes = np.arange(1, 101, dtype=np.int32), 100 * 64
     star = (np.zeros_like(many), many)
     assert agree(LongestPathProblem([star], np.arange(nodes) <= 100, np.ones(nodes)))
 
 
 def test_of_a_large_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that walks once walks by frontiers; whoever asks for it, by what is numba_jit."""
+    """A command that solves once uses frontiers, and callers may request compiled loops."""
     program = compile(schedules.interleaved, PipelineShape(8, 64, 2), costs=Costs(send=0.1))
     assert agree(build_problem(Graph(program), Costs(F=1.1, send=0.3)))
     spans = simulate(program, Costs(F=1.1, send=0.3)).spans

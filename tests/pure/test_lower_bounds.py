@@ -1,4 +1,4 @@
-"""Bounds: nothing is shorter, and what is proved in print comes out."""
+"""Tests of lower bounds: no schedule is shorter, and bounds equal those of published proofs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from tests.strategies import costs
 ONE_HOLDER = ("loop", "vee", "given")
 FINE = 1 - 1e-9
 
-# arXiv 2401.10241: Table 9, times of F, B and W, and of a message; and of Table 5 what ZB-1p idles,
-# of its own span.
+# arXiv 2401.10241: from Table 9 the times of F, B, W and a message, and from Table 5 the idle part
+# of ZB-1p's own span.
 # fmt: off
 ZB_1P = [  # hidden size, heads, ranks, microbatches
     (2304, 24, 8, 24, 18.522, 18.086, 9.337, 0.601, 0.1585),
@@ -68,7 +68,7 @@ ZB_2P = [0.0433, 0.0039, 0.0026, 0.0029, 0.0022, 0.0010,
 def test_the_automatic_schedules_of_the_zero_bubble_paper(
     row: tuple[float, ...], twice: float
 ) -> None:
-    """Its ZB-1p is as short as any schedule within its memory, and its ZB-2p no shorter."""
+    """The paper's ZB-1p reaches the lower bound at its memory. Its ZB-2p is not below the bound."""
     hidden, heads, ranks, m = map(int, row[:4])
     *times, printed = row[4:]
     tape = 32 * hidden / (34 * hidden + 5 * heads * 1024)  # section 3.1 there; sequences of 1024
@@ -101,7 +101,7 @@ def test_nothing_of_the_zoo_is_shorter() -> None:
             priced = Costs(F=tuple(3.0 + s % 3 for s in range(shape.stages)), I=3, W=2, send=0.5)
             try:
                 program = lower(expand_schedule(schedule, shape), priced)
-            except ScheduleError:  # it does not take so few microbatches
+            except ScheduleError:  # the schedule needs more microbatches
                 continue
             if (least := compute_program_bound(program, priced)) is not None:
                 span = simulate(program, priced).span
@@ -113,7 +113,7 @@ def test_nothing_of_the_zoo_is_shorter() -> None:
 @settings(max_examples=150)
 @given(st.data())
 def test_no_program_is_shorter(data: st.DataObject) -> None:
-    """Whatever its order is, with whole backwards and others, and in bytes, too."""
+    """This holds for any order, for whole and split backwards, and for limits in bytes too."""
     made = data.draw(compute_programs(placements=ONE_HOLDER))
     if data.draw(st.booleans()):
         made = _mixed_up(made, data.draw(st.randoms(use_true_random=False)))
@@ -130,7 +130,7 @@ def test_no_program_is_shorter(data: st.DataObject) -> None:
 
 
 def _mixed_up(made: Program, rng: random.Random) -> Program:
-    """The same with other numbers of microbatches: no order ascends any more."""
+    """Return the same program with shuffled microbatch numbers, so that no order ascends."""
     number = [*range(made.shape.microbatches)]
     rng.shuffle(number)
     streams = tuple(
@@ -143,7 +143,7 @@ def _mixed_up(made: Program, rng: random.Random) -> Program:
 @settings(max_examples=150)
 @given(st.data())
 def test_no_order_is_shorter(data: st.DataObject) -> None:
-    """Of uneven memory, of whole backwards, and whatever is to be short."""
+    """This holds for uneven memory, for whole backwards, and for every objective."""
     split = data.draw(st.booleans())
     made = data.draw(compute_programs(3, 4, 2, split=float(split), placements=ONE_HOLDER))
     problem, order = (
@@ -163,7 +163,7 @@ def test_no_order_is_shorter(data: st.DataObject) -> None:
 @settings(max_examples=200)
 @given(st.data())
 def test_what_does_not_fit_waits(data: st.DataObject) -> None:
-    """Each lag holds in any order, within what that order holds at most."""
+    """Each lag holds in every order, when the capacity is the peak of that order."""
     split = data.draw(st.booleans())
     made = data.draw(compute_programs(2, 5, 3, split=float(split), placements=ONE_HOLDER))
     lags_hold(data.draw(problems(made.shape, split)), order_of_program(made, split_backward=split))
@@ -171,7 +171,7 @@ def test_what_does_not_fit_waits(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("saved", [1.0, 2.0])
 def test_tapes_of_a_later_stage_wait_for_no_more_than_they_must(saved: float) -> None:
-    """Two of them are there, and that is all that fits beside one F."""
+    """Two deferred W of the later stage are in memory, and only one F fits beside them."""
     problem = replace(make_problem(PipelineShape(1, 3, 2)), saved=(saved, 1.0))
     there = (0, 3, 4, 1, 2)  # F and F, I and I, W of the first stage
     lags_hold(problem, [(*there, *there, 0, 5, 5, *there[1:], 5)])
@@ -196,7 +196,7 @@ def lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> Non
 @settings(max_examples=150)
 @given(st.data())
 def test_what_crosses_is_late(data: st.DataObject) -> None:
-    """Of any three that follow each other on any stage, as one of the options says at least."""
+    """For microbatches in a row on a stage, one of the options is a lower bound of their delays."""
     k = data.draw(st.integers(2, 4))
     shape = PipelineShape(data.draw(st.integers(2, 5)), data.draw(st.integers(k + 1, 3 * k + 2)))
     even = st.builds(Costs, F=st.just(1), I=st.integers(1, 2), W=st.integers(0, 1))
@@ -224,7 +224,7 @@ def test_what_crosses_is_late(data: st.DataObject) -> None:
         late = [i - f - way for f, i in zip(begins, back, strict=True)]
         options = [*crossing_delays(problem, paths, s, away)]
         for j in range(shape.microbatches - k):
-            more = begins[j + k] - begins[j] - away  # late, or waits
+            more = begins[j + k] - begins[j] - away  # delay and waiting time
             assert more >= late[j] - 1e-9
             for i in range(1, k):
                 three = more + late[j + i] + late[j + k] + 1e-9
@@ -233,7 +233,7 @@ def test_what_crosses_is_late(data: st.DataObject) -> None:
 
 @st.composite
 def problems(draw: st.DrawFn, shape: PipelineShape, split: bool) -> SchedulingProblem:
-    """Problems without a limit of memory."""
+    """Draw scheduling problems without a memory limit."""
     priced = replace(draw(costs(shape)), step=draw(st.integers(0, 4)))
     try:
         problem = make_problem(
@@ -250,7 +250,7 @@ def problems(draw: st.DrawFn, shape: PipelineShape, split: bool) -> SchedulingPr
 
 @pytest.mark.parametrize("saved", [3948874965.6583247, 1.1, 7e9 / 3])
 def test_bytes_that_sums_round_are_as_many(saved: float) -> None:
-    """Room for three is room for three, whatever is left of it by rounding."""
+    """A limit of three saved activations allows three, however sums of bytes are rounded."""
     for tape in (0.77 * saved, 0.0):
         room = Sizes(saved=saved, deferred_wgrad=tape), 3 * saved
         like = Sizes(saved=1.0, deferred_wgrad=tape / saved), 3.0
@@ -322,11 +322,11 @@ def test_what_is_strange_has_a_bound(
     assert least.explanation
 
 
-# ---------------------------------------------------------------- of programs
+# ---------------------------------------------------------------- bounds of programs
 
 
 def test_of_a_program_at_its_memory() -> None:
-    """1F1B is as short as any with whole backwards at its memory; to split them gains."""
+    """1F1B is as short as any schedule with whole backwards at its memory. Split ones gain time."""
     shape, priced = PipelineShape(4, 8), Costs()
     program = schedir.compile(schedules.one_f_one_b, shape)
     span = simulate(program, priced).span

@@ -1,4 +1,4 @@
-"""The lowering's promise, and the graph against a machine that has none."""
+"""Tests of the guarantee of the lowering, and of the graph against a machine without one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REORDER = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_re
 
 
 def programs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
-    """A lowered program with random traits, and costs."""
+    """Draw a lowered program with random options, and costs."""
     tp, clip = draw.draw(st.integers(1, 2)), draw.draw(st.booleans())
     tied = draw.draw(tied_weights(draft.shape))
     draft = replace(draft, tp=tp, tied_weights=tied, clip_grad_norm=clip)
@@ -81,7 +81,7 @@ def test_overlap_keeps_programs_legal(
 def test_nobody_trusts_the_order_that_a_program_brings(
     seed: int, progress_model: ProgressModel, made_up: bool
 ) -> None:
-    """That of the program before it was changed, or any order, finishes nothing that hangs."""
+    """A wrong order, from before a change or made up, does not make a hanging program pass."""
     rng = random.Random(seed)
     program, mutant = mutate(rng.choice(REORDER), seed, corpus=CORPUS)
     order = program.message_order
@@ -102,7 +102,7 @@ def test_nobody_trusts_the_order_that_a_program_brings(
 
 @pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
 def test_no_message_waits_for_a_ring_of_others(schedule: Schedule) -> None:
-    """Lowered as if messages were free, where they are not: one queue costs little more."""
+    """A program lowered for free messages takes little longer with one queue and real ones."""
     program = compile(schedule, PipelineShape(ranks=16, microbatches=32, stages_per_rank=2))
     priced = Costs(send=0.1)
     edge, device = (
@@ -120,7 +120,7 @@ def agrees(program: Program, progress_model: ProgressModel, priced: Costs) -> No
         return
     timeline = simulate(program, priced, progress_model=progress_model, skip_checks=True)
     graph = Graph(program, progress_model)
-    left = np.zeros(graph.node_id_limit)  # a group is left when all its transfers have ended
+    left = np.zeros(graph.node_id_limit)  # a group ends when all its transfers have ended
     np.maximum.at(left, graph.entry_exit_nodes[1], compute_earliest_times(graph, priced).end)
     for (rank, index), end in machine.ended.items():
         assert left[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
@@ -149,7 +149,7 @@ def test_graph_equals_the_machine(
 def test_graph_equals_the_machine_on_shuffled_programs(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
-    """Many of these are stuck: verdicts must agree too."""
+    """Many of these hang, and the verdicts must agree too."""
     program, priced = programs(data, draft)
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     streams = []
@@ -164,7 +164,7 @@ def test_graph_equals_the_machine_on_shuffled_programs(
 
 @pytest.mark.parametrize("ranks", [5000, 12000])
 def test_queues_of_very_many_ranks_are_told_apart(ranks: int) -> None:
-    """More queues than 16 bits count, and more possible ones than a table holds."""
+    """There are more queues than 16 bits count, and more possible ones than a table holds."""
     ops = (O.Forward, O.ReduceGrads, O.SendAct, O.RecvGrad, O.RecvAct, O.SendGrad)
     words = np.stack([pack(op, np.arange(ranks), 0) for op in ops], 1)
     ends = Stream(words[0, :4]), Stream(words[-1, [0, 1, 4, 5]])
@@ -173,6 +173,6 @@ def test_queues_of_very_many_ranks_are_told_apart(ranks: int) -> None:
     )
     queue = Graph(program, "per_edge").queue
     rank = np.repeat(np.arange(ranks), np.diff(program.offsets))
-    # Compute, reductions, and a queue for each neighbour and direction.
+    # There are queues for compute, for reductions, and for each neighbour and direction.
     assert len(np.unique(queue)) == 2 * ranks + 4 * (ranks - 1)
     assert len(np.unique(np.stack([queue, rank]), axis=1).T) == len(np.unique(queue))

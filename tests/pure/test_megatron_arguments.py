@@ -1,4 +1,4 @@
-"""Models from launch scripts of Megatron-LM, and from jobs of torchtitan."""
+"""Tests of models from launch scripts of Megatron-LM, and from jobs of torchtitan."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_defaults_are_those_of_megatron(tmp_path: Path) -> None:
 
 
 def test_text_that_starts_nothing_is_ignored(tmp_path: Path) -> None:
-    """Comments after arguments and printed lines set nothing; the first option of a string does."""
+    """Comments and printed lines set nothing, but the first option of a string does."""
     commented = SCRIPT.replace("--lr -0.5", "--lr -0.5  # not --num-layers 7 --num-experts 8")
     assert read(tmp_path, f'echo "--num-layers 9"\n{commented}\n  printf --hidden-size 9') == LLAMA
     strings = '--num-layers 2"\nB="--hidden-size 64"\nC=\'--num-attention-heads 4 --swiglu\''

@@ -1,4 +1,4 @@
-"""Memory in bytes: what each rank holds, when it holds most, and programs over their limit."""
+"""Memory in bytes: the memory curve and the peak of each rank, and programs over their limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.strategies import costs, with_slots
 
 @st.composite
 def sizes(draw: st.DrawFn, shape: PipelineShape) -> Sizes:
-    """Whole sizes, so that sums are exact."""
+    """Draw integer sizes, so that sums are exact."""
 
     def some() -> float | tuple[float, ...]:
         one = st.integers(0, 9).map(float)
@@ -49,7 +49,10 @@ def sizes(draw: st.DrawFn, shape: PipelineShape) -> Sizes:
 
 
 def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]:
-    """What a rank holds while each of its instructions runs, by kind; the machine has run."""
+    """Return the bytes of each kind of value of a rank during each instruction.
+
+    `machine` must have run the program.
+    """
     program = machine.program
     shape, stream = program.shape, program.streams[rank]
     size = {name: given.for_stages(name, shape.stages).tolist() for name in
@@ -58,9 +61,9 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
     values, at = machine.values(rank), {i: k for k, i in enumerate(stream)}
     number = slots_by_hand(machine, rank)
     fixed = {"model_states": sum(size["model_states"][s] for s in shape.stages_on_rank[rank])}
-    handed: list[tuple[int, int, float]] = []  # from when until when, and how large
+    handed: list[tuple[int, int, float]] = []  # (first index, last index, bytes)
     for kind in SlotCounts._fields:
-        most, has = 0.0, set[tuple[int, float]]()  # slots, and their share of a boundary
+        most, has = 0.0, set[tuple[int, float]]()  # (slot, its share of a boundary)
         for (one, stage, mb), (fill, free) in values.items():
             if one != kind:
                 continue
@@ -84,7 +87,7 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
                 {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.gives} if program.has_backward else ()
             ):
                 alive[token.name.lower()] += size[token.name.lower()][stage]
-        # What an I reads goes as what it makes comes: together they are less.
+        # I frees saved activations while it creates deferred tensors. Some of them are shared.
         shared = sum(
             size["saved"][stage] + size["deferred_wgrad"][stage] - size["saved_and_deferred"][stage]
             for row, stage in rows
@@ -102,7 +105,7 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
 
 
 def slots_by_hand(machine: Machine, rank: int) -> dict[tuple[str, int, int], int]:
-    """The slot of each value: of those of its kind, that which was freed earliest."""
+    """Return the slot of each value: the free slot of its kind that was freed first."""
     program, values, found = machine.program, machine.values(rank), {}
     for kind in SlotCounts._fields:
         own = {value: ends for value, ends in values.items() if value[0] == kind}
@@ -139,7 +142,7 @@ def test_peaks_are_those_counted_by_hand(
         for kind, part in curve.by_kind.items():
             assert part.max() == max(kinds[kind] for kinds in holds)
         assert np.array_equal(np.sum([*curve.by_kind.values()], axis=0), curve.total)
-        assert curve.total[0] == curve.total[-1]  # nothing is kept from step to step
+        assert curve.total[0] == curve.total[-1]  # a step frees all memory that it allocates
         assert (np.diff(curve.times) >= 0).all() and curve.times[0] == timeline.start_time
     assert check_memory(program, given, max(peaks)) is program
     if not max(peaks):
@@ -221,7 +224,7 @@ gpipe: rank 1 needs 29.25 GB, but the limit is 27.5 GB
 
 
 def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:
-    """ZB-H1 has the peaks of 1F1B where a tape is a part of what was saved, as in its paper."""
+    """ZB-H1 has the peaks of 1F1B if deferred tensors are a part of the saved ones."""
     small = Sizes(saved=10, deferred_wgrad=4)
     whole, split = (
         simulate(compile(s, PipelineShape(3, 8)), sizes=small) for s in (one_f_one_b, zb_h1)
@@ -233,12 +236,12 @@ def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:
 
 
 def test_what_is_handed_over_on_a_rank_has_no_slot() -> None:
-    """The last rank of a V has the turn of every microbatch, one way and the other."""
+    """The last rank of a vee has two adjacent stages, which exchange values without slots."""
     program = compile(zb_v, PipelineShape(2, 8, placement="vee"))
     assert count_slots(program)[1, SLOT_KINDS.index(Value.ACT_OUT)] == 16
     curve = simulate(program, sizes=Sizes(activation=1)).memory[1]
-    assert curve.by_kind["act_out"].max() == 8  # what its second stage sends
-    assert curve.by_kind["handed_over"].max() == 2  # and not one for each microbatch
+    assert curve.by_kind["act_out"].max() == 8  # the outputs of its second stage
+    assert curve.by_kind["handed_over"].max() == 2  # not one value per microbatch
 
 
 def test_what_is_scattered_is_whole_only_before() -> None:
@@ -373,7 +376,7 @@ def test_what_ranks_hold_together_is_the_sum_at_one_time(
     shape = draft.shape
     timeline = simulate(lower(draft), data.draw(costs(shape)), sizes=data.draw(sizes(shape)))
     curves = timeline.memory
-    # The last of what changes at a time holds from then on.
+    # If memory changes several times at one time, the last change counts.
     now = [
         sum(float(c.total[np.searchsorted(c.times, t, "right") - 1]) for c in curves)
         for t in {*np.concatenate([c.times for c in curves]).tolist()}

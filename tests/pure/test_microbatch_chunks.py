@@ -1,4 +1,4 @@
-"""Microbatches in chunks: sums beside what makes the next of their terms, and what is refused."""
+"""Tests of microbatches in chunks, whose sums overlap with the next chunk, and of refusals."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ from tests.pure.test_stage_segments import NAMES, edited, refused, shape_of
 
 @pytest.mark.parametrize("schedule", known(), ids=NAMES)
 def test_whole_zoo_in_chunks(schedule: Any) -> None:
-    """Right under every model, also as the independent machine says, and adds in the same order;
-    where a chunk costs nothing besides, never longer, and it holds no more."""
+    """Programs in chunks are right under every model, and sum in the same order.
+
+    The independent machine agrees. If chunks have no extra cost, such a program takes no longer and
+    needs no more memory.
+    """
     shape = shape_of(schedule)
     costs, sizes = Costs(F=6, B=12, I=6, W=6, tp_reduce=1), Sizes(activation=2.0, saved=12.0)
     try:
@@ -59,9 +62,12 @@ def test_whole_zoo_in_chunks(schedule: Any) -> None:
 
 @given(st.integers(1, 16), st.integers(0, 1000), st.integers(0, 1000), st.booleans())
 def test_a_product_beside_its_own_sum(n: int, g: int, s: int, back: bool) -> None:
-    """A product that takes g, and its sum s, in n chunks that cost nothing besides: two machines in
-    a row, each of n equal jobs, so g/n + (n - 1) max(g, s)/n + s/n.  T3 (arXiv 2401.16677) has them
-    so beside each other; of ever more chunks it is max(g, s)."""
+    """A product of time g and its sum of time s overlap in n chunks without extra cost.
+
+    They are two machines in a row with n equal jobs, so the time is
+    g/n + (n - 1) max(g, s)/n + s/n. For many chunks it approaches max(g, s), as in T3 (arXiv
+    2401.16677).
+    """
     schedule = schedules.gpipe if back else schedules.forward_only
     program = compile(
         schedule,
@@ -72,7 +78,9 @@ def test_a_product_beside_its_own_sum(n: int, g: int, s: int, back: bool) -> Non
     )
     of_a_chunk = Costs(F=0, B=(0, g), tp_reduce=s) if back else Costs(F=(g, 0), tp_reduce=s)
     assert simulate(program, of_a_chunk).span == g + (n - 1) * max(g, s) + s
-    parts = split_costs(of_a_chunk, 1, PipelineShape(1, 1, 2), chunks=n)  # of g and s of the whole
+    parts = split_costs(
+        of_a_chunk, 1, PipelineShape(1, 1, 2), chunks=n
+    )  # from g and s of the whole
     span = simulate(program, parts).span
     assert span == pytest.approx(g / n + (n - 1) * max(g, s) / n + s / n, rel=1e-12)
 
@@ -112,7 +120,7 @@ def test_of_pieces_that_somebody_drafts() -> None:
 
 
 def test_updates_rows_and_segments() -> None:
-    """A chunk is of the update, the row of holders and the sequence that its microbatch is of."""
+    """A chunk belongs to the update, the placement row and the sequence of its microbatch."""
     program = compile(
         schedules.pipedream_2bw,
         PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),
@@ -142,8 +150,7 @@ def test_updates_rows_and_segments() -> None:
 def test_what_is_ranked_holds_whole_microbatches(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk is a part of what `--activations` counts, and so it is in tables, and where bubble is
-    drawn against memory."""
+    """A chunk counts as a part of an activation for `--max-activations`, in tables and pictures."""
     for argv in (
         ("compare", "gpipe", "one_f_one_b"), ("recommend", "--max-activations=2",
                                               "--stages-per-rank=1"),
@@ -226,8 +233,10 @@ WITH_SKIPS: dict[Any, tuple[PipelineShape, tuple[tuple[int, int], ...]]] = {
 def test_with_skips_holders_and_evaluation(
     schedule: Any, chunks: int, pieces: Any, skipping: bool, overlap: bool
 ) -> None:
-    """Each chunk takes the way of its microbatch, on the rank that has that, and its skip does; so
-    does what evaluates on these stages: the checker and the independent machine say so."""
+    """Chunks and their skips take the way of their microbatch, on the ranks that hold it.
+
+    So do evaluations on these stages. The checker and the independent machine agree.
+    """
     shape, skips = WITH_SKIPS[schedule]
     how: dict[str, Any] = {"tp": 2, "stage_segments": pieces, "skips": skips if skipping else None}
     whole = compile(schedule, shape, **how)
@@ -245,8 +254,10 @@ def test_with_skips_holders_and_evaluation(
 
 
 def computes(stream: Iterable[Instr], chunks: int, chunk: int) -> list[tuple[Opcode, int, int]]:
-    """What a rank computes, sums, and passes by skips, of one chunk of each microbatch, in order
-    but for transfers."""
+    """Return the compute, sums and skips of a rank for one chunk of each microbatch.
+
+    They are in order, except the transfers.
+    """
     every = [
         (i.op, i.stage, i.mb // chunks) for i in stream if i.mb % chunks == chunk and i.mb >= 0
     ]

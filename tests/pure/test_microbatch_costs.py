@@ -1,4 +1,4 @@
-"""Costs and sizes of which each microbatch has its own, beside a machine that looks each one up."""
+"""Costs and sizes per microbatch, compared with a reference that reads each of them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SIZES = ("activation", "activation_grad", "saved", "deferred_wgrad")
 
 
 def arrays(shape: PipelineShape, most: int = 5) -> st.SearchStrategy[PerStage]:
-    """A number, one per stage, one per microbatch, or one for each of both; all of them whole."""
+    """Return a strategy of integer costs: a number, or numbers per stage, microbatch or both."""
     one = st.integers(0, most).map(float)
     row = st.lists(one, min_size=shape.microbatches, max_size=shape.microbatches)
     several = st.lists(one, min_size=shape.stages, max_size=shape.stages).map(tuple)
@@ -70,7 +70,7 @@ def arrays(shape: PipelineShape, most: int = 5) -> st.SearchStrategy[PerStage]:
 
 
 def naive(value: Any, stage: int, mb: int) -> float:
-    """What is said of one microbatch in one stage."""
+    """Return the cost or size of one microbatch in one stage."""
     if isinstance(value, tuple):
         value = value[0 if len(value) == 1 else stage]
     return float(value[mb] if isinstance(value, tuple) else value)
@@ -94,7 +94,7 @@ def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data:
 @given(compute_programs(), st.data())
 @settings(max_examples=40)
 def test_a_draft_takes_as_long_as_with_arrays_of_one_number(drafted: Program, data: Any) -> None:
-    """What is one number for all microbatches is said in any of three ways, and gives the same."""
+    """A cost that is equal for all microbatches can be one number or an array of equal numbers."""
     shape = drafted.shape
     few = {
         name: data.draw(st.tuples(*[st.integers(0, 5).map(float)] * shape.stages), name)
@@ -119,10 +119,10 @@ def test_a_draft_takes_as_long_as_with_arrays_of_one_number(drafted: Program, da
 
 
 def swept(program: Program, rank: int, sizes: Sizes) -> float:
-    """The most that a rank holds: every value put into the set as it comes, and all of them added.
+    """Return the peak memory of a rank, by adding the sizes of all live values.
 
-    Only of programs without tape, whose values that cross ranks are in slots: as many as a program
-    says, else as many as there are values, each of them as large as the largest.
+    It supports only programs without split backwards. Values of messages count with their slots. A
+    slot has the size of the largest value of its kind.
     """
     own = list(program.streams[rank])
     machine = Machine(program, "per_device", Costs())
@@ -132,7 +132,7 @@ def swept(program: Program, rank: int, sizes: Sizes) -> float:
         row = VALUES[Value[kind.upper()]]
         ops = {"act_out": Opcode.SendAct, "grad_out": Opcode.SendGrad}
         if kind in ops and Instr(ops[kind], s, mb) not in own:
-            continue  # handed over on the rank
+            continue  # the next stage is on the same rank, so the value has no slot
         said = (
             sizes.activation_grad
             if row.size == "activation_grad" and sizes.activation_grad is not None
@@ -156,7 +156,7 @@ def swept(program: Program, rank: int, sizes: Sizes) -> float:
 
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
 def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) -> None:
-    """One stage per rank, and whole backwards, so that what a rank holds is plain to see."""
+    """Compare with `swept`, for programs with one stage per rank and full backwards."""
     shape = PipelineShape(ranks, microbatches)
     which = data.draw(st.sampled_from([schedules.gpipe, schedules.one_f_one_b]))
     program = with_slots(compile(which, shape), random.Random(data.draw(st.integers(0, 9))))
@@ -197,7 +197,7 @@ def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
 
 @given(compute_programs(), st.data())
 def test_a_run_tells_the_costs_of_each_microbatch(drafted: Program, data: Any) -> None:
-    """A prediction at what is read off a prediction is the same again; means are not always."""
+    """A simulation with the costs that `calibrate` reads from a run gives the same run."""
     names = ("F", "B", "I", "W")
     costs = Costs(**{name: data.draw(arrays(drafted.shape), name) for name in names})
     run = simulate(compile(drafted), costs)
@@ -253,7 +253,7 @@ def test_what_is_of_no_microbatch_takes_no_array() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 7), (3, 8), (8, 2), (1, 1), (2, 1)])
 def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
-    """(2, 1) could be one per stage, or of one microbatch: who means the former says it flat."""
+    """Refuse an array of another shape. An array of (2, 1) is not a number per stage."""
     program, given = compile(schedules.gpipe, PipelineShape(2, 8)), cast("PerStage", np.ones(shape))
     with pytest.raises(
         CostsError, match=f"{shape[0]} x {shape[1]} numbers; it must have 2 stages x 8"
@@ -272,25 +272,25 @@ def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
 
 def test_sizes_that_nobody_asks_for_are_refused_before_a_file_has_them(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(4, 8))
-    for name in ("skip", "deferred_wgrad"):  # of which the program has none
+    for name in ("skip", "deferred_wgrad"):  # the program has no such values
         with pytest.raises(UsageError, match=f"size {name} is an array of 4 x 3 numbers"):
             run = simulate(program, sizes=Sizes(**{name: cast("Any", np.ones((4, 3)))}))
             save_timeline(run, tmp_path / "a.timeline")
 
 
 def test_arrays_are_kept_as_tuples() -> None:
-    """So that costs and sizes can be compared, and be keys."""
+    """Arrays become tuples, so that costs and sizes can be compared and be keys."""
     given: Any = np.array([[1, 2], [3, 4]])
     costs, sizes = Costs(F=given), Sizes(activation=given[:1])
     assert costs.F == ((1.0, 2.0), (3.0, 4.0)) and sizes.activation == ((1.0, 2.0),)
     assert {costs: 1}[Costs(F=((1, 2), (3, 4)))] == 1
     program = compile(schedules.gpipe, PipelineShape(2, 2))
     assert parse_eager_limit(1.0, sizes, program) in {parse_eager_limit(1.0, sizes, program)}
-    assert sizes.for_stages("activation_grad", 3).tolist() == [2.0] * 3  # the largest
+    assert sizes.for_stages("activation_grad", 3).tolist() == [2.0] * 3  # the largest activation
 
 
 def test_greedy_knows_what_each_microbatch_takes() -> None:
-    """The first is back before the third begins, or later."""
+    """The order depends on whether the first gradient arrives before the third forward."""
     for first, expected in ((1.0, "F 0.0 F 0.1 B"), (9.0, "F 0.0 F 0.1 F 0.2")):
         costs = Costs(F=((1.0, 3.0, 1.0), (first, 1.0, 1.0)), B=1.0)
         own = greedy_schedule(PipelineShape(2, 3), "BF", 3, costs).streams[0]
@@ -298,7 +298,7 @@ def test_greedy_knows_what_each_microbatch_takes() -> None:
 
 
 def test_advice_takes_arrays() -> None:
-    """Even stages keep what differs between microbatches; twice as many are those again."""
+    """Changes of the stages or the number of microbatches keep the costs per microbatch."""
     costs = Costs(F=((1, 2, 3, 4), (3, 6, 9, 12)), B=((2, 4, 6, 8), (6, 12, 18, 24)))
     run = simulate(compile(schedules.one_f_one_b, PipelineShape(2, 4)), costs)
     found = {
@@ -340,7 +340,7 @@ def test_stages_are_cut_for_each_microbatch(parts: int, into: int, m: int, data:
     for mb in range(m):
         alone = redistribute_stages(tuple(row[mb] for row in rows), parts, into)
         expected = expand_by_stage("x", alone, into, UsageError)
-        if parts == 1:  # one row is of all stages alike
+        if parts == 1:  # a single row is for all stages
             expected = np.full((1, 1), rows[0][mb] / into)
         assert found[:, mb] == pytest.approx(expected[:, 0])
     assert to_grid(from_grid(found)).tolist() == found.tolist()
@@ -374,7 +374,7 @@ def test_a_file_keeps_sizes(tmp_path: Path) -> None:
     st.floats(0, 100) | st.lists(st.floats(0, 100), min_size=3, max_size=3) | st.none(),
 )
 def test_computes_that_are_not_given_follow_those_that_are(F: float | None, B: Any) -> None:
-    """A backward without a cost is never one of another unit: it has B's or F's."""
+    """I and W without costs follow from B, or from F if B has no cost either."""
     costs, shape = Costs(F=F, B=B), PipelineShape(3, 2)
     forward, whole, first, late = (
         costs.for_opcode(op, shape) for op in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)

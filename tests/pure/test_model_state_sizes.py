@@ -1,5 +1,7 @@
-"""What a stage holds all the time: parameters, gradients and state apart, or one sum; and what ZeRO
-leaves of them."""
+"""Tests of the sizes of parameters, gradients and optimizer states, separately or as one sum.
+
+They include the sizes with ZeRO.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ CELLS = [
 
 
 def test_parts_are_held_as_their_sum() -> None:
-    """The same curves, and each part by its name, in bytes of the rank's stages."""
+    """The curves are equal, and each part has the bytes of the rank's stages by name."""
     program = compile(one_f_one_b, PipelineShape(2, 4))
     parts: dict[str, Any] = {"params": (1, 2), "grads": (2, 4), "optimizer": 6}
     parts["buffers"] = (0, 0.5)
@@ -58,7 +60,7 @@ def test_parts_are_held_as_their_sum() -> None:
 
 
 def test_pictures_and_tables_have_a_part_each(capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers from below in the memory curve, by rank; columns in tables."""
+    """The memory curve of each rank has a layer for each part, and tables have a column."""
     sizes = Sizes(saved=1, params=2, grads=1, optimizer=(3, 9))
     run = simulate(compile(one_f_one_b, PipelineShape(2, 4)), sizes=sizes)
     floors = {name: tops.tolist() for name, tops in compute_memory_curve(run).static_layers.items()}
@@ -104,9 +106,9 @@ def test_limits_count_all_parts() -> None:
 
 @pytest.mark.parametrize(("billions", "dp", "zero", "printed"), CELLS)
 def test_the_table_of_the_paper(billions: float, dp: int, zero: int, printed: str) -> None:
-    """arXiv 1910.02054, Table 1: each cell within one unit of its last digit."""
+    """Each cell of Table 1 of arXiv 1910.02054 is within one unit of its last digit."""
     digits = len(printed.partition(".")[2])
-    psi = billions  # 10^9 parameters, and so 10^9 bytes for each byte of one
+    psi = billions  # units of 10^9 parameters, and so of 10^9 bytes
     found = zero_model_states(2 * psi, 2 * psi, 12 * psi, zero=zero, dp=dp).total
     assert abs(found - float(printed)) <= 10.0**-digits
 
@@ -123,7 +125,7 @@ def test_the_table_has_all_cells() -> None:
 def test_parts_with_padding_hold_all(
     numbers: list[int], dp: int, item: tuple[int, int, int]
 ) -> None:
-    """Whole numbers of parameters, enough for all, and less than one too many on each replica."""
+    """Shards have whole numbers of parameters, hold all, and each has less than one too many."""
     params, grads, optimizer = ([k * n for n in numbers] for k in item)
     for zero in range(4):
         states = zero_model_states(

@@ -1,4 +1,4 @@
-"""The museum: each real failure is refused as its file says, and for nothing else."""
+"""Tests of the museum: each real failure is refused exactly as its file says."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_first_uses(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.activation], ids=lambda case: case.name)
 def test_small_messages(case: Case) -> None:
-    """It runs where messages of this size wait for nobody, and nowhere else."""
+    """The case runs only where messages of this size are eager."""
     for model in MODELS:
         assert case.refusal(model, eager_limit=case.activation) is None
         large = case.refusal(model, eager_limit=case.activation - 1)
@@ -48,14 +48,14 @@ def test_what_is_mended_is_right(case: Case) -> None:
         check(from_text(case.mended), model)
 
 
-# The machine has room for everything.
+# The machine has unlimited memory.
 UNSEEN = ("the_fullest_rank", "one_place_for_gradients")
 EXECUTED = [case for case in SAID if case.name not in UNSEEN]
 
 
 @pytest.mark.parametrize("case", EXECUTED, ids=lambda case: case.name)
 def test_execution_agrees(case: Case) -> None:
-    """What knows nothing of the checker hangs or goes wrong where a case is refused."""
+    """An execution without the checker hangs or fails where a case is refused."""
     for model in MODELS:
         kind = (in_turn(case.ran(), model, 0) if case.runs else ran(case.made(), model)).kind
         assert (kind == "ok") == (not case.expected(model)), (model, kind)
@@ -74,5 +74,5 @@ def test_each_is_told_whole() -> None:
         assert case.missing or (case.is_said and case.follows), case.name
         for source in case.sources:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source), source
-        if not case.refused:  # what nobody refuses is said not to be
+        if not case.refused:  # the file of an accepted case states a reason
             assert case.missing or case.unconfirmed, case.name

@@ -1,6 +1,6 @@
-"""Changed programs: the checker accepts those that run, under each model, and no others.
+"""Tests that the checker accepts exactly those mutated programs that run, under each model.
 
-`benchmarks/mutants.py` does the same for as many as one likes.
+`benchmarks/mutants.py` does the same for any number of programs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from tests.mutations_of_sums import SUMMED
 from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
 
-TRIALS = 63 if ALL else 21  # of each mutation: some 2500 programs
+TRIALS = 63 if ALL else 21  # per mutation, which is about 2500 programs
 SEED = int(os.environ.get("MUTANTS_SEED", "0"))
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_checker_equals_execution(name: str) -> None:
-    """To repeat a trial: `print(tests.mutants.trial(name, seed, corpus=CORPUS))`.
+    """Call `print(tests.mutants.trial(name, seed, corpus=CORPUS))` to repeat a trial.
 
-    Of what comes in turns, or moves, each is judged under one model, and in turns more of them
-    share a program.
+    Some mutations are judged under one model each, and some use a program for more mutants.
     """
     share, one = TRIALS // 3 if name in TURNED else 4, name in (*TURNED, *AWAY, *STEPPED, *SUMMED)
     models = [[model] if one else MODELS for model in MODELS]

@@ -1,4 +1,4 @@
-"""The rules of names: what a module or a class may be called, and how many files a folder may have.
+"""Tests of the rules for names of modules and classes, and for the number of files in a folder.
 
 `docs/reference/glossary.md` has the terms.
 """
@@ -44,7 +44,7 @@ split stale standing stands starts stored stop taken tied tiny told trip turns u
 up wanted way ways where which whole why with words
 """
 VAGUE = frozenset(_VAGUE.split())
-# Names that would be refused, with the reason why they are right.
+# Names that would be refused, with the reason to allow them.
 GOOD_NAMES = {
     "commands/print": "a command's file has the name of the command",
 }
@@ -156,13 +156,13 @@ def test_no_module_hides_a_function() -> None:
         inside = {path.stem for path in folder.glob("*.py")}
         inside |= {path.parent.name for path in folder.glob("*/__init__.py")}
         functions = exported(MODULES[name]) & inside
-        if name == "schedir":  # it exports modules, too
+        if name == "schedir":  # it also exports modules
             functions = {each for each in functions if ":" in schedir._LAZY_IMPORTS[each]}
         assert not functions, name
 
 
 def test_no_option_has_a_retired_name() -> None:
-    """In Python, after `-O`, in a configuration, and in the text of a program."""
+    """This holds in Python, after `-O`, in a configuration, and in the text of a program."""
     options = {
         *PROGRAM_OPTIONS,
         *signature(schedir.compile).parameters,

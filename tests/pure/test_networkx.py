@@ -1,8 +1,7 @@
-"""The dependency graph spelled out edge by edge, and networkx asked about it.
+"""Tests of the dependency graph, which is listed edge by edge and analysed by networkx.
 
-Verdict and predicted time must be those of the walk, exactly.  The rules are those of
-`tests/oracle.py`; what is tested here besides is that acyclic and longest path mean what we
-say they do.
+The verdict and the predicted time must be exactly those of schedir. The rules are those of
+`tests/oracle.py`. These tests also show that "acyclic" and "longest path" have their usual meaning.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.mutants import CORPUS, mutate
 from tests.oracle import Machine
 from tests.strategies import with_slots
 
-# These change the order or the grouping of instructions, but not what there is to do.
+# These change only the order or the grouping of instructions.
 NAMES = (
     "rename", "run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_receives",
     "early_receive", "late_send", "swap_pairs", "move_sharding", "reduce_early", "step_early",
@@ -38,7 +37,10 @@ NAMES = (
 
 
 def explicit(program: Program, progress_model: ProgressModel, costs: Costs) -> nx.DiGraph:
-    """Each group is posted and complete; between lies its cost, or messages that two share."""
+    """Return the graph in which each group has a node for its start and one for its end.
+
+    Between the two is the cost of the group. A message connects its two groups.
+    """
     machine = Machine(program, progress_model, costs)
     machine.run()
     graph = nx.DiGraph()
@@ -70,7 +72,7 @@ def explicit(program: Program, progress_model: ProgressModel, costs: Costs) -> n
 
 
 def whole_costs(rng: random.Random, stages: int) -> Costs:
-    """Whole numbers, so that sums are exact; one per stage."""
+    """Return costs of whole numbers per stage, so that sums are exact."""
 
     def per_stage() -> tuple[float, ...]:
         return tuple(float(rng.randint(0, 5)) for _ in range(stages))
@@ -106,10 +108,10 @@ def test_networkx_says_the_same(seed: int, name: str, progress_model: ProgressMo
     priced = whole_costs(random.Random(seed), program.shape.stages)
     try:
         span = simulate(program, priced, progress_model=progress_model, skip_checks=True).span
-    except (DeadlockError, ChannelMismatchError, OrderError):  # the last where one rank is all
+    except (DeadlockError, ChannelMismatchError, OrderError):  # OrderError for a single rank
         event("deadlock")
         assert not nx.is_directed_acyclic_graph(explicit(program, progress_model, priced))
-    except (GroupError, CompletenessError):  # of what has turns, these are told ahead of all else
+    except (GroupError, CompletenessError):  # these are reported before all other errors
         event("no such group, or turns out of turn")
     else:
         graph = explicit(program, progress_model, priced)

@@ -1,4 +1,4 @@
-"""A new instruction is a row, a pass and a handler: all code that reads the table then knows it.
+"""Tests that a new instruction needs a row, a pass and a handler, and other code supports it.
 
 Each test adds instructions of `tests/new_rows` to a copy of the tree.
 `cpu/test_new_row_runs.py` runs them.
@@ -55,7 +55,7 @@ def _has_same_bytes(one: Path, other: Path) -> bool:
 
 
 def test_rows_go_together(tmp_path: Path) -> None:
-    """One tree has all of them, and the checker judges their mutated programs correctly."""
+    """One tree has all rows, and the checker judges mutated programs of them correctly."""
     tree = copy_tree(tmp_path, *EDITS)
     for name in EDITS:
         _run(tree, "static_checks.py", name, str(tmp_path))

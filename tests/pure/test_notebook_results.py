@@ -1,4 +1,4 @@
-"""What a notebook shows of results, and the table of a timeline."""
+"""Tests of the display of results in a notebook, and of the table of a timeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_plan_is_a_table() -> None:
     text = replace(PLAN, explanation="a < b")._repr_html_()
     for words in ("<td>interleaved</td>", "<td>41 GB</td>", "a &lt; b", "<td>recompute</td>"):
         assert words in text
-    assert "<td>rank_order</td>" not in text  # it has its default
+    assert "<td>rank_order</td>" not in text  # it has its default value
 
 
 def test_a_timeline_becomes_a_dataframe() -> None:

@@ -1,4 +1,4 @@
-"""Turns: what comes several times for a stage in a step, and the slots that its values share."""
+"""Tests of instructions that occur several times per stage and step, and of their slots."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ rank 0  unsharded_params 2
 
 
 def moved(what: str, before: str) -> str:
-    """The text with an instruction before another, or without it."""
+    """Return the text with an instruction moved before another, or deleted."""
     assert TEXT.count(f"  {what}\n") == 1
     text = TEXT.replace(f"  {what}\n", "")
     return text.replace(f"  {before}\n", f"  {what}\n  {before}\n") if before else text
@@ -68,7 +68,7 @@ def test_turns_are_numbered_in_the_text() -> None:
 
 @pytest.mark.parametrize("time", [0.0, 0.25, 9.0])
 def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
-    """Never more than two stages are whole, however soon they could be."""
+    """At most two stages are gathered at any time, however early gathers could start."""
     run = simulate(
         from_text(TEXT), Costs(F=1, B=2, unshard=time), sizes=Sizes(params=100, saved=10)
     )
@@ -105,7 +105,7 @@ def test_what_is_refused(
 
 
 def test_what_is_made_again_waits_for_who_has_let_go() -> None:
-    """There is one place for the weights of a stage, however many slots there are."""
+    """A stage has one place for its gathered weights, however many slots there are."""
     program = from_text(TEXT.replace("rank 0  unsharded_params 2\n", "rank 0\n"))
     run = simulate(program, Costs(F=10, B=20))
     when = {str(i): run.spans[k] for k, i in enumerate(program.streams[0])}
@@ -116,7 +116,7 @@ def test_what_is_made_again_waits_for_who_has_let_go() -> None:
 
 
 def lowered() -> Program:
-    """As a pass places them, with two slots."""
+    """Return a program whose gathers a pass has placed, with two slots."""
     program = compile(
         interleaved, PipelineShape(2, 4, 2), zero=3, dp=2, clip_grad_norm=True, debug=True
     )
@@ -124,7 +124,7 @@ def lowered() -> Program:
 
 
 def test_everybody_reads_them(tmp_path: object) -> None:
-    """Text, pictures, files, and what explains a run."""
+    """Text, pictures, files and explanations support these instructions."""
     program, costs = lowered(), Costs(F=2, B=3, unshard=0.5, reduce_scatter=0.5)
     assert from_text(to_text(program)) == program == check(program)
     run = simulate(program, costs, sizes=Sizes(params=100, saved=10))

@@ -1,4 +1,4 @@
-"""What commands say of offload: waits for the host and its disk, and what ranks could hold."""
+"""Tests of the output of commands about offload: waits for host and disk, and memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def causes(timeline: Timeline) -> dict[IdleCause, float]:
 
 
 def test_waits_for_the_host_and_for_the_disk_are_told_apart() -> None:
-    """One rank, F B F B F B: before each B it waits for both copies, or all four."""
+    """One rank runs F B F B F B, and waits for two or four copies before each B."""
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, offload_to_disk=3, reload_from_disk=1)
     assert causes(run(costs)) == {IdleCause.OFFLOAD: 3 * 0.75}
     assert causes(run(costs, spilled=True)) == {IdleCause.OFFLOAD: 3 * 0.75, IdleCause.DISK: 3 * 4}
@@ -87,7 +87,7 @@ def test_free_copies_are_tried_and_free_snapshots_are_not_they() -> None:
     assert copies > 0.1 and np.isclose(kept, 0, atol=0.05)
 
 
-# ---------------------------------------------------------------- what ranks could hold
+# ---------------------------------------------------------------- memory advice
 
 PRICED = Costs(F=1, B=2, offload=1, reload=1)
 SIZES = Sizes(saved=10, recompute_inputs=1)
@@ -103,7 +103,7 @@ def test_offload_is_proposed_if_it_takes_no_time() -> None:
     (best,) = [change for change in advice.memory_changes if change.description == 'offload="all"']
     assert best.run.span == advice.baseline.span
     assert best.memory["device"] < advice.current.memory["device"] and best.memory["host"] > 0
-    for change in advice.memory_changes:  # each is what compile makes of its options
+    for change in advice.memory_changes:  # each is a program compiled with its options
         options = {k: v for k, v in change.row.options.items() if v is not None}
         program = compile(schedules.gpipe, PipelineShape(2, 8), costs=PRICED, **options)
         assert program == change.run.program
@@ -231,13 +231,13 @@ def test_a_limit_says_what_moving_would_spare() -> None:
         compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=40)
     assert caught.value.hint.startswith('40 B are saved activations: offload="fit" (-O')
     compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=40, costs=costs, offload="fit")
-    with pytest.raises(MemoryLimitError) as caught:  # which no offload would help
+    with pytest.raises(MemoryLimitError) as caught:  # offload would not help
         compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=6)
     assert not caught.value.hint
 
 
 def test_what_the_host_does_for_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its steps are not free, and how to say what they take is told, also of explain."""
+    """The host's steps take time, and `simulate` and `explain` say how to give their cost."""
     for command in ("simulate", "explain"):
         at = [
             command,

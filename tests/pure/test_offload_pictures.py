@@ -1,4 +1,4 @@
-"""Pictures of what is offloaded: lanes to the host and its disk, and what each tier holds."""
+"""Tests of pictures of offload: lanes to the host and its disk, and the memory of each tier."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_moves_are_told_apart_in_every_palette(name: str) -> None:
     assert len({*light.values()}) == len(MOVES)
     out, back, spill, fetch = (light[op] for op in MOVES)
     assert min(abs(out - back), abs(spill - fetch), abs(out - spill)) > 10, light
-    assert fetch > spill  # what comes in is paler
+    assert fetch > spill  # loads are paler
 
 
 @pytest.mark.parametrize("spilled", [False, True])
@@ -53,7 +53,7 @@ def test_a_chart_has_lanes_and_a_curve_for_each_tier(spilled: bool) -> None:
     for tier in names[2:]:
         most = [f"≤ {c.total.max() / 1e6:g} MB" for c in run(spilled=spilled).memory_on(tier)]
         assert [told for name, _, told in tiers if name == tier] == most
-    # Curves lie in the row of their rank, and there is room for as many.
+    # Curves are in the row of their rank, which is high enough for all.
     sheet = axes.get_ylim()[0] / 4
     tops = [t.xy[1] for t in axes.texts if t.get_text().startswith(f"{names[-1]}\n")]  # type: ignore[attr-defined]
     assert (np.diff(tops) == pytest.approx(np.diff(tops)[0])) and tops[0] < sheet
@@ -74,7 +74,7 @@ def test_limits_are_lines_on_the_tiers_that_they_are_of() -> None:
     assert dashed() == [] and len(dashed(device=8e7)) == len(dashed(host=3e7)) == 4
     both = dashed(device=1e8, host=1e8)
     assert len(both) == 8 and len({round(y, 6) for y in both}) == 8
-    # To the scale of the curve: as high as its peak, 10 MB, half as high, or alone at the top.
+    # Limits use the scale of the curve: at its peak of 10 MB, half as high, or at the top.
     low, peak, above = (np.array(dashed(host=size)) for size in (5e6, 1e7, 2e7))
     assert low - peak == pytest.approx(CURVE_HEIGHT / 2) and above == pytest.approx(peak)
     (legend,) = viz.gantt(run(), show="memory", limits={"device": 1e8}).legends
@@ -113,7 +113,7 @@ def test_a_page_has_all_lanes_and_tiers() -> None:
     assert len(data["lanes"]) == len(LANES) and data["lanes"][Lane.DISK] == "disk"
     curves = [curve["name"] for curve in data["runs"][0]["curves"]]
     assert curves == ["in flight", "memory", "host", "disk"]
-    for name in curves[1:]:  # each has a colour of its name, in both themes
+    for name in curves[1:]:  # each name has a colour in both themes
         assert text.count(f"--{name}: #") == 2 and f'"{name}"' in text
     assert "peak on host" in text and "and 20 MB on its host, and 40 MB on its disk" in text
 

@@ -1,4 +1,4 @@
-"""States: the optimizer's lies on the host, and each stage is loaded, stepped and stored."""
+"""Tests of optimizer states on the host, which are loaded, stepped and stored by stage."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def names(program: Program, rank: int) -> list[str]:
     return [str(i) for i in program.streams[rank] if i.op in ROWS]
 
 
-# ---------------------------------------------------------------- where rows stand
+# ---------------------------------------------------------------- positions of instructions
 
 
 def test_loads_stand_ahead_by_the_slots() -> None:
-    """In the order in which gradients are reduced; a load behind the store that leaves it room."""
+    """Loads have the order of the reductions, and follow the store that frees their slot."""
     assert names(lowered(), 1) == [
         "reload_state 5", "reload_state 3", "stage_step 5", "offload_state 5", "stage_step 3",
         "offload_state 3", "reload_state 1", "stage_step 1", "offload_state 1",
@@ -54,9 +54,7 @@ def test_loads_stand_ahead_by_the_slots() -> None:
     alone = names(lowered(optimizer_device_buffers=1), 1)
     assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in _WORDS]
     assert {slots.specified()["state"] for slots in lowered().slots} == {2}
-    assert not lowered(
-        shape=PipelineShape(2, 4, 2)
-    ).slots  # as many as there are stages: nobody waits
+    assert not lowered(shape=PipelineShape(2, 4, 2)).slots  # one per stage, so no load waits
 
 
 _WORDS = ("reload_state", "stage_step", "offload_state")
@@ -88,15 +86,17 @@ def test_any_draft_has_them_once_and_is_legal(
 def test_what_is_frozen_or_does_not_step_has_none() -> None:
     assert names(lowered(frozen_stages=3), 0) == [f"{what} 4" for what in _WORDS]
     assert not lowered(forward_only, PipelineShape(2, 4)).used_opcodes & {*ROWS}
-    both = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))  # each holder has its own
+    both = lowered(
+        dualpipe, PipelineShape(2, 4, placement="mirror")
+    )  # each holder has its own states
     assert len(names(both, 0)) == len(names(both, 1)) == 6
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def moved(text: str, what: str, before: str) -> Program:
-    """An instruction's line of rank 1 taken out, and put before another one's, or nowhere."""
+    """Move the line of an instruction of rank 1 before another line, or delete it."""
     first, text = text.split("rank 1", 1)
     assert text.count(f"  {what}\n") == 1, what
     text = text.replace(f"  {what}\n", "")
@@ -129,7 +129,7 @@ def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str)
 
 
 def test_a_step_waits_for_all_gradients_of_its_rank() -> None:
-    """Without a norm, too: whether they are finite is judged before anything is stepped."""
+    """This holds without a norm too, since gradients must be finite before any step."""
     text = schedir.to_text(lowered(clip_grad_norm=False), folded=False)
     with pytest.raises(OrderError, match="stage_step 5 needs the reduced gradient"):
         schedir.check(moved(text, "reduce_grads 1", "reload_state 1"))
@@ -166,8 +166,10 @@ def test_what_does_not_go_together_is_refused() -> None:
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
-    """On the host all of the optimizer's state, or a replica's part, all the time; on the device as
-    many stages' as there are slots, while they are stepped."""
+    """The host always holds the whole optimizer state, or a replica's shard.
+
+    The device holds the states of as many stages as it has slots, while they are stepped.
+    """
     dp, bytes_of = 2, (8, 16, 24, 32, 40, 48)
     sizes = Sizes(optimizer=bytes_of, params=2, grads=2)
     program = lowered(
@@ -236,8 +238,10 @@ def test_a_program_fits_where_one_with_its_states_does_not() -> None:
 
 
 def pipeline(stages: int, slots: int, load: float, step: float, store: float) -> float:
-    """When the last of equal stages is stored: three queues, and a load waits for the store that is
-    `slots` before it."""
+    """Return the time when the last of equal stages is stored.
+
+    There are three queues, and a load waits for the store of the stage `slots` before it.
+    """
     loads, steps, stores = [0.0], [0.0], [0.0] * slots
     for _ in range(stages):
         loads.append(max(loads[-1], stores[-slots]) + load)
@@ -257,12 +261,12 @@ def test_a_step_is_a_pipeline_of_three(stages: int, slots: int, times: Any) -> N
     assert span == pytest.approx(pipeline(stages, slots, *times))
     if slots == 1:  # one after the other
         assert span == pytest.approx(stages * sum(times))
-    if slots >= stages:  # the slowest of the three holds up the others
+    if slots >= stages:  # the slowest of the three queues delays the others
         assert span == pytest.approx(sum(times) + (stages - 1) * max(times))
 
 
 def test_loads_run_under_backwards() -> None:
-    """Of all stages but the first, which the last backwards are of."""
+    """This holds for all stages except the first, which has the last backwards."""
     shape, costs = (
         PipelineShape(1, 4, 4),
         Costs(F=1, B=2, reload_state=2, stage_step=0.5, offload_state=0.25),

@@ -1,4 +1,4 @@
-"""States on the disk: each stage's is fetched, loaded, stepped, stored and spilled."""
+"""Tests of optimizer states on the disk, which each stage reads, loads, steps, stores, writes."""
 
 from __future__ import annotations
 
@@ -67,8 +67,11 @@ def test_fetches_stand_ahead_by_the_rooms() -> None:
 
 
 def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
-    """Also where all of a rank's are loaded before any is stored: by hand, of two stages the second
-    read need not wait for a load, nor the second store for a write."""
+    """The states of few stages pass through the given number of slots and host buffers.
+
+    This holds even if a rank loads all states before it stores any. The times of two stages are
+    computed by hand, where the second read waits for no load, and the second store for no write.
+    """
     costs = Costs(F=1, B=2, reload_state=0.8, stage_step=0.1, offload_state=0.8,
                   read_state_from_disk=2, write_state_to_disk=2)  # fmt: skip
     for stages in (1, 2, 3, 4):
@@ -86,13 +89,13 @@ def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
         for rooms in (1, 2)
     ]
     spans = [schedir.simulate(program, costs).span for program in two]
-    ends = 12 + 0.1 + 0.8  # of the first store: forwards and backwards hide what comes before
+    ends = 12 + 0.1 + 0.8  # end of the first store, since compute hides all earlier copies
     assert spans[1] == pytest.approx(ends + 2 + 2)
-    assert spans[0] == pytest.approx(12 + 0.8 + 0.8 + 2 + 0.8 + 2)  # behind the last load
+    assert spans[0] == pytest.approx(12 + 0.8 + 0.8 + 2 + 0.8 + 2)  # after the last load
 
 
 def test_a_chart_tells_tiers_of_what_forwards_saved() -> None:
-    """States are none of it: beside them it would say that nothing lies there."""
+    """Optimizer states do not count, so a chart without offloaded activations names no tiers."""
     (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(lowered()))
     assert "held" in head[0][0] and "host" not in head[0][0] and "disk" not in head[0][0]
     moved = schedir.compile(interleaved, PLAN, optimizer_placement="disk", offload=[0])
@@ -130,11 +133,11 @@ def test_any_draft_has_them_once_and_is_legal(
     assert again == program
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def moved(text: str, what: str, before: str) -> Program:
-    """An instruction's line of rank 1 taken out, and put before another one's, or nowhere."""
+    """Move the line of an instruction of rank 1 before another line, or delete it."""
     first, text = text.split("rank 1", 1)
     assert text.count(f"  {what}\n") == 1, what
     text = text.replace(f"  {what}\n", "")
@@ -201,8 +204,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("rooms", [1, 2, 3])
 def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
-    """On the disk all of the state all the time; on the host and the device only what is on its
-    way, as many as there is room for."""
+    """The disk always holds all states. Host and device hold those in transit that fit."""
     bytes_of = (8, 16, 24, 32, 40, 48)
     sizes = Sizes(optimizer=bytes_of, params=2, grads=2)
     program = lowered(dp=2, zero=zero, optimizer_host_buffers=rooms)
@@ -276,8 +278,11 @@ def test_no_tier_ever_holds_more_than_it_may(
 
 
 def pipeline(order: Sequence[str], slots: int, rooms: int, times: dict[str, float]) -> float:
-    """When the last of some turns has ended: each waits for its lane, for the turn of its stage
-    before it, and for who has left what it takes, of so many places on the device and the host."""
+    """Return the time when the last instruction ends.
+
+    Each waits for its lane, for its stage's previous instruction, and for a free slot on the device
+    or a free buffer on the host.
+    """
     lanes = {
         "read_state_from_disk": "disk",
         "reload_state": "h2d",
@@ -347,4 +352,4 @@ def test_a_cluster_and_explain_tell_what_the_disk_takes() -> None:
     )
     run = schedir.simulate(lowered(), costs)
     table = sum_by_cause(idleness(run), run.ranks)
-    assert table[:, IdleCause.DISK].sum() > 2 * 3.0  # on two ranks
+    assert table[:, IdleCause.DISK].sum() > 2 * 3.0  # two ranks

@@ -1,4 +1,4 @@
-"""What options of the command line mean, where several of them or a run say something."""
+"""Tests of options of the command line that depend on each other or on a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_ties_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_reductions_of_a_rank_are_shared_out_to_its_stages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Costs that `compare` takes are a rank's: a stage of half the weights reduces half as long."""
+    """Costs of `compare` are those of a rank, so a stage with half its weights takes half."""
     costs = "--costs=F=1,B=2,reduce_grads=4"
     alone, compared = (
         json.loads(run_command(capsys, *argv, "-O", "dp=2", "--json"))
@@ -61,7 +61,7 @@ def test_reductions_of_a_rank_are_shared_out_to_its_stages(
 
 
 def test_a_pair_has_one_time_for_both(capsys: pytest.CaptureFixture[str]) -> None:
-    """It does not make a stage with more of them a slow one."""
+    """A stage with more pairs is not reported as slow."""
     assert "x the mean" not in run_command(
         capsys, "explain", "dualpipe_v", "--costs=F=1,B=2,send=0.1"
     )
@@ -70,7 +70,7 @@ def test_a_pair_has_one_time_for_both(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_half_a_gigabyte(capsys: pytest.CaptureFixture[str]) -> None:
-    """Is said as other numbers are, with or without a 0 in front."""
+    """A number may be given with or without a leading 0."""
     for half in ("0.5GB", ".5GB", "500MB", "5e2 MB"):
         assert "500 MB" in run_command(capsys, "simulate", "one_f_one_b", f"--sizes=saved={half}")
     for no in (".GB", "5.5.5GB", "-.5GB"):
@@ -105,7 +105,7 @@ def test_no_option_is_left_unread(
 def test_why_on_hosts_that_block(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There a gather holds up what comes behind it: `--blocking-hosts` tells of another start."""
+    """A gather on a blocking host delays later work, so the explanation differs."""
     monkeypatch.chdir(tmp_path)
     costs = schedir.Costs(send=0.5, tp_gather=0.3)
     program = schedir.compile(gpipe, PipelineShape(4, 8), tp=2, costs=costs)

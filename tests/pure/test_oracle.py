@@ -1,4 +1,4 @@
-"""The oracle: what it runs, what it calls wrong, and that no order of its threads matters."""
+"""Tests of the oracle: its verdicts, and that the order of its threads does not matter."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_order_of_threads_does_not_matter(seed: int, name: str, model: str, 
 
 @given(compute_programs(), seeds)
 def test_any_run_is_a_program(draft: Program, seed: int) -> None:
-    """The order in which a run under `per_edge` ended is legal everywhere: one order for all."""
+    """The order in which a run under `per_edge` ended is legal under every model."""
     run = MUTATIONS["run_order"](lower(draft), random.Random(seed))
     assert run is not None
     assert [verdict(run, model).kind for model in MODELS] == ["ok"] * len(MODELS)

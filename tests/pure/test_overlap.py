@@ -1,4 +1,4 @@
-"""Early gathers and receives: as early as they may be, and no earlier."""
+"""Tests that early gathers and receives are as early as allowed, and no earlier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TAKEN = {O.TPGatherAct: (O.RecvAct, (O.Forward,)),
 
 
 def groups(program: Program, rank: int) -> list[list[Instr]]:
-    """A Stream as what is issued together."""
+    """Return the groups of a Stream."""
     found: list[list[Instr]] = []
     stream = program.streams[rank]
     for instr, joined in zip(stream, stream.joined.tolist(), strict=True):
@@ -34,7 +34,7 @@ def groups(program: Program, rank: int) -> list[list[Instr]]:
 
 
 def around(program: Program) -> Iterator[tuple[int, int, int, list[int]]]:
-    """Of each gather: where it stands, where its receive and its consumer, and all computes."""
+    """Yield the positions of each gather, its receive and its consumer, and of all computes."""
     for rank in range(program.shape.ranks):
         issued = groups(program, rank)
         at = {instr: k for k, group in enumerate(issued) for instr in group}
@@ -56,7 +56,7 @@ def test_a_gather_begins_some_computes_ahead(draft: Program, grouped: bool, ahea
         assert receive < gather < user
         between = sum(gather < k < user for k in computes)
         assert between == min(ahead, sum(receive < k < user for k in computes))
-    # Its message may be posted earlier still.
+    # Its message may be posted even earlier.
     for gather, receive, _, _ in around(post_receives_early(program, "per_edge", ahead)):
         assert receive < gather
 

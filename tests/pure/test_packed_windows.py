@@ -1,4 +1,4 @@
-"""Packed windows: every target of every document once, and little padding."""
+"""Tests of packed windows, which have every target of every document once, and few pads."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_packed_windows_have_each_target_of_each_document_once(
     windows = PackedWindows(ends, context)
     at, counts = windows.locate(np.arange(len(windows)))
     assert at.shape == (len(windows), context + 1) and counts.shape == (len(windows), context)
-    assert counts.any(axis=1).all()  # a window without targets would be a step of nothing
+    assert counts.any(axis=1).all()  # every window has targets
     inputs, targets = at[:, :-1][counts], at[:, 1:][counts]
     assert np.array_equal(inputs + 1, targets)
     firsts = {0, *ends[:-1].tolist()}
     assert sorted(targets.tolist()) == [k for k in range(ends[-1]) if k not in firsts]
-    # A document that fits is whole: its tokens stand side by side in one window.
+    # The tokens of a document that fits are adjacent in one window.
     for begin, length in zip([0, *ends[:-1].tolist()], lengths, strict=True):
         if 2 <= length <= context + 1:
             row = int(np.flatnonzero((at == begin).any(axis=1))[0])
@@ -38,15 +38,15 @@ def test_packed_windows_have_each_target_of_each_document_once(
 
 @given(st.lists(st.integers(2, 10), min_size=1, max_size=60))
 def test_windows_are_as_few_as_best_fit_decreasing_promises(lengths: list[int]) -> None:
-    """At most 11/9 of the fewest and a bit (Johnson 1974); these are at least the sum."""
+    """There are about 11/9 of the fewest windows at most (Johnson 1974)."""
     windows = PackedWindows(np.cumsum(np.array(lengths, np.int64)), 9)
-    half = sum(length > 5 for length in lengths)  # no two of these share a window
+    half = sum(length > 5 for length in lengths)  # no two of these fit into one window
     fewest = max(-(-sum(lengths) // 10), half)
     assert fewest <= len(windows) <= 3 * fewest / 2 + 1
 
 
 def test_the_fullest_window_that_has_room_is_taken() -> None:
-    """Windows of 10: 7, then 6, then 3 beside the 7, then 2 and 2 beside the 6."""
+    """Windows of 10 get 7, then 6, then 3 in the window of 7, then 2 and 2 in that of 6."""
     windows = PackedWindows(np.cumsum([2, 6, 3, 2, 7]), 9)
     assert len(windows) == 2 and windows.fill_ratio == 1
     at, counts = windows.locate(np.array([0, 1]))

@@ -1,4 +1,4 @@
-"""Pages for readers: their Python runs, and their commands print what is shown."""
+"""Tests that the Python of pages runs, and that commands print what the pages show."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.tutorial import READERS, ROOT, blocks, steps
 
 
 def commands(page: str) -> list[str]:
-    """Commands that a page shows without what they print."""
+    """Return the commands that a page shows without their output."""
     shell = [body for language, body in blocks(page) if not language and body[:2] != "# "]
     lines = "".join(shell).replace("\\\n", "").splitlines()
     return [line for line in lines if line.startswith("schedir ")]
 
 
 def run(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """A command of a shell: its exit code, and what it prints."""
+    """Run a command as a shell does, and return its exit code and output."""
     first, *words = shlex.split(command, comments=True)
     if first == "python":
         runpy.run_path(words[0], run_name="__main__")
         return 0, "".join(capsys.readouterr())
     for k, word in enumerate(words):
-        if word.startswith("$("):  # a shell takes what the command writes to standard output
+        if word.startswith("$("):  # a shell inserts the standard output of this command
             assert main(shlex.split(word[2:-1])[1:]) == 0
             words[k] = capsys.readouterr().out.strip()
     return main(words), "".join(capsys.readouterr())
@@ -43,16 +43,16 @@ def test_page_of_a_reader(
     monkeypatch.setenv("COLUMNS", "80")
     Path("examples").symlink_to(ROOT / "examples")
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
-    schedir.save_timeline(schedir.simulate(program), "run.timeline")  # what a reader has
+    schedir.save_timeline(schedir.simulate(program), "run.timeline")  # a file that readers have
     ran = 0
     for step in steps(page):
         if step.kind == "file":
             Path(step.named).write_text(step.text)
         elif (
             step.kind == "python" and not step.needs_torch and name != "how-to/run-in-torch"
-        ):  # tests/cpu does
+        ):  # tests/cpu runs the others
             exec(compile(step.text, name, "exec"), {})
-            capsys.readouterr()  # what it prints, pages tell in words
+            capsys.readouterr()  # pages describe the output in words
             ran += 1
         elif step.kind == "command" and not step.text.startswith("schedir train"):
             code, out = run(step.text, capsys)
@@ -68,7 +68,7 @@ def test_page_of_a_reader(
 
 
 def test_commands_that_pages_name_are_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """With their options, in blocks as in sentences; and what is shown as Python is Python."""
+    """Commands and options exist, in blocks and in sentences, and Python blocks are valid."""
     helps: dict[str, str] = {}
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for path in pages:
@@ -77,7 +77,10 @@ def test_commands_that_pages_name_are_there(capsys: pytest.CaptureFixture[str]) 
         named = re.findall(r"^(?:\$ )?schedir +([a-z]+) (.*)$", shell, flags=re.M)
         named += re.findall(r"`schedir ([a-z]+) ?([^`]*)`", page)
         for command, rest in named:
-            part = [command, *re.findall(r"^(?:inspect|export)\b", rest)]  # it may have commands
+            part = [
+                command,
+                *re.findall(r"^(?:inspect|export)\b", rest),
+            ]  # a command may have subcommands
             if (called := " ".join(part)) not in helps:
                 assert main([*part, "--help"]) == 0, (path.name, called)
                 helps[called] = capsys.readouterr().out

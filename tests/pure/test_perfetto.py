@@ -1,4 +1,4 @@
-"""Perfetto: what is written keeps the rules of the format, and says what the run was."""
+"""Tests that Perfetto traces follow the rules of the format, and show the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.commands import run_command, run_refused_command
 from tests.strategies import compute_programs, costs
 
 Event = dict[str, Any]
-# What "Trace Event Format" asks of each phase, beside `ph`.
+# The fields that "Trace Event Format" requires for each phase, in addition to `ph`.
 FIELDS = {
     "X": {"name", "pid", "tid", "ts", "dur", "args"},
     "s": {"name", "cat", "id", "pid", "tid", "ts"},
@@ -42,7 +42,7 @@ FIELDS = {
 
 
 def read(text: str) -> list[Event]:
-    """The events of a trace that keeps the rules; times become whole nanoseconds."""
+    """Return the events of a trace with times in whole nanoseconds, and check the rules."""
     trace = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     events: list[Event] = trace["traceEvents"]
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -55,7 +55,7 @@ def read(text: str) -> list[Event]:
         if event["ph"] == "X":
             end = event["ts"] + event["dur"]
             tracks[event["pid"], event["tid"]].append((event["ts"], end))
-    for spans in tracks.values():  # nothing overlaps on a track
+    for spans in tracks.values():  # events on a track do not overlap
         spans.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
     _flows(events, tracks)
@@ -67,7 +67,7 @@ def read(text: str) -> list[Event]:
 
 
 def _flows(events: list[Event], tracks: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
-    """Each arrow has one beginning and one end, not before it, and both lie in a slice."""
+    """Assert that each arrow has one start and one later end, both within a slice."""
     ends: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] in "sf":
@@ -148,7 +148,7 @@ def test_a_pair_run_together_is_one_slice() -> None:
 
 
 def test_messages_that_overlap_have_threads_of_their_own() -> None:
-    """With two ranks and several stages each, two activations may travel the same way at once."""
+    """With several stages per rank, two activations may be sent in one direction at once."""
     spread = PipelineShape(3, 4, placement=(0, 1, 0, 2, 0))
     timeline = schedir.simulate(
         schedir.compile(gpipe_of_all, spread, progress_model="per_edge"),

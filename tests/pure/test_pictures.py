@@ -1,4 +1,4 @@
-"""What pictures show besides boxes: overlays, densities, trade-offs and maps of idle time."""
+"""Tests of overlays, densities, trade-offs and maps of idle time in pictures."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -225,7 +225,7 @@ def test_plain_options_reach_all_of_it(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         assert main([*argv, "-o", "x.pdf"]) == 2, argv
         assert not Path("x.pdf").exists()
-    for argv in (  # what would have no effect is refused
+    for argv in (  # options without effect are refused
         ["draw", "gpipe", "--show", "path"],
         ["draw", "gpipe", "--width", "7", "-o", "x.html"],
         ["draw", "gpipe", "--idle-map", "-o", "x.html"],

@@ -1,4 +1,4 @@
-"""Placements of people's own: any ranks, and any number of holders of each stage."""
+"""Tests of users' own placements, with any ranks and any number of holders of each stage."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_is_no_placement(shape: dict[str, Any], fact: str) -> None:
 
 
 def test_an_own_stage_may_have_two_names() -> None:
-    """Stage 1 is `F[1]` of rank 0, and `F[0]` of rank 1."""
+    """Stage 1 is `F[1]` on rank 0 and `F[0]` on rank 1."""
     shape = PipelineShape(3, 4, placement=((0, 0), (2, 1)))
     assert shape.stages_on_rank == ((0, 1), (1,), (0,))
     assert shape.local_stage(1, [0, 1]).tolist() == [1, 0]
@@ -124,7 +124,7 @@ def test_an_own_stage_may_have_two_names() -> None:
 @settings(max_examples=25)
 @given(shapes(placements=["rows"]), st.randoms(use_true_random=False), st.booleans())
 def test_any_holders(shape: PipelineShape, rng: random.Random, tied: bool) -> None:
-    """Each holder runs its part, reduces, and meets the others of its stage, under all models."""
+    """Under all models each holder runs its part, and reduces with the others of its stage."""
     for model in MODELS:
         program = compile(
             random_compute_program(shape, rng),
@@ -141,11 +141,11 @@ def test_any_holders(shape: PipelineShape, rng: random.Random, tied: bool) -> No
         assert [sorted(own) for own in each] == [[*own] for own in shape.stages_on_rank]
     assert (
         simulate(program).span >= 3 * shape.microbatch_row_offsets[1]
-    )  # what one holder of a stage computes
+    )  # the compute of one holder of a stage
 
 
 def test_each_holder_is_missed() -> None:
-    """Of three, whichever is not there when the others sum."""
+    """The error names whichever of three holders is missing in the sum."""
     shape = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
     text = to_text(compile(random_compute_program(shape, random.Random(0))), folded=False)
     for k in range(text.count("\n  reduce_replicated_stages 1\n")):

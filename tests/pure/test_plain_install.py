@@ -1,4 +1,4 @@
-"""The commands of a plain install work in an environment that has its packages and no torch."""
+"""Tests that commands of a plain install work with only its packages, without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def with_dependencies(names: list[str]) -> Iterator[str]:
-    """Packages, and all packages that these need in turn."""
+    """Yield packages and all their direct and indirect dependencies."""
     seen: set[str] = set()
     while names:
         name = names.pop()
@@ -32,7 +32,7 @@ def with_dependencies(names: list[str]) -> Iterator[str]:
 
 
 def environment(folder: Path) -> Path:
-    """Make an environment of the packages that a plain install brings; return its python."""
+    """Create an environment with the packages of a plain install, and return its Python."""
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -52,7 +52,7 @@ def test_all_commands_that_need_no_torch_work_without_it(tmp_path: Path) -> None
 
 
 def imports_of_the_docs() -> list[str]:
-    """The import lines of schedir in the Python examples of all pages."""
+    """Return the import lines of schedir in the Python examples of all pages."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     line = r"^(?:from schedir[\w.]* import (?:\([^)]*\)|.*)|import schedir.*)$"
     found = {each for page in pages for each in re.findall(line, page.read_text(), re.M)}
@@ -94,7 +94,7 @@ def test_all_names_can_be_listed_without_torch(tmp_path: Path) -> None:
     ],
 )
 def test_a_torch_that_cannot_be_imported(tmp_path: Path, content: str | None, words: str) -> None:
-    """One that is an empty folder, and two that lack a library."""
+    """The torch is an empty folder, or lacks a library."""
     python = environment(tmp_path / "environment")
     (tmp_path / "torch").mkdir()
     if content is not None:

@@ -1,4 +1,4 @@
-"""Plain pickles: what Python writes for plain values is read, and nothing else ever runs."""
+"""Tests that pickles of plain values are read, and that no pickle runs code."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PLAIN = st.recursive(
 
 @given(PLAIN, st.integers(2, 5))
 def test_plain_values_come_back(value: Any, protocol: int) -> None:
-    twice = [value, value]  # the second time out of the memo
+    twice = [value, value]  # the second comes from the memo
     read = loads(pickle.dumps(twice, protocol))
     assert read == twice and repr(read) == repr(twice)
 
 
 class _Runs:
-    """What a pickle of it calls when Python reads it."""
+    """An object whose pickle calls a function when Python reads it."""
 
     def __init__(self, call: Any, *args: Any) -> None:
         self.call, self.args = call, args
@@ -54,7 +54,7 @@ def test_a_pickle_that_would_run_something_runs_nothing(protocol: int, tmp_path:
         loads(runs)
     assert not there.exists()
     pickle.loads(runs)
-    assert there.exists()  # it would have
+    assert there.exists()  # Python itself runs the call
 
 
 MALICIOUS = {

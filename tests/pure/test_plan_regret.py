@@ -1,4 +1,4 @@
-"""Regret: of plans measured, how much slower the chosen one is than the best."""
+"""Tests of the regret of a plan: how much slower it is than the best measured plan."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_each_mechanism_counts(change: dict[str, object]) -> None:
 
 
 def test_fewer_stages_and_then_less_memory_are_simpler() -> None:
-    """ZeRO 1 is no mechanism of its own: it saves memory without further communication."""
+    """ZeRO 1 does not count as a mechanism, since it saves memory without more communication."""
     two, eight = (replace(PLAN, stages_per_rank=v) for v in (2, 8))
     assert prefer_simplest([eight, two]) == [two, eight]
     less = PLAN.memory._replace(optimizer=PLAN.memory.optimizer - 1)

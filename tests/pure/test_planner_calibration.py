@@ -1,4 +1,4 @@
-"""`planner.calibrate` and `schedir plan --calibrate`: constants of a cluster from a few runs."""
+"""Tests of `planner.calibrate` and `schedir plan --calibrate`, which fit constants to runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PLANS = [
 
 
 def measured(cluster: Cluster, plans: list[ParallelPlan] = PLANS) -> list[MeasuredRun]:
-    """Runs as fast as a cluster predicts."""
+    """Return runs that are as fast as a cluster predicts."""
     return [MeasuredRun(MODEL, p, predict(cluster, STACK, MODEL, p).step_time) for p in plans]
 
 
 def test_constants_of_another_cluster_are_found() -> None:
-    """The runs depend on the speed of compute and of the host, so these are certain."""
+    """The runs depend on the speeds of compute and host, which are therefore determined."""
     truth = replace(
         PRESET, flops=PRESET.flops * 0.8, hbm_bandwidth=PRESET.hbm_bandwidth * 0.8, kernel_us=40
     )

@@ -1,4 +1,4 @@
-"""`schedir plan`: what it says, draws and writes, and what it refuses."""
+"""Tests of `schedir plan`: its output, its pictures, the files it writes, and its errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAN = PlanEstimate(
 
 
 def test_plans_in_words() -> None:
-    """All that is told, of plans that are written down here."""
+    """The complete output is compared, for plans that are given here."""
     asked = PlanRequest(
         MODEL_PRESETS["gpt-175b"][0], cluster_preset("a100", 128), 1536, ("gpt-175b", "a100"), {}
     )
@@ -150,7 +150,10 @@ def test_what_is_wrong_is_one_sentence(
 def test_a_file_says_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At its top or in [model], with the words of `schedir train`; what is said beside wins."""
+    """The file gives the model at its top or in [model], with the names of `schedir train`.
+
+    Options given beside the file take precedence.
+    """
     monkeypatch.chdir(tmp_path)
     lines = "layers = 8\nhidden = 256\nheads = 8\nvocab = 256\n"
     Path("plain.toml").write_text(f"{lines}sequence = 128\n")
@@ -217,7 +220,7 @@ def test_plans_use_a_part_of_the_memory(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_plan_is_written_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a configuration and as a program, of the plan that is taken; and drawn."""
+    """The selected plan is written as a configuration and as a program, and drawn."""
     monkeypatch.chdir(tmp_path)
     plain = (*AT, "--top=4", "--recompute=none,full")
     second = json.loads(run_command(capsys, *plain, "--json"))["plans"][1]
@@ -242,7 +245,7 @@ def test_the_plan_is_written_and_drawn(
 def test_a_search_finds_a_shorter_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which is written as a program, and is no name that a configuration could have."""
+    """The schedule is written as a program, since a configuration has no name for it."""
     monkeypatch.chdir(tmp_path)
     at = ("plan", "--model=gpt-22b", "--cluster=a100", "--gpus=16", "--batch=32", "--top=1",
           "--pp=4", "--tp=4", "--schedules=one_f_one_b", "--recompute=full")  # fmt: skip
@@ -267,7 +270,7 @@ def test_a_search_finds_a_shorter_schedule(
 def test_layers_are_divided_so_that_a_step_is_shorter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The head of a large vocabulary takes layers from the last stage, also in what is written."""
+    """With a large vocabulary the last stage gets fewer layers, also in the written file."""
     at = ("plan", "--layers=24", "--hidden=2304", "--heads=24", "--vocab=128000", "--batch=64",
           "--sequence=2048", "--cluster=a100", "--nodes=1", "--pp=4", "--tp=1", "--top=1",
           "--schedules=one_f_one_b", "--recompute=none", "--json")  # fmt: skip
@@ -302,7 +305,7 @@ def test_the_page_can_be_followed(
 
 
 def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same batch on each, and one that grows; a number that has no plan is told, and why."""
+    """The batch is the same for each number, or grows. A number without a plan is explained."""
     picture = tmp_path / "scale.svg"
     at = (
         "plan",

@@ -1,4 +1,4 @@
-"""The planner's exact floor: a choice as its program, its parts, its division."""
+"""Tests of exact estimates of the planner: a plan's program, its breakdown and its division."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_parts_add_up_and_work_is_a_bound(
     assert found.is_simulated
     assert sum(found.breakdown) == pytest.approx(found.step_time, rel=1e-9)
     assert min(found.breakdown) >= 0
-    # The busiest rank computes all of its layers, and nothing makes it faster.
+    # The step takes at least the compute of the busiest rank.
     times = compute_stage_times(model, where, choice)
     own = plan_program(choice, tied_weights=model.tied).shape.stages_on_rank
     work = [sum(sum(times[s].total) for s in stages) * choice.microbatches for stages in own]
@@ -89,7 +89,7 @@ def test_parts_add_up_and_work_is_a_bound(
 def alike(
     p: int, m: int, **more: Any
 ) -> tuple[planner.TransformerSpec, Cluster, planner.ParallelPlan]:
-    """A choice whose stages all take the same, and whose messages take nothing."""
+    """Return a plan whose stages all take equal time, and whose messages take no time."""
     free = cluster(p, nvlink_bandwidth=1e30, network_bandwidth=1e30, latency=0.0)
     model = planner.TransformerSpec(layers=2 * p, hidden=256, heads=4, vocab=1, sequence=64)
     return model, free, planner.ParallelPlan(pp=p, microbatches=m, **more)
@@ -101,7 +101,7 @@ def alike(
 def test_balanced_flush_is_the_closed_formula(
     monkeypatch: pytest.MonkeyPatch, p: int, m: int, schedule: str, recompute: str
 ) -> None:
-    """(m + p - 1)(F + B): SC21, section 2.2.1, with what runs again in B."""
+    """The time is (m + p - 1)(F + B) as in SC21, section 2.2.1, with recomputation in B."""
     model, free, choice = alike(p, m, schedule=schedule, recompute=recompute)
     inner = planner.stage_time(model, free, choice, 2)
     monkeypatch.setattr(
@@ -148,8 +148,10 @@ def test_balanced_against_all_divisions(data: st.DataObject) -> None:
     (3, 1, "one_f_one_b", 9), (2, 2, "interleaved", 8), (2, 2, "zb_v", 9), (4, 1, "zb_h1", 10),
 ])  # fmt: skip
 def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -> None:
-    """Of small models all divisions are simulated: none is much shorter, and none so of the even
-    one, with a head that takes as long as some layers."""
+    """No division of a small model is much faster than the chosen one, nor is the even one.
+
+    All divisions are simulated. The head takes as long as some layers.
+    """
     model = planner.TransformerSpec(layers=layers, hidden=512, heads=8, vocab=16384, sequence=256)
     choice = planner.ParallelPlan(pp=p, stages_per_rank=v, microbatches=4 * p, schedule=schedule)
     stages = p * v
@@ -166,7 +168,7 @@ def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -
 
 
 def test_cut_keeps_to_memory() -> None:
-    """The first rank of 1F1B holds most: with less memory it gets fewer layers."""
+    """The first rank of 1F1B needs most memory, and with less memory it gets fewer layers."""
     model = planner.TransformerSpec(layers=12, hidden=2048, heads=16, vocab=1024, sequence=2048)
     choice = planner.ParallelPlan(pp=4, microbatches=16, microbatch_size=4)
     wide = optimize_layer_division(model, cluster(4), choice)
@@ -180,7 +182,7 @@ def test_cut_keeps_to_memory() -> None:
         optimize_layer_division(model, cluster(4, memory="1MB"), choice)
 
 
-# ---------------------------------------------------------------- a schedule of its own
+# ---------------------------------------------------------------- a shorter schedule from a search
 
 
 def test_a_shorter_schedule_is_found_within_memory() -> None:
@@ -201,7 +203,7 @@ def test_a_shorter_schedule_is_found_within_memory() -> None:
     assert found.lower_bound <= told.step_time and told.fits
     assert sum(told.breakdown) == pytest.approx(told.step_time, rel=1e-9)
     assert (told.pp, told.microbatches, told.zero) == (choice.pp, choice.microbatches, choice.zero)
-    run = simulate(found.program)  # it is proven, with all that the choice has
+    run = simulate(found.program)  # checked, with all options of the plan
     assert (run.program.dp, run.program.zero) == (choice.dp, choice.zero)
 
 
@@ -224,7 +226,7 @@ DENSE = planner.TransformerSpec(layers=16, hidden=4096, heads=32, vocab=32000, s
                                  schedule="looped_bfs", zero=3)),
 ])  # fmt: skip
 def test_near_the_closed_form(model: planner.TransformerSpec, choice: planner.ParallelPlan) -> None:
-    """Two ways to the same, of which neither knows the other."""
+    """The simulation and the closed form are independent, and give nearly the same numbers."""
     where = replace(cluster(4), nodes=choice.gpus // 4)
     one = simulate_plan(model, where, choice)
     other = planner.estimate_step(model, where, choice, exact=False)
@@ -241,15 +243,18 @@ def test_near_the_closed_form(model: planner.TransformerSpec, choice: planner.Pa
 def test_what_slices_sum_of_a_shared_sequence_is_priced(
     model: planner.TransformerSpec, zero: int, e: int
 ) -> None:
-    """By the bytes that more slices do not make fewer, as any other sum of theirs; the closed form
-    says the same, and nobody pays who does not share."""
+    """The sum of gradients over tensor-parallel ranks costs the time of an all-reduce.
+
+    Its bytes are those of weights that the ranks do not divide. The closed form has the same
+    costs, and without sequence parallelism there are none.
+    """
     choice = planner.ParallelPlan(pp=2, tp=4, dp=2, stages_per_rank=2, microbatches=4,
                                   schedule="interleaved", zero=zero,
                             sequence_parallel=True, ep=e)  # fmt: skip
     where = replace(cluster(8), nodes=2)
     one, two = (np.array(count_layer_params(model, t, e)) for t in (1, 2))
     whole, of_experts = (2 * two - one) * model.layers / 4
-    whole += of_experts * (e if zero else 1)  # which e of the replicas have in as many fewer parts
+    whole += of_experts * (e if zero else 1)  # experts are divided among e times fewer replicas
     numbers = [whole + model.sequence * model.hidden, whole, whole, whole + 2 * model.hidden]
 
     def costs(choice: planner.ParallelPlan) -> Costs:
@@ -277,7 +282,7 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
 
 @pytest.mark.parametrize("sent", [0.1, 0.5, 2.0])
 def test_a_joined_pair_hides_all_to_alls_as_a_program_of_segments_does(sent: float) -> None:
-    """The pair takes the time between a forward and a backward that run alone."""
+    """The pair's time is that between a forward and a backward that run alone."""
     layers = 3
     segments = 2 * layers + 1
     program = compile(

@@ -1,4 +1,4 @@
-"""The laws of families of schedules, beside the programs that they speak of."""
+"""Tests of the closed forms of families of schedules, against their programs."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ ALL = [pytest.param(each, id=name) for name, each in SCHEDULE_FORMULAS.items()]
 
 
 def plan(each: ScheduleFormulas, P: int, v: int, turns: int) -> PipelineShape:
-    """A plan with a few microbatches more than the family takes."""
+    """Return a shape with a few microbatches more than the family's minimum."""
     stages = {"one": 1, "two": 2, "many": v}[each.stages_per_rank]
     least = int(each.min_microbatches(P))
     m = P * turns if each.needs_multiple_of_ranks else max(least, P) + turns

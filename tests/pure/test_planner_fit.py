@@ -1,4 +1,4 @@
-"""A Cluster from measurements: of a machine that is as it says, the same; of others, said how."""
+"""Tests of a Cluster that is fitted to measurements, and of the reported differences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NODE = replace(
 
 
 def block(cluster: Cluster, hidden: int, sequence: int, b: int) -> MeasuredLayer:
-    """A layer that takes as long as the cluster says."""
+    """Return a measured layer with exactly the times of a cluster."""
     model = TransformerSpec(layers=1, hidden=hidden, heads=1, vocab=2, sequence=sequence)
     choice = ParallelPlan(microbatch_size=b, attention="flash")
     told = planner.layer_time(model, cluster, choice).total
@@ -42,7 +42,7 @@ def block(cluster: Cluster, hidden: int, sequence: int, b: int) -> MeasuredLayer
 
 
 def seen(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
-    """What one measures on a machine that is just as a Cluster says."""
+    """Return the measurements of a machine that is exactly like a Cluster."""
     products = [(m, h, h) for m in (128, 512) for h in (256, 512)]
     large = [(256, 128, 1), (512, 64, 2), (512, 128, 4)]
     if cluster.processors is None:
@@ -66,7 +66,7 @@ def seen(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
 
 @pytest.mark.parametrize("cluster", [HERE, NODE], ids=["processors", "GPUs"])
 def test_what_is_as_it_says_comes_back(cluster: Cluster) -> None:
-    """But for what the smallest layers take beside their issue, which on a GPU is hidden."""
+    """The fit returns the same Cluster, except the hidden time of the smallest layers."""
     found = fit_cluster(seen(cluster))
     for name in ("flops", "memory", "hbm_bandwidth", "nvlink_bandwidth", "latency", "kernel_us"):
         assert getattr(found, name) == pytest.approx(getattr(cluster, name), rel=0.05), name
@@ -80,7 +80,7 @@ def test_what_is_as_it_says_comes_back(cluster: Cluster) -> None:
 
 @given(st.data())
 def test_noise_stays_as_small_as_it_is(data: st.DataObject) -> None:
-    """Each measurement off by at most a tenth: so is what is told, by little more."""
+    """If each measurement is wrong by a tenth at most, the fit is wrong by little more."""
     wrong = st.floats(0.9, 1.1)
     true = seen(HERE)
 

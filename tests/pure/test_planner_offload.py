@@ -1,4 +1,4 @@
-"""Plans that offload: what they take and hold, that they are found, and what is refused."""
+"""Tests of plans with offload: their times and memory, the search for them, and refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cluster(gpus: int, **more: Any) -> Cluster:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[planner.ParallelPlan, Cluster]:
-    """A choice that offloads, on GPUs that have less than it would hold."""
+    """Draw a plan with offload, and GPUs with less memory than it needs without offload."""
     schedule = draw(st.sampled_from(["one_f_one_b", "gpipe", "interleaved", "zb_h1"]))
     p, t, d = (
         draw(st.sampled_from([1, 2, 4])),
@@ -78,7 +78,7 @@ def on_device(choice: planner.ParallelPlan) -> planner.ParallelPlan:
 @settings(max_examples=15, deadline=None)
 @given(cases())
 def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> None:
-    """Parts are the step, what is held is what its program holds, and copies only cost time."""
+    """The breakdown adds up to the step, memory is that of the program, and copies cost time."""
     choice, where = case
     plain = planner.simulate_plan(MODEL, where, on_device(choice))
     try:
@@ -101,7 +101,8 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
     held = compute_sizes(MODEL, choice, whole.shape, constants)
     run = simulate(whole, costs, progress_model="per_edge", sizes=held)
     assert run.span == pytest.approx(found.step_time, rel=CLOSE)
-    # Costs say in which order messages go, too: the program beside it is lowered with them as well.
+    # Costs also determine the order of messages, so the program to compare with is lowered with
+    # the same costs.
     lowered: dict[str, Any] = {} if choice.offload == "none" else {"costs": costs}
     alike = simulate(plan_program(on_device(choice), **lowered), costs, progress_model="per_edge")
     assert found.step_time >= alike.span * (1 - CLOSE)
@@ -109,7 +110,8 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
     assert most == pytest.approx(found.memory.total, rel=CLOSE)
     away = max(curve.total.max() for curve in run.memory_on("host"))
     assert away == pytest.approx(found.host_memory.total, rel=CLOSE)
-    # Nobody copies faster than the link: each rank's bytes out, and in, take no more than the step.
+    # No rank copies faster than the link. The bytes that each rank stores, and those that it
+    # loads, fit into the time of the step.
     for stream in whole.streams:
         for op, name in ((Opcode.Offload, "saved"), (Opcode.ReloadState, "optimizer")):
             size = held.for_stages(name, whole.shape.stages)[stream.stage[stream.op == op]].sum()
@@ -121,7 +123,10 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
 
 
 def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
-    """By hand: of one stage nothing runs beside the load and the store of its states."""
+    """With one stage, nothing runs during the load and the store of its optimizer states.
+
+    The expected time is computed by hand.
+    """
     choice = planner.ParallelPlan(microbatches=4, optimizer_placement="host")
     where = cluster(1, memory=80e9)
     plain, found = (
@@ -136,7 +141,7 @@ def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> None:
-    """By hand: each copy is of what a stage saved; and over a slower link the step is longer."""
+    """Each copy moves the bytes that a stage saved, and a slower link makes the step longer."""
     tight = planner.ParallelPlan(
         pp=4, microbatches=8, microbatch_size=4, recompute=recompute, offload="fit"
     )
@@ -168,7 +173,10 @@ def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> No
 
 
 def test_what_does_not_fit_gets_a_plan() -> None:
-    """None fits without; with offload the first is as short as any with states on the host."""
+    """No plan fits without offload.
+
+    With it, the first plan is at least as short as each plan with states on the host.
+    """
     where, how = (
         cluster(2, memory=4e9),
         {"pp": 1, "schedules": ("one_f_one_b", "interleaved")},
@@ -184,7 +192,7 @@ def test_what_does_not_fit_gets_a_plan() -> None:
 
 
 def everything(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
-    """The steps of all plans that fit with states on the host alone."""
+    """Return the step times of all plans that fit with only the optimizer states on the host."""
     plans = planner.all_plans(MODEL, where, batch, offload=True, **how).plans
     steps = []
     for at in range(len(plans)):
@@ -196,7 +204,7 @@ def everything(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
 
 
 def test_offload_beside_what_fits() -> None:
-    """Plans without are there as they are, and the first is told beside the best of the rest."""
+    """Plans without offload are unchanged, and the first is compared with the best with offload."""
     where = cluster(4, memory=80e9)
     plain, found = (
         planner.plan(MODEL, where, 8, top=3, schedules=("one_f_one_b", "zb_h1"), offload=way)
@@ -275,7 +283,7 @@ def offloaded(whole: Program) -> set[tuple[int, int]]:
 
 
 def said_choice(where: Cluster) -> tuple[planner.ParallelPlan, Cluster]:
-    """A choice that offloads some of its microbatches, and where it does."""
+    """Return a plan that offloads some of its microbatches, and the cluster where it does."""
     tight = planner.ParallelPlan(pp=4, microbatches=8, microbatch_size=4, offload="fit")
     least = planner.simulate_plan(MODEL, replace(where, memory=80e9), on_device(tight)).memory.total
     return tight, replace(where, memory=0.9 * least)
@@ -294,7 +302,7 @@ SHAPE = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequenc
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What lies where and what that is worth is told; the program is what was planned."""
+    """The output says what is on the host and what that gains. The program is the planned one."""
     node, out = tmp_path / "node.toml", tmp_path / "best.sched"
     numbers = vars(cluster(2, memory=4e9))
     lines = [f"{name} = {value}" for name, value in numbers.items() if value]

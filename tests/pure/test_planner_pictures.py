@@ -1,4 +1,4 @@
-"""Pictures of plans show the numbers that the plans have."""
+"""Tests that pictures of plans show the plans' numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def words(axes: Axes) -> list[str]:
 
 
 def test_a_bar_is_the_parts_of_a_step() -> None:
-    """Each as long as it takes, one behind the other, and in all the step."""
+    """Each part has the length of its time, and together they are the step."""
     figure = plan_times([PLAN, plan(16, 1e9)])
     axes = figure.axes[0]
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Plans: all that a cluster allows, priced at once as one by one; and what is refused."""
+"""Plans of the planner: which plans exist, their predicted time and memory, and errors."""
 
 import re
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_all_plans_at_once_cost_what_each_does_alone(
 
 
 def test_the_closed_form_is_near_to_the_program() -> None:
-    """Step and memory, of plans of several kinds, some of unlike stages."""
+    """Compare step time and memory of different plans with simulations of their programs."""
     shapes: list[dict[str, Any]] = [
         dict(pp=4, microbatches=12),
         dict(pp=4, microbatches=12, schedule="gpipe", recompute="full"),
@@ -126,7 +126,7 @@ def test_the_closed_form_is_near_to_the_program() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_sums_over_a_slow_network_are_near_to_the_program(tied: bool) -> None:
-    """Those of replicas, and that of a tied embedding, which are most of these steps."""
+    """Most of these steps is time of reductions: over replicas, and of a tied embedding."""
     model, cluster = replace(SMALL, tied=tied), machine(2, network_bandwidth="1GB/s")
     for t, d, zero in ((1, 8, 0), (1, 8, 1), (8, 1, 0)):
         choice = ParallelPlan(pp=2, tp=t, dp=d, zero=zero, microbatches=16)
@@ -134,7 +134,8 @@ def test_sums_over_a_slow_network_are_near_to_the_program(tied: bool) -> None:
             estimate_step(model, cluster, choice, exact=exact) for exact in (False, True)
         )
         assert closed.step_time == pytest.approx(exact.step_time, rel=0.03)
-        if not choice.zero:  # for gathers at the head another rank may wait than the busiest
+        # With ZeRO, the rank that waits for gathers of the head may not be the busiest rank.
+        if not choice.zero:
             assert closed.breakdown.data_parallel == pytest.approx(
                 exact.breakdown.data_parallel, rel=0.02
             )
@@ -185,7 +186,7 @@ def test_plans_are_ranked_and_each_says_what_holds_it_back() -> None:
 
 
 def test_memory_is_the_bound_where_only_memory_is_in_the_way() -> None:
-    """And the plan that is named there is the next one with as much memory more."""
+    """With the missing memory, the planner finds the faster plan that the explanation names."""
     best = plan(SMALL, machine(1, memory="3GB"), 32, top=1, exact=False)[0]
     words = (
         r"memory: a faster plan needs ([\d.]+) MB more than a GPU has\. "
@@ -199,7 +200,7 @@ def test_memory_is_the_bound_where_only_memory_is_in_the_way() -> None:
 
 
 def test_layers_keep_what_the_paper_says() -> None:
-    """arXiv 2205.05198, Table 2, of a plain GPT; 2307.08691 keeps no scores."""
+    """Compare with arXiv 2205.05198, table 2. Flash attention (2307.08691) saves no scores."""
     for t, recompute, cut in [(1, "none", False), (8, "none", True), (8, "selective", False)]:
         choice = ParallelPlan(tp=t, microbatch_size=2, recompute=recompute, sequence_parallel=cut)  # type: ignore[arg-type]
         kept, again = compute_saved_bytes(SMALL, choice)
@@ -210,14 +211,14 @@ def test_layers_keep_what_the_paper_says() -> None:
             **of, recompute=choice.recompute, sequence_parallel=cut
         )
         assert kept + again == whole
-        # In 32 bits all but masks of a byte is twice as large.
+        # In 32-bit types, everything except the one-byte dropout masks is twice as large.
         masks = 2 * 1024 * 1024 * 2 / (t if cut else 1)
         masks += (recompute == "none") * 16 * 1024**2 * 2 / t
         assert compute_saved_bytes(SMALL, choice, 4)[0] == pytest.approx(2 * kept - masks)
     grouped, _ = compute_saved_bytes(
         replace(SMALL, kv_heads=4), ParallelPlan(tp=8, microbatch_size=2)
     )
-    tokens = 1024 * 2 * 1024 / 8  # of queries; of keys and values there are a quarter
+    tokens = 1024 * 2 * 1024 / 8  # numbers of the queries; keys and values have a quarter each
     assert (
         compute_saved_bytes(SMALL, ParallelPlan(tp=8, microbatch_size=2))[0] - grouped
         == 2 * 2 * 3 / 4 * tokens
@@ -234,7 +235,7 @@ def test_layers_keep_what_the_paper_says() -> None:
 
 
 def test_activations_have_the_bytes_of_the_type_that_trains() -> None:
-    """In closed form, as programs, and by `peak_memory`, with and without recomputation."""
+    """Compare 32-bit with 16-bit training in closed forms, simulations and `peak_memory`."""
     cluster = machine(1, itemsize=4)
     for how in (
         {},
@@ -248,14 +249,14 @@ def test_activations_have_the_bytes_of_the_type_that_trains() -> None:
             estimate_step(model, c, choice, exact=False).memory for c in (machine(1), cluster)
         )
         assert whole == peak_memory(model, cluster, choice)
-        assert 1.1 < whole.activations / half.activations <= 2  # logits are in 32 bits anyway
+        assert 1.1 < whole.activations / half.activations <= 2  # logits always have 32 bits
         program = estimate_step(model, cluster, choice).memory
         assert whole.activations == pytest.approx(program.activations, rel=0.02)
         assert whole.weights == program.weights == 2 * half.weights
 
 
 def test_where_closed_forms_say_that_it_fits_and_programs_do_not_others_are_taken() -> None:
-    """Interleaved, rank 0 holds a little more as a program, of the head's messages."""
+    """In the simulation, rank 0 needs a little more memory than in the closed form."""
     model = TransformerSpec(layers=32, hidden=6144, heads=48, vocab=128256, sequence=4096)
     how: dict[str, Any] = {
         "schedules": "interleaved",
@@ -282,8 +283,11 @@ def test_where_closed_forms_say_that_it_fits_and_programs_do_not_others_are_take
 
 
 def test_states_are_those_of_zero() -> None:
-    """arXiv 1910.02054, table 1: parts of 1/d, where weights of two of 96 stages are whole beside
-    theirs, one of them with the embedding, and the gradient of one."""
+    """Compare with arXiv 1910.02054, table 1: shards of 1/d, and a few unsharded stages.
+
+    With 96 stages per rank, the weights of two stages are unsharded, one of them with the
+    embedding, and the gradients of one stage.
+    """
     model = TransformerSpec(layers=96, hidden=1024, heads=16, vocab=1024, sequence=1024)
     numbers, one = model.params, count_layer_params(model)[0] + 2048 * 1024
     for zero in range(4):
@@ -452,7 +456,7 @@ def test_what_is_no_model_and_no_cluster_is_refused() -> None:
 
 
 def test_links_are_those_that_processes_cross() -> None:
-    """Beside `Cluster.send` and `Cluster.all_reduce` between the processes themselves."""
+    """Compare with `Cluster.send_time` and `Cluster.all_reduce_time` for the actual processes."""
     for t, p, d, order in product((1, 2, 4), (2, 3, 4), (1, 2, 3), ("tp-pp-dp", "tp-dp-pp")):
         choice = ParallelPlan(pp=p, tp=t, dp=d, rank_order=order)  # type: ignore[arg-type]
         strides = (p * t, t) if order == "tp-pp-dp" else (t, d * t)
@@ -464,7 +468,7 @@ def test_links_are_those_that_processes_cross() -> None:
             PlanColumns.from_plan(choice),
         )
         placed = place_plans_on_nodes(cluster, plans)
-        size = 2.0 * 1024 * 1024 / t  # each slice sends its part
+        size = 2.0 * 1024 * 1024 / t  # each tensor-parallel rank sends 1/t of the boundary
         path = 0.0
         for rank in range(p - 1):
             pairs = zip(where[:, rank].flat, where[:, rank + 1].flat, strict=True)
@@ -480,8 +484,7 @@ def test_links_are_those_that_processes_cross() -> None:
 
 
 def test_of_plans_as_long_the_plainest_comes_first() -> None:
-    """Where a rank has all stages, halves of a backward and inputs kept alone make no difference to
-    what is predicted; but they are more to issue."""
+    """Without a pipeline, split backwards have no advantage, so simple plans come first."""
     own: dict[str, Any] = {
         "pp": 1,
         "tp": 1,

@@ -1,4 +1,4 @@
-"""Plans for processes that share processors: bubbles are work of others, as the program shows."""
+"""Tests of plans for processes that share processors, where others work in a rank's bubble."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_closed_form_is_near_the_program(choice: ParallelPlan) -> None:
 
 
 def test_two_of_four_keep_two_processors_busy() -> None:
-    """Of 2 ranks x 2 replicas two processes compute while the pipeline fills."""
+    """While the pipeline of 2 ranks x 2 replicas fills, two processes compute."""
     two = ParallelPlan(pp=2, dp=2, microbatch_size=1, microbatches=8, attention="flash")
     assert price(two, exact=False).breakdown.bubble == 0
     assert price(two, exact=False, processors=4).breakdown.bubble > 0
@@ -55,7 +55,7 @@ def test_two_of_four_keep_two_processors_busy() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_nothing_is_shorter_than_its_work(exact: bool) -> None:
-    """With one processor for all, every pipeline takes what its ranks work, one after the other."""
+    """With a single processor, every pipeline takes the sum of its ranks' work."""
     alone = price(
         ParallelPlan(pp=1, dp=4, microbatch_size=1, microbatches=4, attention="flash"),
         exact=exact,

@@ -1,4 +1,4 @@
-"""The planner beside published figures: no further off than docs/results/planner.md says."""
+"""Tests that the planner's errors on published figures are those in docs/results/planner.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_no_further_off_than_the_page_says(name: str, capsys: pytest.CaptureFixt
 
 
 def test_memory_is_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """All cells of ZeRO's Table 1, and all rows of 2205.05198's Table 2."""
+    """These are all cells of ZeRO's Table 1, and all rows of Table 2 of arXiv 2205.05198."""
     tables.memory()
     said = capsys.readouterr().out
     assert "54 of 54 cells" in said
@@ -35,7 +35,7 @@ def test_memory_is_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_published_rows_are_whole() -> None:
-    """The tables agree with themselves: GPUs, batches, parameters by SC21's equation 2."""
+    """The rows are consistent: GPUs, batches, and parameters by SC21's equation 2."""
     for row, run in zip(
         published.table("sc21_table1_weak_scaling"), published.weak_scaling(), strict=True
     ):

@@ -1,4 +1,4 @@
-"""Choices as programs, as configurations of our trainer, and as options of others."""
+"""Tests of plans as programs, as configurations of our trainer, and as options of others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECOMPUTE: Final[tuple[Recompute, ...]] = get_args(Recompute)
 MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
 
 
-# ---------------------------------------------------------------- as others are told
+# ---------------------------------------------------------------- options of other trainers
 
 
 def found(pattern: str, text: str) -> str:
@@ -34,7 +34,7 @@ def found(pattern: str, text: str) -> str:
 
 
 def stages_of_layout(text: str) -> tuple[int, ...]:
-    """The layers of each stage of Megatron-LM's layout, read as its user guide has it."""
+    """Return the layers of each stage of Megatron-LM's layout, read as in its user guide."""
     text = found(r'layout "([^"]*)"', text)
     text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda x: x[1] * int(x[2]), text)
     text = re.sub(r"(.)\*(\d+)", lambda x: x[1] * int(x[2]), text)
@@ -43,7 +43,7 @@ def stages_of_layout(text: str) -> tuple[int, ...]:
 
 
 def stages_of_less(text: str, stages: int, layers: int) -> tuple[int, ...]:
-    """The layers of each stage that torchtitan makes of the layers less, as it distributes them."""
+    """Return torchtitan's layers of each stage, with fewer layers in the first and the last."""
     first, last = (int(n) for n in re.findall(r"less_layers = (\d+)", text))
     each, more = divmod(layers + first + last, stages)
     made = [each + (stage < more) for stage in range(stages)]
@@ -158,7 +158,7 @@ def test_the_trainer_makes_the_program_of_the_choice(
 
 
 def test_a_choice_is_exported(tmp_path: Path) -> None:
-    """As a program file, which is a schedule again, and from there to torch."""
+    """A plan is exported as a program file, which can be used again and exported to torch."""
     file, table = tmp_path / "plan.sched", tmp_path / "plan.csv"
     choice = planner.ParallelPlan(
         pp=4, dp=2, stages_per_rank=2, microbatches=8, schedule="interleaved", zero=1

@@ -1,4 +1,4 @@
-"""Constants of training software: closed forms and simulated programs agree on all of them."""
+"""Tests that closed forms and simulated programs agree on all constants of training software."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_closed_form_and_the_program_agree(name: str, degrees: ParallelPlan)
         )
         for exact in (False, True)
     )  # fmt: skip
-    assert formula.step_time == pytest.approx(program.step_time, rel=0.05)  # of uneven stages
+    assert formula.step_time == pytest.approx(program.step_time, rel=0.05)  # stages are uneven
     assert formula.memory.total == pytest.approx(program.memory.total, rel=0.03)
 
 
@@ -48,7 +48,7 @@ def seconds(plan: ParallelPlan, nodes: int = 2, **changes: float) -> float:
 
 
 def test_each_constant_of_times_does_what_it_says() -> None:
-    """It changes the plans that have what it is about, and no others."""
+    """A constant changes only the plans that it is about."""
     sliced = ParallelPlan(tp=8, pp=2, microbatches=8, sequence_parallel=True)
     within = ParallelPlan(tp=8, dp=2, microbatches=8, sequence_parallel=True)
     assert seconds(sliced, crossing_us=400) > seconds(sliced) * 1.5
@@ -60,7 +60,7 @@ def test_each_constant_of_times_does_what_it_says() -> None:
     assert seconds(within, gathers_per_layer=7) == seconds(within, gathers_per_layer=6)
     busy = ParallelPlan(dp=16, microbatches=4)
     assert seconds(busy, speed_share=0.37) == pytest.approx(2 * seconds(busy), rel=0.1)
-    assert seconds(busy, kernels_per_op=1) == seconds(busy)  # the GPU is slower
+    assert seconds(busy, kernels_per_op=1) == seconds(busy)  # the GPU is slower than the host
     assert seconds(within, kernels_per_op=6) > 1.5 * seconds(within)
 
 
@@ -77,7 +77,7 @@ def test_replicas_wait_for_the_slowest() -> None:
 
 
 def test_division_by_compute() -> None:
-    """The head has the weights of four layers here."""
+    """The head has the weights of four layers in this model."""
     assert divide_layers(MODEL, 2, "compute") == (10, 6)
     assert divide_layers(MODEL, 4, "compute") == (5, 5, 5, 1)
     assert divide_layers(MODEL, 20, "compute") == (1,) * 16 + (0,) * 4
@@ -130,7 +130,7 @@ def test_fp8_needs_a_gpu_that_has_it(cluster: Cluster, speedup: float, message: 
 
 
 def test_no_plan_has_a_stage_without_weights() -> None:
-    """nanotron's division leaves stages of 16 layers on 16 ranks without a layer."""
+    """nanotron's division of 16 layers over 16 ranks leaves stages without a layer."""
     assert 0 in divide_layers(MODEL, 16, "compute")[:-1]
     cluster = planner.cluster_preset("h100-efa", nodes=2)
     sizes = [

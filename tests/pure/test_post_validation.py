@@ -1,4 +1,4 @@
-"""Programs whose steps wait for no other rank, and validate after."""
+"""Tests of programs whose steps wait for no other rank, and are validated afterwards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_rank_validates_behind_its_step() -> None:
 @settings(max_examples=10)
 @given(compute_programs())
 def test_it_is_legal_wherever_the_norm_is(drawn: Any) -> None:
-    """Under every progress model, on hosts that block, too; and its text says the same."""
+    """This holds under every progress model and for blocking hosts, and for its text too."""
     if drawn.shape.optimizer_steps > 1 or not drawn.has_backward:
         return
     lowered = compile(drawn, clip_grad_norm=True, norm_check="after_step")
@@ -60,7 +60,7 @@ def test_it_is_legal_wherever_the_norm_is(drawn: Any) -> None:
 
 
 def test_a_step_waits_for_no_other_rank() -> None:
-    """With a slow last stage and a norm that takes long, the first ranks step long before."""
+    """With a slow last stage and a slow norm, the first ranks step much earlier."""
     costs = Costs(
         F=(1, 1, 1, 2),
         I=(1, 1, 1, 2),
@@ -121,7 +121,7 @@ def test_several_updates_are_refused() -> None:
 
 
 def test_advice_is_of_programs_of_its_kind() -> None:
-    """What another schedule would gain is simulated without a wait for the norm, too."""
+    """Other schedules are also simulated without a wait for the norm."""
     costs = Costs(F=(1, 1, 1, 2))
     other = expand_schedule(schedules.zb_h1, PLAN)
     assert (
@@ -154,7 +154,7 @@ def test_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_training_run_validates_before(tmp_path: Path) -> None:
-    """It looks at each step's numbers: a program of the other kind is refused."""
+    """It uses the results of each step, so programs of the other kind are refused."""
     file = tmp_path / "ahead.sched"
     file.write_text(to_text(program("after_step", tied_weights=True)))
     config = Config(pipeline=PipelineConfig(ranks=4, microbatches=8, schedule=str(file)))

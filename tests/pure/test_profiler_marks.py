@@ -1,4 +1,4 @@
-"""The names of ranges: what is written of an instruction is read from it."""
+"""Tests that the name of a range can be read back as its instruction."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""`-O NAME=VALUE`, `--config`, examples in the help, and hints for names of the past."""
+"""Tests of `-O NAME=VALUE`, `--config`, examples in the help, and hints for retired names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from schedir.retired_names import RENAMED_ATTRIBUTES
 from tests.commands import run_command, run_refused_command
 
 ROOT = Path(__file__).resolve().parents[2]
-# Values of some options, as text and as compile takes them.
+# Values of some options, as text and as arguments of compile.
 VALUES: dict[str, list[tuple[str, Any]]] = {
     "tp": [("2", 2)],
     "dp": [("2", 2), ("3", 3)],
@@ -47,7 +47,7 @@ def chosen(draw: st.DrawFn) -> dict[str, tuple[str, Any]]:
 def test_an_option_is_a_keyword_of_compile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, tuple[str, Any]]
 ) -> None:
-    """The same program, or the same refusal."""
+    """Both give the same program, or the same error."""
     file = tmp_path / "x.sched"
     words = [word for name, (text, _) in options.items() for word in ("-O", f"{name}={text}")]
     shape = ["--ranks", "4", "--microbatches", "8"]
@@ -148,7 +148,7 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
     by_file = run_command(capsys, "print", "gpipe", *shape, "--config", str(file))
     words = ("-O", "tp=2", "-O", "overlap", "-O", "recompute=all")
     assert by_file == run_command(capsys, "print", "gpipe", *shape, *words)
-    other = ("-O", "tp=4")  # what is typed goes before the file, wherever it stands
+    other = ("-O", "tp=4")  # typed options take precedence over the file in any order
     for both in ((*other, "--config", str(file)), ("--config", str(file), *other)):
         assert "tp 4" in run_command(capsys, "print", "gpipe", *shape, *both)
     file.write_text("[pipeline]\ntp = 4\nzero = 3\ndp = 2\noverlap = true\n")
@@ -193,7 +193,7 @@ def test_without_a_command_the_first_steps_are_shown(capsys: pytest.CaptureFixtu
 def test_examples_of_the_help_are_commands(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their options are there, and the page that they name."""
+    """Their options exist, and so does the page that they name."""
     monkeypatch.chdir(ROOT)
     if command == "checkpoint":  # its commands have their own help
         return

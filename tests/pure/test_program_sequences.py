@@ -1,4 +1,4 @@
-"""Sequences of programs: what each rank runs one after the other."""
+"""Tests of sequences of programs that each rank runs one after the other."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_message_that_nobody_takes() -> None:
 
 
 def test_opposite_ways_may_wait_for_each_other() -> None:
-    """Nothing crosses here, and with a queue for both ways both ranks wait with their send."""
+    """No messages cross, but with one queue for both directions both ranks wait in their send."""
     runs = [[THERE, BACK], [BACK, THERE]]
     check_program_sequence(runs, "per_edge")
     for model in ("per_pair", "per_device", "blocking_serial"):
@@ -108,7 +108,7 @@ def test_what_a_step_leaves_out_is_in_order_all_the_same() -> None:
 
 
 def test_two_steps_that_train_the_other_way_round() -> None:
-    """Messages of the two go opposite ways, so they do not meet; their norms would."""
+    """Messages of the two programs have opposite directions, but their norms use one group."""
     one, other = (
         compile(schedules.gpipe, PipelineShape(2, 1, placement=placement), clip_grad_norm=True)
         for placement in ((0, 1), (1, 0))
@@ -139,13 +139,13 @@ def test_misuse() -> None:
         check_program_sequence([[TRAIN]] * 3, "tcp")  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- from the shell
+# ---------------------------------------------------------------- command line
 
 
 def test_what_the_shell_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Commands and what they say, as `golden/steps.txt` has them."""
+    """Commands have the output in `golden/steps.txt`."""
     monkeypatch.chdir(tmp_path)
     for program in (TRAIN, EVALUATE, THERE, BACK):
         name = {"one_f_one_b": "train", "forward_only": "evaluate"}.get(program.name, program.name)
@@ -184,11 +184,11 @@ def test_the_shell_asks_for_the_model_of_runs(
     )
 
 
-# ---------------------------------------------------------------- beside execution
+# ---------------------------------------------------------------- comparison with execution
 
 
 def some(shape: PipelineShape, rng: random.Random) -> Program:
-    """A program on a shape's ranks that is legal under `per_edge` at least."""
+    """Return a random program on a shape's ranks that is legal at least under `per_edge`."""
     stages = rng.randint(1, 2)
     placement = tuple(rng.sample([*range(shape.ranks)] * stages, shape.ranks * stages))
     shape = replace(shape, microbatches=rng.randint(1, 3), placement=placement)
@@ -202,7 +202,7 @@ def some(shape: PipelineShape, rng: random.Random) -> Program:
 
 
 def changed(steps: list[Program], rng: random.Random) -> list[Program]:
-    """The steps of one rank, of which two come the other way round, or one is not there."""
+    """Return the steps of a rank with two of them swapped, or one of them missing."""
     steps = [*steps]
     at = rng.randrange(len(steps))
     if len(steps) > 1 and rng.random() < 0.8:

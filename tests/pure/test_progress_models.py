@@ -1,4 +1,4 @@
-"""What some transports do beside queueing: other communicators, small messages, first uses."""
+"""Progress models with several communicators, eager messages and lazy communicators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ REORDER = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_re
            "join_transfers", "reorder_group", "ungroup")  # fmt: skip
 seeds, models = st.integers(0, 2**32), st.sampled_from(MODELS)
 
-# torch's 1F1B of one microbatch on three ranks: the last send of a warm-up goes with a receive.
+# torch's 1F1B with one microbatch on three ranks. It groups the last send of a warmup with a
+# receive.
 ALONE = written(
     "F 0.0; send_act 0.0 & recv_grad 0.0; B 0.0; reduce_grads 0; step",
     "recv_act 1.0; F 1.0; send_act 1.0 & recv_grad 1.0; B 1.0; send_grad 1.0; reduce_grads 1; step",
@@ -55,7 +56,7 @@ CROSSED = written(
     "recv_act 1.0; F 1.0; F 2.0; send_act 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1",
     microbatches=2, header=VEE,
 )  # fmt: skip
-# Every rank posts its receive first, the one that closes the ring too.
+# Every rank posts its receive first, so the ranks wait in a ring.
 RING = written(
     "recv_act 4.0; F 0.0; send_act 0.0; F 4.0; send_act 4.0",
     "recv_act 1.0; F 1.0; send_act 1.0; recv_act 5.0; F 5.0; send_act 5.0",
@@ -64,7 +65,7 @@ RING = written(
     header=LOOP,
 )
 
-# A communicator of all ranks that rank 2 never uses: nothing that it has goes both ways.
+# Rank 2 never uses the communicator of all ranks, because it has no group of sends and receives.
 BATCHES = written(
     "F 0.0; send_act 0.0; F 0.1; send_act 0.1 & recv_grad 0.0; B 0.0; recv_grad 0.1; B 0.1;"
     "reduce_grads 0; step",
@@ -85,7 +86,7 @@ def refused(
 
 
 def test_what_is_said() -> None:
-    """The prose of what only such transports refuse."""
+    """Compare the errors that only these progress models raise with the golden file."""
     late = written(
         "F 0.0; send_act 0.0; F 0.1; send_act 0.1", "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1",
         microbatches=2,
@@ -127,7 +128,7 @@ def test_torch_has_the_communicators_of_pairs_where_nothing_is_grouped() -> None
 
 
 def test_groups_of_both_ways_are_apart_from_what_goes_alone() -> None:
-    """What one queue would hold up, or have taken in the wrong order, torch has on two."""
+    """Only under torch_lazy do groups and single messages have different queues."""
     program = written(
         "F 0.0; F 0.1; send_act 0.0 & recv_act 3.1; send_act 0.1; F 3.1; recv_act 3.0; F 3.0",
         "recv_act 1.1; F 1.1; F 2.1; recv_act 1.0 & send_act 2.1; F 1.0; F 2.0; send_act 2.0",
@@ -140,18 +141,18 @@ def test_groups_of_both_ways_are_apart_from_what_goes_alone() -> None:
 @settings(max_examples=150)
 @given(seeds, st.sampled_from(REORDER), models)
 def test_times_of_any_groups(seed: int, name: str, progress_model: ProgressModel) -> None:
-    """The graph and the machine of turns agree on who starts when, however transfers are joined."""
+    """The dependency graph and the reference simulator give equal times for any groups."""
     _, program = mutate(name, seed, corpus=CORPUS)
     _agrees(with_slots(program, random.Random(seed)), progress_model, None, seed)
 
 
-# ---------------------------------------------------------------- messages that wait for nobody
+# ---------------------------------------------------------------- eager messages
 
 
 def _agrees(
     program: Program, progress_model: ProgressModel, eager_messages: EagerMessages | None, seed: int
 ) -> None:
-    """Whether all end, and when: by the graph, and by a machine that has none."""
+    """Assert that graph and reference simulator end the same instructions at equal times."""
     rng = random.Random(seed)
     priced = Costs(**{name: float(rng.randint(0, 4)) for name in ("F", "B", "I", "W", "send")})
     machine = Machine(program, progress_model, priced)
@@ -163,13 +164,13 @@ def _agrees(
     try:
         graph = build_complete_graph(program, progress_model, eager_messages=eager_messages)
     except SchedirError:
-        return  # the machine takes it that groups can be issued as one
+        return  # the reference simulator does not check groups
     reached = compute_earliest_times(graph, priced)
     assert machine.run() == reached.is_done.all()
     event("ends" if reached.is_done.all() else "hangs")
     if not reached.is_done.all():
         return
-    left = np.zeros(graph.node_id_limit)  # a group is left when all its transfers have ended
+    left = np.zeros(graph.node_id_limit)  # a group ends when all its transfers have ended
     np.maximum.at(left, graph.entry_exit_nodes[1], reached.end)
     for (rank, index), end in machine.ended.items():
         assert left[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
@@ -190,7 +191,7 @@ def test_times_where_small_messages_wait_for_nobody(
 def test_small_messages_by_execution(
     seed: int, name: str, progress_model: ProgressModel, limit: int, data: st.DataObject
 ) -> None:
-    """The checker accepts what runs right where small messages are left behind, and no more."""
+    """With eager messages, the checker accepts exactly the programs that the oracle can run."""
     _, program = mutate(name, seed, corpus=CORPUS)
     stages = program.shape.stages
     each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
@@ -210,7 +211,7 @@ def test_small_messages_by_execution(
 def test_the_least_limit_is_the_least(
     seed: int, name: str, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
-    """With what a DeadlockError says a program finishes, and with any less it does not."""
+    """A program finishes with the `eager_limit` of its DeadlockError, and with no smaller limit."""
     _, program = mutate(name, seed, corpus=CORPUS)
     stages = program.shape.stages
     each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
@@ -229,7 +230,7 @@ def test_the_least_limit_is_the_least(
 
 
 def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
-    """What decides is the size of each message, on the wire: of slices where those are sent."""
+    """A message is eager if its size is within the limit. A gradient has the size of its input."""
     program = written(
         "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0; step",
         "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1; step",
@@ -300,7 +301,7 @@ def test_sizes_are_of_the_stages_that_there_are() -> None:
 
 
 def _past_first_uses(program: Program, model: str, seed: int) -> bool:
-    """Whether hosts that make communicators as they come to them all reach their ends."""
+    """Return whether all hosts end if a communicator is created at its first use."""
     rng, shape, machine = random.Random(seed), program.shape, Machine(program, model, Costs())
     hosts: list[list[object]] = []
     for rank, stream in enumerate(program.streams):

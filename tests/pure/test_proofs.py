@@ -1,4 +1,4 @@
-"""Proofs: kept with a program, dropped with a change, and simulated without another look."""
+"""Tests of proofs, which stay with a program, end with a change, and replace a second check."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.strategies import costs, with_slots
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
-    """The programs whose completeness is looked at."""
+    """Return the list of programs whose completeness is checked."""
     seen: list[Program] = []
     module = import_module("schedir.verify.check")
     real = module.require_complete
@@ -105,7 +105,7 @@ def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> N
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_each_proof_holds_by_itself(seed: int) -> None:
-    """One order proves all models at once, and is not taken at its word here."""
+    """One order proves all models at once, and this test checks each model separately."""
     rng = random.Random(seed)
     program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "per_edge")
     event(f"{len(program.proofs)} proofs")
@@ -130,7 +130,7 @@ def test_no_proof_of_what_is_refused() -> None:
 
 
 def said(call: object, *args: object, **options: object) -> str:
-    """What a call raises; "" if nothing."""
+    """Return the error of a call, or "" if there is none."""
     assert callable(call)
     try:
         call(*args, **options)
@@ -147,9 +147,9 @@ def test_what_is_simulated_is_what_is_right(
     try:
         program, mutant = mutate(name, seed, corpus=CORPUS)
     except SchedirError:
-        return  # its text says none
+        return  # its text is refused
     if mutant.is_draft:
-        return  # which is lowered first
+        return  # a draft is lowered first
     if mutant.shape.ranks == program.shape.ranks:
         mutant = replace(mutant, slots=with_slots(program, random.Random(seed)).slots)
     refused = said(check, replace(mutant), progress_model)
@@ -165,7 +165,7 @@ def test_what_is_simulated_is_what_is_right(
 
 
 def test_unchecked_for_what_finishes_but_is_wrong() -> None:
-    """A reduction in a queue of its own finishes wherever its host issues it."""
+    """A reduction with its own queue finishes wherever its host issues it."""
     program = compile(zb_h1, PipelineShape(2, 4))
     text = to_text(program, folded=False)
     wrong = from_text(
@@ -245,7 +245,7 @@ def test_what_cannot_be_compiled() -> None:
 
 
 def test_what_is_derived_of_a_program_goes_with_it() -> None:
-    """It does not wait for the garbage collector, which counts objects and not their bytes."""
+    """Derived objects are freed with the program, without the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -266,7 +266,7 @@ def test_what_is_derived_of_a_program_goes_with_it() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """All indexes, flows and graphs that are made from now on."""
+    """Return the list of all indexes, flows and graphs that are created from now on."""
     all_made: list[object] = []
     for kind in (InstructionIndex, Dataflow, Graph):
         before = kind.__init__
@@ -305,7 +305,7 @@ def test_large_programs_keep_nothing(made: list[object], monkeypatch: pytest.Mon
     )
     monkeypatch.setattr("schedir.ir.program._MAX_CACHED_INSTRUCTIONS", 10)
     made.clear()
-    check(program)  # once to see that it is complete, and once for its graph
+    check(program)  # one index for completeness, and one for the graph
     assert sorted(type(each).__name__ for each in made) == [
         "Dataflow",
         "Graph",

@@ -1,4 +1,4 @@
-"""Every public name is shown by an example that runs, and that runs alone."""
+"""Tests that every public name has an example, which runs separately."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def list_public_names() -> dict[str, object]:
 
 
 def test_public_names_have_examples() -> None:
-    """In their docstrings, where pytest runs them."""
+    """The examples are in docstrings, where pytest runs them."""
     assert not [
         name
         for name, value in list_public_names().items()
@@ -54,7 +54,7 @@ def find_undefined(docstring: str) -> set[str]:
 
 
 def test_examples_can_be_copied() -> None:
-    """They import what they use."""
+    """Examples import the names that they use."""
     undefined = {
         name: find_undefined(api_page.docstring(value))
         for name, value in list_public_names().items()
@@ -63,7 +63,7 @@ def test_examples_can_be_copied() -> None:
 
 
 def test_every_public_name_is_on_the_page() -> None:
-    """In one group, and found where the page says that it is."""
+    """Each name is in one group, and in the module that the page states."""
     assert {*schedir.__all__} <= list_public_names().keys()
     for _, titles in api_page.GROUPS.values():
         for name in (name for title in titles for name in title.split(", ")):
@@ -78,7 +78,7 @@ def test_an_undocumented_name_is_refused() -> None:
 
 
 def test_pages_import_public_names_from_where_they_are_public() -> None:
-    """Not from the files that they happen to lie in."""
+    """Pages do not import them from the files that define them."""
     homes = {
         (getattr(value, "__module__", ""), name.rpartition(".")[2])
         for name, value in list_public_names().items()
@@ -93,7 +93,7 @@ def test_pages_import_public_names_from_where_they_are_public() -> None:
 
 
 def test_no_public_module_is_left_out() -> None:
-    """A module that `schedir` names is public, if it says by `__all__` which names of it are."""
+    """A module that `schedir` exports is public if it has an `__all__`."""
     modules = {name for name, home in schedir._LAZY_IMPORTS.items() if ":" not in home}
     listing = {name for name in modules if hasattr(getattr(schedir, name), "__all__")}
     assert listing <= {*api_page.MODULES}

@@ -1,4 +1,4 @@
-"""Programs are recognized by the order of their compute."""
+"""Tests that programs are recognized by the order of their compute."""
 
 from __future__ import annotations
 

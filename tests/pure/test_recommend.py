@@ -27,7 +27,7 @@ AT = "--costs=F=1,B=2,send=0.05"
 
 
 def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
-    """A schedule of v stages per rank, at F = I = W = 1 of a whole rank."""
+    """Simulate a schedule with v stages per rank, which together have F = I = W = 1."""
     schedule = get_built_in_schedules()[name]
     shape = PipelineShape(P, m, v, get_placement_mark(schedule)[0] or "loop")
     part = P / shape.stages
@@ -48,7 +48,7 @@ def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]
 
 @pytest.mark.parametrize(("P", "m"), [(4, 8), (4, 3), (3, 7), (2, 1)])
 def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m: int) -> None:
-    """Whatever compiles and trains is there once, the shortest first."""
+    """The output has each schedule that compiles and trains once, the shortest first."""
     shape = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=per_edge", AT)
     found = rows(capsys, *shape)
     keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in found]
@@ -171,7 +171,7 @@ def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * F + m * B\n"
     )
     found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
-    assert "slow" not in [row["program"] for row in found]  # it is gpipe, which is said
+    assert "slow" not in [row["program"] for row in found]  # it equals gpipe
     told = run_command(capsys, "recommend", f"{file}:slow", "--ranks=2", "--microbatches=4")
     assert f"{file}:slow is the same program as gpipe\n" in told
     file.write_text(
@@ -186,7 +186,7 @@ def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     found = rows(capsys, f"{file}:looped", "--ranks=2", "--microbatches=4")
     stages = {row["stages_per_rank"] for row in found if row["program"] == "looped"}
-    assert stages == {2, 4}  # of one it is gpipe
+    assert stages == {2, 4}  # with one stage per rank, it equals gpipe
     told = run_command(capsys, "recommend", f"{file}:looped", "--ranks=2", "--microbatches=4")
     assert f"{file}:looped x 1 is the same program as gpipe\n" in told
 
@@ -202,7 +202,7 @@ def test_a_run_gives_its_shape_and_mean_times(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_run_gives_its_progress_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under per_device, which is the default without a run, interleaved takes twice as long."""
+    """Use the progress model of a run. Under the default model, interleaved would take longer."""
     run, costs = str(tmp_path / "run.timeline"), "F=1,B=2,send=0.9"
     options = ["--costs", costs, "--progress-model", "per_edge"]
     run_command(capsys, "simulate", "gpipe", *options, "-o", run)
@@ -231,7 +231,7 @@ def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of a run's four stages, for schedules of 8 and 16."""
+    """Costs of four stages are spread over the 8 or 16 stages of other schedules."""
     shape = ("--ranks=4", "--microbatches=8", "--progress-model=per_edge")
     by_rank = rows(capsys, *shape, "--costs=F=1,B=2,send=0.1")
     assert by_rank == rows(capsys, *shape, "--costs=F=1:1:1:1,B=2:2:2:2,send=0.1")
@@ -251,7 +251,7 @@ def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_cells_are_what_is_simulated() -> None:
-    """A sample of them, by another way than they were made."""
+    """Simulate a sample of the rows of the file again with `run_of`."""
     with (DOCS / "results" / "which-schedule.csv").open(newline="") as file:
         cells = list(csv.DictReader(file))
     for cell in cells[:: len(cells) // 60]:
@@ -282,13 +282,16 @@ def test_rules_of_thumb_hold_in_all_cells(rule: which_schedule.Rule) -> None:
 
 
 class Formula(NamedTuple):
-    """The idle time of a rank in a source, of its span if `own`, and as a limit if `most`."""
+    """A published formula of the idle time of a rank.
+
+    With `own`, it is the idle time in the rank's active span. With `most`, it is an upper limit.
+    """
 
     name: str
     v: int
     text: str
     source: str
-    value: Callable[[int], float]  # by the number of ranks, at F = I = W = 1 of a rank
+    value: Callable[[int], float]  # number of ranks -> idle time, for F = I = W = 1 of a rank
     own: bool = False
     most: bool = False
 
@@ -332,7 +335,7 @@ def test_formulas_of_the_papers_hold(formula: Formula, P: int, m: int) -> None:
 
 
 def test_any_number_of_microbatches_compiles() -> None:
-    """But for those that the page names."""
+    """Schedules compile for all numbers of microbatches, except for those that the page names."""
     fill = {"zb_v": 7, "dualpipe_v": 8, "dualpipe": 8, "chimera": 2, "bitpipe": 2}
     page = (DOCS / "how-to" / "choose-a-schedule.md").read_text()
     least = (

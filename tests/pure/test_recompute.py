@@ -1,4 +1,4 @@
-"""Recompute: where R comes to stand, what it holds and takes, and what is refused."""
+"""Activation recomputation: the places of R, its memory and time, and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZES = Sizes(saved=10, recompute_inputs=1)
 
 
 def again(program: Program) -> list[list[str]]:
-    """What each rank recomputes, in its order."""
+    """Return the R of each rank, in its order."""
     return [[str(i) for i in stream if i.op is RECOMPUTE] for stream in program.streams]
 
 
@@ -93,7 +93,7 @@ def test_a_program_with_r_is_written_and_read() -> None:
 
 
 def test_memory_is_that_counted_by_hand() -> None:
-    """Of two in flight one is a checkpoint; of five, four."""
+    """All microbatches in flight except one have only their recompute inputs."""
     for schedule, shape, whole, less in (
         (one_f_one_b, PipelineShape(2, 4), [20, 10], [11, 10]),
         (interleaved, PipelineShape(2, 4, 2), [50, 30], [14, 12]),
@@ -117,12 +117,12 @@ def test_an_r_costs_as_much_as_its_f_unless_told() -> None:
 
 
 def test_r_runs_while_the_gradient_is_on_its_way() -> None:
-    """GPipe's first R fits into the time that the first rank waits; within B it would not."""
+    """R runs while a rank waits for a gradient, so it costs less than a longer B."""
     costs = Costs(F=1, B=2)
     program = compile(gpipe, PipelineShape(4, 4), recompute=lambda stage, mb: mb == 0, costs=costs)
     assert sum(map(len, again(program))) == 4
     plain = simulate(compile(gpipe, PipelineShape(4, 4)), costs).span
-    assert simulate(program, costs).span == plain + 1  # that of the last rank, which never waits
+    assert simulate(program, costs).span == plain + 1  # only the R of the last rank adds time
     inside = Costs(F=1, B=((3, 2, 2, 2),))
     assert simulate(compile(gpipe, PipelineShape(4, 4)), inside).span == plain + 4
 
@@ -148,7 +148,7 @@ def test_hidden_is_no_longer_and_holds_no_more(schedule: Any) -> None:
 
 
 def test_an_r_goes_before_a_forward_that_waits() -> None:
-    """The second rank waits for its second F as long as an R takes, and then nobody waits for R."""
+    """With "early", R runs before a forward that waits for its input."""
 
     def schedule(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return 3 * F + 3 * B if rank == 0 else F.at(0) + F.at(1) + B.at(0) + F.at(2) + B + B
@@ -182,7 +182,7 @@ def test_what_is_said_is_recomputed() -> None:
     }
     assert found["0.1"] == [["R 0.1"], []]
     assert found["0"] == found["all"] == [["R 0.0", "R 0.1", "R 0.2"], []]
-    assert found["1"] == [[], []]  # each backward follows its own forward: nothing is held less
+    assert found["1"] == [[], []]  # each backward follows its forward, so R would save no memory
     assert again(compile(one_f_one_b, shape, recompute=[(0, 1)])) == found["0.1"]
     assert again(compile(one_f_one_b, shape, recompute=[0])) == found["0"]
     frozen = compile(one_f_one_b, shape, recompute="all", frozen_stages=1)
@@ -240,7 +240,7 @@ def test_what_fits_is_within_the_limit(limit: float, slots: Any) -> None:
     ],
 )
 def test_no_fewer_would_do(schedule: Any, shape: PipelineShape) -> None:
-    """By trying all smaller sets of a rank."""
+    """All smaller sets of recomputations of a rank exceed the memory limit."""
     whole = compile(schedule, shape, recompute="all", recompute_at="late")
     for limit in (31, 22, 21, 13):
         try:
@@ -268,7 +268,7 @@ def test_what_fits_needs_a_limit(given: dict[str, Any]) -> None:
     assert "recompute" in caught.value.fields
 
 
-# ---------------------------------------------------------------- what commands say
+# ---------------------------------------------------------------- output of commands
 
 
 def test_recomputing_and_keeping_are_simulated() -> None:
@@ -279,7 +279,8 @@ def test_recomputing_and_keeping_are_simulated() -> None:
         (kept, 'recompute="all"', again),
         (again, "all saved activations kept", kept),
     ):
-        assert not advise(simulate(program, costs), costs).memory_changes  # without sizes
+        # There is no advice about memory without sizes.
+        assert not advise(simulate(program, costs), costs).memory_changes
         (change,) = advise(simulate(program, costs, sizes=SIZES), costs).memory_changes
         assert change.description == what and change.run.program == other
         run = simulate(other, costs, sizes=SIZES)
@@ -289,7 +290,7 @@ def test_recomputing_and_keeping_are_simulated() -> None:
 
 def test_a_run_that_keeps_all_is_not_advised_to_keep_all() -> None:
     costs = Costs(F=1, B=2, send=0.2)
-    program = compile(one_f_one_b, PipelineShape(4, 8))  # with other transfers than at these costs
+    program = compile(one_f_one_b, PipelineShape(4, 8))  # compiled for other costs
     changes = advise(simulate(program, costs, sizes=SIZES), costs).memory_changes
     assert [change.description for change in changes] == ['recompute="all"']
 
@@ -320,7 +321,7 @@ def test_commands_say_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_other_orders_are_advised_with_as_much_recomputed() -> None:
-    """What holds no more must not keep what the program does not."""
+    """Other schedules in the advice recompute as the program does."""
     program, costs = compile(gpipe, PipelineShape(4, 8), recompute="all"), Costs(F=1, B=2)
     for change in advise(simulate(program, costs), costs).changes:
         assert RECOMPUTE in change.run.program.used_opcodes
@@ -333,7 +334,7 @@ def test_other_orders_are_advised_with_as_much_recomputed() -> None:
     )
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -369,7 +370,7 @@ def test_r_stands_between_its_f_and_its_backward() -> None:
     refused(twice, CompletenessError, "R 0.0", "R 0.0")
     wrong = text.replace("  R 0.0\n", "  R 1.0\n", 1)
     refused(wrong, CompletenessError, "R 1.0")
-    check(from_text(text.replace("  R 0.0\n", "")))  # what is not recomputed is kept
+    check(from_text(text.replace("  R 0.0\n", "")))  # without R, the forward keeps its activations
 
 
 def test_nothing_is_recomputed_where_there_is_no_backward() -> None:
@@ -390,7 +391,7 @@ def test_torch_has_no_word_for_it() -> None:
 
 
 def test_curves_of_memory_never_hold_more_than_predicted() -> None:
-    """Where R stands early it makes whole at its start, and its backward frees at its end."""
+    """Count the live activations: R adds memory at its start, and B frees it at its end."""
     program = compile(interleaved, PipelineShape(2, 4, 2), recompute="all")
     run = simulate(program, Costs(F=1, B=2, send=0.25), sizes=SIZES)
     for rank, curve in enumerate(run.memory):

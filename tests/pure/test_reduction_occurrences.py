@@ -1,4 +1,4 @@
-"""Turns: gradients in parts are reduced once, or behind each run of what adds to them."""
+"""Tests that sharded gradients are reduced once, or after each run of their backwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Events = list[tuple[str, set[int]]]
 
 
 def events(program: Program, rank: int) -> Events:
-    """What a rank adds to, as one, and what it reduces, in order."""
+    """Return in order the stages that a rank adds gradients to, by group, and reduces."""
     stream, found = program.streams[rank], list[tuple[str, set[int]]]()
     for instr, joined in zip(stream, stream.joined, strict=True):
         if joined:
@@ -37,7 +37,7 @@ def events(program: Program, rank: int) -> Events:
 
 
 def only_what_is_added_to_is_whole(program: Program) -> None:
-    """And nothing is reduced before another instruction adds to the same."""
+    """Assert that only gradients that are being added to are full, and that reductions are few."""
     for rank in range(program.shape.ranks):
         whole: set[int] = set()
         for what, stages in events(program, rank):
@@ -92,7 +92,7 @@ def test_what_runs_as_one_is_one_turn() -> None:
 
 
 def test_breadth_first_reduces_once_and_late_w_often() -> None:
-    """Where each stage's backwards are one run, turns are the end."""
+    """If each stage's backwards are one run, there is one reduction at its end."""
     shape = PipelineShape(4, 16, 4)
     end, turn = (
         compile(looped_bfs, shape, dp=2, zero=2, reduce_scatter_at=how)

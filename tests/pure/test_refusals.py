@@ -1,4 +1,4 @@
-"""Bad input to the command line: exit code 2, and one message that names what was wrong."""
+"""Tests of bad input to the command line: exit code 2, and one message that names the error."""
 
 import os
 from pathlib import Path
@@ -54,7 +54,7 @@ def odd(rank, ranks, microbatches):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts in a folder of its own, with good and bad files in it."""
+    """Start every test in its own folder, with good and bad files in it."""
     monkeypatch.chdir(tmp_path)
     Path("f.sched").write_text(
         to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
@@ -157,7 +157,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("compare f.sched --ranks 8", "ranks 4"),
         ("print f.sched --compute-only", "--compute-only"),
         ("simulate half.sched", "CompletenessError"),
-        # Digits of other scripts, and python's own ways to write a number.
+        # Digits of other scripts, and Python's own notations of numbers.
         ("print gpipe --ranks ٢", "--ranks: '٢' is not an integer in the digits"),
         ("print gpipe --microbatches 1_6", "--microbatches"),
         ("print gpipe -O tp=٢", "-O tp"),
@@ -170,7 +170,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("draw gpipe -o x.png --width ٣", "'٣'"),
         ("train c.toml", "c.toml, line 2, column 9"),
         ("train d.toml --set pipeline.ranks=٢", "pipeline.ranks must be an integer"),
-        # What a person writes in brackets, and above a schedule.
+        # Arguments in brackets, and code above a schedule.
         ("print mine.py:named(file=x)", """"mine.py:named(file='x')\""""),
         ("print mine.py:named(file=a.txt)", """file='a.txt'"""),
         ("print mine.py:named(file=a/b)", "is not a value"),

@@ -1,4 +1,4 @@
-"""The same compute with other transfers: what `explain` says of it, and what `--relower` makes."""
+"""Tests of new transfers for the same compute: the claims of `explain`, and `--relower`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AT = "--costs=F=1,B=2,send=0.1"
 
 
 def theirs() -> Program:
-    """Interleaved1F1B of 4 ranks, 8 stages and 8 microbatches, as torch 2.13 lowers it."""
+    """Return Interleaved1F1B of 4 ranks, 8 stages and 8 microbatches, as torch 2.13 lowers it."""
     text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
     return finish_lowering(torch_csv.from_csv(text, "torch_interleaved_1f1b"))
 
@@ -55,7 +55,7 @@ def in_file(path: str) -> Program:
 def here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Path:
-    """A folder to work in, with torch's program in it."""
+    """Change to a temporary folder with torch's program in it, and return the folder."""
     monkeypatch.chdir(tmp_path)
     run_command(capsys, "import", str(GOLDEN / "torch_interleaved_1f1b.csv"), "-o", "theirs.sched")
     return tmp_path
@@ -68,14 +68,14 @@ def test_torchs_interleaved_1f1b(here: Path, capsys: pytest.CaptureFixture[str])
 
 
 def words_of(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The words after `schedir` of a command that `explain` tells, as a shell makes them."""
+    """Return the arguments of a `schedir` command from `explain`, as a shell expands them."""
     inner = re.search(r'"\$\(schedir (.*)\)"', line)
     costs = run_command(capsys, *shlex.split(inner[1])).strip() if inner else ""
     return shlex.split(line.replace(inner[0], costs) if inner else line)[1:]
 
 
 def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a program and of a run, under each model: each command as it is told, with its span."""
+    """For programs and progress models, each command of `explain` gives the span it claims."""
     odd = compile(zb_v, PipelineShape(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
     orders = set()
     cases: list[tuple[Program, ProgressModel]] = [
@@ -116,7 +116,7 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
 
 
 def in_another_order(program: Program, seed: int) -> Program:
-    """The same instructions, each issued alone, in any order that finishes under edge; or not."""
+    """For an even seed, issue the instructions alone, in a random order that ends in `per_edge`."""
     if seed % 2:
         return program
     program = replace(
@@ -140,14 +140,14 @@ def test_what_is_said_is_simulated_and_right(
     blocking_hosts: bool,
     seed: int,
 ) -> None:
-    """Of any order of the transfers: the compute stays, and what is said of it comes out."""
+    """For any order of the transfers, a change keeps the compute and gives the claimed time."""
     costs = data.draw(any_costs(program.shape))
     program = in_another_order(program, seed)
     try:
         run = schedir.simulate(
             program, costs, progress_model=progress_model, blocking_hosts=blocking_hosts
         )
-    except SchedirError:  # not under this model
+    except SchedirError:  # does not run under this model
         assume(False)
     advice = advise(run, costs)
     costs = fill_missing_backwards(costs, program)
@@ -182,7 +182,7 @@ def test_what_is_said_is_simulated_and_right(
 
 
 def test_what_is_no_better_is_not_said() -> None:
-    """Of a program that is lowered so, of one without messages, and where messages are free."""
+    """A program that is lowered so already, and one without messages, get no such advice."""
     run = schedir.simulate(compile(interleaved, PipelineShape(4, 8, 2)))
     alone = schedir.simulate(compile(gpipe, PipelineShape(1, 4)), COSTS)
     for changes in (advise(run).changes, advise(alone, COSTS).changes):
@@ -231,10 +231,10 @@ def test_a_schedule_is_told_how_to_compile_it(
 @pytest.mark.parametrize(
     "argv",
     [
-        "interleaved --stages-per-rank=1 -O tp=2",  # which has two unless told
-        "mine.sched --relower -O tp=1",  # which has tp = 2
+        "interleaved --stages-per-rank=1 -O tp=2",  # the default is two stages per rank
+        "mine.sched --relower -O tp=1",  # the file has tp = 2
         "mine.sched --relower -O buffer_sharing=latency_preserving",
-        "mine.timeline",  # which ran under serial, where a program's file says no model
+        "mine.timeline",  # it ran under blocking_serial, and a program file contains no model
     ],
 )
 def test_what_was_said_of_the_source_is_said_again(
@@ -243,7 +243,7 @@ def test_what_was_said_of_the_source_is_said_again(
     capsys: pytest.CaptureFixture[str],
     argv: str,
 ) -> None:
-    """The command gives the program of the claim: its shape, its traits and its model."""
+    """The command gives the program of the claim with its shape, its options and its model."""
     monkeypatch.chdir(tmp_path)
     mine = compile(interleaved, PipelineShape(4, 8, 2), tp=2)
     Path("mine.sched").write_text(schedir.to_text(mine))
@@ -291,7 +291,7 @@ def test_a_program_lowered_anew_is_itself(
     shape: PipelineShape,
     buffer_sharing: BufferSharing | None,
 ) -> None:
-    """How it was lowered is read off it: what nobody says stays."""
+    """The options of the lowering are found from the program, and kept unless given."""
     program = compile(
         schedule,
         shape,
@@ -343,7 +343,7 @@ def test_torchs_file_is_lowered_anew_as_it_is_read(
 def test_a_run_that_is_lowered_anew_is_predicted_at_its_means(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under the model that it ran under, and in its unit."""
+    """The prediction uses the progress model and the unit of the run."""
     run = schedir.simulate(theirs(), COSTS, progress_model="blocking_serial")
     schedir.save_timeline(replace(run, kind="measured", unit="s"), "x.timeline")
     facts = json.loads(run_command(capsys, "simulate", "x.timeline", "--relower", "--json"))

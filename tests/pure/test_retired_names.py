@@ -1,4 +1,4 @@
-"""A retired option, key, argument or attribute is refused, and the error names the right one."""
+"""Tests that retired options, keys, arguments and attributes are refused with their new name."""
 
 import importlib
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def test_a_key_of_a_program() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        # Positions that nobody can read.
+        # Positional arguments that are hard to read.
         (lambda any_: any_(Costs)(1, 2), "Costs(F=1, B=2)"),
         (lambda any_: any_(Sizes)(1e6), "Sizes(activation="),
         (lambda any_: any_(PipelineShape)(2, 4, 1, "loop", 2), "ranks, microbatches"),

@@ -1,4 +1,4 @@
-"""Differences of two runs, and costs that a run gives: what is told adds up."""
+"""Tests of the differences of two runs, which add up, and of costs from a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_runs_that_cannot_be_compared() -> None:
 
 
 def test_the_hosts_time_counts_with_what_it_delays() -> None:
-    """A run whose instructions each begin a little after all is there takes as long again."""
+    """A run with small delays before its instructions is predicted with the same time."""
     given = Costs(F=1, B=2, send=0.5, step=1)
     late = Costs(F=1.25, B=2.25, send=0.5, step=1.25)
     program = schedir.compile(interleaved, PipelineShape(2, 4, 2))
@@ -62,7 +62,7 @@ def test_the_hosts_time_counts_with_what_it_delays() -> None:
     spans["start"] += np.where(spans["lane"] == 0, 0.25, 0)
     found = calibrate(replace(timeline, spans=spans, kind="measured"))
     for name in ("F", "B", "send", "step"):
-        # The first instruction of all begins the run: nothing is known of what was before.
+        # The first instruction begins the run, so its delay is unknown.
         assert np.allclose(getattr(found, name), getattr(late, name), atol=0.07), name
         assert getattr(found, name) != getattr(given, name) or name == "send"
 

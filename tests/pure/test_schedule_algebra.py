@@ -1,4 +1,4 @@
-"""Words, shapes and costs: what they spell, and what they refuse."""
+"""Tests of the schedule algebra, shapes and costs: their meaning, and their refusals."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_bad_placements(bad: object) -> None:
 
 
 def test_plans_too_large_are_refused_before_anything_is_built() -> None:
-    """Where there is a limit; a program that Python code builds has none by default."""
+    """This needs a limit. A program built by Python code has none by default."""
     with input_limits(max_instructions=10**8), pytest.raises(ShapeError):
         PipelineShape(2**14, MAX_MICROBATCHES)
 
@@ -278,7 +278,7 @@ def test_ascending() -> None:
     assert expand_schedule(lambda r, P, m: 2 * F + I + W + B, shape).reduces_in_microbatch_order
     assert not expand_schedule(
         lambda r, P, m: 2 * F + I + B + W, shape
-    ).reduces_in_microbatch_order  # W 0.0 after B 0.1
+    ).reduces_in_microbatch_order  # W 0.0 follows B 0.1
 
 
 def test_bad_options() -> None:
@@ -320,7 +320,7 @@ def test_words_are_immutable() -> None:
 
 @pytest.mark.parametrize("bad", [{0: 1, 1: 0}, {1, 0}, frozenset({1, 0}), b"\0\1", True], ids=repr)
 def test_what_has_no_order_is_no_number_per_stage(bad: Any) -> None:
-    """A mapping would give its keys, and a set its order."""
+    """A mapping would give its keys, and a set has no order."""
     with pytest.raises(CostsError, match="a number or one per stage"):
         Costs(F=bad)
     with pytest.raises(UsageError, match="a number or one per stage"):

@@ -1,4 +1,4 @@
-"""The closed forms of bubble and memory, exactly."""
+"""Tests of the exact closed forms of bubble and memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_activations_in_flight_of_interleaved(ranks: int, v: int, groups: int) -
 def test_interleaved_takes_any_number_of_microbatches(ranks: int, v: int, m: int) -> None:
     program = compile(interleaved, PipelineShape(ranks, m, v), costs=UNIT)
     timeline = simulate(program, UNIT)
-    # Uneven groups cost nothing: the fill of P ranks, or of all stages where m cannot fill them.
+    # Uneven groups cost no time. The warmup is that of P ranks, or less if m is smaller.
     assert timeline.span == 3 * (v * max(m, ranks) + min(m, ranks) - 1)
     assert program.reduces_in_microbatch_order
 
@@ -86,7 +86,7 @@ def test_group_size_is_megatrons(ranks: int, m: int, group: int) -> None:
 
 
 def test_group_size_trades_memory_for_slack() -> None:
-    """FIELD: p=4, v=2, m=16, peak of rank 0 for groups of 4, 6 and 8."""
+    """The peaks of rank 0 for groups of 4, 6 and 8 are those of FIELD, for p=4, v=2, m=16."""
     peaks = [
         int(
             simulate(
@@ -99,7 +99,7 @@ def test_group_size_trades_memory_for_slack() -> None:
 
 
 def test_both_bubbles_differ() -> None:
-    """1F1B's last rank never idles in its own span, and waits P-1 slots for the others."""
+    """1F1B's last rank is never idle in its own span, but waits P-1 slots for the others."""
     timeline = simulate(compile(one_f_one_b, PipelineShape(4, 8), costs=UNIT), UNIT)
     assert timeline.idle.tolist() == [9.0] * 4
     assert timeline.idle_in_active_span.tolist() == [9.0, 6.0, 3.0, 0.0]

@@ -1,4 +1,4 @@
-"""What a search promises: what it finds fits and runs, and nothing in the zoo is shorter."""
+"""Tests that found schedules fit and run, and that no built-in schedule is shorter."""
 
 import os
 import signal
@@ -115,7 +115,7 @@ def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
 
 @pytest.mark.parametrize("saved", [6883729793.34318, 6098687129.154504, 26666666667 / 3])
 def test_a_limit_of_some_times_what_is_saved_holds_as_many(saved: float) -> None:
-    """Though sums of sizes are rounded; what is too much by a byte is too much."""
+    """Rounding of sums does not matter, but a limit that is one byte smaller does."""
     shape, sizes = PipelineShape(4, 7), Sizes(saved=saved)
     one = search_schedule(shape, EVEN, sizes, 4 * saved, max_evaluations=400)
     assert one.span == search_schedule(shape, EVEN, max_in_flight=4, max_evaluations=400).span
@@ -196,7 +196,7 @@ def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
 def test_nothing_that_it_begins_with_is_shorter(
     shape: PipelineShape, costs: Costs, in_flight: int | None
 ) -> None:
-    """As programs, in which messages of a rank wait for each other, and not by their orders."""
+    """Spans are those of programs, where the messages of a rank wait for each other."""
     found = search_schedule(shape, costs, max_in_flight=in_flight, max_evaluations=50)
     assert found.num_evaluated <= 50 + len(get_built_in_schedules())
     for schedule in get_built_in_schedules().values():
@@ -204,7 +204,7 @@ def test_nothing_that_it_begins_with_is_shorter(
             run = simulate(
                 compile(expand_schedule(schedule, shape.resolve_defaults()), costs=costs), costs
             )
-        except SchedirError:  # it is for other shapes
+        except SchedirError:  # the schedule is for other shapes
             continue
         split = "I" in to_text(run.program)
         if split and (in_flight is None or run.peak_in_flight.max() <= in_flight):
@@ -221,7 +221,7 @@ def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
 
 
 def test_pairs_that_save_time_are_not_searched() -> None:
-    """Nor is anything said of schedules at such costs: one with pairs may be shorter."""
+    """There is no bound at such costs either, since a schedule with pairs may be shorter."""
     costs, shape = Costs(F=2, I=2, W=1, FB=2.5), PipelineShape(4, 8, placement="vee")
     program = compile(schedules.zb_v, shape, costs=costs)
     for refused in (search_schedule, lower_bound):
@@ -302,7 +302,7 @@ policy = st.builds(
     st.integers(0, 2**31 - 1),
 )
 def test_any_policy_ends_and_fits(policy, placement, room, split, seed) -> None:  # type: ignore[no-untyped-def]
-    """And so does all that comes of it by moving work; both loops agree with plain evaluation."""
+    """So does every order that moves give. Both compiled loops agree with plain evaluation."""
     costs = Costs(F=(1, 2, 1, 3, 1, 2), I=2, W=1.1, send=0.3)
     problem = make_problem(
         PipelineShape(3, 5, 2, placement), costs, max_in_flight=room, split_backward=split
@@ -331,7 +331,7 @@ def test_a_wave_does_the_like_on_other_ranks() -> None:
             low, high, own, begin, first, code, nth, rank_at, 6, behind
         ), code
 
-    # Rank 1's I0 goes before its F1; on ranks 0 and 2, too, where they are among those.
+    # Rank 1's I0 moves before its F1, and so on ranks 0 and 2 where these are included.
     changed, code = after(1, 2, 0)
     assert changed == 2 and code == [0, 0, 1, 2, 3, 4, 3, 5, 6, 7, 6, 8]
     assert after(0, 2, 1)[1] == [0, 1, 0, 2, 3, 4, 3, 5, 6, 7, 6, 8]
@@ -350,7 +350,7 @@ print(found.numba, found.span, found.num_evaluated)
 
 
 def _numba_of(seconds: float, cache: Path, hide: str = "no") -> tuple[str, list[str]]:
-    """Run a search that needs numba, with an empty cache of compiled loops."""
+    """Run a search that is long enough for numba, with a cache folder for compiled loops."""
     done = subprocess.run(
         [sys.executable, "-c", LITTLE, str(seconds), hide],
         env=os.environ | {"NUMBA_CACHE_DIR": str(cache)},

@@ -1,4 +1,4 @@
-"""`schedir search`: what it says, what it writes, and who takes that."""
+"""Tests of `schedir search`: its output, the files it writes, and commands that read them."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_whole_backwards_and_the_own_span(
 
 
 def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its shape, its mean times and its unit; and its own program is set beside what is found."""
+    """A search takes shape, mean times and unit from the run, and compares with its program."""
     run, file = load_timeline(RUN), str(tmp_path / "x.sched")
     at = ("--costs-from", str(RUN), "--max-evaluations=40", "--max-in-flight=12")
     told = run_command(capsys, "search", *at, "-o", file)
@@ -172,7 +172,7 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     as_it_ran = simulate(
         program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
     ).span
-    assert as_it_ran > found.span  # hosts wait themselves
+    assert as_it_ran > found.span  # the hosts of the run wait too
     assert f"compared under per_edge, as in the run: search {as_it_ran:.6g} s, " in told
     assert {"program": "traced", "length": again.span} in row["beside"]
     assert f"which has {run.peak_in_flight.max()} in flight; " in told
@@ -186,7 +186,7 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_run_of_more_than_a_search_knows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it cannot leave out is refused, and what it leaves out is said."""
+    """A run is refused if the search cannot leave a feature out. Otherwise it says what it did."""
     run, best = str(tmp_path / "x.timeline"), str(tmp_path / "x.sched")
     for source in (["one_f_one_b", "-O", "frozen_stages=2"], ["one_f_one_b", "-O", "recompute=all"],
                    ["forward_only"], ["dualpipe"],
@@ -223,7 +223,7 @@ def test_a_pipe_sees_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 REFUSED = (Path(__file__).parents[1] / "golden" / "search.txt").read_text().split("\n\n")
 
@@ -268,16 +268,18 @@ def test_a_solver_that_is_not_there(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "ortools", None)  # so python says that it is not installed
+    monkeypatch.setitem(
+        sys.modules, "ortools", None
+    )  # its import fails as if it were not installed
     assert "schedir[solver]" in run_refused_command(capsys, "search", *AT, "--bound=solver")
 
 
-# ---------------------------------------------------------------- a person looks on, and stops it
+# ---------------------------------------------------------------- progress, and interrupts
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals here")
 def test_what_is_found_is_kept_when_it_is_interrupted(tmp_path: Path) -> None:
-    """On a terminal, after the first line of progress; the file is the best so far."""
+    """The search is interrupted after its first progress line, and writes the best schedule."""
     costs = "F=1:1.2:0.9:1.4:0.8:1.1:1:1.3,I=1:1.1:0.9:1.2:1.3:0.8:1:0.7,W=0.7,send=0.05"
     argv = [sys.executable, "-m", "schedir", "search", "--ranks=8", "--microbatches=48"]
     argv += [f"--costs={costs}", "--max-in-flight=6", "--time-limit=300", "-o", "best.sched"]
@@ -295,7 +297,7 @@ def test_what_is_found_is_kept_when_it_is_interrupted(tmp_path: Path) -> None:
             out, _ = process.communicate(timeout=100)
         finally:
             process.kill()
-    with contextlib.suppress(OSError):  # what a terminal says at its end
+    with contextlib.suppress(OSError):  # a closed terminal raises an error
         while more := os.read(ours, 1000):
             shown += more
     os.close(ours)

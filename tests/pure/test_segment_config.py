@@ -1,4 +1,4 @@
-"""Training runs in pieces and chunks: what a configuration may say, and what is refused."""
+"""Tests of configurations of training runs in segments and chunks, and of refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> str:
 
 
 def sched(path: str, frozen: int | None, tp: int = 2) -> str:
-    """A file of a program in pieces of two stages of two layers."""
+    """Write the file of a program in segments, with two stages of two layers."""
     own = split_stages(
         replace(expand_schedule(schedules.one_f_one_b, PipelineShape(2, 4)), tp=tp), 9
     )
@@ -104,7 +104,7 @@ def test_a_file_says_its_pieces(path: str) -> None:
 
 
 def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
-    """One rank has no sums in its pieces; a draft of it is none for two, which would lack them."""
+    """A single rank has no sums between segments, so its draft is refused for two ranks."""
     alone = sched(path, None, tp=1)
     config = read_config(path, [alone, "pipeline.tp=1"])
     assert (
@@ -152,13 +152,13 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
     ],
 )
 def test_what_is_refused(path: str, sets: list[str], word: str) -> None:
-    """In one sentence, at the setting, before a process is started."""
+    """The error has one sentence and names the setting, before any process starts."""
     with pytest.raises(ConfigError, match=word) as error:
         read_config(path, sets)
     assert error.value.location == f"--set {sets[0]}" and "\n" not in error.value.fact
     if (
         sets[0].startswith("pipeline.stage_segments=") and len(sets) == 1
-    ):  # what else it may say is named
+    ):  # the hint names an allowed value
         assert error.value.hint == 'stage_segments = "layers"'
 
 

@@ -1,4 +1,4 @@
-"""Segments of a sequence: forward from the first on, backward from the last on."""
+"""Tests of chunks of a sequence: forwards start at the first, and backwards at the last."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 
 @st.composite
 def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
-    """A shape of one rank, and what it computes, each value after it was made."""
+    """Draw a shape of one rank and an order of its compute, with each input before its use."""
     segments, sequences, stages = (draw(st.integers(1, n)) for n in (3, 2, 2))
     shape = PipelineShape(1, segments * sequences, stages, sequence_chunks=segments)
     split = draw(st.booleans())
@@ -54,7 +54,7 @@ def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
             if split:
                 ahead["W", s, mb] = [("I", s, mb)]
     done: list[tuple[str, int, int]] = []
-    # Now and then in turn, or hardly any order would be right.
+    # Some orders keep the chunks in turn. Otherwise hardly any order would be right.
     tidy = draw(st.booleans())
     while len(done) < len(ahead):
         ready = [i for i in ahead if i not in done and all(j in done for j in ahead[i])]
@@ -65,8 +65,7 @@ def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
 
 
 def in_turn(done: list[tuple[str, int, int]], shape: PipelineShape) -> tuple[str, int, int] | None:
-    """The first that runs before another of its sequence that it should come after; None if all
-    that have come are in turn."""
+    """Return the first instruction that runs before another chunk it should follow, or None."""
     for k, (op, s, mb) in enumerate(done):
         if op == "W":
             continue
@@ -106,7 +105,7 @@ def test_what_is_out_of_turn_is_refused(
     assert spot.index(str(early)) < spot.index(str(late))
     assert compile(
         expand_schedule(mine, PipelineShape(1, shape.microbatches, shape.stages))
-    )  # no segments, no rule
+    )  # without chunks there is no rule
 
 
 def test_schedules_are_told_the_segments() -> None:
@@ -129,7 +128,7 @@ def test_programs_of_other_segments_are_other_programs() -> None:
 
 
 def test_no_advice_is_out_of_turn() -> None:
-    """1F1B and others would be shorter, and compute something else."""
+    """1F1B and others would be shorter, but compute something else."""
 
     def late(rank: int, ranks: int, microbatches: int) -> Any:
         yield microbatches * F
@@ -164,7 +163,10 @@ def test_segments_are_those_of_a_plan() -> None:
 
 
 def test_seq1f1b_as_a_stranger_writes_it() -> None:
-    """It finishes under every model, is 1F1B of whole sequences, and holds less than that."""
+    """Seq1F1B finishes under every model, and has fewer activations in flight than 1F1B.
+
+    With whole sequences it is 1F1B.
+    """
     example = run_path(str(ROOT / "examples/seq1f1b.py"))
     for ranks in (1, 2, 3, 4):
         for segments in (1, 2, 3):

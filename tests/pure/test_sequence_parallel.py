@@ -1,4 +1,4 @@
-"""Programs whose tensor-parallel ranks share the sequence: what they say, and what is refused."""
+"""Tests of programs with sequence parallelism: their text, their output, and refusals."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_one_too_few_or_too_many_is_refused(name: str, zero: int) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
 def test_it_stands_between_the_other_sums_and_who_uses_them(tied: bool, clip: bool) -> None:
-    """Moved to any other place it is refused, but for those where nothing comes between."""
+    """Any other position is refused, except neighbouring positions with the same effect."""
     program = made(tied_weights=tied, clip_grad_norm=clip)
     own = [i.op for i in program.streams[0]]
     at, end = own.index(O.ReduceSequenceParallelGrads), len(own)
@@ -135,7 +135,7 @@ def test_it_stands_between_the_other_sums_and_who_uses_them(tied: bool, clip: bo
 
 
 def test_copies_of_a_weight_are_summed_before_what_each_rank_has_seen_of_them() -> None:
-    """One reduce_tied stands for both copies of a rank: neither is summed before it."""
+    """One reduce_tied is for both copies of a rank, and neither is summed before it."""
     program = made(schedules.zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=True)
     own = [str(i) for i in program.streams[0]]
     for moved in ("reduce_sequence_parallel_grads 0", "reduce_sequence_parallel_grads 3"):
@@ -155,7 +155,7 @@ def test_what_is_a_part_is_not_cut_again() -> None:
     with pytest.raises(UsageError, match="rank has only its own tokens") as refused:
         made(boundary="replicated")
     assert refused.value.fields == ("boundary", "sequence_parallel")
-    program = compile(one_f_one_b, PipelineShape(2, 1), tp=2)  # with a scatter and its gather
+    program = compile(one_f_one_b, PipelineShape(2, 1), tp=2)  # has a scatter and its gather
     with pytest.raises(SchedirError, match="are shards already"):
         check(replace(program, sequence_parallel=True))
 

@@ -1,4 +1,4 @@
-"""Pieces whose tensor-parallel ranks share the sequence: what is gathered where, and when."""
+"""Tests of segments with sequence parallelism: where and when tensors are gathered."""
 
 from __future__ import annotations
 
@@ -53,8 +53,11 @@ def shape_of(schedule: Any) -> PipelineShape:
 
 @pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
 def test_whole_zoo(schedule: Any) -> None:
-    """Complete and in order, as both independent machines say; as often gathered as summed; and
-    where nothing of that takes time, as long as uncut, but for pairs, which are woven."""
+    """Programs are complete and in order, and have as many gathers as sums.
+
+    Both independent machines agree. If collectives take no time, the run takes as long as without
+    segments, except pairs, which are interleaved.
+    """
     shape = shape_of(schedule)
     try:
         uncut = compile(schedule, shape, tp=2, sequence_parallel=True)
@@ -80,8 +83,10 @@ def test_whole_zoo(schedule: Any) -> None:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_where_ranks_meet(data: st.DataObject) -> None:
-    """Of any letters: each compute finds what its letter says just before it, and what is dropped,
-    there twice or elsewhere is refused where the machine says so."""
+    """For any letters, each compute follows the collective of its letter.
+
+    Programs with a dropped, doubled or moved collective are refused if the machine refuses them.
+    """
     ranks, m = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     letters = st.text("fg.", max_size=3)
     cut = [data.draw(letters) or 1 for _ in range(ranks)]
@@ -162,7 +167,7 @@ def test_lowered_again_it_is_the_same() -> None:
     ("fg", Costs(F=2, B=2, tp_gather=1, tp_reduce=0.5)),
 ])  # fmt: skip
 def test_they_take_their_time(cut: str, costs: Costs) -> None:
-    """On hosts that block, too, who go on meanwhile."""
+    """This holds for blocking hosts too, which continue meanwhile."""
     program = of(schedules.gpipe, PipelineShape(1, 1), cut)
     own = 3 if len(cut) == 1 else 2 * 1.5
     for blocks in (False, True):
@@ -200,8 +205,10 @@ def test_checker_demands_gathers() -> None:
 
 
 def test_gathers_are_filled_priced_and_told_of() -> None:
-    """Also where only they take time: weight gradients run under them, and are sums of segments,
-    and no messages, in what is said of waits."""
+    """Gathers alone can take time, and weight gradients fill the waits for them.
+
+    Waits for gathers count as waits for sums of segments, and not for messages.
+    """
     shape, shares = PipelineShape(2, 6), (0.2, 1, 0.2, 1, 0.2)
     two = split_costs(Costs(F=2, I=2, W=2, tp_gather=0.6), 5, shape, shares)
     unfilled, filled = (
@@ -223,8 +230,10 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
 
 
 def test_half_the_bytes_go_around_each_time() -> None:
-    """A sum that leaves each its part, and a gather, send as much together as a whole sum; of
-    sizes that have both, all tokens and a rank's own."""
+    """A reduce-scatter and a gather together send the bytes of an all-reduce.
+
+    The sizes of all tokens and of a rank's own tokens are tested.
+    """
     shape = PipelineShape(1, 2)
     whole = compile(schedules.gpipe, shape, tp=2, stage_segments="fg")
     sent = [

@@ -1,4 +1,4 @@
-"""Ranks that share processors: each gets its share of them, and nothing waits without need."""
+"""Tests of ranks that divide processors fairly, and never wait without need."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PROCESSORS = st.sampled_from([0.5, 1, 1.5, 2, 3, 7])
 
 @st.composite
 def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
-    """A lowered program, and whole costs."""
+    """Draw a lowered program, and costs that are whole numbers."""
     draft = draw(strategies.compute_programs())
     costs = draw(strategies.costs(draft.shape))
     return lower(draft, costs, "per_edge"), costs
 
 
 def given_work(timeline: Timeline, processors: float) -> Any:
-    """What each compute has been given until its end, and what all were, by the speeds of all."""
+    """Return the processor time of each compute until its end, and the total, from all speeds."""
     spans = timeline.spans
     computes = np.isin(spans["lane"], CPU_LANES)
     times = np.unique([spans["start"], spans["end"]])
@@ -58,8 +58,8 @@ def test_shares(data: st.DataObject) -> None:
     work = cost[computes].sum()
     assert total == pytest.approx(work)
     assert max(alone.span, work / processors) <= shared.span + 1e-9
-    # Graham, "Bounds on multiprocessing timing anomalies" (1969): a processor stands idle only
-    # while the longest path goes on.
+    # A processor is idle only while the longest path continues (Graham, "Bounds on multiprocessing
+    # timing anomalies", 1969).
     assert shared.span <= work / processors + alone.span / min(1, processors) + 1e-9
     latest = Graph.from_program(program, "per_edge", blocking_hosts=True).find_last_predecessors(
         shared.spans["end"]
@@ -77,12 +77,12 @@ def test_enough_processors_are_no_limit(data: st.DataObject) -> None:
 
 
 def test_other_ranks_go_faster_while_one_waits() -> None:
-    """Two ranks of one processor: a rank has half of it while both compute."""
+    """Two ranks use one processor, and each has half of it while both compute."""
     program = compile(schedules.one_f_one_b, PipelineShape(2, 2))
     timeline = simulate_on_cpus(program, Costs(F=1, B=2), 1)
-    assert timeline.span == 2 * 2 * 3  # nobody idles
+    assert timeline.span == 2 * 2 * 3  # the processor is never idle
     forwards = [i for i in timeline.spans[timeline.spans["rank"] == 0] if i["op"] == FORWARD]
-    # The first alone; the second beside the first of the other rank.
+    # The first forward runs alone, and the second together with the other rank's first.
     assert [(i["start"], i["end"]) for i in forwards] == [(0, 1), (1, 3)]
 
 

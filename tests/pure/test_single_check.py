@@ -1,4 +1,4 @@
-"""A command, or a training run, loads its source once and checks its program once."""
+"""Tests that a command or training run loads its source once and checks its program once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_command_checks_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
 ) -> None:
     run_command(capsys, *argv.split())
-    # A schedule that is proved shortest is compared with built-in ones, which are checked, too.
+    # A schedule that is proved shortest is compared with built-in ones, which are checked too.
     assert [one for one in proven if one[1] == "mine"] == [("complete", "mine"), ("proof", "mine")]
     assert Path("loaded").read_text() == "once\n"
 
@@ -80,7 +80,7 @@ def test_a_program_in_a_file_is_checked_once(
 
 
 def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Though it compiles the schedule again, changed."""
+    """This holds although it compiles changed versions of the schedule."""
     run_command(capsys, "explain", "mine.py:mine")
     assert Path("loaded").read_text() == "once\n"
 
@@ -95,7 +95,7 @@ def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str]]) -> None:
-    """Proven as its transport needs it: nobody looks again, be it the executor or a report."""
+    """The check is the one its transport needs, and neither executor nor reports repeat it."""
     Path("run.toml").write_text("[model]\ntied = false\n[train]\nclip_grad_norm = 0\n")
     config = read_config("run.toml", [f"pipeline.{setting}" for setting in sets])
     program = build_program(config)
@@ -114,7 +114,7 @@ def test_a_configuration_that_has_loaded_a_file_is_pickled_without_it() -> None:
 
 
 def test_index_flow_and_graph_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the draft and of the program, whoever asks."""
+    """Draft and program have one of each, whichever code needs it."""
     made: Counter[str] = Counter()
     for kind in (InstructionIndex, Dataflow, Graph):
 

@@ -1,4 +1,4 @@
-"""Skips: a second value with a from and a to, in programs, the checker and the simulator."""
+"""Tests of skip connections in programs, the checker and the simulator."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def changed(program: Program, rank: int, words: list[int]) -> Program:
 def test_every_change_is_refused_or_harmless(
     schedule: Schedule, shape: PipelineShape, skips: Skips
 ) -> None:
-    """Each instruction of a skip dropped, doubled, swapped with its neighbour, or made another."""
+    """Each instruction of a skip is dropped, doubled, swapped with its neighbour, or replaced."""
     program = compile(schedule, shape, skips=skips)
     refused = 0
     for rank, stream in enumerate(program.streams):
@@ -96,13 +96,13 @@ def test_every_change_is_refused_or_harmless(
                 continue
             other = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP_SHIFT)
             if len(stream) > 24 and i.mb not in (0, shape.microbatches - 1):
-                continue  # of large ones the first and the last, which go different ways
+                continue  # large programs test only the first and the last microbatch
             for mutant in (
                 words[:k] + words[k + 1 :],
                 [*words[: k + 1], *words[k:]],
                 [*words[:k], *words[k + 1 : k + 2], words[k], *words[k + 2 :]],
                 [*words[: max(k - 1, 0)], words[k], *words[max(k - 1, 0) : k], *words[k + 1 :]],
-                [*words[:k], words[k] + (1 << 32), *words[k + 1 :]],  # of the next stage
+                [*words[:k], words[k] + (1 << 32), *words[k + 1 :]],  # the next stage
                 [*words[:k], other, *words[k + 1 :]],
             ):
                 if mutant == words:
@@ -136,7 +136,7 @@ def test_what_is_said_of_it() -> None:
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(MODELS), st.sampled_from(["", "minimal"]))
 def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -> None:
-    """Any draft, with a skip over any stages: as the oracle says, which reads no table."""
+    """Times of any draft with a skip over any stages equal those of the independent oracle."""
     rng = np.random.default_rng(seed)
     ranks, v = int(rng.integers(2, 5)), int(rng.integers(1, 3))
     shape = PipelineShape(
@@ -159,7 +159,7 @@ def test_memory_counts_it_on_both_ranks() -> None:
     shape, skip = PipelineShape(3, 4), 10.0
     program = compile(schedules.one_f_one_b, shape, skips=((0, 2),), buffer_sharing="minimal")
     least = dict(zip(SLOT_KINDS, count_min_slots(program).T.tolist(), strict=True))
-    # Rank 0 keeps its skip until it is sent, rank 2 from when it comes until F takes it.
+    # Rank 0 keeps its skip until it is sent. Rank 2 keeps it from its arrival until F uses it.
     assert least[Value.SKIP_OUT] == [1, 0, 0] and least[Value.SKIP_GRAD_OUT] == [0, 0, 1]
     assert least[Value.SKIP_IN][0] == least[Value.SKIP_IN][1] == 0 < least[Value.SKIP_IN][2]
     sizes = Sizes(skip=(skip, 0, 0))
@@ -169,7 +169,7 @@ def test_memory_counts_it_on_both_ranks() -> None:
     assert simulate(program, sizes=sizes).peak_memory.tolist() == (skip * number).tolist()
     own = compile(schedules.one_f_one_b, shape, skips=((0, 2),))
     assert simulate(own, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
-    # On one rank it is handed over, and lies where it was made until it is used.
+    # On one rank the skip is handed over, and stays in place until it is used.
     vee = compile(schedules.zb_v, PipelineShape(2, 3, 2, "vee"), skips=((0, 3),))
     assert vee.used_opcodes.isdisjoint(OF_SKIPS)
     (here, there) = compute_footprints(vee, Sizes(skip=(skip, 0, 0, 0)))
@@ -236,7 +236,7 @@ def test_torch_has_none() -> None:
 
 
 def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
-    """One of which nobody says how large it is, is not small."""
+    """A skip of unknown size is not small."""
     program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
     for sizes in (Sizes(activation=16e6), Sizes(skip=16e6)):
         with pytest.raises(UsageError) as caught:
@@ -245,7 +245,7 @@ def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
         assert "activation=16e6, skip=16e6" in caught.value.hint
     check(program, eager_limit=512e3, sizes=Sizes(activation=16e6, skip=1e3))
 
-    # Rank 0 sends its skip first, and rank 2 takes its activation first.
+    # Rank 0 sends its skip first, and rank 2 receives its activation first.
     hangs = to_text(program, folded=False)
     for here, there in (
         ("send_act 0.0\n  send_skip 0.0", "send_skip 0.0\n  send_act 0.0"),

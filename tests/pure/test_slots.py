@@ -1,4 +1,4 @@
-"""Slots: who lives in which, how few do, and what they cost in time."""
+"""Tests of slots: which value uses which slot, how few are enough, and what time they cost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ models = st.sampled_from(MODELS)
 
 
 def varied(draft: Program, data: st.DataObject, progress_model: ProgressModel) -> Program:
-    """A lowered program, perhaps with groups, tensor-parallel ranks, early gathers and receives."""
+    """Lower a program, perhaps with groups, tensor parallelism, early gathers and receives."""
     program = lower(replace(draft, tp=data.draw(st.integers(1, 2))))
     if data.draw(st.booleans()):
         program = group_opposite_transfers(program)
@@ -68,9 +68,10 @@ def varied(draft: Program, data: st.DataObject, progress_model: ProgressModel) -
 def test_no_two_values_share_a_slot_at_once(
     draft: Program, progress_model: ProgressModel, data: st.DataObject, rng: random.Random
 ) -> None:
-    """Each value gets one slot of those there are; a slot's next value waits for its last reader.
+    """Each value gets one existing slot, and the slot's next value waits for its last reader.
 
-    From group to group along the Stream: what is issued together is there together.
+    The test goes from group to group along the Stream, since the values of a group are in memory
+    together.
     """
     program = with_slots(varied(draft, data, progress_model), rng)
     index = InstructionIndex(program)
@@ -90,7 +91,7 @@ def test_no_two_values_share_a_slot_at_once(
         for (kind, stage, mb), (slot,) in ((of, fills.values()) for of, fills in slots.items()):
             if kind in BOUNDARY_VALUES:
                 fill, free = values.pop((kind.name.lower(), stage, mb))
-            else:  # compute alone fills and frees it
+            else:  # only compute instructions fill and free this slot
                 ends = [k for i, k in at.items() if i[1:] == (stage, mb)
                         and kind in (*INSTRUCTIONS[i.op].gives,
                             *INSTRUCTIONS[i.op].frees)]  # fmt: skip
@@ -188,7 +189,7 @@ def test_the_fewest_finish_under_every_model(schedule: Schedule, overlap: bool) 
 
 
 def test_gpipe_pays_for_the_fewest() -> None:
-    """A second slot hides a message behind a forward; one makes both ranks wait for it."""
+    """With two slots a message overlaps a forward. With one slot both ranks wait for it."""
     shape, priced = PipelineShape(4, 16), Costs(F=1, B=2, send=0.1)
 
     def span(buffer_sharing: BufferSharing | None, costs: Costs | None = None) -> float:
@@ -206,7 +207,7 @@ def test_gpipe_pays_for_the_fewest() -> None:
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_enough_at_free_messages_is_enough_for_others(schedule: Schedule) -> None:
-    """Nobody's messages are free: slots made where they are must do where they are not."""
+    """Slots chosen for messages that take no time lose no time when messages do take time."""
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     own = compile(schedule, shape, progress_model="per_edge", overlap=True)
     shared = share_slots(own, "latency_preserving", None, "per_edge")
@@ -218,7 +219,7 @@ def test_enough_at_free_messages_is_enough_for_others(schedule: Schedule) -> Non
 
 
 def test_enough_is_as_few_as_can_be() -> None:
-    """Of GPipe's slots none can be spared: whatever rank and kind is given one less loses time."""
+    """GPipe needs each of its slots: one less of any kind on any rank makes the step longer."""
     priced = Costs(F=1, B=2, send=0.1)
     program = compile(
         gpipe,
@@ -241,7 +242,7 @@ def test_enough_is_as_few_as_can_be() -> None:
 
 
 def test_slow_stages_need_no_more_than_fast_ones() -> None:
-    """A slow stage holds its neighbours up, and no time is lost: its input needs no long queue."""
+    """A slow stage delays its neighbours anyway, so a long queue of its inputs gains nothing."""
     priced = Costs(F=(1, 1, 1, 2), B=(2, 2, 2, 4), send=0.1)
     program = compile(
         one_f_one_b,
@@ -303,7 +304,7 @@ rank 1  act_in 1  act_out 0  grad_in 0  grad_out 0
 
 
 def test_waiting_for_a_slot_can_be_why() -> None:
-    """With one slot each, the second message waits until the first has been used."""
+    """With one slot per kind, the second message waits until the first has been used."""
     program = check(from_text(CROSSED), "per_edge")
     priced = Costs(F=(1, 5), send=1)
     timeline = simulate(program, priced, progress_model="per_edge")
@@ -339,7 +340,10 @@ def test_a_group_waits_for_the_slots_of_all() -> None:
 def test_what_remains_is_known(
     draft: Program, progress_model: ProgressModel, data: st.DataObject, rng: random.Random
 ) -> None:
-    """Nothing starts with less left than the longest path behind it; on the critical path, just."""
+    """From each start to the end of the run, there is time for the longest path of successors.
+
+    On the critical path the two times are equal.
+    """
     program = with_slots(varied(draft, data, progress_model), rng)
     priced = data.draw(costs(draft.shape))
     timeline = simulate(program, priced, progress_model=progress_model)

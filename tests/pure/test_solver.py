@@ -1,4 +1,4 @@
-"""The solver: CP-SAT gets to certified optima again, and finds what trying every order finds."""
+"""Tests that CP-SAT finds certified optima, and the same optima as trying every order."""
 
 import os
 import sys
@@ -52,7 +52,7 @@ def test_the_solver_gets_to_the_optimum_again(case: Case) -> None:
         problem.fits_on_rank(held, rank)
         for rank, held in enumerate(compute_peaks(problem, found.order))
     )
-    # Beside it, nothing is shorter; and with it at hand, nothing better is found.
+    # There is no shorter order than the optimum, and starting from it finds none.
     none = solved(problem, shorter_than=case.optimum)
     assert none.order is None and none.is_proved
     assert none.bound.value == pytest.approx(case.optimum, rel=2 * PROOF_TOLERANCE)
@@ -62,7 +62,7 @@ def test_the_solver_gets_to_the_optimum_again(case: Case) -> None:
 
 @pytest.mark.parametrize("case", small(1, 50), ids=str)
 def test_a_found_order_simulates_as_predicted(case: Case) -> None:
-    """Up to the queues of messages, which only make it longer."""
+    """The simulated time is equal, or longer because of the queues of messages."""
     problem = replace(case.problem, objective="span")
     found = solved(problem)
     assert found.order is not None
@@ -79,7 +79,7 @@ SHAPES += [(1, 2, 2, False), (1, 1, 2, True), (2, 1, 2, True), (3, 3, 1, False)]
 
 @st.composite
 def tiny(draw: st.DrawFn) -> SchedulingProblem:
-    """Problems of which every order can be tried; all work takes time."""
+    """Draw problems that are small enough to try every order, where all work takes time."""
     ranks, microbatches, v, split = draw(st.sampled_from(SHAPES))
     shape = PipelineShape(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
     one = draw(st.sampled_from([st.integers(1, 6).map(float), st.floats(0.5, 2.0)]))
@@ -101,7 +101,7 @@ def tiny(draw: st.DrawFn) -> SchedulingProblem:
     limit = draw(st.integers(1, 30))
     try:
         return make_problem(shape, costs, sizes, limit, objective=objective, split_backward=split)
-    except UsageError:  # there is no room for one microbatch
+    except UsageError:  # not even one microbatch fits
         assume(False)
         raise
 

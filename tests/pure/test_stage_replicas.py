@@ -1,4 +1,4 @@
-"""The sums of two holders: as early as both are ready, in an order that cannot hang."""
+"""Tests that sums of two holders start as soon as both are ready, in an order that cannot hang."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ APART: tuple[ProgressModel, ...] = (
     "per_edge",
     "per_pair",
     "per_device",
-)  # reductions have a queue of their own
+)  # reductions have their own queue
 
 
 def at_the_end(program: Program) -> Program:
-    """The sums of holders in the order of stages, behind all else but what needs them."""
+    """Move the sums of holders, in the order of stages, just before their first use."""
     streams = []
     for stream in program.streams:
         sums = stream.op == Opcode.ReduceReplicatedStages
@@ -56,7 +56,7 @@ def span(
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])
 @pytest.mark.parametrize("P", [2, 4, 6])
 def test_one_of_two_sums_is_hidden(P: int, schedule: Schedule) -> None:
-    """The earlier one goes on beside what is left to compute."""
+    """The earlier sum overlaps with the remaining compute."""
     costs = Costs(reduce_replicated_stages=0.5)
     program = compile(schedule, shape_of(schedule, P, 2 * P), costs=costs)
     for model in APART:
@@ -67,7 +67,7 @@ def test_one_of_two_sums_is_hidden(P: int, schedule: Schedule) -> None:
 
 
 def mirrored(ranks: int, units: int, schedule: Schedule | str, costs: Costs, tied: bool) -> Program:
-    """A program of two directions."""
+    """Return a program with two directions."""
     shape = PipelineShape(ranks, 2 * units * ranks, placement="mirror")
     if not isinstance(schedule, str):
         return compile(schedule, shape, costs=costs, tied_weights=tied)
@@ -104,7 +104,7 @@ def test_no_step_is_longer_than_with_sums_at_the_end(
         reduce_grads=grads,
         reduce_tied=tied_,
     )
-    # What two holders do at different times may hold up what one of them reduces alone.
+    # Different times of two holders may delay a reduction of only one of them.
     slack = grads * isinstance(schedule, str) + 1e-9
     program = mirrored(ranks, units, schedule, costs, tied)
     late = at_the_end(program)
@@ -116,7 +116,7 @@ def test_no_step_is_longer_than_with_sums_at_the_end(
 
 
 def test_replicas_come_first() -> None:
-    """A sum over replicas takes its time beside what is computed, and nobody waits for it there."""
+    """A sum over replicas overlaps with compute, and no instruction waits for it there."""
     program = compile(chimera, shape_of(chimera, 4, 8), dp=2)
     assert program == at_the_end(program)
     assert compile(chimera, shape_of(chimera, 4, 8)) != at_the_end(program)

@@ -1,4 +1,4 @@
-"""Stages in pieces: what is cut, where ranks meet, what it costs, and what is refused."""
+"""Stage segments: their collectives, their costs, and errors."""
 
 from __future__ import annotations
 
@@ -53,8 +53,11 @@ def shape_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineSh
 
 @pytest.mark.parametrize("schedule", known(), ids=NAMES)
 def test_whole_zoo_in_pieces(schedule: Any) -> None:
-    """Complete, in order under every model, as the independent machine says, too; and where nothing
-    takes time to sum, as long as uncut, but for pairs, which are woven."""
+    """All built-in schedules are legal with stage segments.
+
+    If collectives take no time, they take as long as without segments, except for pairs of a
+    forward and a backward.
+    """
     shape = shape_of(schedule)
     try:
         uncut = compile(schedule, shape, tp=2)
@@ -145,7 +148,7 @@ def test_sums_take_their_time(pieces: str, after: Costs) -> None:
 
 
 def test_host_goes_on_while_ranks_meet() -> None:
-    """What stands between a sum and its taker runs meanwhile, on hosts that block, too."""
+    """Instructions between a collective and its use run during the collective."""
     text = "F 0.0; tp_reduce_act 1.0; F 0.1; tp_reduce_act 1.1; F 1.0; F 1.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
     program = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
@@ -154,7 +157,7 @@ def test_host_goes_on_while_ranks_meet() -> None:
 
 
 def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[str]) -> None:
-    """A cut is that of what a rank has, where schedules are compared, and its stages share it."""
+    """When schedules are compared, `stage_segments` is for all stages of a rank together."""
     how = ("--ranks=2", "--microbatches=4", "-O", "tp=2", "--costs=F=8,B=16,tp_reduce=1", "--json")
     names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
     rows = json.loads(
@@ -163,13 +166,14 @@ def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[
     assert [row["stages"] for row in rows] == [18, 20, 20, 18]
     found = json.loads(commands.run_command(capsys, "recommend", "-O", "stage_segments=5", *how))
     each = {(row["program"], row["stages_per_rank"]) for row in found}
-    assert {v for name, v in each if name == "interleaved"} == {2}  # of 4 stages none has a g
+    # With 4 stages per rank, the segments cannot be divided.
+    assert {v for name, v in each if name == "interleaved"} == {2}
     for wrong in ("3", "fgg"):
         argv = ("compare", "interleaved", "-O", f"stage_segments={wrong}", *how)
         assert "which do not divide equally over its 2 stages" in commands.run_refused_command(
             capsys, *argv
         )
-    for cut in ("9", "9,5", "1,9"):  # and holds as much, in however many pieces
+    for cut in ("9", "9,5", "1,9"):  # the number of segments does not change the memory
         rows = json.loads(
             commands.run_command(capsys, "compare", *names, "-O", f"stage_segments={cut}", *how)
         )
@@ -182,8 +186,10 @@ def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[
 def test_a_file_tells_whole_stages(
     name: str, cut: str, tp: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A program in a file is compared as that of which it is made: costs and sizes are a rank's,
-    and what it holds is counted in whole microbatches of a whole rank."""
+    """A program file with segments is compared like its schedule without segments.
+
+    Costs and sizes are those of a rank. Activations count in complete microbatches of a rank.
+    """
     if name == "interleaved" and "." in cut:
         pytest.skip("two stages cannot share g.g alike")
     file, stages = str(tmp_path / "x.sched"), 4 if name == "interleaved" else 2
@@ -207,7 +213,7 @@ def test_a_file_tells_whole_stages(
         commands.run_command(capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *how)
     ]
     own, live = (json.loads(one)[0] for one in told)
-    live["digest"] = own["digest"]  # costs decide where it has its transfers
+    live["digest"] = own["digest"]  # the order of transfers depends on the costs
     assert own == live and own["peak_activations"] < 4
     assert own["handed_over"] == "as between stages"
 
@@ -215,7 +221,7 @@ def test_a_file_tells_whole_stages(
 def test_beside_a_file_of_pieces_whole_ones_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Microbatches and frozen parts that somebody says of all that is compared are whole ones'."""
+    """Options for all compared schedules count complete microbatches and unsegmented stages."""
     file, costs = str(tmp_path / "x.sched"), "--costs=F=8,B=16,tp_reduce=1"
     shape = ("--ranks=2", "--microbatches=4")
     commands.run_command(
@@ -260,7 +266,7 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
 
 
 def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """So a run of pieces that are summed is not of what is searched; one where nobody meets is."""
+    """The search refuses a run with collectives between segments, and accepts one without."""
     file, costs = str(tmp_path / "x.timeline"), "--costs=F=1,B=2,tp_reduce=0.5"
     shape = ("--ranks=2", "--microbatches=2", "-O", "stage_segments=3")
     commands.run_command(capsys, "simulate", "one_f_one_b", *shape, "-O", "tp=2", costs, "-o", file)
@@ -271,7 +277,7 @@ def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--chunked` and `--meets` of a schedule are as in a file: costs are of what is whole."""
+    """Chunks that an option declares count as in a file: costs are those of a microbatch."""
     how = ("compare", "gpipe", "--ranks=2")
     spans = [
         json.loads(

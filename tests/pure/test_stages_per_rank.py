@@ -1,4 +1,4 @@
-"""How many stages per rank a schedule has that nobody told, and that every view says so."""
+"""Tests of the default number of stages per rank, and that every command prints it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_stages_per_rank_unless_told() -> None:
 
 
 def test_a_schedule_for_several_stages_has_several(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unless told; and every view says how many."""
+    """This is the default, and every command prints the number."""
     two = "2 stages per rank"
     for name in ("simulate", "draw", "check", "explain"):
         assert two in run_command(capsys, name, "interleaved")

@@ -1,4 +1,4 @@
-"""Period: steps in a row, that meet at a norm or do not."""
+"""Tests of the period of consecutive steps, with and without a gradient norm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def both(source: Any, shape: PipelineShape | None = None) -> tuple[Program, Prog
 def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
     schedule: Any, shape: PipelineShape, blocking_hosts: bool, slow: float
 ) -> None:
-    """A step takes as long as the longest own span, the papers' measure, and not the whole span."""
+    """A step takes the longest own span of a rank, as papers measure it, and not the whole span."""
     each = (1.0,) * (shape.stages - 1) + (slow,)
     at = Costs(F=each, I=each, W=each)
     before, after = both(schedule, shape)
@@ -64,7 +64,7 @@ def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
 
 
 def test_a_norm_that_takes_long_is_waited_for_a_step_later() -> None:
-    """It is no part of a step, until it takes longer than one."""
+    """A norm adds to the period only if it takes longer than a step."""
     _, after = both(schedules.zb_h2, PipelineShape(4, 12))
     told = [
         compute_step_period(after, Costs(reduce_norm_after_step=cost)) for cost in (0.0, 30.0, 60.0)

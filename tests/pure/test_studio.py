@@ -58,7 +58,7 @@ HANG = "from schedir import B, F\ndef f(r, p, m):\n    return m * F + m * B if r
 
 @pytest.fixture(autouse=True, scope="module")
 def limits() -> Iterator[None]:
-    """The limits that the command sets."""
+    """Apply the limits that the command `schedir studio` sets."""
     with input_limits(max_instructions=MAX_INSTRUCTIONS, allow_code=False):
         yield
 
@@ -68,7 +68,7 @@ def state(schedule: str = "one_f_one_b", **options: str) -> dict[str, Any]:
 
 
 def ask(question: object, studio: Studio = STUDIO) -> dict[str, Any]:
-    """The answer, as it arrives in the page."""
+    """Return the answer to a request, as the page receives it."""
     answer: dict[str, Any] = json.loads(json.dumps(studio.answer(question)))
     return answer
 
@@ -290,7 +290,7 @@ def test_two_schedules_are_compared_per_rank() -> None:
     one, other = answer["runs"]
     assert [one["label"], other["label"]] == ["one_f_one_b", "zb_v"]
     busy = [run["span"] * (1 - run["bubble"]) for run in (one, other)]
-    assert busy[0] == pytest.approx(busy[1])  # the same model
+    assert busy[0] == pytest.approx(busy[1])  # both runs have the work of the same model
     assert answer["comparison"].startswith("Compared with zb_v: span +")
     moved = ask({"state": state() | {"other": "zb_h1"}, "move": [0, 0, 4]})
     assert len(moved["runs"]) == 2 and moved["state"]["other"] == "zb_h1"
@@ -493,11 +493,16 @@ def test_an_exported_page_has_the_schedules_of_the_shape(tmp_path: Any) -> None:
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     answers = json.loads(data.group(1))["answers"]
-    assert {"zb_h1", "gpipe", "zb_v"} <= answers.keys() and "chimera" not in answers  # 3 is odd
+    assert {
+        "zb_h1",
+        "gpipe",
+        "zb_v",
+    } <= answers.keys() and "chimera" not in answers  # chimera needs an even number
     for wrong in (StudioState("chimera", options=first.options), StudioState(code="x = 1")):
         with pytest.raises(UsageError):
             export_page(STUDIO, wrong, str(tmp_path))
-    assert export_page(STUDIO, first, str(tmp_path / "site")) == line  # replaces its own page
+    # The export replaces a page that schedir wrote.
+    assert export_page(STUDIO, first, str(tmp_path / "site")) == line
     (tmp_path / "index.html").write_text("<title>mine</title>")
     with pytest.raises(UsageError, match="did not write it"):
         export_page(STUDIO, first, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Rows of the tables that would be read as something else are refused when they are imported."""
+"""Tests that inconsistent rows of the tables are refused at import."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ O, T = Opcode, Value
 
 
 def row(op: Opcode, **other: Any) -> list[Row]:
-    """The table with one row changed."""
+    """Return the table with one changed row."""
     return [each._replace(**other) if each.op is op else each for each in INSTRUCTIONS]
 
 
@@ -47,26 +47,26 @@ def test_the_tables_keep_to_the_rules() -> None:
 @pytest.mark.parametrize(
     ("who", "rows"),
     [
-        # A message that is not of a microbatch, or whose other side is another's.
+        # A message without a microbatch, or whose other side belongs to another message.
         ("SendAct", row(O.SendAct, scope=Scope.OCCURRENCE)),
         ("SendAct", row(O.SendAct, partner=O.RecvGrad)),
         ("SendAct", row(O.RecvAct, peer=PeerRule.NEXT)),
         ("SendAct", row(O.SendAct, peer=None)),
         ("SendAct", row(O.SendAct, lane=Lane.DP)),
         ("SendAct", row(O.SendAct, needs=(T.ACT_OUT, T.SAVED))),
-        # A collective of several stages of one rank, or of nobody.
+        # A collective between stages of one rank, or without members.
         ("ReduceGrads", row(O.ReduceGrads, partner=O.ReduceGrads, group="model")),
         ("ReduceNorm", row(O.ReduceNorm, group="")),
         ("ReduceNorm", row(O.ReduceNorm, scope=Scope.OCCURRENCE)),
         ("ReduceNorm", row(O.ReduceNorm, partner=None)),
         ("ReduceNorm", row(O.ReduceNorm, partner=O.ReduceTied)),
-        # Values that are found by another address than that of who needs them.
+        # Values whose address differs from that of the instruction that needs them.
         ("OptimizerStep", row(O.OptimizerStep, needs=(T.SAVED,))),
         ("Forward", row(O.Forward, scope=Scope.STAGE)),
         ("OptimizerStep", row(O.OptimizerStep, needs=(T.GRAD, T.UNSHARDED_PARAMS))),
         ("OptimizerStep", row(O.OptimizerStep, needs=(T.GRAD, T.WGRAD_BUFFER))),
         ("Backward", row(O.Backward, gives=(T.GRAD_OUT, T.WGRAD, T.PARAMS))),
-        # Changes that nobody would see, or only half.
+        # Changes that would not be counted, or only in part.
         ("TPGatherAct", row(O.TPGatherAct, changes=(Change(T.SAVED, "device", "host"),))),
         ("Backward", row(O.Backward, changes=(Change(T.SAVED, "device", "host"),))),
         ("TPGatherAct", row(O.TPGatherAct, changes=(Change(T.ACT_IN, "device", "saved"),))),
@@ -76,20 +76,20 @@ def test_the_tables_keep_to_the_rules() -> None:
             "ReduceReplicatedStages",
             row(O.ReduceReplicatedStages, changes=(Change(T.GRAD, "device", "host"),)),
         ),
-        # A message that goes elsewhere than its value.
+        # A message to another stage than its value.
         ("SendSkip", row(O.SendSkip, needs=(T.ACT_OUT,))),
-        # Messages and forms that a cluster would price as free, or as an activation's.
+        # Messages and forms that a cluster would price as free, or like an activation.
         ("SendSkip: a cluster has no price", row(O.SendSkip, cost="send_skip")),
         (
             "SKIP_OUT crosses along a skip",
             row(O.TPScatterAct, needs=(T.SKIP_OUT,), gives=(T.SKIP_OUT,), cost="", traffic=None),
         ),
-        # A form without a second row, a form changed twice, and a form of a value that stays.
+        # A form without a second row, a form changed twice, and a form of a value that never moves.
         ("TPGatherAct", row(O.TPScatterAct, form=None, cost="", traffic=None)),
         ("TPScatterAct", row(O.TPGatherAct, form=None)),
         ("TPGatherAct: ACT_IN has several", row(O.TPReduceAct, form=Form.TP_SHARD)),
         ("Offload", row(O.Offload, form=Form.TP_SHARD)),
-        # A row that reads a value, and that no row orders before the one that frees it.
+        # A row that reads a value, without an order before the row that frees it.
         ("TPReduceAct: it reads ACT_IN", row(O.TPReduceAct, gives=())),
         # Collectives of another group between segments, and a reduction that computes.
         ("ReduceGrads", row(O.ReduceGrads, between_segments="always")),
@@ -99,7 +99,7 @@ def test_the_tables_keep_to_the_rules() -> None:
             row(O.Snapshot, traffic=Traffic("host", ("params",), program_attribute="snapshot")),
         ),
         ("Snapshot", row(O.Snapshot, traffic=Traffic("host"))),
-        # Prices that a cluster would compute from other bytes, or not at all.
+        # Prices that a cluster would compute from wrong bytes, or not at all.
         (
             "Recompute: only one of ring, traffic and peer",
             row(
@@ -137,10 +137,10 @@ def test_the_tables_keep_to_the_rules() -> None:
             row(O.ReduceTied, ring=CollectiveRing("ep", "grads")),
         ),
         ("ReduceTied: a ring without a size", row(O.ReduceTied, ring=CollectiveRing("dp"))),
-        # Values that two instructions would free, or none.
+        # Values that two instructions would free, or that none would.
         ("SAVED: Offload frees it, and other", row(O.Offload, frees=(T.SAVED,))),
         ("SKIP_OUT: no instruction frees it", row(O.SendSkip, frees=())),
-        # And the rest.
+        # Other rows.
         ("BackwardWeight", row(O.BackwardWeight, needs=())),
         ("Backward", row(O.Backward, text="F")),
         ("Backward", row(O.Backward, text="b 1")),

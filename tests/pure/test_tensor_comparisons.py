@@ -1,4 +1,4 @@
-"""mypy refuses comparisons of containers of tensors: each marked line, and no other."""
+"""Tests that mypy refuses comparisons of containers of tensors in each marked line only."""
 
 from __future__ import annotations
 

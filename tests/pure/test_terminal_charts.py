@@ -1,4 +1,4 @@
-"""Charts where there is no picture: on terminals, and inline in notebooks."""
+"""Tests of charts on terminals, and inline in notebooks."""
 
 import subprocess
 import sys
@@ -134,7 +134,7 @@ def test_show_draws_on_a_terminal_only(
     out = capsys.readouterr().out
     assert out.startswith(text) and "# one_f_one_b, predicted: span" in out and "\x1b" not in out
     assert from_text(out) == program
-    # What cannot run is shown all the same.
+    # A program that cannot run is also shown.
     assert main(["print", "stuck.sched"]) == 0
     assert capsys.readouterr().out == to_text(from_text(STUCK))
     monkeypatch.delenv("NO_COLOR")
@@ -169,7 +169,7 @@ def test_a_notebook_is_not_flooded() -> None:
 
 
 def test_what_is_mixed_has_its_colours_where_they_are() -> None:
-    """In a picture of pixels: forwards to the left on rank 0, nothing before them on the last."""
+    """In a pixel picture, rank 0 begins with forwards, and the last rank with idle time."""
     t = timeline(ranks=16, m=256, B=2)
     (picture,) = pictures(t._repr_html_())
     (image,) = [e for e in picture.iter() if e.tag.endswith("}image")]
@@ -196,7 +196,7 @@ def test_any_program_has_a_face() -> None:
 
 
 def test_all_that_draws_says_what_it_takes(tmp_path: Path) -> None:
-    """And again, when its module is loaded."""
+    """This is tested twice, also after the module is loaded."""
     program = compile(one_f_one_b, PipelineShape(2, 2))
     one: list[Any] = [viz.gantt, viz.idle_map, viz.html, viz.text_chart, viz.text_chart]
     several: list[Any] = [viz.compare, viz.bubble_vs_memory]

@@ -1,4 +1,4 @@
-"""What prints, parses; what does not parse is refused with line and column."""
+"""Tests that printed programs parse, and that errors have a line and a column."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_prints_parses(
 
 @given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
 def test_any_words_survive(words: list[int], period: int) -> None:
-    """Not only right programs: whatever the grammar can say, in any order."""
+    """This holds for all instructions of the grammar in any order, and not only right programs."""
     from schedir.ir.isa.instructions import INSTRUCTIONS, Scope
 
     kept: list[int] = []
@@ -184,7 +184,7 @@ def test_digest_is_of_what_runs() -> None:
 
 
 def test_a_program_with_a_stream_too_many_is_shown() -> None:
-    """So that whoever made it can see what `check` refuses."""
+    """Its author can then see what `check` refuses."""
     program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
     more = replace(program, streams=(*program.streams, program.streams[1]))
     assert "rank 2\n" in to_text(more) and "rank 2  act_in" not in to_text(more)
@@ -193,7 +193,7 @@ def test_a_program_with_a_stream_too_many_is_shown() -> None:
 
 
 def test_names_of_before_are_read() -> None:
-    """Keys and values of the header that were renamed; no new key is an old one, too."""
+    """Renamed keys and values of the header are read, and no new key is also an old one."""
     shape = PipelineShape(2, 8, optimizer_steps=2, weight_delay=1)
     program = compile(one_f_one_b, shape, tp=2, sequence_parallel=True, tied_weights=True)
     sharded = compile(

@@ -1,4 +1,4 @@
-"""Ties: found in anything that names its parameters, and kept by programs."""
+"""Tests of ties, which are found in anything with named parameters, and kept by programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Weight:
 
 
 class Module:
-    """What has parameters by name: all that is asked of a module."""
+    """An object with named parameters, which is all that a module needs."""
 
     def __init__(self, **named: Weight) -> None:
         self.named = named

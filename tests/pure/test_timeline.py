@@ -1,4 +1,4 @@
-"""Timelines: what they say of bubbles, memory and the chain that decides."""
+"""Tests of bubbles, memory and the critical path of Timelines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.strategies import costs
 
 
 def no_gap(timeline: Timeline, path: np.ndarray) -> None:
-    """The chain starts at 0, and each link starts when the one before it ends."""
+    """Assert that the path starts at 0, and that each node starts when the previous one ends."""
     spans = timeline.spans[path]
     assert spans["start"][0] == 0
     assert (spans["start"][1:] == spans["end"][:-1]).all()
@@ -51,7 +51,7 @@ def test_paths_through_groups_end(draft: Program, data: st.DataObject) -> None:
 
 
 def waits_for(graph: Graph, position: int) -> list[int]:
-    """All that must have ended before an instruction starts, its partners' waits included."""
+    """Return all instructions that must end before one starts, also for its partners."""
     enter = graph.entry_exit_nodes[0]
     meets = np.flatnonzero(graph.node == graph.node[position])
     members = np.flatnonzero(np.isin(enter, enter[meets]))

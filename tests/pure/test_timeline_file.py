@@ -1,4 +1,4 @@
-"""Timelines as files: what is saved comes back, and what is no Timeline is refused in time."""
+"""Tests of Timeline files: a saved Timeline is loaded again, and other files are refused early."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_is_saved_comes_back(
     saved = schedir.simulate(program, data.draw(costs(draft.shape)), progress_model=progress_model)
     assert (
         not saved.causality_violations.amount.any()
-    )  # whatever the simulator does, causes come first
+    )  # in a simulated Timeline no effect is before its cause
     shift = data.draw(st.floats(-1e6, 1e6))
     saved.spans["start"] += shift
     saved.spans["end"] += shift
@@ -88,7 +88,7 @@ def test_hosts_that_wait_themselves_are_kept() -> None:
     assert saved.blocking_hosts and saved.graph.blocking_hosts
     save_timeline(saved, FILE)
     assert same(load_timeline(FILE), saved)
-    forge(header_json=header())  # one that was written before this was kept
+    forge(header_json=header())  # a file from before this field existed
     assert not load_timeline(FILE).blocking_hosts
 
 
@@ -101,7 +101,7 @@ def test_the_same_timeline_is_the_same_bytes() -> None:
 
 
 def test_others_read_it_without_schedir() -> None:
-    """As `docs/reference/file-formats.md` says."""
+    """NumPy alone reads a file as `docs/reference/file-formats.md` says."""
     save_timeline(timeline(), FILE)
     with np.load(FILE) as file:
         assert (file["end"] == timeline().spans["end"]).all()
@@ -139,7 +139,7 @@ def npy(values: object, dtype: str = "<f8") -> bytes:
 
 
 def forge(**members: bytes) -> None:
-    """A Timeline's file with members changed; CRCs, sizes and all are right."""
+    """Write a Timeline file with changed members, whose CRCs and sizes are right."""
     save_timeline(timeline(), FILE)
     with ZipFile(FILE) as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
@@ -160,7 +160,7 @@ def header(**changes: object) -> bytes:
 
 
 def test_files_with_the_names_of_before_are_read() -> None:
-    """A file that is older than the names of its header and of its program."""
+    """Such a file uses old names in its header and its program."""
     new = timeline()
     text = to_text(new.program).replace("tied_weights", "tied").replace("clip_grad_norm", "clip")
     old = json.loads(header())
@@ -173,7 +173,7 @@ def test_files_with_the_names_of_before_are_read() -> None:
 
 
 def test_two_names_of_one_field_are_refused() -> None:
-    """Else one would win, or a digest would not be compared."""
+    """Otherwise one value would be ignored, or a digest would not be compared."""
     forge(header_json=header(model="per_edge"))
     with pytest.raises(TraceError, match="both progress_model and model"):
         load_timeline(FILE)
@@ -331,7 +331,7 @@ def test_effects_before_causes_are_told_by_every_view(
     spans, late = right.spans.copy(), right.spans["rank"] == 1
     spans["start"], spans["end"] = ((spans[at] - 4 * late) * 1e-3 for at in ("start", "end"))
     wrong = replace(right, spans=spans, kind="measured", unit="s")
-    # What is sent from 1 ms on is there at 1.1 ms, less the 4 ms of a wrong clock.
+    # A message sent at 1 ms arrives at 1.1 ms, which the wrong clock shows 4 ms earlier.
     says = "effects up to 0.0039 s before causes"
     assert wrong.causality_warning == says and says in repr(wrong) and says in wrong.caption
     instr = wrong.graph.index.locate(int(wrong.causality_violations.amount.argmax()))[2]
@@ -339,7 +339,7 @@ def test_effects_before_causes_are_told_by_every_view(
         int(wrong.causality_violations.cause[wrong.causality_violations.amount.argmax()])
     )[2]
     assert (str(instr), str(cause)) == ("recv_act 1.3", "send_act 0.3")
-    # Clocks that may be that far apart say nothing of it.
+    # Clocks whose error may be that large prove no violation.
     assert not replace(wrong, clock_error=0.0039001).causality_warning
     assert replace(wrong, clock_error=0.0038).causality_warning
     save_timeline(wrong, FILE)
@@ -359,7 +359,7 @@ def test_effects_before_causes_are_told_by_every_view(
     assert says in Path("x.json").read_text()
     assert says in wrong._repr_html_()
     assert main(["calibrate", str(FILE)]) == 0
-    assert says in capsys.readouterr().err  # costs alone are what it prints
+    assert says in capsys.readouterr().err  # standard output contains only the costs
 
 
 def test_a_timeline_is_in_a_unit_that_is_known() -> None:

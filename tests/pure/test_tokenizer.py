@@ -1,4 +1,4 @@
-"""Byte-level BPE: whatever is encoded comes back, and other tokenizers are refused."""
+"""Tests that byte-level BPE decodes what it encodes, and that other tokenizers are refused."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path, text: str, said:
 def test_the_tokenizer_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     told = json.loads(MADE)
-    # A file that says to cut documents, or to fill them up, is not obeyed.
+    # Settings of the file that truncate or pad documents have no effect.
     told["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
                           "stride": 0}  # fmt: skip
     path.write_text(json.dumps(told))

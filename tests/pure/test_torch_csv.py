@@ -1,4 +1,4 @@
-"""torch's CSV: what is exported, imports; what is no schedule is refused by row and column."""
+"""Tests of torch's CSV: exports import again, and errors name the row and the column."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def test_what_is_exported_imports(draft: Program, form: str) -> None:
     st.integers(1, 4),
 )
 def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, active: int) -> None:
-    """Of zero 3 with stages whole where torch wants them: no more than before, and as it is when it
-    is exported again."""
+    """With zero=3, an import gathers no more often than the export, and its export is the same."""
     most: dict[str, Any] = (
         {"unsharded_stages": min(active, max(map(len, draft.shape.stages_on_rank)))}
         if zero == 3
@@ -263,7 +262,7 @@ def test_what_torch_has_no_word_for_is_not_exported() -> None:
 
 
 def test_reductions_are_theirs_or_ours() -> None:
-    """Without REDUCE_GRAD torch does not scale a gradient, and does not say so."""
+    """Without REDUCE_GRAD, torch does not scale a gradient and gives no warning."""
     program = compile(one_f_one_b, PipelineShape(2, 4))
     text = torch_csv.to_csv(program, "torch-2.13")
     one_is_missing = finish_lowering(torch_csv.from_csv(text.replace(",1REDUCE_GRAD", "")))
@@ -296,7 +295,7 @@ def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -
     assert len(again.slots) == 4
     if form == "torch":
         assert again.streams == program.streams
-    else:  # torch sends whole activations, and so does what comes from it
+    else:  # torch sends whole activations, and so do imported programs
         assert compute(again) == compute(program)
     back = run_command(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
     assert back == "wrote y.csv\n"

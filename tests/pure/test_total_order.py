@@ -1,4 +1,4 @@
-"""One order: whatever holds up a rank, a program comes to its end."""
+"""Tests that in one total order a program ends, whatever delays a rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.strategies import with_slots
 
 
 def in_order(program: Program) -> Program:
-    """A program whose Streams have the order of `find_total_order`, and nothing issued together."""
+    """Return a program with Streams in the order of `find_total_order`, without groups."""
     orders = find_total_order(Graph.from_program(program, "per_edge"))
     streams = []
     for stream, order in zip(program.streams, orders, strict=True):
@@ -55,7 +55,7 @@ def test_it_lives_through_anything(slots: bool) -> None:
 
 
 def test_only_receives_move() -> None:
-    """As long as slots are enough: memory comes and goes as in the Streams."""
+    """This holds if there are enough slots, so memory is used as in the Streams."""
     kept = 0
     for seed in range(100 if ALL else 50):
         program = start_gathers_early(post_receives_early(any_legal(seed), "per_edge", 3), 3)

@@ -1,6 +1,6 @@
-"""Traces of which not all is there, or that could be read in several ways: what is told of them.
+"""Tests of incomplete or ambiguous traces, and of the notes about them.
 
-All are of 1F1B of two microbatches on two stages, with times in microseconds on the GPU:
+All traces are of 1F1B with two microbatches on two stages, with GPU times in microseconds:
 
     stage 0   F0 100-200   F1 200-300                B0 600-800               B1 900-1100
     stage 1                F0 250-350   B0 350-550   F1 550-650   B1 650-850
@@ -23,7 +23,7 @@ from tests.commands import run_command
 
 BASE = 1_790_857_026 * 10**9
 NCCL = "ncclDevKernel_SendRecv"
-# Of each stage: what is marked, and from when to when its kernel runs.
+# For each stage: its marks, and the start and end of the kernel of each.
 STAGES: list[list[tuple[str, int, int]]] = [
     [
         ("0F0", 100, 200), ("0SEND_F0", 200, 250), ("0F1", 200, 300), ("0SEND_F1", 300, 350),
@@ -61,7 +61,7 @@ def write(
     lost: Sequence[str] = (),
     messages: bool = True,
 ) -> None:
-    """The trace of a rank whose clock is ahead, without some kernels, with its messages or not."""
+    """Write a rank's trace, with a clock ahead, lost kernels, and messages or none."""
     events = [*more]
     for k, (mark, start, end) in enumerate(STAGES[stage]):
         is_message = "_" in mark
@@ -93,7 +93,7 @@ def save(
 
 
 def times(folder: Path) -> np.ndarray:
-    """When forwards and backwards began and ended, in microseconds from the first."""
+    """Return the starts and ends of forwards and backwards, in microseconds from the first."""
     spans = read_run([folder]).timeline.spans
     spans = spans[np.isin(spans["op"], COMPUTE_OPS)]
     return np.array([spans["start"], spans["end"]]) * 1e6
@@ -103,7 +103,7 @@ TRUE = np.array([[0, 100, 500, 800, 150, 250, 450, 550], [100, 200, 700, 1000, 2
 
 
 def test_what_other_streams_fetch_ahead_is_no_work(tmp_path: Path) -> None:
-    """As a copy for the gather of parameters, while the forward itself waits for its message."""
+    """An example is a copy for a gather of parameters while the forward waits for its message."""
     ahead = launched(90, "all_gather_copy_in", 26, 360, 365, 33)
     late = launched(91, "chunk_cat", 11, 400, 450, 33)
     write(tmp_path, 0, 0, more=late)
@@ -128,7 +128,7 @@ def test_kernels_that_are_not_there_are_told(tmp_path: Path) -> None:
 
 
 def test_clocks_are_aligned_without_messages(tmp_path: Path) -> None:
-    """By forwards and backwards, between which the messages must have been."""
+    """Clocks are aligned by forwards and backwards, since messages must lie between them."""
     write(tmp_path, 0, 0, messages=False)
     write(tmp_path, 1, 1, messages=False, ahead=10**6, host="b")
     timeline = read_run([tmp_path]).timeline
@@ -137,7 +137,7 @@ def test_clocks_are_aligned_without_messages(tmp_path: Path) -> None:
 
 
 def test_a_doubt_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hosts of one name, or of none, whose clocks differ."""
+    """The hosts have no name, and their clocks differ."""
     write(tmp_path, 0, 0, host="")
     write(tmp_path, 1, 1, host="", ahead=-200)
     text = run_command(capsys, "import", str(tmp_path), "-o", str(tmp_path / "x.timeline"))
@@ -147,13 +147,13 @@ def test_a_doubt_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("layout", [[(0, 2), (1, 3)], [(0, 1), (2, 3)], [(0, 3), (1, 2)]])
 def test_replicas_are_not_mixed(layout: list[tuple[int, int]], tmp_path: Path) -> None:
-    """The groups of processes say who talks to whom; where they say nothing, that is told."""
+    """The process groups tell which ranks communicate. If they do not, there is a note."""
     for replica, chain in enumerate(layout):
         for stage, rank in enumerate(chain):
             groups = [range(4), chain, [each[stage] for each in layout]]
             write(tmp_path, rank, stage, ahead=replica * 10**6, groups=[[*g] for g in groups])
     np.testing.assert_allclose(times(tmp_path), TRUE, atol=1e-2)
-    (tmp_path / "0.json").unlink()  # so it is the other replica
+    (tmp_path / "0.json").unlink()  # so the other replica is read
     found = read_run([tmp_path])
     np.testing.assert_allclose(times(tmp_path), TRUE, atol=1e-2)
     assert found.notes == ("skipped 1 of 3 traces of replicas with the same stages as others",)
@@ -165,7 +165,7 @@ def test_replicas_are_not_mixed(layout: list[tuple[int, int]], tmp_path: Path) -
 
 
 def gpipe(rank: int, stage: int, stages: int) -> list[dict[str, Any]]:
-    """What ScheduleGPipe leaves behind of two microbatches over Gloo."""
+    """Return the events that ScheduleGPipe leaves for two microbatches over Gloo."""
     events = []
     for k, name in enumerate(["Forward 0", "Forward 1", "Backward 0", "Backward 1"]):
         at, forward = 1000 * k + 300 * (stage if k < 2 else stages - stage), k < 2
@@ -190,7 +190,7 @@ def test_replicas_whose_marks_say_no_stage(layout: list[tuple[int, ...]], tmp_pa
 
 
 def test_replicas_of_one_stage(tmp_path: Path) -> None:
-    """They send nothing, so they are no pipeline of four."""
+    """They send nothing, so they are not a pipeline of four stages."""
     for rank in range(4):
         save(tmp_path, rank, gpipe(rank, 0, 1), groups=[[0, 1, 2, 3]], backend="gloo")
     found = read_run([tmp_path])
@@ -199,7 +199,7 @@ def test_replicas_of_one_stage(tmp_path: Path) -> None:
 
 
 def test_files_of_other_writers(tmp_path: Path) -> None:
-    """Times since 1970 and no base, as torch wrote them once; and what says the host behind."""
+    """Older torch wrote times since 1970 without a base. The host name may come last."""
     for rank in (0, 1):
         write(tmp_path, rank, rank, host="ab"[rank], ahead=rank * 10**6)
     whole = read_run([tmp_path])
@@ -215,11 +215,11 @@ def test_files_of_other_writers(tmp_path: Path) -> None:
         for each in content["traceEvents"]:
             each["ts"] += since
         path.write_text(json.dumps(content))
-    np.testing.assert_allclose(times(tmp_path), TRUE, atol=70)  # as before, to 0.25 us
+    np.testing.assert_allclose(times(tmp_path), TRUE, atol=70)  # as above, to 0.25 us
 
 
 def test_a_trace_that_begins_within_a_step(tmp_path: Path) -> None:
-    """No program is called wrong for it without a word on what may be behind it."""
+    """The error about the program says that the trace may begin within a step."""
     for rank in (0, 1):
         write(tmp_path, rank, rank)
         content = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -1,4 +1,4 @@
-"""Traces of runs on GPUs, as documented: what is written from a Timeline is read back as it."""
+"""Tests of documented GPU traces: a trace written from a Timeline is read as that Timeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from schedir.verify.check import check
 from tests import kineto
 from tests.commands import run_command, run_refused_command
 
-UNIT = 1e-5  # seconds of a unit of cost
+UNIT = 1e-5  # seconds per unit of cost
 
 
 def run_of(program: Program, seed: int, send: float = 1.0) -> Timeline:
@@ -73,7 +73,7 @@ def test_what_is_written_is_read(program: Program, seed: int, packed: bool, repl
 
 
 def same(got: Timeline, want: Timeline, within: float) -> None:
-    """Forwards, backwards and messages have the times that they had."""
+    """Assert that forwards, backwards and messages have the times of the original Timeline."""
     assert got.program == want.program
     assert (got.kind, got.unit, got.blocking_hosts) == ("measured", "s", False)
     known = want.spans["end"] > want.spans["start"]
@@ -87,7 +87,7 @@ def same(got: Timeline, want: Timeline, within: float) -> None:
 @settings(deadline=None, max_examples=20)
 @given(st.sampled_from(OVERLAPPED), st.integers(0, 2**31), st.booleans())
 def test_batches_have_one_kernel(program: Program, seed: int, own: bool) -> None:
-    """Whether one range marks a batch, or one each of its messages, as our executor does."""
+    """This holds with one range per batch, and with a range per message as from our executor."""
     want = run_of(program, seed)
     with TemporaryDirectory() as folder:
         kineto.write(Path(folder), [want], seed, unit=UNIT, own=own)
@@ -137,12 +137,12 @@ def test_offsets_are_within_what_is_said(hosts: int, seed: int) -> None:
         align_clocks("ab", np.array([0]), np.array([1]), np.array([1.0]))
 
 
-# ---------------------------------------------------------------- what cannot be read
+# ---------------------------------------------------------------- unreadable traces
 
 
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
-    """A folder with the traces of one step of 1F1B on two ranks."""
+    """Write the traces of one step of 1F1B on two ranks, and return their folder."""
     program = compile(schedules.one_f_one_b, PipelineShape(2, 3))
     kineto.write(tmp_path, [run_of(program, 1)], 1, unit=UNIT)
     return tmp_path
@@ -212,7 +212,7 @@ def test_a_rank_is_missing(traces: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_messages_that_are_not_marked(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are put in by us, which is said; forwards and backwards keep their times."""
+    """Schedir adds the messages and says so. Forwards and backwards keep their times."""
     whole = read_run([traces]).timeline
     for rank in (0, 1):
         edited(of_rank(traces, rank), lambda content: _without_messages(content))
@@ -235,7 +235,7 @@ def _without_messages(content: dict[str, Any]) -> None:
 
 
 def test_a_step_that_runs_its_schedule_twice(traces: Path) -> None:
-    """Marks that come again are another time; the last is read."""
+    """Repeated marks belong to another run of the schedule, and the last run is read."""
     program = compile(schedules.one_f_one_b, PipelineShape(2, 3))
     runs = [run_of(program, seed) for seed in (3, 4)]
     for path in traces.iterdir():
@@ -320,7 +320,7 @@ def test_cut_files_are_refused_in_a_sentence(seed: int, packed: bool) -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31))
 def test_changed_files_are_read_or_refused(seed: int) -> None:
-    """Whatever stands in a file, it is read, or refused in words: never a traceback."""
+    """Any content of a file is read or refused with an error message, never with a traceback."""
     rng = np.random.default_rng(seed)
     odd: list[Any] = [None, -1, 1e18, "x", [], {}, True, 2**70, "PP:0F0", "kernel", 1.5]
     with TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""The tutorials' commands print what the pages show; tests/cpu runs what needs torch."""
+"""Tests that the tutorials' commands have the shown output. tests/cpu runs those with torch."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.tutorial import FIRST_SCHEDULE, READ_A_TRACE, ROOT, Step, steps
 def test_first_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole page, in an empty folder."""
+    """The whole page runs in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     refused = 0
@@ -38,7 +38,7 @@ def is_of_the_recorded_run(step: Step) -> bool:
 def test_read_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The commands of the run that the repository has, and the numbers that the text repeats."""
+    """Commands about the repository's run work, and its numbers are those in the text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "examples").symlink_to(ROOT / "examples")

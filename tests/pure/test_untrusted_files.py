@@ -1,4 +1,4 @@
-"""Files of strangers: one sentence for each, soon, and in little memory; and no code unasked."""
+"""Tests of untrusted files: one short error, quickly, in little memory, and no code is run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.limited_process import Said, confined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits as Linux has them")
 
-# Every way in which a command is told of a file: the words around its name, and how that ends.
+# Every way to give a command a file: the command line, and the suffix of the file.
 WAYS = {
     "program": ("check {}", ".sched"),
     "run": ("explain {}", ".timeline"),
@@ -50,7 +50,7 @@ def argv(way: str, path: str) -> list[str]:
 
 
 def refused(said: Said) -> bool:
-    """Whether it is one error, in words of ours."""
+    """Return whether a command ended with a single error message of schedir."""
     return said.code == 2 and re.match(r"\w+Error: ", said.text) is not None and _short(said.text)
 
 
@@ -58,11 +58,11 @@ def _short(text: str) -> bool:
     return "Traceback" not in text and len(text.splitlines()) <= 6 and len(text) < 3000
 
 
-# ---------------------------------------------------------------- what is no ordinary file
+# ---------------------------------------------------------------- special files
 
 
 def no_files(folder: Path, way: str) -> list[Path]:
-    """What bears the name of a file and is none, or cannot be read."""
+    """Create paths that are not regular files, or that cannot be read."""
     end = WAYS[way][1]
     names = ("pipe", "zero", "folder", "socket", "closed", "missing", "loop", "endless")
     paths = {name: folder / f"{name}{end}" for name in names}
@@ -75,7 +75,7 @@ def no_files(folder: Path, way: str) -> list[Path]:
     paths["closed"].write_text("schedir 1\n")
     paths["closed"].chmod(0)
     with paths["endless"].open("wb") as file:
-        file.truncate(2**40)  # takes no room
+        file.truncate(2**40)  # a sparse file takes no disk space
     return [p for name, p in paths.items() if name != "closed" or not os.access(p, os.R_OK)]
 
 
@@ -83,12 +83,12 @@ def no_files(folder: Path, way: str) -> list[Path]:
 def test_what_is_no_ordinary_file_is_refused(way: str, tmp_path: Path) -> None:
     paths = [*map(str, no_files(tmp_path, way)), "x" * 5000 + WAYS[way][1]]
     if way == "code":
-        paths = [p for p in paths if "endless" not in p]  # code is Python's to read
+        paths = [p for p in paths if "endless" not in p]  # Python reads code files
     for path, said in zip(paths, confined([argv(way, p) for p in paths], tmp_path), strict=True):
         assert refused(said), (path, said)
 
 
-# ---------------------------------------------------------------- what is in them
+# ---------------------------------------------------------------- contents of files
 
 DEEP, DIGITS, SPACES = 100_000, "9" * 5000, " " * 500_000
 TEXTS = {
@@ -196,7 +196,7 @@ def test_a_box_is_an_ordinary_file(tmp_path: Path) -> None:
     assert BlackBoxSnapshot.from_bytes("\u00b2 runs\n".encode() + b"\0" * 16384) is None
 
 
-# ---------------------------------------------------------------- how large, and what may run
+# ---------------------------------------------------------------- sizes, and code
 
 
 def test_an_option_raises_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +232,7 @@ HEAD = "schedir 1\nprogram a\nranks 1  microbatches 1048576  stages_per_rank 32\
 
 
 def unfolds_to(stages: int) -> str:
-    """A text whose lines have 2 * 2^20 instructions each."""
+    """Return a text in which each line has 2 * 2^20 instructions."""
     return HEAD + "".join(f"  1048576 x  F {s}.0+1; B {s}.0+1\n" for s in range(stages))
 
 
@@ -252,7 +252,7 @@ def test_a_small_file_with_many_instructions_is_refused_before_they_are_made(
 
 
 def test_a_schedule_without_backwards_is_counted_without_them() -> None:
-    """With backwards it would have more than the limit."""
+    """With backwards it would exceed the limit."""
     schedule = ["forward_only", "--ranks=8", "--microbatches=120", "--stages-per-rank=2"]
     assert main(["check", *schedule, "--max-instructions=5520"]) == 0
     assert main(["check", *schedule, "--max-instructions=5519"]) == 2
@@ -317,7 +317,7 @@ def test_no_code_of_a_file_is_run(
     main([*argv, "--no-code"])
     assert not Path("ran").exists()
     said = capsys.readouterr().err
-    if argv[0] not in ("recommend", "search"):  # which take no schedule of a file
+    if argv[0] not in ("recommend", "search"):  # these take no schedule from a file
         assert "stranger.py is Python code" in said
     assert main(["check", "stranger.py:mine"]) == 0 and Path("ran").exists()
 

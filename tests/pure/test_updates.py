@@ -1,4 +1,4 @@
-"""Several updates in one program: what is drawn up, counted, predicted and refused."""
+"""Tests of programs with several updates: their drafts, counts, predictions and refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def two_buffers(P: int, n: int, updates: int) -> PipelineShape:
 
 
 def pipedream(P: int, m: int) -> PipelineShape:
-    """An update for every microbatch, each stage on the weights that it has at hand."""
+    """Return a shape with an update per microbatch, where each stage uses its newest weights."""
     return PipelineShape(P, m, optimizer_steps=m, weight_delay=tuple(P - 1 - s for s in range(P)))
 
 
@@ -101,7 +101,7 @@ def test_memory_counts_versions() -> None:
     assert own.static_memory["versions"] == (
         2,
         20.0,
-    )  # unless told, a version is as large as parameters
+    )  # by default a version is as large as the parameters
 
 
 def test_one_update_has_one_version() -> None:
@@ -115,7 +115,9 @@ def test_weights_must_be_there_in_time(P: int) -> None:
     needs, gives = caught.value.sites
     assert (needs.rank, str(needs.instr)[:4], str(gives.instr)[:4]) == (0, "F 0.", "step")
     with pytest.raises(OrderError, match="needs the weights"):
-        compile(one_f_one_b, PipelineShape(P, 4 * P, optimizer_steps=4))  # no delay, and no flush
+        compile(
+            one_f_one_b, PipelineShape(P, 4 * P, optimizer_steps=4)
+        )  # neither a weight delay nor a flush
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
@@ -132,7 +134,10 @@ def test_what_delay_would_do_is_said_and_is_the_least(schedule: Schedule, update
 
 @pytest.mark.parametrize("schedule", [zb_h1, zb_h2, interleaved_zb])
 def test_an_input_gradient_of_the_next_update_waits_for_the_step(schedule: Schedule) -> None:
-    """It adds what is not split, and a rank has one sum of gradients: no delay helps."""
+    """I adds the gradients of layers that are not split, and a rank has one sum of gradients.
+
+    So a weight delay does not help.
+    """
     for delay in (0, 3):
         with pytest.raises(OrderError) as caught:
             compile(schedule, PipelineShape(4, 16, 1, optimizer_steps=4, weight_delay=delay))
@@ -236,7 +241,7 @@ def test_a_mark_may_have_a_delay_for_each_stage() -> None:
 
     shape = PipelineShape(2, 4, optimizer_steps=2, weight_delay=(1, 0))
     assert expand_schedule(mine, shape).shape == shape
-    expand_schedule(mine, PipelineShape(2, 4))  # of one update it says nothing
+    expand_schedule(mine, PipelineShape(2, 4))  # it imposes nothing on a single update
     with pytest.raises(ScheduleError, match=r"needs weight_delay \(1, 0\), not 1"):
         expand_schedule(mine, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     same = with_weight_delay((1, 1))(mine)
@@ -302,7 +307,7 @@ def test_a_delay_that_a_file_contradicts(
 
 
 def test_a_step_stands_between_two_updates() -> None:
-    """Each right after the sends of what its last backward made, ahead of the next compute."""
+    """Each step follows the sends of its last backward, and precedes the next compute."""
     for stream in compile(pipedream_2bw, two_buffers(3, 4, 3)).streams:
         ops = [i.op for i in stream]
         for before, op in pairwise(ops):
@@ -322,7 +327,7 @@ SHARED = {"tp": 2, "sequence_parallel": True}
     ],
 )
 def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told: Any) -> None:
-    """Rank 0 forwards the next update's first microbatches before rank 2 ends the one before."""
+    """Rank 0 runs first forwards of the next update before rank 2 ends the previous update."""
     shape = PipelineShape(3, 6, 2, optimizer_steps=2, weight_delay=1)
     program = compile(looped_dfs, shape, **told)
     for model in MODELS:
@@ -332,7 +337,7 @@ def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
-    """Whatever the order of a draft, its updates end in an order that all ranks can keep."""
+    """For any order of a draft, its updates end in an order that all ranks can keep."""
     rng = random.Random(seed)
     ranks, updates = rng.choice([2, 3, 4]), rng.choice([2, 3])
     stages = [*range(ranks), *rng.choices(range(ranks), k=rng.randint(0, 3))]
@@ -354,7 +359,7 @@ def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
 
 @pytest.mark.parametrize("told", [{}, {"clip_grad_norm": True}, {"tied_weights": True}])
 def test_an_update_ends_behind_a_pair_and_not_within_it(told: Any) -> None:
-    """The pair's backward ends an update, and its forward begins the next."""
+    """The pair's backward ends one update, and its forward begins the next."""
 
     def paired(r: int, P: int, m: int) -> Iterator[RankSchedule]:
         yield (P - r) * schedule_algebra.F

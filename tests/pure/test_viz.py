@@ -1,4 +1,4 @@
-"""Pictures: what is drawn is what the Timeline says, in colours that can be told apart."""
+"""Tests that pictures show the Timeline, in colours that can be distinguished."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def cells(r: int, P: int, m: int) -> RankSchedule:
 
 
 def measured(t: Timeline, second: float = 1e-3) -> Timeline:
-    """The same, as if it had been measured: in seconds, and not from 0."""
+    """Return the same Timeline as if measured, in seconds and not from 0."""
     spans = t.spans.copy()
     spans["start"], spans["end"] = spans["start"] * second + 7, spans["end"] * second + 7
     return Timeline(t.program, spans, "measured", "s")
@@ -65,7 +65,7 @@ def texts(figure: Figure, axes: int = 0) -> list[str]:
 
 
 def areas(figure: Figure, axes: int = 0) -> list[float]:
-    """The area of the boxes of each collection: idle, empty lanes, compute, communication."""
+    """Return the area of each collection's boxes: idle, empty lanes, compute, communication."""
     sums = []
     for collection in figure.axes[axes].collections:
         assert isinstance(collection, PolyCollection)
@@ -74,7 +74,7 @@ def areas(figure: Figure, axes: int = 0) -> list[float]:
     return sums
 
 
-# ---------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------- drawn shapes
 
 
 @pytest.mark.parametrize("t", [timeline(), timeline(gpipe), timeline(cells), timeline(split)])
@@ -112,7 +112,7 @@ def test_stages_of_a_rank_are_told_apart() -> None:
     figure = gantt(timeline(interleaved, ranks=2, m=2, v=2))
     assert {t for t in texts(figure) if t[0] == "s"} == {"s0", "s1", "s2", "s3"}
     faces = figure.axes[0].collections[2].get_facecolor()
-    assert len(np.unique(np.asarray(faces), axis=0)) == 4  # F and B, two shades each
+    assert len(np.unique(np.asarray(faces), axis=0)) == 4  # two shades of F and of B
     assert len(figure.legends[0].get_texts()) == 3
 
 
@@ -182,12 +182,12 @@ def test_any_name_can_be_a_title(tmp_path: Path) -> None:
     text = "schedir 1\nprogram $\\bad${}_^%流水\nranks 1 microbatches 1\nrank 0\n F 0.0\n"
     figure = gantt(simulate(from_text(text)))
     assert "$\\bad${}_^%流水" in figure.axes[0].get_title("left")
-    save(figure, tmp_path / "x.png")  # the font need not have all letters
+    save(figure, tmp_path / "x.png")  # the font may lack some letters
     long = simulate(from_text(text.replace("$\\bad${}_^%流水", "n" * 300)))
     assert len(gantt(long).axes[0].get_title("left")) < 80
 
 
-# ---------------------------------------------------------------- under each other
+# ---------------------------------------------------------------- several runs in one picture
 
 
 def test_compare_shares_one_axis() -> None:
@@ -214,7 +214,8 @@ def test_compare_needs_something() -> None:
 
 # ---------------------------------------------------------------- colours
 
-# Colour as dichromats see it, in linear light (Machado, Oliveira and Fernandes 2009, severity 1).
+# Colours as dichromats see them, in linear light (Machado, Oliveira and Fernandes 2009, severity
+# 1).
 BLIND = {
     "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216),
                (-0.003882, -0.048116, 1.051998)),
@@ -278,7 +279,7 @@ def test_text_reads_on_every_box() -> None:
     ("name", "begins"), [("x.png", b"\x89PNG"), ("x.SVG", b"<?xml"), ("x.pdf", b"%PDF")]
 )
 def test_save_by_suffix(tmp_path: Path, name: str, begins: bytes) -> None:
-    for _ in range(2):  # also over what is there
+    for _ in range(2):  # the second time replaces the file
         save(gantt(timeline(ranks=2, m=2)), tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(begins)
     assert [f.name for f in tmp_path.iterdir()] == [name]

@@ -1,4 +1,4 @@
-"""Shard: when the weights of a stage are whole, and that no more are than is said."""
+"""Tests of sharded weights: when a stage is gathered, and how many are at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FULL = SLOT_KINDS.index(Value.UNSHARDED_PARAMS)
 
 
 def gathers(program: Program) -> list[int]:
-    """How often each rank makes a stage whole."""
+    """Return how often each rank gathers a stage."""
     return [int((stream.op == Opcode.Unshard).sum()) for stream in program.streams]
 
 
@@ -114,7 +114,7 @@ STEPS = st.lists(st.sets(st.integers(0, 3), min_size=1, max_size=2), max_size=9)
 
 
 def must_be_whole(steps: Steps, at: int, active: int, ahead: int) -> set[int]:
-    """What is used in a step and in those behind it, the nearest first, as far as there is room."""
+    """Return the stages used in a step and the following ones, the nearest first, that fit."""
     nearest: dict[int, None] = {}
     for own in steps[at : at + ahead + 1]:
         nearest |= dict.fromkeys(sorted(own))
@@ -122,9 +122,9 @@ def must_be_whole(steps: Steps, at: int, active: int, ahead: int) -> set[int]:
 
 
 def fewest(steps: Steps, active: int, ahead: int) -> int:
-    """The fewest stays, tried out: over all that can be whole in each step."""
+    """Return the fewest stays, by trying all sets of gathered stages in each step."""
     some = [{*c} for k in range(active + 1) for c in combinations(range(4), k)]
-    least = {0: 0}  # by what is whole, as bits
+    least = {0: 0}  # by the set of gathered stages, as bits
     for at in range(len(steps)):
         must = must_be_whole(steps, at, active, ahead)
         least = {
@@ -145,7 +145,7 @@ def bits(stages: set[int]) -> int:
 def test_there_are_no_fewer_gathers_than_by_beladys_rule(
     steps: Steps, active: int, ahead: int
 ) -> None:
-    """By brute force; and what must be whole is, by when there is room for it, and no more."""
+    """The minimum comes from brute force. Required stages are gathered, within the limit."""
     step = np.array([k for k, own in enumerate(steps) for _ in own], np.int64)
     stage = np.array([one for own in steps for one in sorted(own)], np.int64)
     found = find_stays(step, stage, active, ahead)
@@ -162,7 +162,7 @@ def test_there_are_no_fewer_gathers_than_by_beladys_rule(
 
 
 def test_a_gather_hides_behind_the_run_before() -> None:
-    """With one ahead; none ahead gathers less often, and later."""
+    """With one run ahead a gather overlaps with it. Without, gathers are fewer and later."""
     few, early = (
         compile(
             schedules.interleaved, PipelineShape(4, 16, 4), dp=2, zero=3, unshard_prefetch=ahead
@@ -211,7 +211,7 @@ def test_pairs_that_run_as_one_need_both() -> None:
 def test_options_are_read_off_a_program(
     shape: PipelineShape, seed: int, active: int, ahead: int
 ) -> None:
-    """So that it is lowered anew as it is."""
+    """So a program can be lowered again with the same options."""
     most = max(map(len, shape.stages_on_rank))
     program = compile(
         random_compute_program(shape, random.Random(seed)),

@@ -1,4 +1,4 @@
-"""Advice: every claim is what simulating the change gives."""
+"""Tests that every claim of advice is what a simulation of the change gives."""
 
 from __future__ import annotations
 
@@ -80,8 +80,10 @@ def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
 
 @pytest.mark.parametrize(("cut", "chunks"), [(3, 1), (1, 2), (("fgfg", "g"), 2)])
 def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
-    """Other schedules and more microbatches are those of whole stages and microbatches, cut as the
-    run is; and stages that are even are whole ones."""
+    """Advice about other schedules and more microbatches cuts them as the run is cut.
+
+    Stages of equal segments get the same advice as whole stages.
+    """
     shape, costs = PipelineShape(2, 4), Costs(F=1, B=2, I=1, W=1, tp_reduce=0.3, send=0.1)
 
     def of(schedule: Any, shape: PipelineShape = shape, costs: Costs = costs) -> Timeline:
@@ -91,7 +93,7 @@ def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
         return schedir.simulate(program, costs)
 
     base = of(one_f_one_b)
-    for schedule in (None, one_f_one_b):  # which is found by its name, or told
+    for schedule in (None, one_f_one_b):  # found by its name, or given
         advice = advise(base, costs, schedule)
         twice = of(one_f_one_b, PipelineShape(2, 8)).span
         assert saves(advice, "twice") == pytest.approx(1 - twice / base.span / 2)
@@ -109,7 +111,7 @@ def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
 
 
 def test_other_schedules_hold_no_more() -> None:
-    """1F1B has m activations of GPipe's at most P: GPipe is no advice for it, ZB-H1 is."""
+    """GPipe, which holds m activations, is no advice for 1F1B, which holds at most P. ZB-H1 is."""
     plain = Costs(F=1, B=2)
     whats = [
         c.description
@@ -122,7 +124,7 @@ def test_other_schedules_hold_no_more() -> None:
 
 
 def test_one_more_activation_is_tried_where_there_is_one_and_its_order_alone_before() -> None:
-    """GPipe holds all there are; what a greedy order saves of it with as many, order saves."""
+    """GPipe already holds all activations, so its advice is a greedy order without one more."""
     uneven = Costs(F=(2, 1), B=(3, 4))
     whats = [
         c.description for c in advise(run_of(gpipe, uneven, PipelineShape(2, 4)), uneven).changes
@@ -142,7 +144,7 @@ def test_more_microbatches_need_the_schedule() -> None:
     timeline = run_of(mine, Costs())
     assert not any("twice" in c.description for c in advise(timeline).changes)
     assert any("twice" in c.description for c in advise(timeline, schedule=mine).changes)
-    # A name is not trusted: what it compiles to is.
+    # A name counts only if its schedule compiles to the program of the run.
     named = replace(timeline, program=replace(timeline.program, name="one_f_one_b"))
     assert not any("twice" in c.description for c in advise(named).changes)
     named = replace(timeline, program=replace(timeline.program, name="gpipe"))
@@ -173,7 +175,7 @@ def test_changed_programs_are_lowered_as_the_program_was(
 
 
 def test_updates_stay() -> None:
-    """Fewer updates of larger batches would be another training, and no advice."""
+    """Advice keeps the number of updates: fewer updates of larger batches change the training."""
     costs = Costs(F=1, B=2)
     timeline = run_of(pipedream_2bw, costs, PipelineShape(4, 16, optimizer_steps=4, weight_delay=1))
     whats = [change.description for change in advise(timeline, costs).changes]
@@ -309,7 +311,9 @@ def test_the_command(
     lines = run_command(capsys, "explain", "x.timeline").splitlines()
     assert "at the run's mean times" in lines[8] and "unexplained" not in lines[8]
     spans = measured.spans.copy()
-    spans["start"] += 0.5 * np.isin(spans["op"], COMPUTE_OPS)  # the host's, more than a message
+    spans["start"] += 0.5 * np.isin(
+        spans["op"], COMPUTE_OPS
+    )  # a delay of the host, longer than a message
     schedir.save_timeline(replace(measured, spans=spans), "late.timeline")
     assert "19.9% of the ranks' time is unexplained" in run_command(
         capsys, "explain", "late.timeline"

@@ -1,4 +1,4 @@
-"""The order of windows: a permutation for each seed and epoch, in no memory."""
+"""Tests of the order of windows, which is a permutation per seed and epoch without a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_large_ones_too_and_each_number_by_itself(size: int, at: list[int]) -> N
 
 
 def test_orders_are_spread_as_if_drawn() -> None:
-    """All 24 orders of four; and of many, few that stay neighbours."""
+    """All 24 orders of four windows occur. Of many windows, few neighbours stay neighbours."""
     seen = Counter(tuple(order(4, seed)) for seed in range(480))
     assert len(seen) == 24 and min(seen.values()) > 5 and max(seen.values()) < 40
     for size in (1000, 1024):
@@ -40,5 +40,5 @@ def test_orders_are_spread_as_if_drawn() -> None:
 
 
 def test_the_order_never_changes() -> None:
-    """Checkpoints go on in it, whatever the versions."""
+    """Checkpoints of other versions continue in this order."""
     assert order(10, seed=3, epoch=1) == [1, 3, 0, 6, 9, 5, 8, 4, 2, 7]

@@ -1,4 +1,4 @@
-"""Tiles of windowed attention, against single queries and keys, and the paper's own figures."""
+"""Tests of tiles of windowed attention against single queries and keys, and paper figures."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from schedir.predict.window_tiles import Axis, compute_tiles
 
 
 def sees(query: int, key: int, axis: Axis) -> bool:
-    """Whether a query sees a key, in plain words: of NATTEN where it is not causal, as its
-    fna_cutlass fusion.hpp has it, with the window's left and right side."""
+    """Return whether a query sees a key, computed for the single pair.
+
+    A window that is not causal has the left and right sides of NATTEN's fna_cutlass fusion.hpp.
+    """
     window, stride, length = axis.window, axis.stride, axis.length
     if axis.causal:
         leader = (query // stride) * stride + stride - 1
@@ -44,7 +46,7 @@ def cases(draw: st.DrawFn, most: int, causal: bool | None = None) -> Case:
 
 
 def by_hand(found: list[Case]) -> tuple[np.ndarray[Any, Any], int]:
-    """The grid, and how many pairs are seen, by asking every query about every key."""
+    """Return the grid, and the number of seen pairs, by testing every query with every key."""
     lengths = [axis.length for axis, _, _ in found]
     counts = [[-(-axis.length // t) for t in both] for axis, *both in found]
     shape = tuple(prod(c[k] for c in counts) for k in (0, 1))
@@ -100,9 +102,9 @@ def test_everybody_sees_itself_and_as_many_as_a_window_has(one: Case) -> None:
     start, end = axis.visible_keys
     query = np.arange(axis.length)
     assert ((start <= query) & (query < end)).all()
-    if not axis.causal:  # shifted inwards at the ends, so that everybody sees as many
+    if not axis.causal:  # windows shift inwards at the ends, so all queries see equally many keys
         assert set(end - start) == {min(axis.window, axis.length)}
-    else:  # but the first ones, it is the leader who does
+    else:  # the leader of a stride sees the full window, except at the start
         full = axis.window if axis.length > axis.window else 0
         leaders = query[(query % axis.stride == axis.stride - 1) & (query >= full - 1)]
         assert ((end - start)[leaders] == np.minimum(axis.window, leaders + 1)).all()
@@ -134,8 +136,8 @@ def test_aligned_tiles_are_masked_at_the_diagonal_only(one: Case) -> None:
     assert of([one]).is_aligned == (not masked_by_the_window)
 
 
-# HunyuanVideo in 2504.16922: tokens, window, tiles, and what attention takes of a run (Table 1),
-# and by stride what the end-to-end table says that its simulator gives.
+# HunyuanVideo in arXiv 2504.16922: tokens, window, tiles, the share of attention in a run (Table
+# 1), and by stride the speedups of its simulator from the end-to-end table.
 VIDEO = {"length": (30, 48, 80), "window": (18, 24, 24), "q_tile": (4, 8, 8), "kv_tile": (2, 8, 8)}
 SHARE = 0.607
 END_TO_END = {
@@ -154,7 +156,9 @@ END_TO_END = {
 def test_the_paper_s_video_model(stride: tuple[int, ...], published: float) -> None:
     found = compute_tiles(stride=stride, **VIDEO)  # type: ignore[arg-type]
     gained = 1 / (1 - SHARE + SHARE / found.worst_tile_speedup)
-    assert gained == pytest.approx(published, abs=0.011)  # two decimals, of a share of three
+    assert gained == pytest.approx(
+        published, abs=0.011
+    )  # the paper prints two decimals, and three of the share
     assert found.is_block_sparse == (stride == (16, 8, 8))
 
 

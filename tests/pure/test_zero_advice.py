@@ -1,4 +1,4 @@
-"""What replicas could hold instead: each change is a program that is compiled and simulated."""
+"""Tests of advice on ZeRO, where each change is a program that is compiled and simulated."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_each_change_is_a_simulation_and_none_is_beaten(zero: int) -> None:
 
 
 def test_above_a_limit_nothing_is_said() -> None:
-    """More memory if it leaves room, and else none."""
+    """Advice that needs more memory appears only within the limit."""
     here = run(3, unsharded_stages=1)
     free = advise(here, COSTS).memory_changes
     high = 1.1 * max(map(most, free))
@@ -109,7 +109,7 @@ def test_without_sizes_it_is_time_that_is_compared() -> None:
 
 @given(st.floats(0.1, 100), st.floats(0, 100), st.sampled_from([2, 3, 64]), st.integers(1, 3))
 def test_an_all_reduce_is_two_halves(whole: float, step: float, dp: int, zero: int) -> None:
-    """arXiv 1910.02054, section 7.1; there and back."""
+    """An all-reduce costs a reduce-scatter and a gather (arXiv 1910.02054, section 7.1)."""
     program = compile(schedules.gpipe, PipelineShape(2, 2), dp=dp)
     plain = Costs(F=1, B=2, reduce_grads=whole, step=step)
     costs = adjust_for_zero(plain, program, zero)
@@ -130,11 +130,11 @@ def test_what_is_told_stays_and_bytes_say_the_rest() -> None:
     assert costs.reduce_scatter == 3 and costs.unshard == (0.5, 2.0)
 
 
-# ---------------------------------------------------------------- advice beside it
+# ---------------------------------------------------------------- other plans and schedules
 
 
 def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:
-    """A schedule with a stage per rank can be tried, though two are whole here."""
+    """A schedule with one stage per rank can be tried, though this run gathers two."""
     program = compile(schedules.interleaved, PLAN, dp=2, zero=3, unsharded_stages=2)
     lowering = Lowering(program, "per_device")
     assert lowering.options["unsharded_stages"] == 2
@@ -148,7 +148,7 @@ def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:
 def test_schedules_with_fewer_stages_are_ranked_beside_others(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `-O unsharded_stages=2`, of those with one stage per rank that one is whole."""
+    """With `-O unsharded_stages=2`, schedules with one stage per rank gather that one."""
     shape = [
         "--ranks=2",
         "--microbatches=4",

@@ -1,4 +1,4 @@
-"""Search beside the zero-bubble paper's automatic schedules, in memory as the paper counts it."""
+"""Tests of the search against the zero-bubble paper's automatic schedules, at equal memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_zb_1p_is_proved_shortest(row: Row) -> None:
 
 
 def test_twice_the_memory_is_used_at_least_as_well() -> None:
-    row = SMALL[0]  # of the others the paper's schedules are longer than what is found in seconds
+    row = SMALL[0]  # in the other rows, seconds of search beat the paper
     found = search_schedule(
         row.shape, row.costs, row.sizes, 2 * row.shape.ranks, objective="own", max_evaluations=2000
     )

@@ -1,4 +1,4 @@
-"""What commands say of programs with ZeRO, and how they refuse what cannot be."""
+"""Tests of the output of commands for programs with ZeRO, and of their refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AT = ["--ranks=2", "--microbatches=4", "--stages-per-rank=4"]
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
 def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As often as the text has them, and nothing where there is no ZeRO."""
+    """The number is that of the program's text. Without ZeRO none is printed."""
     program = compile(schedules.looped_bfs, PipelineShape(2, 4, 4), dp=2, zero=3)
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
     out = run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3")
@@ -71,7 +71,7 @@ def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("when", ["update_end", "each_backward"])
 def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With schedules that run forward only, and reduce nothing."""
+    """The ranking includes schedules that only run forward and reduce nothing."""
     out = run_command(
         capsys,
         "recommend",
@@ -105,7 +105,7 @@ def test_levels_name_what_they_cut() -> None:
 @pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "looped_bfs", "zb_v", "chimera"])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_whole_stages_are_those_between_unshard_and_reshard(name: str, zero: int) -> None:
-    """Counted anew, instruction by instruction."""
+    """The expected number is counted instruction by instruction."""
     schedule = getattr(schedules, name)
     v = {"interleaved": 2, "looped_bfs": 2, "zb_v": 2, "chimera": 2}.get(name, 1)
     placement = {"zb_v": "vee", "chimera": "mirror"}.get(name, "loop")
@@ -124,7 +124,7 @@ def test_whole_stages_are_those_between_unshard_and_reshard(name: str, zero: int
 def test_what_no_longer_says_anything_is_no_more_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a program that is lowered anew at another level."""
+    """A program lowered again at another level drops options without effect."""
     path = str(tmp_path / "one.sched")
     (tmp_path / "one.sched").write_text(
         to_text(
@@ -160,7 +160,7 @@ def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFi
 def test_what_a_search_finds_is_lowered_with_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the message that refuses `search --zero` says."""
+    """The message that refuses `search --zero` says how."""
     monkeypatch.chdir(tmp_path)
     shape = ("--ranks=2", "--microbatches=4", "--max-evaluations=1")
     run_command(capsys, "search", *shape, "-o", "found.sched")
@@ -175,7 +175,7 @@ def test_what_a_search_finds_is_lowered_with_zero(
     [
         (0, "reduce_grads=2", []),
         (0, "unshard=2,reduce_scatter=1", ["unshard", "reduce_scatter"]),
-        (0, "reduce_grads=2,unshard=0", []),  # what is free is not missed
+        (0, "reduce_grads=2,unshard=0", []),  # a free cost may be absent
         (3, "reduce_grads=2,unshard=1", ["reduce_grads"]),
         (3, "unshard=1,reduce_scatter=1", []),
     ],

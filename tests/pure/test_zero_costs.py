@@ -1,4 +1,4 @@
-"""What ZeRO costs: bytes on the wire, summed from programs, seconds of clusters, and waits."""
+"""Tests of the costs of ZeRO: bytes sent by programs, seconds on clusters, and waits."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def cluster(nodes: int = 1, gpus_per_node: int = 4, latency: float = 0.0) -> Clu
     )
 
 
-# ---------------------------------------------------------------- bytes on the wire
+# ---------------------------------------------------------------- sent bytes
 
 
 @pytest.mark.parametrize("dp", [2, 3, 64])
 def test_volumes_of_the_paper(dp: int) -> None:
-    """2 Psi, 2 Psi, 2 Psi and 3 Psi, of which a part of 1/dp stays at home (1910.02054, 7).
+    """Volumes are 2 Psi, 2 Psi, 2 Psi and 3 Psi, of which 1/dp is not sent (1910.02054, section 7).
 
-    One rank whose stages run forward one by one, and back: each has two turns but the last ones,
-    which stay whole, and have no weights here.
+    One rank runs its stages forward one by one, and back. Each is gathered twice except the last
+    ones, which stay gathered and have no weights here.
     """
     psi = 3 * 2e9
     each = (2e9, 2e9, 2e9, 0, 0, 0)
@@ -80,7 +80,7 @@ def test_volumes_of_the_paper(dp: int) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_bytes_are_those_of_the_instructions(name: str) -> None:
-    """Added up by hand, one instruction after the other."""
+    """The expected bytes are added up instruction by instruction."""
     for zero, reduce in (
         (0, "update_end"),
         (1, "update_end"),
@@ -96,7 +96,9 @@ def test_bytes_are_those_of_the_instructions(name: str) -> None:
                 if i.op.name in ("Unshard", "ReduceScatter", "ReduceGrads"):
                     lane = Lane.PARAMS if i.op is Opcode.Unshard else Lane.DP
                     want[lane, rank] += once[str(i).split()[0]] * 3 / 4
-                if i.op is Opcode.ReduceReplicatedStages:  # of two, the part that each has by then
+                if (
+                    i.op is Opcode.ReduceReplicatedStages
+                ):  # two holders exchange the part that each has
                     want[Lane.DP, rank] += 4e9 / (4 if zero else 1)
                 if i.op.name in ("SendAct", "SendGrad"):
                     want[Lane.ACT if i.op.name == "SendAct" else Lane.GRAD, rank] += 30e6
@@ -117,7 +119,7 @@ def test_reducing_each_turn_sends_as_often_as_there_are_turns() -> None:
         count_sent_bytes(of("looped_bfs", dp=2, zero=3, reduce_scatter_at=r), SIZES)
         for r in ("update_end", "each_backward")
     ]
-    assert (same[0][Lane.DP] == same[1][Lane.DP]).all()  # it has one run of backwards of each
+    assert (same[0][Lane.DP] == same[1][Lane.DP]).all()  # each stage has one run of backwards
 
 
 def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +137,7 @@ def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
-    """Of replicas within a node, and on a node each: the link that their ring crosses."""
+    """Replicas share a node or have a node each, and the time is that of the link they cross."""
     for nodes, each, link in ((1, 8, 300e9), (2, 4, 20e9)):
         near, shape = cluster(nodes, each, 1e-5), PipelineShape(4, 8)
         plain = near.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2)
@@ -145,7 +147,7 @@ def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
             costs = near.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
             assert costs.unshard == pytest.approx(1e-5 + 2e9 / 2 / link)
             assert costs.reduce_scatter == pytest.approx(1e-5 + 4e9 / 2 / link)
-            assert costs.reduce_grads is None  # there is none
+            assert costs.reduce_grads is None  # it has no all-reduce
             assert costs.step == pytest.approx(float(plain.step) / 2)  # type: ignore[arg-type]
 
 
@@ -220,7 +222,7 @@ def test_what_costs_more_never_takes_less(
 
 
 def test_a_step_begins_with_its_gathers() -> None:
-    """Nobody gathers before the step that makes the parts: of many steps each waits anew."""
+    """No gather can precede the optimizer step that updates the shards, so each step waits."""
     program = of("one_f_one_b", dp=2, zero=3)
     plain, waits = (compute_step_period(program, Costs(F=1, B=2, unshard=c)) for c in (0.0, 2.0))
     assert waits == plain + 2
@@ -230,7 +232,7 @@ def test_a_step_begins_with_its_gathers() -> None:
 
 
 def test_waits_for_weights_have_a_cause() -> None:
-    """One rank: its first gather is waited for, and no other is longer than what runs meanwhile."""
+    """One rank waits for its first gather, and every other gather overlaps with longer work."""
     program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
     found = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
     table = sum_by_cause(idleness(found), 1)
@@ -243,7 +245,7 @@ def test_waits_for_weights_have_a_cause() -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_a_measured_run_tells_what_its_gathers_cost(name: str) -> None:
-    """Where others wait for them; what nobody waited for costs nothing."""
+    """Costs are found where instructions wait for gathers. A gather that delayed none costs 0."""
     program = of(name, dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=1.5, reduce_scatter=2.5)
     run = replace(simulate(program, costs), kind="measured", unit="s")
@@ -263,7 +265,7 @@ def test_gathers_that_take_no_time_are_tried() -> None:
 
 
 def test_advice_keeps_what_replicas_hold() -> None:
-    """A schedule that is tried in its place is lowered with the same level, and pays for it."""
+    """Other schedules are lowered with the same ZeRO level, and pay its costs."""
     program = compile(schedules.gpipe, PipelineShape(2, 4), dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=100)
     changes = advise(simulate(program, costs), costs).changes

@@ -1,4 +1,4 @@
-"""ZeRO-Infinity's equations: as the paper prints them, by counting, and as programs take time."""
+"""Tests of ZeRO-Infinity's equations against the paper, against counts, and against programs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from schedir.planner.transformer.layer_ops import list_layer_ops
 from schedir.predict import zero_infinity as zi
 
 K, GiB, TiB = 1024, 2**30, 2**40
-# Figure 2a of arXiv 2104.07857, by layers, hidden size and heads: TiB of model states, and of
-# checkpoints of 32 sequences of 1024; GiB of the largest operator, and between checkpoints of 4.
+# Figure 2a of arXiv 2104.07857, by layers, hidden size and heads: TiB of model states and of the
+# checkpoints of 32 sequences of 1024, GiB of the largest operator, and GiB between checkpoints of
+# 4 sequences.
 FIGURE_2A = {
     (80, 10 * K, 128): (1.83, 0.05, None, 1.63),
     (100, 20 * K, 160): (9.16, 0.12, 6.25, 2.50),
@@ -36,7 +37,7 @@ FIGURE_2A = {
     (195, 64 * K, 512): (182.81, 0.76, 64.00, 8.00),
     (315, 160 * K, 1024): (1845.70, 3.08, 400.00, 18.00),
 }
-PEAK = 70e12  # operations per second that a V100 reaches: section 4.2
+PEAK = 70e12  # operations per second that a V100 reaches, section 4.2
 SIZE = st.integers(1, 10**5)
 RATE = st.floats(1e6, 1e15)
 
@@ -81,7 +82,7 @@ def test_the_equations_as_they_are_printed(
 def test_bytes_and_operations_are_those_of_other_tables(
     layers: int, hidden: int, sequence: int, batch: int
 ) -> None:
-    """Of a layer's checkpoint (2205.05198), of its states (1910.02054), and of the planner's."""
+    """They equal the checkpoint of arXiv 2205.05198, the states of 1910.02054, and the planner."""
     one = schedir.activation_bytes_per_layer(sequence, batch, hidden, 1, recompute="full")
     assert zi.checkpoint_bytes(layers, hidden, sequence, batch) == layers * one
     psi = zi.count_parameters(layers, hidden)
@@ -107,7 +108,7 @@ def test_a_bandwidth_is_that_of_its_efficiency(share: float, ait: float, overlap
 
 def test_what_section_4_reads_off_figure_3() -> None:
     over_half = zi.compute_efficiency(zi.intensity_of_parameters(K, 1), 70e9, PEAK)
-    assert over_half > 0.5  # of parameters and gradients, with 70 GB/s and the smallest batch
+    assert over_half > 0.5  # parameters and gradients at 70 GB/s, with the smallest batch
     states = zi.required_bandwidth(0.5, zi.intensity_of_optimizer(K, 1), PEAK)
     assert states == 4 * zi.required_bandwidth(0.5, zi.intensity_of_parameters(K, 1), PEAK)
     assert zi.compute_efficiency(zi.intensity_of_optimizer(K, 2), 1.5e12, PEAK) > 0.9
@@ -115,16 +116,16 @@ def test_what_section_4_reads_off_figure_3() -> None:
     assert zi.compute_efficiency(zi.intensity_of_checkpoints(8 * K), 1e9, PEAK) > 0.5
 
 
-# ---------------------------------------------------------------- as programs
+# ---------------------------------------------------------------- comparison with programs
 
 
 @cache
 def program(microbatches: int, lead: int, slots: int, *, disk: bool = False) -> Program:
-    """One stage that keeps checkpoints, which go to the host behind F and come before R.
+    """Return a program of one stage that offloads checkpoints after F and loads them before R.
 
-    `lead` forwards come first, then R, B and a forward each; what R needs comes two turns earlier,
-    if it may.  There are `slots` on the device at once.  On to the `disk`, and back, they go over
-    one lane.
+    `lead` forwards come first, and then R, B and a forward in turn. R's checkpoint is loaded two
+    turns earlier if it fits. The device has `slots` slots. With `disk`, checkpoints go to the disk
+    and back over one lane.
     """
     lead = min(lead, microbatches)
     out = "  F 0.{0}\n  offload 0.{0}\n" + "  spill 0.{0}\n" * disk
@@ -143,8 +144,8 @@ def program(microbatches: int, lead: int, slots: int, *, disk: bool = False) -> 
 
 
 def measured(program: Program, hidden: int, bandwidth: float, *, disk: bool = False) -> float:
-    """The share of its time that a device computes, of one layer and one token in a microbatch."""
-    work = zi.count_operations(1, hidden, 1, 1) / 4 / PEAK  # of a forward
+    """Return the share of time in which a device computes, for one layer and one token each."""
+    work = zi.count_operations(1, hidden, 1, 1) / 4 / PEAK  # seconds of a forward
     copy = zi.checkpoint_bytes(1, hidden, 1, 1) / bandwidth
     moved = (
         {"offload_to_disk": copy, "reload_from_disk": copy}
@@ -162,8 +163,11 @@ CASES = [(h, bw) for h in (2 * K, 8 * K, 32 * K) for bw in (0.1e9, 0.5e9, 1e9, 2
 def test_with_one_slot_nothing_overlaps_and_equation_6_is_exact(
     hidden: int, bandwidth: float
 ) -> None:
-    """All forwards, then all backwards: each F waits for the Offload that leaves it room, each
-    Reload for the B before, and each R for its Reload."""
+    """All forwards run first, and then all backwards.
+
+    Each F waits for the offload that frees the slot, each reload for the previous B, and each R
+    for its reload.
+    """
     theirs = zi.compute_efficiency(zi.intensity_of_checkpoints(hidden), bandwidth, PEAK)
     for microbatches in (1, 2, 7, 64):
         ours = measured(program(microbatches, microbatches, 1), hidden, bandwidth)
@@ -172,8 +176,10 @@ def test_with_one_slot_nothing_overlaps_and_equation_6_is_exact(
 
 @pytest.mark.parametrize(("hidden", "bandwidth"), CASES)
 def test_with_slots_to_spare_the_longer_decides(hidden: int, bandwidth: float) -> None:
-    """F and B of different microbatches by turns; transfers of both ways run over one lane, the
-    disk's, as the paper counts one bandwidth: its efficiency is the limit of many microbatches."""
+    """F and B of different microbatches alternate, and the paper's efficiency is the limit.
+
+    Transfers in both directions use the one lane of the disk, since the paper has one bandwidth.
+    """
     theirs = zi.compute_efficiency(
         zi.intensity_of_checkpoints(hidden), bandwidth, PEAK, overlapped=True
     )
@@ -182,7 +188,7 @@ def test_with_slots_to_spare_the_longer_decides(hidden: int, bandwidth: float) -
         ours = measured(program(microbatches, 6, 8, disk=True), hidden, bandwidth, disk=True)
         off.append(abs(ours / theirs - 1))
     assert off[2] < 0.01 and off[2] <= off[1] <= off[0]
-    if theirs < 1:  # ends that do not overlap are a share that goes with their number
+    if theirs < 1:  # the ends do not overlap, and their share falls with the number of microbatches
         assert off[0] > 3 * off[1] > 9 * off[2] > 0
 
 
@@ -190,7 +196,7 @@ def test_with_slots_to_spare_the_longer_decides(hidden: int, bandwidth: float) -
 def test_lanes_of_both_ways_are_as_one_of_twice_the_bandwidth(
     hidden: int, bandwidth: float
 ) -> None:
-    """The host's two lanes run side by side, where as much goes as comes."""
+    """The host's two lanes run in parallel, and equal amounts go in each direction."""
     ait = zi.intensity_of_checkpoints(hidden)
     theirs = zi.compute_efficiency(ait, 2 * bandwidth, PEAK, overlapped=True)
     ours = measured(program(512, 6, 8), hidden, bandwidth)

@@ -1,4 +1,4 @@
-"""What replicas that share hold: parts all the time, and whole ones beside them while they live."""
+"""Tests of memory with ZeRO: shards all the time, and full tensors while they are needed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ _ENDS = (Opcode.ReduceReplicatedStages, Opcode.ReduceTied, Opcode.ReduceNorm, Op
 
 
 def by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
-    """Which stages a rank has whole weights and whole gradients of, while each of its instructions
-    runs, on a host that frees a gradient when it waits for its reduction: it waits for the oldest
-    first, at ends, and where it adds to what is not there, or where slots say so."""
+    """Return the stages with full weights and full gradients on a rank during each instruction.
+
+    The host frees a gradient when it waits for its reduction. It waits for the oldest first, at the
+    end, where a backward needs a new full gradient, and where slots require it.
+    """
     stream, found = program.streams[rank], []
     said = program.slots[rank].specified() if program.slots else {}
     slots = said.get("wgrad", 2**31)
@@ -68,7 +70,7 @@ def by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
 
 
 def while_it_runs(program: Program, sizes: Sizes, name: str, rank: int) -> list[float]:
-    """The bytes of a name that a prediction has while each instruction of a rank runs."""
+    """Return the predicted bytes of a name during each instruction of a rank."""
     own, joined = compute_footprints(program, sizes)[rank], program.streams[rank].joined.tolist()
     bytes_of, found = own.dynamic_memory[name][1], []
     for k in range(len(joined)):
@@ -144,8 +146,10 @@ SIZES = Sizes(saved=10, params=160, grads=160, optimizer=480)
     ],
 )
 def test_each_level_holds_what_the_paper_says(zero: int, rest: float, most: float) -> None:
-    """And, breadth first with the fewest slots, one whole gradient beside it, and the weights of
-    the stage that computes and of the next one."""
+    """With breadth-first order and the fewest slots, there is also one full gradient.
+
+    There are also full weights of the computing stage and of the next one.
+    """
     program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=zero, buffer_sharing="minimal")
     owns = compute_footprints(program, replace(SIZES, saved=0))
     assert [sum(size for _, size in own.static_memory.values()) for own in owns] == [rest, rest]
@@ -154,7 +158,7 @@ def test_each_level_holds_what_the_paper_says(zero: int, rest: float, most: floa
 
 
 def test_each_turn_makes_room_for_the_next() -> None:
-    """A whole gradient at a time where each turn is reduced, and all where that is at the end."""
+    """One full gradient exists at a time if each backward is reduced, and otherwise all do."""
     peaks = {}
     for when in ("update_end", "each_backward"):
         program = compile(
@@ -172,7 +176,7 @@ def test_each_turn_makes_room_for_the_next() -> None:
 
 
 def test_what_is_there_all_the_time_takes_nothing_more() -> None:
-    """At level 1 whole weights are where the parameters are, and so are gradients."""
+    """At level 1 the parameters are the full weights, and gradients are full too."""
     program = compile(zb_h1, PipelineShape(2, 4), dp=4, zero=1, buffer_sharing="minimal")
     assert all(
         not {WEIGHTS, GRADIENT} & {*own.dynamic_memory, *own.static_memory}
@@ -210,7 +214,7 @@ def test_a_sum_of_all_cannot_be_cut() -> None:
 
 
 def test_recomputation_fits_beside_what_is_whole() -> None:
-    """As few forwards are run again as the limit asks for, with parts counted as parts."""
+    """As few forwards are recomputed as the limit requires, and shards are counted as shards."""
     sizes = replace(SIZES, recompute_inputs=1.0)
     again = {}
     for zero in (0, 3):
@@ -228,7 +232,7 @@ def test_recomputation_fits_beside_what_is_whole() -> None:
 
 
 def test_commands_say_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """Columns of parts, and of the most that is whole beside them."""
+    """The output has columns of shards, and of the peak of full tensors."""
     command = ["simulate", "interleaved", "--ranks", "2", "--microbatches", "4", "-O", "dp=4"]
     command += ["--stages-per-rank", "2", "-O", "zero=3", "--json", "--sizes"]
     assert main([*command, "saved=10,params=160,grads=160,optimizer=480:480:80:80"]) == 0

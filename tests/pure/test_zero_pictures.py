@@ -1,4 +1,4 @@
-"""Pictures of gathers: a lane of their own, and bands of stages while their weights are whole."""
+"""Tests of pictures of gathers: their lane, and bands for stages while they are gathered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_computes_that_need_whole_weights_stand_in_a_band(
 ) -> None:
     name, active = case
     shape = ZOO[name]
-    least = 2 if shape.placement_rows > 1 else 1  # what runs together may be of two stages
+    least = 2 if shape.placement_rows > 1 else 1  # a pair may be of two stages
     active = max(least, min(active, len(shape.stages_on_rank[0])))
     found = run(name, 3, active, unshard=unshard, reduce_scatter=reduce)
     bands, spans = find_unsharded_intervals(found), found.spans
@@ -72,7 +72,7 @@ def test_a_chart_names_both_and_its_legend_does(palette: str) -> None:
 
 
 def test_lanes_that_are_left_out_leave_out_bands() -> None:
-    """Below them, and beside the room of a rank."""
+    """A picture without lanes has no bands either, and its ranks are less high."""
     found = run("looped_bfs", active=2, unshard=1)
     low, high = (viz.gantt(found, show=s).axes[0].get_ylim()[0] for s in ("", "lanes"))
     assert low < high

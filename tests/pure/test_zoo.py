@@ -1,7 +1,6 @@
-"""Every schedule's published law, exactly, and where exactly it holds.
+"""Compare every built-in schedule with its published formulas, and test where they hold.
 
-Idle time is looked at in both measures: from the first start to the last end of all ranks, and
-from each rank's own first start to its own last end.
+Idle time has two measures: in the span of the run, and in the active span of a rank.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def test_1f1b(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("send", [0.25, 1.0, 1.5])
 def test_eager_1f1b_hides_messages(send: float) -> None:
-    """1F1B waits for each message once up and once down in P microbatches, eager 1F1B for none."""
+    """In P microbatches, 1F1B waits for P - 1 messages each way. Eager 1F1B never waits."""
     costs, few, many = Costs(F=1, B=2, send=send), PipelineShape(4, 12), PipelineShape(4, 32)
 
     def each(schedule: Schedule) -> float:
@@ -100,7 +99,7 @@ def test_wave(w: int) -> None:
         B = c.I + c.W
         assert c.idle == (c.P - 1) * (2 * min(c.F, B) + 2 * (c.m // c.P) * abs(B - c.F))
         assert c.peak == [(c.v - 1) * c.P + r + 1 for r in range(c.P)]
-    for P in (2, 3, 5):  # at F = B, interleaved's bubble
+    for P in (2, 3, 5):  # with F = B, the bubble equals that of interleaved
         costs = Costs(F=2, B=2)
         for schedule in (wave, interleaved):
             timeline = run(schedule, shape_of(schedule, P, 2 * P, 2 * w), costs)
@@ -130,7 +129,7 @@ def test_zb_h1(schedule: Schedule, v: int) -> None:
         assert c.own == [(c.P - 1 - r) * x for r in range(c.P)]
         assert c.peak == [c.P * c.v] * c.P
         if c.W <= c.F <= x:
-            assert c.idle == (c.P - 1) * (c.F + c.I - c.W)  # as published
+            assert c.idle == (c.P - 1) * (c.F + c.I - c.W)  # the published formula
 
 
 def test_zb_h2() -> None:
@@ -168,7 +167,7 @@ def test_dualpipe_v() -> None:
         assert c.peak == [2 * c.P + 1] * c.P
     for c in cases(dualpipe_v, lambda P: [2 * P], when=lambda F, I, W: W <= F < I):
         assert c.idle <= (c.P - 1) * (c.F + 2 * c.I - c.W)
-    for together in (4, 5, 6):  # ranks have different numbers of pairs, so only one idles most
+    for together in (4, 5, 6):  # ranks have different numbers of pairs, so idle times differ
         timeline = run(dualpipe_v, PipelineShape(4, 9, 2, "vee"), Costs(F=2, I=2, W=2, FB=together))
         assert max(timeline.idle) == 3 * (together + 4 - 3 * 2)
 
@@ -202,20 +201,20 @@ def test_pairs_whose_halves_hand_on_their_results_apart(schedule: Schedule) -> N
 
 
 def test_both_ways_are_alike() -> None:
-    """A rank's mirror image does the same to the other half of the microbatches."""
+    """A rank and its mirror image have the same order for different halves of the microbatches."""
     for schedule in (dualpipe, chimera, bitpipe):
         for P, m in ((2, 4), (4, 8), (6, 14)):
             program = expand_schedule(schedule, shape_of(schedule, P, m))
             for r, stream in enumerate(program.streams):
                 mirrored = [(op, s, (mb + m // 2) % m) for op, s, mb in stream]
                 assert mirrored == [*program.streams[P - 1 - r]]
-                first = {r, 2 * P - 1 - r}  # a rank's stages on the way down
+                first = {r, 2 * P - 1 - r}  # the rank's stages in the first direction
                 assert {(mb < m // 2) == (s in first) for _, s, mb in stream} == {True}
 
 
 @pytest.mark.parametrize(("schedule", "more"), [(chimera, 0), (bitpipe, 1)])
 def test_interlocked(schedule: Schedule, more: int) -> None:
-    """1F1B in 1F1B's bubbles."""
+    """Test schedules that put a second 1F1B into the bubbles of a first one."""
     for c in cases(schedule, lambda P: [P, 2 * P, 3 * P], ranks=(2, 4, 6)):
         B = c.I + c.W
         assert c.idle == (c.P - 2) * (min(c.F, B) + c.m // c.P * abs(B - c.F))
@@ -224,14 +223,14 @@ def test_interlocked(schedule: Schedule, more: int) -> None:
 
 
 def test_bitpipe() -> None:
-    """Its bubble at B = 2F and m = P, and the order that its authors have drawn."""
+    """Compare the bubble for B = 2F and m = P, and the order in the figure of the paper."""
     for P in (2, 4, 6, 8):
         timeline = run(bitpipe, shape_of(bitpipe, P, P), Costs(F=1, B=2))
         assert timeline.bubble == pytest.approx((P - 2) / (3 * P + P - 2))
-    for m, span in ((4, 28), (8, 54)):  # of the second their drawing has 53
+    for m, span in ((4, 28), (8, 54)):  # the figure of the paper has 53 instead of 54
         assert run(bitpipe, shape_of(bitpipe, 4, m), Costs(F=1, B=2)).span == span
     program = expand_schedule(bitpipe, shape_of(bitpipe, 4, 4))
-    drawn = {  # their microbatches count from 1, and chunks have colours
+    drawn = {  # in the figure, microbatches count from 1, and colours show the stages
         0: "F1 F2 F3 F3 F4 F4 F1 B1 F2 B2 B3 B3 B4 B4 B1 B2",
         1: "F1 F3 F2 F4 F3 F1 F4 F2 B1 B3 B2 B4 B3 B1 B4 B2",
         2: "F3 F1 F4 F2 F1 F3 F2 F4 B3 B1 B4 B2 B1 B3 B2 B4",
@@ -241,11 +240,12 @@ def test_bitpipe() -> None:
         assert [f"{INSTRUCTIONS[i.op].text}{i.mb + 1}" for i in stream] == drawn[rank].split()
     streams = compile(bitpipe, shape_of(bitpipe, 4, 4)).streams
     sent = [i for stream in streams for i in stream if i.op is Opcode.SendAct]
-    assert len(sent) == 4 * (8 - 1 - 1)  # each microbatch over each boundary but the turn
+    # No message is needed at the turn, because both stages are on one rank.
+    assert len(sent) == 4 * (8 - 1 - 1)
 
 
 def test_chimera() -> None:
-    for P in (2, 4, 6):  # at F = B, half of 1F1B's bubble less one slot each
+    for P in (2, 4, 6):  # with F = B, about half of the bubble of 1F1B
         timeline = run(chimera, shape_of(chimera, P, 2 * P), Costs(F=2, B=2))
         assert timeline.idle.tolist() == [2 * (P - 2)] * P
 
@@ -257,19 +257,19 @@ def test_v_half() -> None:
     for c in cases(v_half, lambda P: [P, P + 1, 3 * P], when=equal, ranks=(3, 4, 5, 7, 8, 14)):
         assert c.idle == c.own[0] == (3 * c.P - (4 if c.P % 2 else 7)) * c.F
         assert max(c.peak) == 2 * (c.P // 2 + 1)
-        assert c.idle < 6 * (c.P - 1) * c.F / 2  # half of 1F1B's
+        assert c.idle < 6 * (c.P - 1) * c.F / 2  # less than half of the idle time of 1F1B
 
 
 def test_v_min() -> None:
     for c in cases(v_min, lambda P: [P, P + 1, 3 * P], when=equal, ranks=(2, 3, 4, 5, 6, 8, 13)):
         assert c.idle == c.own[0] == (4 * c.P - (5 if c.P % 3 == 1 else 7)) * c.F
         assert max(c.peak) == 2 * ((c.P + 1) // 3 + 1)
-        assert c.idle <= 6 * (c.P - 1) * c.F * 2 / 3  # two thirds of 1F1B's
+        assert c.idle <= 6 * (c.P - 1) * c.F * 2 / 3  # two thirds of the idle time of 1F1B
 
 
 @pytest.mark.parametrize("P", [3, 4, 5, 8])
 def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
-    """What each microbatch adds to the idle time once the pipeline is full."""
+    """Test the idle time that each further microbatch adds in the steady phase."""
     few, many = 4 * P, 4 * P + 10
     for F, I, W in [*TRIPLES, (5, 6, 4)]:
         costs = Costs(F=F, I=I, W=W)
@@ -285,7 +285,7 @@ def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
             assert growth(v_min) == 6 * max(F, I) - 2 * (F + I + W)
 
 
-# ------------------------------------------------------------------ all of them
+# ------------------------------------------------------------------ all schedules
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.model}-{row.shape.microbatches}")
@@ -301,7 +301,7 @@ def test_published_bubble_rates(row: Row, schedule: Schedule, published: str) ->
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_schedule_finishes_everywhere(name: str) -> None:
-    """Under all models, at even and uneven costs, with few, odd and many microbatches."""
+    """Test all progress models, even and uneven costs, and several numbers of microbatches."""
     schedule = ZOO[name]
     for P, m in ((1, 2), (2, 4), (3, 2), (3, 7), (4, 8)):
         if schedule in TWO_WAY:
@@ -318,7 +318,7 @@ def test_every_schedule_finishes_everywhere(name: str) -> None:
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(ZOO)), st.integers(1, 6), st.integers(1, 20), st.integers(1, 2))
 def test_any_number_of_microbatches(name: str, ranks: int, m: int, v: int) -> None:
-    """It is drafted and finishes, or is refused for being too few."""
+    """A schedule runs with any number of microbatches from its minimum on, and refuses fewer."""
     schedule = ZOO[name]
     if schedule in TWO_WAY:
         ranks, m = 2 * ranks, m + 1 + (schedule is dualpipe and m % 2 == 0)
@@ -364,7 +364,7 @@ def test_other_placements_are_refused(schedule: Schedule) -> None:
 
 
 def test_commands_know_where_a_schedule_lies(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --placement and --stages-per-rank, those of its mark; also side by side."""
+    """Commands use the placement and the stages per rank that `with_placement` gives."""
     shape = ["--ranks", "2", "--microbatches", "4"]
     for name in ZOO:
         assert main(["check", name, *shape]) == 0
@@ -380,7 +380,7 @@ def test_interleaved_is_for_loops(schedule: Schedule) -> None:
 
 
 def test_gpipe_is_the_longest_and_keeps_most() -> None:
-    """What the others are measured by."""
+    """GPipe has the longest span and the largest number of microbatches in flight."""
     shape = PipelineShape(4, 8)
     last = run(gpipe, shape, Costs())
     for schedule in (one_f_one_b, eager_1f1b, zb_h1, zb_h2):

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from schedir.errors import UsageError, require_type
 from schedir.io.files import atomic_write, require_path
 
-# By suffix, the metadata to leave out. It would make the bytes of two equal figures differ.
+# Suffix -> the metadata to leave out, because it would make the bytes of equal figures differ.
 FORMAT_METADATA: Final[dict[str, dict[str, None]]] = {
     ".png": {},
     ".svg": {"Date": None},
@@ -59,7 +59,7 @@ def save(figure: Figure, path: str | Path) -> None:
         path: The file.
 
     Raises:
-        UsageError: The suffix is another one, or the file cannot be written.
+        UsageError: The file has another suffix, or cannot be written.
 
     Example:
         >>> from pathlib import Path

@@ -183,7 +183,11 @@ def lay_out(
 def _find_time_ranges(
     timelines: Sequence[Timeline], style: ResolvedStyle, *, has_shared_unit: bool
 ) -> list[TimeRange]:
-    """Return the time range of each chart: equal times, or equal multiples of the busy time."""
+    """Return the time range of each chart.
+
+    All ranges have the same length if the runs have one unit. Otherwise they are the same multiple
+    of the mean busy time of each run.
+    """
     scale = [1.0 if has_shared_unit else float(t.busy.mean()) or 1.0 for t in timelines]
     longest = max(t.span / s for t, s in zip(timelines, scale, strict=True)) or 1.0
     if style.time_range is None:
@@ -226,7 +230,7 @@ def _choose_axes_size(
 ) -> tuple[float, float]:
     """Return the width of the axes, and the largest height of all axes together, in inches.
 
-    Labels determine the width, unless the style does.
+    If the style has no width, the labels determine it.
     """
     if style.width is not None:
         return style.width, _MAX_HEIGHT
@@ -236,5 +240,5 @@ def _choose_axes_size(
     )
     wanted = max(widths) * _INCHES_PER_LABEL
     if wanted > _WIDTH_RANGE[1]:
-        return _DENSE_SIZE  # no label fits, so a smaller figure shows as much
+        return _DENSE_SIZE  # no label fits, so a larger figure would not show more
     return float(np.clip(wanted, *_WIDTH_RANGE)), _MAX_HEIGHT

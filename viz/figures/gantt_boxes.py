@@ -58,10 +58,11 @@ def draw_boxes(
     Args:
         axes: The axes, with their x limits set.
         rectangles: The rectangles of the chart.
-        inches_per_unit: The inches of a unit of time.
-        row_height: The inches of a compute lane.
-        is_dense: Draw mean colours instead of single boxes.
-        has_background: Fill idle time with white. Without it, the colour below remains visible.
+        inches_per_unit: Inches per unit of time.
+        row_height: The height of a compute lane, in inches.
+        is_dense: True to draw mean colours instead of single boxes.
+        has_background: True to fill idle time with white. If False, the colour below remains
+            visible.
     """
     idle = _IDLE_STYLE if has_background else _IDLE_STYLE | {"facecolor": "none"}
     gaps = rectangles.compute_idle_corners(
@@ -156,7 +157,7 @@ def _draw_labels(
     If letters do not fit, only the microbatch is written, because the colour shows the instruction.
     Labels that do not fit are left out.
     """
-    points = inches_per_unit * 72  # per unit of time
+    points = inches_per_unit * 72  # typographic points per unit of time
     wide, available = rectangles.label_width, 0.9 * rectangles.short_box_width * points
     letter = available >= wide * _MIN_FONT_SIZE
     if not letter:

@@ -87,10 +87,11 @@ def compare(
     bounds: Sequence[float | None] | None = None,
     **style: Unpack[Style],
 ) -> Figure:
-    """Draw timelines below each other on one time axis, each from its own start.
+    """Draw timelines below each other on one time axis, on which each timeline starts at 0.
 
-    The title of each has its bubble and the peak of a rank. The peak is in bytes. Without sizes it
-    is in activations of a full rank, where a stage of half a rank counts half.
+    The title of each has its bubble and the largest peak memory of a rank, in bytes. Without sizes
+    the peak is a number of activations. The activations of all v stages of a rank count 1, so those
+    of one stage count 1/v.
 
     Units of cost and seconds have no common axis. If timelines have both, each has its own axis.
     The axes are scaled so that the mean busy time of a rank is equally long in all. A note in the
@@ -268,7 +269,7 @@ def _draw_lane_names(axes: Axes, name: str, positions: NDArray[np.floating[Any]]
 
 
 def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
-    """Write the name of a chart on the left above it, and its figures on the right."""
+    """Write the name of a chart on the left above it, and its numbers on the right."""
     timeline, title, slim = chart.rectangles.timeline, chart.title, width_inches < NARROW_WIDTH
     if title == "":
         return
@@ -288,8 +289,9 @@ def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
     kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
     if title is not None:
         name, kind = " ".join(title.split()), ""
-    # If the space is too small, figures are dropped first. A title that the user chose may lose all
-    # figures. A name keeps the first one, the bubble, and is cut instead.
+    # If the space is too small, numbers are dropped first. Next to a title that the user chose, all
+    # numbers may be dropped. Next to a name, the first number (the bubble) stays, and the name is
+    # cut.
     about, left = ", ".join(facts), name[:300]
     while (
         len(facts) > (title is None)
@@ -310,7 +312,7 @@ def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
 
 
 def _measure_inches(text: str, size: float) -> float:
-    """Return the width of a text in inches, plus 6% because letters are drawn at full pixels."""
+    """Return the width of a text in inches, plus 6% because drawing rounds letters to pixels."""
     with warnings.catch_warnings():  # ignored for the same reason as in `save`
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         font = FontProperties(size=size)

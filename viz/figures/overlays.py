@@ -114,7 +114,7 @@ def draw_critical_path(axes: Axes, rectangles: ChartRectangles, *, is_dense: boo
     Args:
         axes: The axes.
         rectangles: The rectangles of the chart.
-        is_dense: Draw a line through each box instead of an outline.
+        is_dense: True to draw a line through each box instead of an outline.
     """
     chain = rectangles.timeline.critical_path
     chain = chain[rectangles.right[chain] > rectangles.left[chain]]

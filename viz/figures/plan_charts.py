@@ -295,7 +295,7 @@ def plan_memory(
 def _find_frontier(
     memory: NDArray[np.float64], step_times: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the points for which no other point has less memory and less time, by memory."""
+    """Return the memory and the step time of the Pareto-optimal points, ascending by memory."""
     order = np.lexsort((step_times, memory))
     low = np.minimum.accumulate(step_times[order])
     best = order[np.r_[True, low[1:] < low[:-1]]]
@@ -387,9 +387,9 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
     label at each point has p x t x d.
 
     Args:
-        strong: Plans of one batch. A thin line shows the step times for ideal scaling from the
-            first.
-        weak: Plans whose batch grows with the number of GPUs.
+        strong: Plans with the same batch size (strong scaling). A thin line shows the step times
+            for ideal scaling from the plan with the fewest GPUs.
+        weak: Plans whose batch grows with the number of GPUs (weak scaling).
 
     Returns:
         The figure.

@@ -30,7 +30,7 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     """Draw bubble against memory, with a point per timeline.
 
     A line joins the timelines with the smallest bubble at each memory. Memory is the peak of a
-    rank, in GB. Without sizes, it is in activations of a full rank and a full microbatch.
+    rank, in GB. Without sizes, it is a number of activations of all stages of a rank.
 
     Args:
         timelines: The timelines.
@@ -89,8 +89,8 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
 
     A line shows the shortest run that the search found within each limit. No schedule of these
     stages is in the filled region. A point is a run of a given schedule. Memory is the peak of a
-    rank, in GB. Without sizes, it is in activations of a full rank. The part far above all points
-    is not shown.
+    rank, in GB. Without sizes, it is a number of activations of all stages of a rank. The part far
+    above all points is not shown.
 
     Args:
         frontier: The result of `schedir.memory_frontier`.
@@ -120,8 +120,8 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
     bound[-1, 0] = right
     figure = Figure(figsize=(6.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    # A count between two limits allows as much as the lower one. A bound for more bytes is valid
-    # for fewer bytes.
+    # A limit between two numbers of activations allows as much as the lower number: step "post". A
+    # bound for a limit in bytes is also valid for all smaller limits: step "pre".
     step: Literal["pre", "post"] = "pre" if frontier.is_in_bytes else "post"
     axes.fill_between(
         bound[:, 0], bound[:, 1], step=step, color=_INFEASIBLE_COLOR, linewidth=0, zorder=0.5,
@@ -179,7 +179,7 @@ def _draw_names(
     wide, high = axes.get_xlim()[1], axes.get_ylim()[1]
     axes_size = 320 * scale, 210 * scale  # typographic points
     spots = np.stack([x / wide * axes_size[0], y / high * axes_size[1]], 1).tolist()
-    taken = [(left - 4, left + 4, up) for left, up in spots]  # the left, the right and the height
+    taken = [(left - 4, left + 4, up) for left, up in spots]  # occupied: left, right, height
     for k in np.lexsort((x, y)).tolist():
         name = names[k] if len(names[k]) <= 30 else f"{names[k][:29]}…"
         left, at = spots[k]
