@@ -166,11 +166,11 @@ def run(args: argparse.Namespace) -> str:
     if args.json:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.shape.ranks}
         facts["stages_per_rank"] = program.shape.stages_per_rank
-        model_facts = {"models": models}
+        model_facts = {"progress_models": models}
         if not args.lazy_communicators:  # Blocking hosts are not checked with this option.
-            model_facts["models_where_hosts_block"] = on_cpus
+            model_facts["progress_models_with_blocking_hosts"] = on_cpus
         if args.host_device_sync:
-            model_facts["models_where_hosts_wait_for_their_device"] = models
+            model_facts["progress_models_with_host_device_sync"] = models
         return format_json(
             facts | {"instructions": len(program)} | model_facts | collect_sharding_facts(program)
         )

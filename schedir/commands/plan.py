@@ -71,9 +71,9 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
 
         save(plan_scaling(plans_by_scaling["strong"], plans_by_scaling["weak"]), args.picture)
     if args.json:
-        return format_json({way: [collect_plan_facts(plan) for plan in plans] for way,
+        return format_json({f"{way}_scaling": [collect_plan_facts(plan) for plan in plans] for way,
             plans in plans_by_scaling.items()}
-                       | {"refused": refusals})  # fmt: skip
+                       | {"refusals": refusals})  # fmt: skip
     lines = [
         f"{way}: {_SCALING_DESCRIPTIONS[way]}\n{_format_scaling_table(plans)}"
         for way, plans in plans_by_scaling.items()

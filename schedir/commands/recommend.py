@@ -172,8 +172,8 @@ def _collect_row(request: Request) -> dict[str, Any]:
     row = collect_timeline_facts(timeline, find_lower_bound(request)) | {
         "stages_per_rank": shape.stages_per_rank,  # Before stages are divided into segments.
         "peak_activations": timeline.peak_activations,
-        "split_backwards": BACKWARD_INPUT in ops,
-        "parameters_held": shape.placement_rows,
+        "has_split_backward": BACKWARD_INPUT in ops,
+        "parameter_copies": shape.placement_rows,
     }
     row |= collect_cost_facts(request)
     if timeline.sizes is not None:
@@ -198,9 +198,9 @@ def _format_ranking(requests: list[Request]) -> str:
                 f"{row['bubble']:.1%}", format_possible_gain(row), f"{row['peak_activations']:.6g}",
                 *(format_bytes(row["peak_memory"]) for _ in sized),
                 " and ".join(
-                    ["split backwards"] * row["split_backwards"]
-                    + [_describe_parameter_copies(row["parameters_held"])]
-                    * (row["parameters_held"] > 1)
+                    ["split backwards"] * row["has_split_backward"]
+                    + [_describe_parameter_copies(row["parameter_copies"])]
+                    * (row["parameter_copies"] > 1)
                 ) or "-",
             ]
             for label, row in zip(label_requests(requests), rows, strict=True)

@@ -486,22 +486,22 @@ def _format_json(
     return format_json(
         collect_timeline_facts(result.timeline)
         | {
-            "objective": "own" if search_request.minimizes_active_span else "span",
-            "length": result.span,
+            "objective": "active_span" if search_request.minimizes_active_span else "span",
+            "objective_value": result.span,
             "bound": result.bound,
-            "gap": result.gap_to_bound,
-            "why": result.explanation,
-            "stopped": result.stop_reason,
-            "tried": result.num_evaluated,
+            "gap_to_bound": result.gap_to_bound,
+            "explanation": result.explanation,
+            "stop_reason": result.stop_reason,
+            "num_evaluated": result.num_evaluated,
             "numba": result.numba,
             "seed": result.seed,
-            "trail": [step._asdict() for step in result.improvements],
+            "improvements": [step._asdict() for step in result.improvements],
             "peak_in_flight": result.timeline.peak_in_flight.tolist(),
-            "beside": [
-                {"program": t.program.name, "length": search_request.compute_objective(t)}
+            "compared_schedules": [
+                {"program": t.program.name, "objective_value": search_request.compute_objective(t)}
                 for t in (request.timeline for request in ranking.fitting)
             ],
-            "over": {name: excess.text for name, excess in ranking.over_limit.items()},
+            "over_limit": {name: excess.text for name, excess in ranking.over_limit.items()},
         }
     )
 

@@ -73,12 +73,12 @@ def _describe_position(job: DistributedJob, rank: int, is_brief: bool) -> str:
     dump, waits = job.dumps[rank], job.waits[rank]
     if dump.current_op is None:
         after = "nothing is recorded"
-        if dump.last_done:
+        if dump.last_ended_op:
             after = (
-                f"the last that ended is {job.describe_operation(rank, dump.last_done)}"
-                f"{_describe_source_line(dump.last_done)}"
+                f"the last that ended is {job.describe_operation(rank, dump.last_ended_op)}"
+                f"{_describe_source_line(dump.last_ended_op)}"
             )
-        return f"no pending operation; {after}{_describe_age(job, dump.current_since)}"
+        return f"no pending operation; {after}{_describe_age(job, dump.current_op_time)}"
     op = waits[0].op if waits else dump.current_op
     others = [
         _describe_peers(job, [*some]) for _, some in groupby(waits, lambda w: (w.reason, w.op))
@@ -115,7 +115,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
             )
     for wait in _deduplicate_waits(job.unmatched):
         name = f"{job.describe_operation(wait.rank, wait.op)} of rank {wait.rank}"
-        if wait.reason is WaitReason.OTHER:
+        if wait.reason is WaitReason.MISMATCH:
             unsure = job.old_dump_ranks or (wait.op.is_message and job.has_lost_entries(wait))
             lines.append(
                 f"{'a possible' if unsure else 'the'} cause: {name} {_describe_peers(job, [wait])}"
@@ -246,13 +246,13 @@ def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> s
     """Describe the ranks that an operation waits for. All waits must have the same reason."""
     first = waits[0]
     ranks = _name_ranks([wait.awaited_rank for wait in waits])
-    if first.reason is WaitReason.OTHER and first.counterpart:
+    if first.reason is WaitReason.MISMATCH and first.counterpart:
         here, there = (
             op.shape_text if op.is_message else f"{op.kind} of {op.shape_text}"
             for op in (first.op, first.counterpart)
         )
         return f"does not match {ranks}: {here} here, {there} there"
-    ahead = job.dumps[first.awaited_rank].current_op if first.reason is WaitReason.BEHIND else None
+    ahead = job.dumps[first.awaited_rank].current_op if first.reason is WaitReason.QUEUED else None
     behind = f" {job.describe_operation(first.awaited_rank, ahead)}" if ahead else ""
     return f"{ranks} {'has' if len(waits) == 1 else 'have each'} {first.reason.value}{behind}"
 
@@ -481,7 +481,7 @@ class _ProgramCopyReport:
         """Describe a cause. `certainty` is "is", or "may be" if there are other candidates."""
         owners = " or ".join(dict.fromkeys(map(self.name_owner, cause.positions)))
         ops = " or ".join(map(self.name_instruction, cause.positions))
-        if cause.kind is ChainEnd.SILENT:
+        if cause.kind is ChainEnd.NO_DUMP:
             problem = f"has no dump, and others wait for it at {ops}: its process may be gone"
         elif cause.kind is ChainEnd.STUCK:
             both = " and ".join(
@@ -493,7 +493,7 @@ class _ProgramCopyReport:
                 f"may be the cause: the other side of {ops} has ended; its device has not reached "
                 "its side, or its dump is older"
             )
-        elif cause.kind is ChainEnd.LATE:
+        elif cause.kind is ChainEnd.NOT_ISSUED:
             problem = (
                 f"{certainty} the cause: its host has not reached {ops}; it computes, waits for "
                 "something else, or its process is gone"
@@ -510,7 +510,7 @@ class _ProgramCopyReport:
                 "which side has started)"
             )
         lines = [f"{owners} {problem}"]
-        if cause.kind is ChainEnd.LATE:
+        if cause.kind is ChainEnd.NOT_ISSUED:
             rank = self.matched.ranks[int(self.positioned.rank_of[cause.positions[0]])]
             for wait in self.job.waits.get(rank, ()):
                 if not wait.op.is_message:

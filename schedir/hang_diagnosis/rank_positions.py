@@ -35,15 +35,15 @@ _DEFAULT_MODELS: Final = ("per_device", *reversed(MODELS[: MODELS.index("per_dev
 class ChainEnd(Enum):
     """The kinds of ends of a chain of waits.
 
-    - LATE: The host of a rank has not issued a transfer.
-    - SILENT: There is no dump of a rank.
+    - NOT_ISSUED: The host of a rank has not issued a transfer.
+    - NO_DUMP: There is no dump of a rank.
     - BUSY: Both sides of a message were issued, and a rank may still compute before it.
     - STUCK: Both sides of a message were issued, and nothing delays it.
     - ENDED: The other side of a message has ended.
     """
 
-    LATE = 0
-    SILENT = 1
+    NOT_ISSUED = 0
+    NO_DUMP = 1
     BUSY = 2
     STUCK = 3
     ENDED = 4
@@ -349,7 +349,7 @@ class PositionedRanks:
             return (
                 None
                 if self.ended_mask[self._partner_of(position)]
-                else StallReason(ChainEnd.SILENT, (position,))
+                else StallReason(ChainEnd.NO_DUMP, (position,))
             )
         if blockers := self._list_blockers(position):
             return self._find_blocking_transfer(blockers)
@@ -357,7 +357,7 @@ class PositionedRanks:
             return None
         place = self.find_position(int(self.rank_of[position]))
         return (
-            StallReason(ChainEnd.LATE, (position,))
+            StallReason(ChainEnd.NOT_ISSUED, (position,))
             if place.is_late or place.position is None
             else place.position
         )

@@ -59,8 +59,8 @@ def to_json(timeline: Timeline) -> str:
         "program": timeline.program.name,
         "digest": timeline.program.digest,
         "kind": timeline.kind,
-        "doubt": timeline.causality_warning,
-        "model": timeline.progress_model,
+        "causality_warning": timeline.causality_warning,
+        "progress_model": timeline.progress_model,
         "unit": timeline.unit,
         "microseconds_per_unit": _find_time_scale(timeline),
     }

@@ -8,7 +8,7 @@ The docstrings use these terms:
   computes for v m (F + B). Papers on zero-bubble schedules call our I "B".
 - Idle time is the time in which a rank does not compute, between the first start and the last end
   of all ranks (`Timeline.idle`). In the active span, it is counted between the first start and the
-  last end of the rank (`idle_in_own_span`).
+  last end of the rank (`idle_in_active_span`).
 - Ideal time is the compute time of a rank.
 - Timelines have F = I = W = 1. A letter is one unit of time, a dot is idle time, and a ' marks the
   second stage of the rank.

@@ -55,7 +55,7 @@ def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
             "None",
         }
         late = job.dumps[LATE]
-        assert (str(late.last_done), late.current_op) == ("all_reduce 1 of default_pg", None)
+        assert (str(late.last_ended_op), late.current_op) == ("all_reduce 1 of default_pg", None)
         waits = {wait for own in job.waits.values() for wait in own if wait.awaited_rank == LATE}
         assert {wait.reason for wait in waits} == {WaitReason.NOT_ISSUED}
         assert any(f"rank {LATE} is the cause" in line for line in describe_job(job))

@@ -69,8 +69,9 @@ def test_of_a_run_that_stands_the_cause_and_who_waits(tmp_path: Path, capsys: Ca
     ]
     assert where(capsys, str(tmp_path / BLACK_BOX_DIRECTORY))[1:] == said[1:]
     facts = json.loads("\n".join(where(capsys, str(tmp_path), "--json")))
-    assert facts["cause"] == {"process": 1, "kind": "busy", "sure": True}
-    assert [one["at"] for one in facts["processes"]] == [at, 1] and facts["no_box"] == []
+    assert facts["cause"] == {"process": 1, "kind": "busy", "is_certain": True}
+    assert [one["position"] for one in facts["processes"]] == [at, 1]
+    assert facts["processes_without_box"] == []
     assert "leave out --program" in run_refused_command(
         capsys, "diagnose", str(tmp_path), "--program", "gpipe"
     )

@@ -168,7 +168,7 @@ def test_a_rank_without_a_dump_is_the_cause(tmp_path: Path) -> None:
     job = job_of(tmp_path, recorders)
     (verdict,) = verdicts_of(job, program)
     assert job.missing == (2,) and job.roots == (2,)
-    assert {cause.kind for cause in verdict.causes} == {ChainEnd.SILENT} and culprits(verdict) == {
+    assert {cause.kind for cause in verdict.causes} == {ChainEnd.NO_DUMP} and culprits(verdict) == {
         2
     }
     assert [place.rank for place in verdict.positions] == [0, 1, 3]

@@ -311,14 +311,15 @@ def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     counts = "--gpu-counts=8,2,4"
     told = json.loads(run_command(capsys, *at, counts, "--picture", str(picture), "--json"))
-    assert [plan["pp"] * plan["tp"] * plan["dp"] for plan in told["strong"]] == [2, 4, 8]
+    assert [plan["pp"] * plan["tp"] * plan["dp"] for plan in told["strong_scaling"]] == [2, 4, 8]
     assert [
-        plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["strong"]
+        plan["dp"] * plan["microbatches"] * plan["microbatch_size"]
+        for plan in told["strong_scaling"]
     ] == [12, 12, 12]
     assert [
-        plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["weak"]
+        plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["weak_scaling"]
     ] == [3, 6, 12]
-    assert told["refused"] == [] and picture.exists()
+    assert told["refusals"] == [] and picture.exists()
     table = run_command(capsys, *at, "--gpu-counts=8,2,3")
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
     assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> str:
     models = [model for model in models if _find_sequence_error(runs, model) is None]
     program_names = [[program.name for program in row] for row in runs]
     if args.json:
-        return format_json({"steps": program_names, "models": models})
+        return format_json({"rank_programs": program_names, "progress_models": models})
     is_uniform = all(row == program_names[0] for row in program_names)
     steps = ", ".join(program_names[0]) if is_uniform else "; ".join(
         f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(program_names)

@@ -145,17 +145,17 @@ def _format_text(args: argparse.Namespace, frontier: MemoryFrontier, unit: str) 
 def _format_json(frontier: MemoryFrontier) -> str:
     return format_json(
         {
-            "memory": "bytes" if frontier.is_in_bytes else "in flight",
+            "memory_unit": "bytes" if frontier.is_in_bytes else "in flight",
             "levels": [
                 {"limit": limit, "span": run.span, "bubble": run.bubble, "bound": bound}
                 for limit, run, bound in frontier.levels
             ],
-            "beside": [
+            "compared_schedules": [
                 {"program": t.program.name, "memory": frontier.measure_memory(t), "span": t.span}
                 for t in frontier.timelines
             ],
             "bounds": [{"limit": limit, "bound": bound} for limit, bound in frontier.bounds[:-1]],
-            "complete": frontier.is_complete,
+            "is_complete": frontier.is_complete,
             "numba": frontier.numba,
         }
     )
