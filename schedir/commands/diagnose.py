@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> str:
     from schedir.hang_diagnosis.rank_positions import diagnose_copies
     from schedir.hang_diagnosis.wait_graph import DistributedJob
 
-    option_words = [word for word in args.typed[1:] if word.startswith("-") and word != "-"]
+    option_words = [word for word in args.command_words[1:] if word.startswith("-") and word != "-"]
     if args.program is None and (
         extra := [
             word for word in option_words if word.partition("=")[0] not in _STANDALONE_OPTIONS

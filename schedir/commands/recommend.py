@@ -63,12 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SCHEDULE", nargs="*", help=f"also rank this: {SOURCE_HELP}"
     )
     parser.add_argument(
-        "--max-activations", dest="activations", type=parse_number, metavar="N",
+        "--max-activations", type=parse_number, metavar="N",
         help="the memory limit of a rank, as the number of microbatches whose activations the rank "
         "can keep in all its stages; 1F1B needs as many as there are ranks",
     )  # fmt: skip
     parser.add_argument(
-        "--no-split-backward", dest="whole", action="store_true",
+        "--no-split-backward", action="store_true",
         help="leave out schedules that split backwards into I and W",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -110,7 +110,7 @@ def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
 
     def find_excess(request: Request) -> Excess | None:
         peak = request.timeline.peak_activations
-        if args.activations is None or peak <= args.activations:
+        if args.max_activations is None or peak <= args.max_activations:
             return None
         return Excess(request, peak, f"{peak:.6g} activations")
 
@@ -120,7 +120,7 @@ def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
     ranking = rank_schedules(
         zip(candidates, requests, strict=True),
         find_excess=find_excess,
-        full_backward_only=args.whole,
+        full_backward_only=args.no_split_backward,
         named_sources=args.source,
     )
     if ranking.refusals and not (
@@ -132,7 +132,7 @@ def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
 
 def _describe_limit(args: argparse.Namespace) -> str:
     bytes_ = [] if args.memory_limit is None else [format_bytes(args.memory_limit)]
-    activations = [] if args.activations is None else [f"{args.activations:g} activations"]
+    activations = [] if args.max_activations is None else [f"{args.max_activations:g} activations"]
     return " and ".join(bytes_ + activations)
 
 

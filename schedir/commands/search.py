@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      "end; or own, the longest time from the first to the last compute of a "
                      "rank")  # fmt: skip
     how.add_argument(
-        "--no-split-backward", dest="whole", action="store_true",
+        "--no-split-backward", action="store_true",
         help="search only schedules that do not split backwards into I and W",
     )  # fmt: skip
     how.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--seed", type=parse_count, default=0, metavar="N", help="the seed of the search (0)"
     )
-    how.add_argument("--initial-schedules", dest="start", nargs="+", default=[], metavar="SCHEDULE",
+    how.add_argument("--initial-schedules", nargs="+", default=[], metavar="SCHEDULE",
                      help="more schedules to begin the search with: names, FILE.sched or "
                      "FILE.timeline")  # fmt: skip
     how.add_argument("--bound", dest="prove", default="closed", metavar="HOW",
@@ -211,7 +211,7 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
     if args.costs_from is not None:
         if costs is not None:
             raise UsageError("--costs cannot be combined with --costs-from")
-        run, costs, notes = _load_costs(args.costs_from, full_backward_only=args.whole)
+        run, costs, notes = _load_costs(args.costs_from, full_backward_only=args.no_split_backward)
         defaults = {f.name: getattr(run.program.shape, f.name) for f in SHAPE_FIELDS}
     shape = PipelineShape(**(defaults | specified)).resolve_defaults()
     if isinstance(args.max_in_flight, tuple) and len(args.max_in_flight) != shape.ranks:
@@ -230,7 +230,13 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
             request, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
         )
     return _SearchRequest(
-        shape, request, args.max_in_flight, args.whole, args.objective == "own", run, notes
+        shape,
+        request,
+        args.max_in_flight,
+        args.no_split_backward,
+        args.objective == "own",
+        run,
+        notes,
     )
 
 
@@ -326,7 +332,7 @@ def _search_frontier(args: argparse.Namespace) -> str | tuple[str, int]:
     require_frontier_options(args)
     problem = _parse_search_request(args)
     unit = "" if problem.costs_timeline is None else problem.costs_timeline.unit
-    initial_schedules = _load_initial_schedules(args.start, problem)
+    initial_schedules = _load_initial_schedules(args.initial_schedules, problem)
     text, complete = report_frontier(
         args,
         FrontierRequest(
@@ -356,7 +362,7 @@ def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchR
         time_limit=args.time_limit,
         max_evaluations=args.max_evaluations,
         seed=args.seed,
-        initial_schedules=_load_initial_schedules(args.start, search_request),
+        initial_schedules=_load_initial_schedules(args.initial_schedules, search_request),
         prove=args.prove,
         report=report,
     )  # fmt: skip
@@ -518,7 +524,7 @@ def _format_comments(
 
     request, unit = search_request.request, result.timeline.unit and f" {result.timeline.unit}"
     lines = [
-        f"schedir {shlex.join(args.typed)}",
+        f"schedir {shlex.join(args.command_words)}",
         f"shape: {search_request.shape}",
         f"costs: {format_costs((request.costs or Costs()).with_defaults())}",
         f"limit: {search_request.memory_limit_text}",

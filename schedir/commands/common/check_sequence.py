@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of `check`.
     """
     parser.add_argument(
-        "--rank-programs", dest="on", action="append", metavar="RANK:STEPS", default=[],
+        "--rank-programs", action="append", metavar="RANK:STEPS", default=[],
         help="with several programs, one per step: the programs that rank RANK runs instead, such "
         "as 1:train.sched+train.sched",
     )  # fmt: skip
@@ -41,7 +41,7 @@ def has_several_programs(args: argparse.Namespace) -> bool:
     Args:
         args: The parsed options of `check`.
     """
-    return len(args.source) > 1 or bool(args.on)
+    return len(args.source) > 1 or bool(args.rank_programs)
 
 
 def run(args: argparse.Namespace) -> str:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> str:
     from schedir.analysis.progress_models import MODELS
 
     for option, name in (
-        ("why", "--explain-start"),
+        ("explain_start", "--explain-start"),
         ("blocking_hosts", "--blocking-hosts"),
         ("host_device_sync", "--host-device-sync"),
         ("lazy_communicators", "--lazy-communicators"),
@@ -111,7 +111,7 @@ def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], 
 
     steps = [program(source) for source in args.source]
     rank_programs = [steps] * steps[0].shape.ranks
-    for entry in args.on:
+    for entry in args.rank_programs:
         rank, colon, sources = entry.partition(":")
         if not colon or not (rank.isascii() and rank.isdecimal()) or len(rank) > 9:
             raise UsageError(

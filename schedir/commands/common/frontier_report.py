@@ -108,7 +108,7 @@ def _search_frontier(args: argparse.Namespace, request: FrontierRequest) -> Memo
 
     return memory_frontier(
         request.shape, request.costs, request.sizes,
-        split_backward=not args.whole,
+        split_backward=not args.no_split_backward,
         time_limit=args.time_limit,
         max_evaluations=args.max_evaluations,
         seed=args.seed,

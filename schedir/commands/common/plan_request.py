@@ -112,7 +112,7 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
              if (value := getattr(args, field)) is not None}  # fmt: skip
     fixed |= {name: value for name in ("attention", "sequence_parallel", "rank_order")
               if (value := getattr(args, name)) is not None}  # fmt: skip
-    planner_options = {"exact": not args.no_exact, "offload": args.offload}
+    planner_options = {"exact": not args.closed_form_only, "offload": args.offload}
     planner_options |= {} if args.stack is None else stack_preset(args.stack).options
     planner_options |= fixed
     is_preset = args.model is not None and all(getattr(args, name) is None for name in SPEC_FIELDS)
@@ -161,13 +161,13 @@ def resolve_cluster(args: argparse.Namespace) -> Cluster:
         and args.calibrate is None
         and args.nodes is None
         and args.gpus is None
-        and args.scale is None
+        and args.gpu_counts is None
     ):
         raise UsageError(f"--nodes, the number of nodes of {args.cluster}, is missing",
                          hint="--nodes 128", fields=["nodes"])  # fmt: skip
     if args.nodes is not None:
         return replace(result, nodes=args.nodes)
-    gpus = args.gpus if args.gpus is not None or not args.scale else max(args.scale)
+    gpus = args.gpus if args.gpus is not None or not args.gpu_counts else max(args.gpu_counts)
     return result if gpus is None else resize_cluster(result, gpus)
 
 
