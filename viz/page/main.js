@@ -54,7 +54,7 @@ function masks() {
 function choose(run, k, idle = null) {
   state.chosen = run ? { run, k } : null;
   state.gap = idle;
-  state.chain = run ? chain(run, k) : [];
+  state.chain = run ? criticalPathTo(run, k) : [];
   state.exchanged = run ? exchanged(run, k) : NOTHING;
   masks();
   describe();
@@ -137,8 +137,8 @@ function select(which) {
   $("facts").replaceChildren(...view.shown.map((run) => {
     const made = make("span");
     if (runs.length > 1) made.append(`${run.label}: `);
-    if (run.doubt) made.append(make("b", `${run.doubt}!`), "\u2003");
-    for (const [name, value] of [["span", time(run, run.total)], ...(DATA.bound && run === runs[0] ? [["bound", time(run, DATA.bound * run.scale)]] : []), ["bubble", percent(run.bubble)], ["peak in flight", `${Math.max(...run.peak)}`], ...(run.held ? [["memory", run.held]] : [])])
+    if (run.causalityWarning) made.append(make("b", `${run.causalityWarning}!`), "\u2003");
+    for (const [name, value] of [["span", time(run, run.total)], ...(DATA.bound && run === runs[0] ? [["bound", time(run, DATA.bound * run.scale)]] : []), ["bubble", percent(run.bubble)], ["peak in flight", `${Math.max(...run.peakInFlight)}`], ...(run.peakMemory ? [["memory", run.peakMemory]] : [])])
       made.append(`${name}\u2002`, make("b", value), "\u2003");
     return made;
   }));
@@ -153,11 +153,11 @@ function select(which) {
 function legend() {
   const seen = new Set();
   for (const run of view.shown) for (const row of run.rows) for (const k of row.index) seen.add(run.op[k]);
-  const most = Math.max(...view.shown.map((run) => run.several));
+  const most = Math.max(...view.shown.map((run) => run.stagesPerRank));
   // What bears one colour has one entry.
   const alike = new Map();
   for (const op of [...seen].sort((a, b) => a - b)) {
-    const own = fills[op].slice(0, OPS[op].work ? Math.min(most || 1, 4) : 1).map(({ fill }) => fill);
+    const own = fills[op].slice(0, OPS[op].isCompute ? Math.min(most, 4) : 1).map(({ fill }) => fill);
     if (!alike.has(`${own}`)) alike.set(`${own}`, { own, ops: [] });
     alike.get(`${own}`).ops.push(OPS[op]);
   }
@@ -172,11 +172,11 @@ function legend() {
     return item;
   };
   $("legend").replaceChildren(...[...alike.values()].map(({ own, ops }) => {
-    const [{ work, text, label }] = ops, brief = new Set(ops.map((op) => op.text.split("_")[0]));
-    return entry(own, ops.length > 1 ? [...brief].join(", ") : work ? `${text} ${label}` : label);
+    const [{ isCompute, text, label }] = ops, brief = new Set(ops.map((op) => op.text.split("_")[0]));
+    return entry(own, ops.length > 1 ? [...brief].join(", ") : isCompute ? `${text} ${label}` : label);
   }));
   if (view.shown.some((run) => run.bandRows))
-    $("legend").append(entry(DATA.whole[dark() ? "dark" : "light"].slice(0, Math.min(most || 1, 4)), DATA.whole.name));
+    $("legend").append(entry(DATA.unshardedStages[dark() ? "dark" : "light"].slice(0, Math.min(most, 4)), DATA.unshardedStages.name));
 }
 
 function toggle(name) {
@@ -311,7 +311,7 @@ function listen() {
 function fillDetails({ title, summary, tables }) {
   root.querySelector("h1").textContent = title;
   $("summary").textContent = summary;
-  $("tables").replaceChildren(...tables.map(({ caption, head, rows }) => {
+  $("tables").replaceChildren(...tables.map(({ caption, headings, rows }) => {
     const made = make("table"), line = (cells, tag) => {
       const row = make("tr");
       row.append(...cells.map((cell, k) => {
@@ -322,7 +322,7 @@ function fillDetails({ title, summary, tables }) {
       return row;
     };
     const top = make("thead"), body = make("tbody");
-    top.append(line(head, "th"));
+    top.append(line(headings, "th"));
     body.append(...rows.map((cells) => line(cells, "td")));
     made.append(make("caption", caption), top, body);
     return made;
@@ -331,7 +331,7 @@ function fillDetails({ title, summary, tables }) {
 
 // Show other runs. A person who has zoomed in keeps the times in view.
 async function update(next) {
-  const loaded = await Promise.all(next.runs.map(load)), whole = view.t0 <= 0 && view.t1 >= longest();
+  const loaded = await Promise.all(next.runs.map(load)), isZoomedOut = view.t0 <= 0 && view.t1 >= longest();
   for (const run of loaded) run.rows = rows(run);
   DATA = next;
   runs = loaded;
@@ -349,7 +349,7 @@ async function update(next) {
   ratio = 0; // colours and sizes are computed again
   resize();
   select(runs.length > 1 ? runs.length : 0);
-  if (whole) fit(); else look(view.t0, view.t1);
+  if (isZoomedOut) fit(); else look(view.t0, view.t1);
   describe();
 }
 

@@ -4,7 +4,7 @@ const canvas = $("canvas"), pen = canvas.getContext("2d");
 const strip = document.createElement("canvas"), stripPen = strip.getContext("2d");
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif";
 let dense = []; // lanes whose shares of pixels are still to be painted
-let ratio = 1, colours = {}, fills = [], tints = [], light = null, hatch = null, again = null;
+let ratio = 1, colours = {}, fills = [], tints = [], light = null, idleHatch = null, boxHatch = null;
 
 const dark = () => host.classList.contains("dark");
 
@@ -15,8 +15,8 @@ function theme() {
   fills = DATA.fills[dark() ? "dark" : "light"].map((own) => own.map(([fill, ink]) => ({ fill, ink })));
   tints = fills.flatMap((own) => Array.from({ length: SHADES }, (_, k) => own[k % own.length]));
   light = Uint8Array.from(tints.flatMap(({ fill }) => [1, 3, 5].map((at) => parseInt(fill.slice(at, at + 2), 16))));
-  hatch = hatching(colours.hatch, 1);
-  again = hatching("#fff", -1);  // what runs again
+  idleHatch = hatching(colours.hatch, 1);
+  boxHatch = hatching("#fff", -1);
 }
 
 // Lines that rise to the right, or with -1 to the left.
@@ -39,7 +39,7 @@ const fillOf = (run, k) => tints[tintOf(run, k)];
 
 // One lane of one rank: boxes of a pixel and more one by one, what is smaller as its share of each pixel.
 function paintLane(lane, mask, y = lane.y - view.top + HEAD) {
-  const { run, index, reach, high, tint } = lane, { t0, t1 } = view, pairs = run.pairs;
+  const { run, index, reach, high, tint } = lane, { t0, t1 } = view;
   if (y > view.high || y + high < 0) return;
   const wide = Math.ceil((view.wide - GUTTER) * ratio), scale = (view.wide - GUTTER) / (view.t1 - view.t0);
   let bins = null, low = wide, top = 0;
@@ -49,7 +49,7 @@ function paintLane(lane, mask, y = lane.y - view.top + HEAD) {
     const start = lane.start[j];
     if (start > t1) break;
     if (mask && !mask[index[j]]) continue;
-    const x = (start - t0) * scale, w = (lane.end[j] - start) * scale, half = pairs ? run.half[index[j]] : 0;
+    const x = (start - t0) * scale, w = (lane.end[j] - start) * scale, half = run.hasPairs ? run.half[index[j]] : 0;
     if (w * ratio >= 1.5) {
       const k = index[j], fill = tints[tint[j]];
       const left = Math.max(x, -4), right = Math.min(x + w, view.wide - GUTTER + 4);
@@ -61,8 +61,8 @@ function paintLane(lane, mask, y = lane.y - view.top + HEAD) {
         pen.roundRect(GUTTER + left, by, right - left - gap, bh, 2.5);
         pen.fill();
       } else pen.fillRect(GUTTER + left, by, Math.max(right - left - gap, 1 / ratio), bh);
-      if (OPS[run.op[k]].again && w > 3) {
-        pen.fillStyle = again;
+      if (OPS[run.op[k]].isHatched && w > 3) {
+        pen.fillStyle = boxHatch;
         pen.fillRect(GUTTER + left, by, right - left - gap, bh);
       }
       if (bh >= 11 && w > 12) paintLabel(run, k, left, right - gap, by, bh, fill);
@@ -105,16 +105,16 @@ function paintDense() {
 }
 
 function paintLabel(run, k, left, right, y, high, fill) {
-  const op = OPS[run.op[k]], text = op.work ? `${op.text}${run.mb[k]}` : op.text;
-  const several = run.several && op.work && high >= 25;
-  const most = Math.min(13, high * (several ? 0.42 : 0.56)), fits = (right - left - 2) / (text.length * 0.62);
+  const op = OPS[run.op[k]], text = op.isCompute ? `${op.text}${run.mb[k]}` : op.text;
+  const hasStageLabel = run.stagesPerRank > 1 && op.isCompute && high >= 25;
+  const most = Math.min(13, high * (hasStageLabel ? 0.42 : 0.56)), fits = (right - left - 2) / (text.length * 0.62);
   const size = [most, most * 0.8, most * 0.65].find((size) => size <= fits); // few sizes: a row reads evenly
   if (!size || size < 7.5) return;
   pen.fillStyle = fill.ink;
   pen.font = `${size}px ${FONT}`;
   const middle = GUTTER + (Math.max(left, 0) + Math.min(right, view.wide - GUTTER)) / 2;
-  pen.fillText(text, middle, y + high * (several ? 0.36 : 0.53));
-  if (!several) return;
+  pen.fillText(text, middle, y + high * (hasStageLabel ? 0.36 : 0.53));
+  if (!hasStageLabel) return;
   pen.globalAlpha *= 0.75;
   pen.font = `${size * 0.72}px ${FONT}`;
   pen.fillText(`s${run.stage[k]}`, middle, y + high * 0.74);
@@ -175,8 +175,8 @@ function arrow(run, from, to, strong) {
 function arrows(run, list, strong) {
   pen.lineWidth = strong ? 1.8 : 1;
   for (const [from, to] of list) {
-    const lane = OPS[run.op[from]].hop ? OPS[run.op[from]].lane : run.op[from] ? 2 : 1;
-    pen.strokeStyle = pen.fillStyle = fills[OPS.findIndex((o) => o.lane === lane && o.sends)][0].fill;
+    const lane = OPS[run.op[from]].hasPeer ? OPS[run.op[from]].lane : run.op[from] ? 2 : 1;
+    pen.strokeStyle = pen.fillStyle = fills[OPS.findIndex((o) => o.lane === lane && o.isSend)][0].fill;
     arrow(run, from, to, strong);
   }
 }
@@ -296,7 +296,7 @@ function paintGutter() {
     pen.fillStyle = colours.soft;
     if (block.work >= 20 && block.bands) {
       pen.font = `9px ${FONT}`;
-      pen.fillText("whole", GUTTER - 10, block.bands.y + (block.bands.high * block.run.bandRows) / 2 - view.top + HEAD);
+      pen.fillText("unsharded", GUTTER - 10, block.bands.y + (block.bands.high * block.run.bandRows) / 2 - view.top + HEAD);
     }
     if (block.work >= 20) for (const { lane, y: top, high } of block.lanes.slice(1)) {
       pen.font = `9px ${FONT}`;
@@ -305,13 +305,13 @@ function paintGutter() {
   }
 }
 
-// Stages of a rank, each while its weights are whole.
+// The stages of a rank, each while it is unsharded.
 function paintBands({ run, bands }) {
-  const shades = DATA.whole[dark() ? "dark" : "light"];
-  for (const { row, own, from, to } of bands.list) {
-    const left = Math.max(xOf(from), GUTTER - 4), right = Math.min(xOf(to), view.wide + 4);
+  const shades = DATA.unshardedStages[dark() ? "dark" : "light"];
+  for (const { row, localStage, start, end } of bands.list) {
+    const left = Math.max(xOf(start), GUTTER - 4), right = Math.min(xOf(end), view.wide + 4);
     if (right <= left) continue;
-    pen.fillStyle = shades[own % shades.length];
+    pen.fillStyle = shades[localStage % shades.length];
     pen.fillRect(left, bands.y + row * bands.high - view.top + HEAD, Math.max(right - left - 0.5, 1 / ratio), bands.high - (bands.high > 3 ? 1 : 0));
   }
 }
@@ -334,7 +334,7 @@ function paint(state) {
     pen.fillStyle = colours.lane;
     pen.fillRect(xOf(0), top, xOf(block.run.total) - xOf(0), high);
     if (lane || high < 7) continue;
-    pen.fillStyle = hatch;
+    pen.fillStyle = idleHatch;
     pen.fillRect(xOf(0), top, xOf(block.run.total) - xOf(0), high);
   }
   const { chosen, hover, found } = state;
@@ -352,7 +352,7 @@ function paint(state) {
     const near = visibleMessages(run);
     if (near) arrows(run, near, false);
   }
-  if (view.path) for (const run of view.shown) paintChain(run, (run.whole ||= wholeChain(run)));
+  if (view.path) for (const run of view.shown) paintChain(run, (run.criticalPath ||= criticalPath(run)));
   if (chosen) {
     paintChain(chosen.run, state.chain);
     if (view.shown.includes(chosen.run)) arrows(chosen.run, state.exchanged.hops, true);

@@ -1,26 +1,26 @@
 // What instructions have to do with each other: messages, chains, names, matches.
 
-const isWork = (run, k) => OPS[run.op[k]].work;
+const isWork = (run, k) => OPS[run.op[k]].isCompute;
 
 function nameOf(run, k) {
   const op = OPS[run.op[k]];
-  if (op.per === "stage.mb") return `${op.text} ${run.stage[k]}.${run.mb[k]}`;
+  if (op.scope === "stage.mb") return `${op.text} ${run.stage[k]}.${run.mb[k]}`;
   const update = run.mb[k]; // left out of the first, as in the text of a program
-  if (op.per === "rank") return op.text + (update ? ` ${update}` : "");
+  if (op.scope === "rank") return op.text + (update ? ` ${update}` : "");
   return `${op.text} ${run.stage[k]}` + (update ? `.${update}` : "");
 }
 
 // The chain that decides when a span starts: each link was, of what the next waited for, the last to end.
-function chain(run, k) {
+function criticalPathTo(run, k) {
   const links = [];
-  for (; k >= 0; k = run.latest[k]) links.push(k);
+  for (; k >= 0; k = run.criticalPredecessor[k]) links.push(k);
   return links.reverse();
 }
 
-function wholeChain(run) {
+function criticalPath(run) {
   let last = 0;
   for (let k = 1; k < run.end.length; k++) if (run.end[k] > run.end[last]) last = k;
-  return run.end.length ? chain(run, last) : [];
+  return run.end.length ? criticalPathTo(run, last) : [];
 }
 
 // All messages: [from, to], the sending span and the receiving one.
@@ -28,7 +28,7 @@ function messages(run) {
   if (run.messages) return run.messages;
   const list = [];
   for (let k = 0; k < run.op.length; k++) {
-    if (OPS[run.op[k]].sends && run.partner[k] >= 0) list.push([k, run.partner[k]]);
+    if (OPS[run.op[k]].isSend && run.partner[k] >= 0) list.push([k, run.partner[k]]);
   }
   return (run.messages = list);
 }
@@ -48,7 +48,7 @@ function exchanged(run, k) {
   const walk = (at, back) => {
     const near = back ? run.needs.map((need) => need[at]) : consumers(run).get(at) || [];
     const op = OPS[run.op[at]];
-    if (op.hop && run.partner[at] >= 0 && op.sends !== back) {
+    if (op.hasPeer && run.partner[at] >= 0 && op.isSend !== back) {
       const other = run.partner[at];
       hops.push(back ? [other, at] : [at, other]);
       if (!seen.has(other)) { seen.add(other); walk(other, back); }
@@ -58,7 +58,7 @@ function exchanged(run, k) {
       if (next < 0 || seen.has(next)) continue;
       if (run.rank[next] !== run.rank[at]) hops.push(back ? [next, at] : [at, next]);
       if (isWork(run, next) && run.rank[next] !== run.rank[k]) { seen.add(next); ends.push({ k: next, back }); }
-      if (isWork(run, next) || OPS[run.op[next]].per !== "stage.mb") continue;
+      if (isWork(run, next) || OPS[run.op[next]].scope !== "stage.mb") continue;
       seen.add(next);
       walk(next, back);
     }
@@ -75,16 +75,16 @@ function wait(run, k) {
   const lowest = run.offsets[run.rank[k]];
   while (before >= lowest && (OPS[run.op[before]].lane !== lane || run.end[before] <= run.start[before])) before--;
   const since = before >= lowest ? Math.min(run.end[before], run.start[k]) : 0;
-  const blamed = run.half[k] === 2 ? -1 : run.latest[k];
+  const blamed = run.half[k] === 2 ? -1 : run.criticalPredecessor[k];
   return { length: run.half[k] === 2 ? 0 : run.start[k] - since, since, blamed };
 }
 
 // Why a rank is idle between two times: [cause, how long, what is awaited], the longest first.
 function causes(run, rank, from, to) {
   const list = [], slack = run.total * 1e-9;
-  for (let g = run.gapsOf[rank]; g < run.gapsOf[rank + 1]; g++) {
-    const length = Math.min(run.gaps.to[g], to) - Math.max(run.gaps.from[g], from);
-    if (length > slack) list.push([CAUSES[run.gaps.cause[g]], length, run.gaps.awaits[g]]);
+  for (let g = run.gapOffsets[rank]; g < run.gapOffsets[rank + 1]; g++) {
+    const length = Math.min(run.gaps.end[g], to) - Math.max(run.gaps.start[g], from);
+    if (length > slack) list.push([CAUSES[run.gaps.cause[g]], length, run.gaps.awaited[g]]);
   }
   return list.sort((a, b) => b[1] - a[1]);
 }
@@ -102,13 +102,13 @@ function query(text) {
       if (number === null) return null;
       const what = word === "microbatch" ? "mb" : word;
       words.shift();
-      tests.push((run, k) => run[what][k] === number && (what === "rank" || OPS[run.op[k]].per !== "rank")
-        && (what !== "mb" || OPS[run.op[k]].per === "stage.mb"));
+      tests.push((run, k) => run[what][k] === number && (what === "rank" || OPS[run.op[k]].scope !== "rank")
+        && (what !== "mb" || OPS[run.op[k]].scope === "stage.mb"));
     } else if (op >= 0) {
       tests.push((run, k) => run.op[k] === op);
       if (number !== null) { words.shift(); tests.push((run, k) => run.stage[k] === number); }
     } else if (at) {
-      tests.push((run, k) => OPS[run.op[k]].per === "stage.mb" && run.stage[k] === +at[1]
+      tests.push((run, k) => OPS[run.op[k]].scope === "stage.mb" && run.stage[k] === +at[1]
         && (at[2] === "" || run.mb[k] === +at[2]));
     } else {
       const begins = OPS.map((o) => o.text.startsWith(word) || o.name.toLowerCase().startsWith(word));

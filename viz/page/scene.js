@@ -28,8 +28,8 @@ function stack(work) {
         const high = lane ? talk : work;
         block.lanes.push({ lane, y, high });
         for (const row of own.filter((row) => row.lane === lane)) {
-          const halves = lane && own.some((r) => r.lane === lane && r.sends !== row.sends) ? 2 : 1;
-          lanes.push({ ...row, block, y: y + (halves === 2 && row.sends ? high / 2 : 0), high: high / halves });
+          const halves = lane && own.some((r) => r.lane === lane && r.isSend !== row.isSend) ? 2 : 1;
+          lanes.push({ ...row, block, y: y + (halves === 2 && row.isSend ? high / 2 : 0), high: high / halves });
         }
         y += high + inset;
       }
@@ -60,7 +60,7 @@ function arrange() {
   if (view.tall !== 1) made = stack(Math.max(3, Math.min(90, work * view.tall)));
   Object.assign(view, made);
   view.find = new Map(view.shown.map((run) => [run, new Map()]));
-  for (const lane of view.lanes) view.find.get(lane.run).set((lane.rank * LANES.length + lane.lane) * 2 + lane.sends, lane);
+  for (const lane of view.lanes) view.find.get(lane.run).set((lane.rank * LANES.length + lane.lane) * 2 + lane.isSend, lane);
   view.top = Math.max(0, Math.min(view.top, view.height - room));
 }
 
@@ -83,7 +83,7 @@ const pan = (part) => look(view.t0 + part * (view.t1 - view.t0), view.t1 + part 
 
 function laneOf(run, k) {
   const op = OPS[run.op[k]];
-  return view.find.get(run)?.get((run.rank[k] * LANES.length + op.lane) * 2 + (op.sends ? 1 : 0));
+  return view.find.get(run)?.get((run.rank[k] * LANES.length + op.lane) * 2 + (op.isSend ? 1 : 0));
 }
 
 // Top and height of a span's box; a pair run together shares a box. Of what takes no time, its lane of work.

@@ -3,8 +3,8 @@
 function facts(run, k) {
   const op = OPS[run.op[k]], { length, blamed, since } = wait(run, k);
   const list = [["rank", `${run.rank[k]}`]];
-  if (op.per !== "rank") list.push(["stage", `${run.stage[k]}`]);
-  if (op.per === "stage.mb") list.push(["microbatch", `${run.mb[k]}`]);
+  if (op.scope !== "rank") list.push(["stage", `${run.stage[k]}`]);
+  if (op.scope === "stage.mb") list.push(["microbatch", `${run.mb[k]}`]);
   list.push(["start", time(run, run.start[k], run.start[k], (run.end[k] - run.start[k]) / 10)], ["length", time(run, run.end[k] - run.start[k])]);
   if (length > run.total * 1e-6) {
     let text = time(run, length);
@@ -34,8 +34,8 @@ function twinOf(run, k) {
   const other = runs.find((r) => r !== run);
   if (!other) return null;
   if (other.digest === run.digest) return { run: other, k };
-  const stages = ({ own }) => own.reduce((sum, list) => sum + list.length, 0), key = (r, j) => `${r.op[j]} ${r.stage[j]} ${r.mb[j]}`;
-  if (stages(other) !== stages(run) || OPS[run.op[k]].per !== "stage.mb") return null;
+  const stages = ({ stagesOnRank }) => stagesOnRank.reduce((count, list) => count + list.length, 0), key = (r, j) => `${r.op[j]} ${r.stage[j]} ${r.mb[j]}`;
+  if (stages(other) !== stages(run) || OPS[run.op[k]].scope !== "stage.mb") return null;
   other.places ||= new Map(Array.from(other.op, (_, j) => [key(other, j), j]));
   const j = other.places.get(key(run, k));
   return j === undefined ? null : { run: other, k: j };
@@ -91,7 +91,7 @@ function describe() {
   if (links.length > 1) list.push(["path", `${links.length} links, ${work} of them work, on ${ranks} rank${ranks > 1 ? "s" : ""}`]);
   panel.append(title(run, k), table(list));
   const rows = [];
-  if (run.latest[k] >= 0) rows.push(["after", link(run, run.latest[k])]);
+  if (run.criticalPredecessor[k] >= 0) rows.push(["after", link(run, run.criticalPredecessor[k])]);
   for (const end of ends) rows.push([end.back ? "receives from" : "sends to", link(run, end.k)]);
   if (rows.length) panel.append(table(rows.slice(0, 8)));
 }

@@ -37,7 +37,7 @@ const GROUPS = [
   ["Parallelism and transport", [
     ["zero", "ZeRO", "select", ["", "1", "2", "3"], "0"],
     ["dp", "replicas", "text", [], "1"],
-    ["progress_model", "progress", "select", ["", ...SETUP.models], "per_device"],
+    ["progress_model", "progress", "select", ["", ...SETUP.progress_models], "per_device"],
     ["overlap", "overlap", "check"],
     ["more", "options", "text", [], "tp=2 clip_grad_norm"],
   ]],
@@ -138,17 +138,17 @@ function defaultOf(name) {
 // ---------------------------------------------------------------- questions
 
 async function question(body) {
-  if (SETUP.answers) {
-    const known = !["move", "export", "explain"].some((key) => key in body) && SETUP.answers[body.state.schedule];
+  if (SETUP.precomputed_answers) {
+    const known = !["move", "export", "explain"].some((key) => key in body) && SETUP.precomputed_answers[body.state.schedule];
     return known || { error: { fact: "This page has precomputed timelines. `schedir studio` changes them.", hint: "pip install schedir",
-      fields: [], sites: [], picture: "", line: 0, refused: "move" in body } };
+      fields: [], sites: [], picture: "", line: 0, is_refused: "move" in body } };
   }
   try {
     const response = await fetch("/", { method: "POST", headers: { "Content-Type": "application/json", "X-Studio-Token": TOKEN }, body: JSON.stringify(body) });
     if (response.ok) return await response.json();
     return { error: { fact: await response.text(), hint: "", fields: [], sites: [], picture: "", line: 0 } };
   } catch {
-    return { error: { fact: "The studio has stopped. Start it again with schedir studio, and open the new address.", hint: "", fields: [], sites: [], picture: "", line: 0, stopped: true } };
+    return { error: { fact: "The studio has stopped. Start it again with schedir studio, and open the new address.", hint: "", fields: [], sites: [], picture: "", line: 0, is_server_stopped: true } };
   }
 }
 
@@ -170,7 +170,7 @@ async function ask(state, runsCode = true) {
     if (waiting ? !got.error : now.state === shown) await receive(got, now.state);
   }
   asking = false;
-  $("run-code").disabled = !SETUP.code;
+  $("run-code").disabled = !SETUP.can_run_code;
 }
 
 // Show another complete state: that of a challenge, or an earlier one, whose code does not run again.
@@ -199,7 +199,7 @@ async function receive(got, state) {
   if (!got.error) {
     answer = got;
     await update(got);
-    if (got.challenge?.solved) keepSolved(state.challenge);
+    if (got.challenge?.is_solved) keepSolved(state.challenge);
     if (!curvesSet && runs.length * runs[0].ranks <= ROOMY) toggle("curves");
     curvesSet = true;
     allow();
@@ -242,23 +242,23 @@ function showUndo() {
 
 // Controls that cannot change what is shown are disabled.
 function allow() {
-  const level = answer.level;
+  const sourceType = answer.source_type;
   for (const [name, input] of Object.entries(inputs)) {
-    const fixed = name !== "schedule" && (SHAPE.includes(name) ? ["draft", "lowered", "run"].includes(level) && !shown.code
-      : !PREDICTION.includes(name) && ["lowered", "run"].includes(level));
-    input.disabled = fixed || (SETUP.answers && name !== "schedule");
+    const fixed = name !== "schedule" && (SHAPE.includes(name) ? ["draft", "lowered", "run"].includes(sourceType) && !shown.code
+      : !PREDICTION.includes(name) && ["lowered", "run"].includes(sourceType));
+    input.disabled = fixed || (SETUP.precomputed_answers && name !== "schedule");
     input.title = fixed ? "The program defines this. Choose a schedule to change it." : SETUP.help[name] || "";
-    if (!fixed || level !== "run") slide(name);
+    if (!fixed || sourceType !== "run") slide(name);
     if (sliders[name]) sliders[name].disabled ||= input.disabled;
   }
-  if (answer.ranks && answer.level !== "schedule" && !shown.code) {
+  if (answer.ranks && answer.source_type !== "schedule" && !shown.code) {
     inputs.ranks.value = answer.ranks;
     inputs.microbatches.value = answer.microbatches;
   }
   inputs.stages_per_rank.placeholder = inputs.stages_per_rank.value || !answer.ranks ? "" : `${answer.stages / answer.ranks}`;
 }
 
-function showProblem(error, stale = !!error && !error.refused) {
+function showProblem(error, stale = !!error && !error.is_refused) {
   const bar = $("problem"), fields = !error ? [] : error.kind === "CostsError" ? ["costs"] : error.fields;
   for (const [name, input] of Object.entries(inputs)) {
     const own = { costs: [...COMPUTES, "send", "factors", "other_costs"], sizes: ["saved", "other_sizes"] };
@@ -270,7 +270,7 @@ function showProblem(error, stale = !!error && !error.refused) {
   setStale(stale);
   if (!error) return bar.replaceChildren();
   const row = make("div", undefined, "row"), text = make("p");
-  text.append(make("b", error.refused ? "Not moved: " : ""), nameControls(error.fact));
+  text.append(make("b", error.is_refused ? "Not moved: " : ""), nameControls(error.fact));
   const close = make("button", "Close");
   close.onclick = () => { bar.hidden = true; canvas.focus(); };
   row.append(text, close);
@@ -310,7 +310,7 @@ function nameControls(text) {
 // What is shown belongs to an earlier state.
 function setStale(stale) {
   for (const element of [$("stage"), $("facts"), root.querySelector("aside")]) element.classList.toggle("stale", stale);
-  $("code-from-timeline").disabled = stale || !SETUP.code;
+  $("code-from-timeline").disabled = stale || !SETUP.can_run_code;
   $("code-from-timeline").title = stale ? "Mend the error first: the timeline shows an earlier state." : FROM_TIMELINE;
 }
 
@@ -319,7 +319,7 @@ function showVerdict() {
   if (!answer.recognition) return panel.replaceChildren();
   const [sentence] = answer.recognition;
   const lines = [make("h2", "Verdict")];
-  lines.push(make("p", shown.run ? "A measured run, and its prediction at the mean times." : `Complete, and finishes under ${answer.model}.`));
+  lines.push(make("p", shown.run ? "A measured run, and its prediction at the mean times." : `Complete, and finishes under ${answer.progress_model}.`));
   const found = make("p", `${sentence.toUpperCase()}${answer.recognition.slice(1)}.`);
   if (answer.difference) {
     const [rank, index] = answer.difference, run = runs[runs.length - 1], jump = make("button", "Show it", "link");
@@ -330,9 +330,9 @@ function showVerdict() {
   if (answer.comparison) lines.push(make("p", answer.comparison));
   if (!answer.verdict && !shown.run) lines.push(make("p", "No lower bound is known for a program with these instructions.", "soft"));
   if (answer.verdict) lines.push(make("p", `${answer.verdict[0].toUpperCase()}${answer.verdict.slice(1)}.`));
-  if (answer.proof) {
+  if (answer.bound_explanation) {
     const proof = make("details", undefined, "soft proof");
-    proof.append(make("summary", "Proof"), make("p", answer.proof));
+    proof.append(make("summary", "Proof"), make("p", answer.bound_explanation));
     lines.push(proof);
   }
   for (const note of answer.notes) lines.push(make("p", note, "soft"));
@@ -351,7 +351,7 @@ function number() {
 }
 
 function showCode(error, state) {
-  const own = state.code && error && !error.stopped, message = $("code-message");
+  const own = state.code && error && !error.is_server_stopped, message = $("code-message");
   const line = own ? error.line : 0;
   if (line !== badLine) { badLine = line; number(); }
   message.classList.toggle("bad", !!own);
@@ -380,7 +380,7 @@ function runCode() {
 
 const editing = { run: null, k: -1, x: 0, target: null };
 
-const canEdit = (run) => run === runs[0] && answer.level !== "run" && !$("stage").classList.contains("stale");
+const canEdit = (run) => run === runs[0] && answer.source_type !== "run" && !$("stage").classList.contains("stale");
 
 // The row of an instruction, without it.
 function others(run, k) {
@@ -417,9 +417,9 @@ async function move(run, k, { next, previous, same }) {
 }
 
 // A change that shortens the step. Clicking it shows it, if a built-in schedule has it.
-function changeOf({ text, run, state: changed }) {
-  if (!changed) return `${text}: ${run}`;
-  const made = make("button", `${text}: ${run}`, "link");
+function changeOf({ description, effect, state: changed }) {
+  if (!changed) return `${description}: ${effect}`;
+  const made = make("button", `${description}: ${effect}`, "link");
   made.type = "button";
   made.onclick = () => { restore(changed); commit(); };
   return made;
@@ -436,7 +436,7 @@ function shift(by) {
 }
 
 studio = {
-  get hint() { return answer.level === "run" ? "" : "Drag an instruction along its rank to move it. An order that cannot work is refused."; },
+  get hint() { return answer.source_type === "run" ? "" : "Drag an instruction along its rank to move it. An order that cannot work is refused."; },
   grab(hit) {
     if (!hit || hit.k === undefined || !canEdit(hit.run)) return false;
     if (xOf(hit.run.end[hit.k]) - xOf(hit.run.start[hit.k]) < 6) return false;
@@ -477,10 +477,10 @@ studio = {
     const lines = [];
     if (got.error) lines.push(make("p", got.error.fact));
     else {
-      if (got.gap.length) lines.push(make("h2", "10% less of a cost"), table(got.gap.slice(0, 5).map((each) =>
-        [each.text, `idle ${short(each.before)} → ${short(each.after)}, span ${short(each.span)}`])));
+      if (got.gap_costs.length) lines.push(make("h2", "10% less of a cost"), table(got.gap_costs.slice(0, 5).map((each) =>
+        [each.cost, `idle ${short(each.old_gap)} → ${short(each.new_gap)}, span ${short(each.span)}`])));
       else lines.push(make("p", "No cost on its chain shortens it by itself."));
-      if (got.step.length) lines.push(make("h2", "Changes that shorten the step"), table(got.step.map((each) => [`−${percent(each.saved)}`, changeOf(each)])));
+      if (got.changes.length) lines.push(make("h2", "Changes that shorten the step"), table(got.changes.map((each) => [`−${percent(each.saved_share)}`, changeOf(each)])));
       else lines.push(make("p", "No change that schedir tries shortens the step."));
     }
     place.replaceChildren(...lines);
@@ -582,7 +582,7 @@ function showChallenges(got) {
     if (!current) return item;
     const more = make("details", undefined, "soft");
     more.append(make("summary", "Hint"), make("p", hint));
-    const status = make("p", got.challenge ? got.challenge.text : `The goal is a span of ${goal}. This order is refused.`, got.challenge?.solved ? "solved" : "");
+    const status = make("p", got.challenge ? got.challenge.text : `The goal is a span of ${goal}. This order is refused.`, got.challenge?.is_solved ? "solved" : "");
     status.id = "challenge-status";
     status.setAttribute("role", "status");
     item.append(make("p", text), status, more, makeButton("leave-challenge", "Leave", "Leave the challenge", () => {
@@ -686,8 +686,8 @@ function build() {
       editor.value = got.text;
       editor.oninput();
     }));
-  if (!SETUP.code) message.textContent = "This studio was started with --no-code and runs no code.";
-  for (const element of [editor, ...row.children]) element.disabled = !SETUP.code;
+  if (!SETUP.can_run_code) message.textContent = "This studio was started with --no-code and runs no code.";
+  for (const element of [editor, ...row.children]) element.disabled = !SETUP.can_run_code;
   code.append(area, row, message);
   let leaving = false;
   editor.onscroll = number;
@@ -729,7 +729,7 @@ function build() {
     [[make("kbd", "Ctrl"), " ", make("kbd", "Z")], "undo; with Shift, redo"]])
     keys.append(make("dt"), make("dd", text)), keys.lastChild.previousSibling.append(...key);
   selectTab(SETUP.state.code ? "code" : "controls");
-  tabs.hidden = !!SETUP.answers;
+  tabs.hidden = !!SETUP.precomputed_answers;
   showUndo();
   number();
 }
