@@ -25,7 +25,6 @@ from schedir.commands.common.plan_request import (
     list_all_plans,
     optimize_plan_divisions,
     parse_plan_request,
-    resize_cluster,
     resolve_cluster,
     resolve_model,
 )
@@ -90,6 +89,8 @@ def _find_plan_per_gpu_count(
 
     For each number of GPUs without a plan, a line with the reason is appended to `refusals`.
     """
+    from schedir.planner.hardware.cluster_size import resize_cluster
+
     result: list[PlanEstimate] = []
     max_gpus = max(gpu_counts)
     first_error: SchedirError | None = None

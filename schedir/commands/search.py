@@ -36,6 +36,7 @@ from schedir.ir.program import ATTRIBUTE_FIELDS
 from schedir.ir.text_format import to_text
 from schedir.predict.possible_saving import compute_saving, describe_saving
 from schedir.predict.simulate import simulate
+from schedir.retired_names import get_current_value
 from schedir.schedule_search.problem import is_full_backward_cheaper
 from schedir.schedule_search.search_results import describe_numba
 
@@ -99,10 +100,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pair is in flight from its F to its W or B; one number, or one per rank: 8:8:7",
     )  # fmt: skip
     how = parser.add_argument_group("the search")
-    how.add_argument("--objective", default="span", metavar="WHAT",
+    how.add_argument("--objective", default="span", metavar="WHAT", type=_parse_objective,
                      help="the time to minimize: span (default), from the first start to the last "
-                     "end; or own, the longest time from the first to the last compute of a "
-                     "rank")  # fmt: skip
+                     "end; or active_span, the longest time from the first to the last compute of "
+                     "a rank")  # fmt: skip
     how.add_argument(
         "--no-split-backward", action="store_true",
         help="search only schedules that do not split backwards into I and W",
@@ -127,6 +128,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _parse_counts(text: str) -> int | tuple[int, ...]:
     return tuple(map(parse_count, text.split(":"))) if ":" in text else parse_count(text)
+
+
+def _parse_objective(text: str) -> str:
+    return get_current_value("objective", text)
 
 
 # ---------------------------------------------------------------- the request
@@ -234,7 +239,7 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
         request,
         args.max_in_flight,
         args.no_split_backward,
-        args.objective == "own",
+        args.objective == "active_span",
         run,
         notes,
     )

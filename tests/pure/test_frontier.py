@@ -158,7 +158,7 @@ def test_the_command_tells_and_draws_it(
     for wrong in (
         ("--memory-limit=4GB", "--sizes=saved=1GB"),
         ("--max-in-flight=4",),
-        ("--objective=own",),
+        ("--objective=active_span",),
         ("--bound=solver",),
         ("-o", "x.sched"),
     ):

@@ -13,10 +13,11 @@ import pytest
 
 from schedir import from_text
 from schedir.commands.common.plan_report import format_plans
-from schedir.commands.common.plan_request import PlanRequest, resize_cluster
+from schedir.commands.common.plan_request import PlanRequest
 from schedir.errors import UsageError
 from schedir.planner import GpuMemory, PlanEstimate, StepBreakdown, cluster_preset
 from schedir.planner.bottleneck import attach_bottleneck
+from schedir.planner.hardware.cluster_size import resize_cluster
 from schedir.planner.transformer.model_presets import MODEL_PRESETS, load_model
 from tests.commands import run_command, run_refused_command
 from tests.tutorial import blocks

@@ -144,11 +144,13 @@ def test_a_limit_in_bytes_is_that_of_compile(capsys: pytest.CaptureFixture[str])
             compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, memory_limit=7e9)
 
 
-def test_whole_backwards_and_the_own_span(
+def test_whole_backwards_and_the_active_span(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "x.sched")
-    told = run_command(capsys, "search", *AT, "--no-split-backward", "--objective=own", "-o", file)
+    told = run_command(
+        capsys, "search", *AT, "--no-split-backward", "--objective=active_span", "-o", file
+    )
     program = from_text(Path(file).read_text())
     assert BACKWARD_INPUT not in program.used_opcodes
     own = simulate(program, COSTS).active_span.max()

@@ -61,8 +61,10 @@ def require_frontier_options(args: argparse.Namespace) -> None:
                 f"--frontier cannot be combined with {_SINGLE_LIMIT_OPTIONS[name]}",
                 fields=[name],
             )
-    if args.objective == "own":
-        raise UsageError("--frontier cannot be combined with --objective own", fields=["objective"])
+    if args.objective == "active_span":
+        raise UsageError(
+            "--frontier cannot be combined with --objective active_span", fields=["objective"]
+        )
     if args.prove == "solver":
         raise UsageError("--frontier cannot be combined with --bound solver", fields=["prove"])
     if args.output is not None:

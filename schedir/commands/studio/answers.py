@@ -80,8 +80,8 @@ class Studio:
 
         Returns:
             For a state: the data that the page shows, or an error. For `move`: the data and the new
-            state, or an error with `is_refused`. For `export`: a file name and a text. For `explain`:
-            see `explain_gap`.
+            state, or an error with `is_refused`. For `export`: a file name and a text. For
+            `explain`: see `explain_gap`.
         """
         request = None
         try:
@@ -354,7 +354,8 @@ def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> 
         index: The index of the first instruction after the gap in the rank's stream.
 
     Returns:
-        `gap_costs`: the costs that shorten the gap if they are 10 % lower, each with the new length.
+        `gap_costs`: the costs that shorten the gap if they are 10 % lower, each with the new
+            length.
         `changes`: changes that shorten the step, as the command `explain` prints them. Each has a
             state with the change, or None if no built-in schedule has the change.
     """

@@ -183,7 +183,8 @@ def judge(request: Request, state: StudioState) -> dict[str, Any] | None:
     changed = find_changed_options(challenge, request)
     span = request.timeline.span
     if changed:
-        return {"is_solved": False, "text": f"The challenge needs other values: {', '.join(changed)}."}
+        text = f"The challenge needs other values: {', '.join(changed)}."
+        return {"is_solved": False, "text": text}
     if span > challenge.goal * (1 + RELATIVE_TOLERANCE):
         return {"is_solved": False, "text": f"Not yet: the span is {span:.6g}, the goal is "
                 f"{challenge.goal:g}."}  # fmt: skip
