@@ -19,6 +19,7 @@ from schedir.errors import SchedirError, UsageError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout, StallCause, StalledRun, StallKind
 from schedir.io.black_box import (
     BLACK_BOX_DIRECTORY,
+    FORMER_VERDICT_FILE,
     POSITION_TIME_FIELD,
     PROGRAM_FILE,
     VERDICT_FILE,
@@ -287,9 +288,9 @@ def read_verdict(directory: Path, run: int) -> str:
         directory: The directory of the black boxes.
         run: The number of the run.
     """
-    try:
-        with open_regular_file(directory / VERDICT_FILE) as file:
+    for name in (VERDICT_FILE, FORMER_VERDICT_FILE):
+        with suppress(UsageError), open_regular_file(directory / name) as file:
             head, _, text = file.read(2**16).decode(errors="replace").partition("\n")
-    except UsageError:
-        return ""
-    return text if head == str(run) else ""
+            if head == str(run):
+                return text
+    return ""
