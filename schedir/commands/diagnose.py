@@ -148,9 +148,9 @@ def _collect_facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[
     ]
     return {
         "dumps": dumps,
-        "ranks_without_dump": [*job.missing],
+        "ranks_without_dump": [*job.ranks_without_dump],
         "cycle": [wait.rank for wait in job.cycle],
-        "root_ranks": [*job.roots],
+        "root_ranks": [*job.root_ranks],
         "copies": [_collect_copy_facts(verdict) for verdict in verdicts],
     }
 

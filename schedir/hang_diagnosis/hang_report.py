@@ -41,16 +41,16 @@ def describe_job(job: DistributedJob) -> list[str]:
         ranks_by_text.setdefault(
             _describe_position(job, rank, len(job.dumps) > MAX_SHOWN), []
         ).append(rank)
-    first = {*job.roots, *(wait.rank for wait in (*job.cycle, *job.unmatched))}
+    first = {*job.root_ranks, *(wait.rank for wait in (*job.cycle, *job.unmatched))}
     shown = sorted(ranks_by_text, key=lambda text: first.isdisjoint(ranks_by_text[text]))[
         :MAX_SHOWN
     ]
     lines = _describe_job_cause(job)
     there = f"{len(job.dumps)} dump{'s' * (len(job.dumps) != 1)}"
-    if job.missing:
-        have = "has" if len(job.missing) == 1 else "have"
+    if job.ranks_without_dump:
+        have = "has" if len(job.ranks_without_dump) == 1 else "have"
         lines.append(
-            f"{there} of {len(job.ranks)} ranks; {_name_ranks(job.missing)} {have} no dump"
+            f"{there} of {len(job.ranks)} ranks; {_name_ranks(job.ranks_without_dump)} {have} no dump"
         )
     else:
         lines.append(f"{there}, of all ranks in their process groups")
@@ -124,7 +124,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
             lines.append(
                 f"{name} {_describe_issued_by_all(job, wait)}{_describe_mixed_batching(wait)}"
             )
-    late = [r for r in job.roots if r in job.dumps and job.dumps[r].current_op is None]
+    late = [r for r in job.root_ranks if r in job.dumps and job.dumps[r].current_op is None]
     if len(late) > MAX_SHOWN:
         lines.append(
             f"{len(late)} ranks have no pending operation, and others wait for them: ranks "
@@ -132,7 +132,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
         )
         late = []
     waits = [wait for rank_waits in job.waits.values() for wait in rank_waits]
-    alone = len(job.roots) == 1 and not job.old_dump_ranks and not cycle
+    alone = len(job.root_ranks) == 1 and not job.old_dump_ranks and not cycle
     for rank in late:
         sure = alone and any(
             wait.awaited_rank == rank
@@ -144,7 +144,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
             "has no pending operation; it computes, waits for something else, or its process is "
             f"gone{_describe_done(job.dumps[rank])}"
         )
-    if gone := [rank for rank in job.roots if rank not in job.dumps]:
+    if gone := [rank for rank in job.root_ranks if rank not in job.dumps]:
         one = len(gone) == 1
         lines.append(
             f"other ranks wait for {_name_ranks(gone)}, and {'it has' if one else 'they have'} "

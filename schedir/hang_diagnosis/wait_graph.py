@@ -144,7 +144,7 @@ class DistributedJob:
         )
 
     @property
-    def missing(self) -> tuple[int, ...]:
+    def ranks_without_dump(self) -> tuple[int, ...]:
         """The ranks without a dump."""
         return tuple(rank for rank in self.ranks if rank not in self.dumps)
 
@@ -255,7 +255,7 @@ class DistributedJob:
         return tuple(path[[wait.rank for wait in path].index(rank) :])
 
     @property
-    def roots(self) -> tuple[int, ...]:
+    def root_ranks(self) -> tuple[int, ...]:
         """The ranks for which others wait, and which do not wait for others."""
         waited = {wait.awaited_rank for waits in self.waits.values() for wait in waits}
         return tuple(

@@ -49,7 +49,7 @@ def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
     run_fresh(_stand, 3, str(tmp_path))
     for form in ("pickles", "json"):
         job = DistributedJob(read_dumps([str(tmp_path / form)])[0])
-        assert job.roots == (LATE,) and not job.cycle and not job.missing
+        assert job.root_ranks == (LATE,) and not job.cycle and not job.ranks_without_dump
         assert {str(s.current_op) for s in job.dumps.values()} == {
             "all_reduce 2 of default_pg",
             "None",

@@ -96,7 +96,7 @@ def test_the_only_rank_that_is_waited_for_may_have_gone_on_since(tmp_path: Path)
     ends[0].collective("1", "all_reduce", ended=True)
     ends[0].collective("1", "all_reduce", ended=False)
     job = job_of(tmp_path, ends)
-    assert job.old_dump_ranks == job.roots == (1,)
+    assert job.old_dump_ranks == job.root_ranks == (1,)
     assert describe_job(job)[0].startswith("rank 1 may be the cause")
 
 
@@ -105,7 +105,7 @@ def test_both_sides_are_there_and_it_has_not_ended(tmp_path: Path) -> None:
     assert (
         {wait.reason for wait in job.unmatched} == {WaitReason.ISSUED}
         and not job.cycle
-        and not job.roots
+        and not job.root_ranks
     )
 
 
