@@ -47,11 +47,9 @@ def describe_job(job: DistributedJob) -> list[str]:
     ]
     lines = _describe_job_cause(job)
     there = f"{len(job.dumps)} dump{'s' * (len(job.dumps) != 1)}"
-    if job.ranks_without_dump:
-        have = "has" if len(job.ranks_without_dump) == 1 else "have"
-        lines.append(
-            f"{there} of {len(job.ranks)} ranks; {_name_ranks(job.ranks_without_dump)} {have} no dump"
-        )
+    if missing := job.ranks_without_dump:
+        have = "has" if len(missing) == 1 else "have"
+        lines.append(f"{there} of {len(job.ranks)} ranks; {_name_ranks(missing)} {have} no dump")
     else:
         lines.append(f"{there}, of all ranks in their process groups")
     for text in sorted(shown, key=lambda text: ranks_by_text[text]):

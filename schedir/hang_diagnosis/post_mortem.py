@@ -163,6 +163,7 @@ class PostMortem:
                     "seconds_at_position": one.seconds_at_position,
                     "waits": [
                         {
+                            "process": wait.process,
                             "awaited_process": wait.awaited_process,
                             "instruction": wait.instr,
                         }
