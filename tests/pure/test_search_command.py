@@ -158,6 +158,15 @@ def test_whole_backwards_and_the_active_span(
     assert "zb_h1" not in told
 
 
+def test_the_former_name_of_the_active_span_is_accepted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = schedir.lower_bound(PLAN, COSTS, objective="active_span")
+    assert schedir.lower_bound(PLAN, COSTS, objective="own") == found  # type: ignore[arg-type]
+    own = ("search", *AT, "--objective=own", "--max-evaluations=1", "--json")
+    assert json.loads(run_command(capsys, *own))["objective"] == "active_span"
+
+
 def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its shape, its mean times and its unit; and its own program is set beside what is found."""
     run, file = load_timeline(RUN), str(tmp_path / "x.sched")
