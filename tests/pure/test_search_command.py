@@ -163,7 +163,7 @@ def test_the_former_name_of_the_active_span_is_accepted(
 ) -> None:
     found = schedir.lower_bound(PLAN, COSTS, objective="active_span")
     assert schedir.lower_bound(PLAN, COSTS, objective="own") == found  # type: ignore[arg-type]
-    own = ("search", *AT, "--objective=own", "--max-evaluations=1", "--json")
+    own = ("search", *AT, "--objective=own", "--json")
     assert json.loads(run_command(capsys, *own))["objective"] == "active_span"
 
 
