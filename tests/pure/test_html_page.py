@@ -147,8 +147,9 @@ def test_the_numbers_arrive(draft: Program, data: st.DataObject) -> None:
     assert np.allclose(ticks * run["tick"], spans["start"], atol=slack)
     ends = (ticks + column(run, "length")) * run["tick"]
     assert np.allclose(ends, spans["end"], atol=slack)
-    for name, want in (("criticalPredecessor", t.critical_predecessor), ("partner", t.graph.partner),
-                       ("need0", t.graph.needs[0]), ("need1", t.graph.needs[1])):  # fmt: skip
+    for name, want in (("criticalPredecessor", t.critical_predecessor),
+                       ("partner", t.graph.partner), ("need0", t.graph.needs[0]),
+                       ("need1", t.graph.needs[1])):  # fmt: skip
         away = column(run, name)
         assert (np.where(away == 0, -1, n + away) == want).all(), name
     idle = idleness(t)
