@@ -74,7 +74,7 @@ def asked(P: int, m: int, send: float) -> Iterator[Cell]:
     for row in json.loads(out.getvalue()):
         yield Cell(
             P, m, send, row["program"], row["stages_per_rank"], float(f"{row['span']:.9g}"),
-            row["peak_activations"], row["split_backwards"], row["parameters_held"] > 1,
+            row["peak_activations"], row["has_split_backward"], row["parameter_copies"] > 1,
         )  # fmt: skip
 
 

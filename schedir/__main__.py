@@ -77,11 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             answer_completion_request(_build_parser)
         if not argv:
             return _print_output(_START_HELP)
-        args = _build_parser(argv).parse_args(argv, argparse.Namespace(typed=argv))
+        args = _build_parser(argv).parse_args(argv, argparse.Namespace(command_words=argv))
         code_too = not args.no_code and None
-        most = (
-            DEFAULT_MAX_INSTRUCTIONS if args.most_instructions is None else args.most_instructions
-        )
+        most = DEFAULT_MAX_INSTRUCTIONS if args.max_instructions is None else args.max_instructions
         shows_activity = argv[0] not in _WITHOUT_ACTIVITY and not getattr(args, "measure", False)
         activity = show_activity(f"schedir {argv[0]}") if shows_activity else nullcontext()
         with (
@@ -238,7 +236,7 @@ def _add_input_limits(parser: argparse.ArgumentParser) -> None:
     """Add the options that limit the size of programs and that forbid running Python files."""
     group = parser.add_argument_group("limits for untrusted files")
     group.add_argument(
-        "--max-instructions", dest="most_instructions", type=_parse_positive_count, metavar="N",
+        "--max-instructions", type=_parse_positive_count, metavar="N",
         help=f"refuse programs with more than N instructions ({DEFAULT_MAX_INSTRUCTIONS}); an "
              "instruction takes about 30 to 100 bytes of memory",
     )  # fmt: skip

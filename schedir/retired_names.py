@@ -97,6 +97,7 @@ RENAMED_VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "enough": "latency_preserving", "fewest": "minimal", "own": "none",
         },
         "norm_check": {"after": "after_step", "before": "before_step"},
+        "objective": {"own": "active_span"},
         "optimizer_placement": {"cpu": "cpu_step"},
         "packing": {"joined": "concatenate", "packed": "best_fit"},
         "progress_model": {

@@ -176,7 +176,7 @@ def dump_json(data: object) -> str:
 
 
 def _format_table(table: Mapping[str, Any]) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table["head"])
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table["headings"])
     rows = "".join(
         f'<tr><th scope="row">{rank}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
         for rank, *cells in table["rows"]

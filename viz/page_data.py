@@ -67,7 +67,7 @@ def describe_runs(runs: Sequence[Timeline], *, compression: int = 9) -> dict[str
             "light": _color_instructions(runs, LIGHT_PALETTE),
             "dark": _color_instructions(runs, DARK_PALETTE),
         },
-        "whole": {
+        "unshardedStages": {
             "name": UNSHARDED_LABEL,
             "light": _color_unsharded_stages(shades, LIGHT_PALETTE),
             "dark": _color_unsharded_stages(shades, DARK_PALETTE),
@@ -141,11 +141,11 @@ def build_table(run: Timeline, label: str) -> dict[str, Any]:
     if run.sizes:
         on = {f"peak on {tier}": peaks for tier, peaks in _find_lower_tier_peaks(run).items()}
         sizes = {"peak memory": run.peak_memory} | on | run.static_memory
-        columns |= {name: [format_bytes(held) for held in each] for name, each in sizes.items()}
+        columns |= {name: [format_bytes(size) for size in each] for name, each in sizes.items()}
     unit = [f"times in {run.unit}"] if run.unit else []
     return {
         "caption": ", ".join(dict.fromkeys([run.program.name, run.kind, label, *unit])),
-        "head": ["rank", *columns],
+        "headings": ["rank", *columns],
         "rows": [
             [str(rank), *cells] for rank, cells in enumerate(zip(*columns.values(), strict=True))
         ],
@@ -173,11 +173,11 @@ def _describe_opcode(row: Any) -> dict[str, Any]:
         "name": row.op.name,
         "label": label or row.text.replace("_", " "),
         "lane": int(row.lane),
-        "per": row.scope.value or "rank",
-        "hop": row.peer is not None,
-        "work": row.op in COMPUTE_OPS,
-        "again": row.op in HATCHED_OPS,
-        "sends": row.op in SEND_OPS,
+        "scope": row.scope.value or "rank",
+        "hasPeer": row.peer is not None,
+        "isCompute": row.op in COMPUTE_OPS,
+        "isHatched": row.op in HATCHED_OPS,
+        "isSend": row.op in SEND_OPS,
     }
 
 
@@ -213,10 +213,10 @@ def _describe_run_data(
     columns, curves = _collect_columns(run, tick)
     idle = idleness(run)
     columns |= {
-        "from": _encode_deltas(_to_ticks(idle["start"], run, tick)).astype("<u4"),
-        "to": _encode_deltas(_to_ticks(idle["end"], run, tick)).astype("<u4"),
-        "cause": idle["cause"].astype("u1"),
-        "awaits": idle["awaits"].astype("<i4"),
+        "gapStart": _encode_deltas(_to_ticks(idle["start"], run, tick)).astype("<u4"),
+        "gapEnd": _encode_deltas(_to_ticks(idle["end"], run, tick)).astype("<u4"),
+        "gapCause": idle["cause"].astype("u1"),
+        "gapAwaited": idle["awaits"].astype("<i4"),
     }
     scale = 1.0
     if run.unit != reference.unit and run.busy.mean() and reference.busy.mean():
@@ -229,21 +229,21 @@ def _describe_run_data(
         "ranks": run.ranks,
         "count": len(run),
         "offsets": run.program.offsets.tolist(),
-        "own": shape.stages_on_rank,
-        "several": shape.stages_per_rank if shape.stages_per_rank > 1 else 0,
-        "doubt": run.causality_warning,
+        "stagesOnRank": shape.stages_on_rank,
+        "stagesPerRank": shape.stages_per_rank,
+        "causalityWarning": run.causality_warning,
         "span": run.span,
         "tick": tick,
         "scale": scale,
         "bubble": run.bubble,
         "idle": (run.idle / (run.span or 1.0)).tolist(),
-        "peak": run.peak_in_flight.tolist(),
-        "held": format_bytes(_find_peak_memory(run)) if run.sizes else "",
+        "peakInFlight": run.peak_in_flight.tolist(),
+        "peakMemory": format_bytes(_find_peak_memory(run)) if run.sizes else "",
         "curves": curves,
         "bandRows": find_unsharded_intervals(run).row_count,
-        "gapsOf": np.searchsorted(idle["rank"], np.arange(run.ranks + 1)).tolist(),
+        "gapOffsets": np.searchsorted(idle["rank"], np.arange(run.ranks + 1)).tolist(),
         "columns": layout,
-        "packed": packed,
+        "packedColumns": packed,
     }
 
 
@@ -265,7 +265,10 @@ def _collect_columns(
         "start": _encode_deltas(starts).astype("<u4"),
         "length": (ends - starts).astype("<u4"),
     }
-    others: dict[str, NDArray[Any]] = {"latest": run.critical_predecessor, "partner": graph.partner}
+    others: dict[str, NDArray[Any]] = {
+        "criticalPredecessor": run.critical_predecessor,
+        "partner": graph.partner,
+    }
     others |= {f"need{k}": giver for k, giver in enumerate(graph.needs)}
     for name, other in others.items():
         columns[name] = np.where(other < 0, 0, other - np.arange(len(run))).astype("<i4")
@@ -273,11 +276,11 @@ def _collect_columns(
     columns |= {
         "bandRank": bands.rank.astype("<u2"),
         "bandRow": bands.row.astype("<u2"),
-        "bandOwn": bands.local_stage.astype("<u2"),
-        "bandFrom": _encode_deltas(_to_ticks(bands.start + run.start_time, run, tick)).astype(
+        "bandLocalStage": bands.local_stage.astype("<u2"),
+        "bandStart": _encode_deltas(_to_ticks(bands.start + run.start_time, run, tick)).astype(
             "<u4"
         ),
-        "bandTo": _encode_deltas(_to_ticks(bands.end + run.start_time, run, tick)).astype("<u4"),
+        "bandEnd": _encode_deltas(_to_ticks(bands.end + run.start_time, run, tick)).astype("<u4"),
     }
     curves = []
     memory_curves = [compute_in_flight_curve(run)] + (

@@ -73,7 +73,7 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
         begin, last = piece * cut.columns_per_row, piece == cut.row_count - 1
         if last:  # only the last row has the idle shares and the peaks
             padding = " " * (name + cut.total_columns - begin)
-            names = "".join(f"{tier:>6}" for tier in ("held", *tiers))
+            names = "".join(f"{tier:>6}" for tier in ("peak", *tiers))
             lines.append([(f"{padding}   idle{names}", "bright_black")])
         elif piece:
             lines.append([])

@@ -12,7 +12,7 @@ A module may have two more names, for texts after the options in `--help`:
     EXAMPLES = "..."                                   lines with a command and a description
     def format_epilog() -> str                         returns a text that takes long to compute
 
-`args.typed` contains the words of the command line, as the user typed them.
+`args.command_words` contains the words of the command line, as the user typed them.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, allows_several=True)
     check_sequence.add_arguments(parser)
     parser.add_argument(
-        "--explain-start", dest="why", metavar="RANK:INDEX",
+        "--explain-start", metavar="RANK:INDEX",
         help="print the chain of instructions that decides when this instruction starts",
     )  # fmt: skip
     parser.add_argument(
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> str:
 
     if check_sequence.has_several_programs(args):
         return check_sequence.run(args)
-    if args.why is not None:
+    if args.explain_start is not None:
         if args.host_device_sync:
             raise UsageError("--explain-start cannot be combined with --host-device-sync")
         if args.lazy_communicators or args.eager_limit is not None:
@@ -166,11 +166,11 @@ def run(args: argparse.Namespace) -> str:
     if args.json:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.shape.ranks}
         facts["stages_per_rank"] = program.shape.stages_per_rank
-        model_facts = {"models": models}
+        model_facts = {"progress_models": models}
         if not args.lazy_communicators:  # Blocking hosts are not checked with this option.
-            model_facts["models_where_hosts_block"] = on_cpus
+            model_facts["progress_models_with_blocking_hosts"] = on_cpus
         if args.host_device_sync:
-            model_facts["models_where_hosts_wait_for_their_device"] = models
+            model_facts["progress_models_with_host_device_sync"] = models
         return format_json(
             facts | {"instructions": len(program)} | model_facts | collect_sharding_facts(program)
         )
@@ -203,10 +203,12 @@ def run(args: argparse.Namespace) -> str:
 def _explain_start(args: argparse.Namespace) -> str:
     """Return the chain of instructions that determines the start of one instruction."""
     timeline = make_request(args, args.source[0], blocking_hosts=args.blocking_hosts).timeline
-    rank, _, index = args.why.partition(":")
+    rank, _, index = args.explain_start.partition(":")
     streams = timeline.program.streams
     if not all(part.isascii() and part.isdecimal() for part in (rank, index)):
-        raise UsageError(f"--explain-start must be RANK:INDEX, such as 0:3, not {args.why!r}")
+        raise UsageError(
+            f"--explain-start must be RANK:INDEX, such as 0:3, not {args.explain_start!r}"
+        )
     if len(rank) > 9 or int(rank) >= len(streams):
         raise UsageError(
             f"--explain-start: there is no rank {rank}, the ranks are 0 to {len(streams) - 1}"

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder to write",
     )  # fmt: skip
     export.add_argument(
-        "--as", dest="form", metavar="FORMAT", default="safetensors",
+        "--as", dest="format", metavar="FORMAT", default="safetensors",
         help="safetensors (default) writes a file; transformers writes a folder that "
         "AutoModelForCausalLM.from_pretrained loads, and supports only a GPT of schedir train",
     )  # fmt: skip
@@ -108,9 +108,9 @@ def _export(args: argparse.Namespace) -> str:
             hint=" or ".join(_DTYPES),
             fields=["dtype"],
         )
-    if args.form not in (forms := ("safetensors", "transformers")):
-        raise UsageError(f"--as {args.form}: there is no such format", hint=" or ".join(forms))
-    to, transformers = Path(args.to), args.form == "transformers"
+    if args.format not in (formats := ("safetensors", "transformers")):
+        raise UsageError(f"--as {args.format}: there is no such format", hint=" or ".join(formats))
+    to, transformers = Path(args.to), args.format == "transformers"
     if not transformers and to.suffix != ".safetensors":
         raise UsageError(f"--to {to}: the file must end in .safetensors", fields=["to"])
     targets = [to / "model.safetensors", to / "config.json"] if transformers else [to]

@@ -156,26 +156,26 @@ def _format_comparison(
         if t.sizes is not None:
             size["peak_memory"] = float(t.peak_memory.max())
             excess = over_limit.get(request.source)
-            size["over_limit"] = excess is not None
+            size["is_over_limit"] = excess is not None
             if excess is not None:  # Limits apply to the worst case, which can exceed this run.
                 size["peak_memory"] = excess.amount
         rows.append(facts | counts | size | collect_cost_facts(request) | sharding)
     if not as_table:
         return format_json(rows)
-    has_gathers = any("gathers" in f for f in rows)
+    has_gathers = any("unshards" in f for f in rows)
     has_sizes = any("peak_memory" in f for f in rows)
     return format_table(
         ["schedule", "ranks", "microbatches", "stages", "span", "bubble", "to gain",
          "peak in flight", "peak activations", *["peak memory"] * has_sizes,
          *["gathers"] * has_gathers],
         [
-            [", ".join(filter(None, [label, f["kind"] * several_kinds, f["doubt"]])),
+            [", ".join(filter(None, [label, f["kind"] * several_kinds, f["causality_warning"]])),
              *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
              f"{f['span']:.6g} {f['unit']}".strip(),
              f"{f['bubble']:.1%}", format_possible_gain(f),
              str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}",
              *[_format_peak_memory(f)] * has_sizes,
-             *[format_range(f.get("gathers", [0]))] * has_gathers]
+             *[format_range(f.get("unshards", [0]))] * has_gathers]
             for label, f in zip(label_requests(requests), rows, strict=True)
         ],
     )  # fmt: skip
@@ -184,7 +184,7 @@ def _format_comparison(
 def _format_peak_memory(facts: dict[str, Any]) -> str:
     if "peak_memory" not in facts:
         return "-"
-    return f"{'over the limit: ' * facts['over_limit']}{format_bytes(facts['peak_memory'])}"
+    return f"{'over the limit: ' * facts['is_over_limit']}{format_bytes(facts['peak_memory'])}"
 
 
 def _describe_differences(timelines: Sequence[Timeline]) -> str:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> str:
     from schedir.hang_diagnosis.rank_positions import diagnose_copies
     from schedir.hang_diagnosis.wait_graph import DistributedJob
 
-    option_words = [word for word in args.typed[1:] if word.startswith("-") and word != "-"]
+    option_words = [word for word in args.command_words[1:] if word.startswith("-") and word != "-"]
     if args.program is None and (
         extra := [
             word for word in option_words if word.partition("=")[0] not in _STANDALONE_OPTIONS
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> str:
             else describe_program(job, verdicts)
         )
     if args.json:
-        return format_json(_collect_facts(job, verdicts) | {"said": lines})
+        return format_json(_collect_facts(job, verdicts) | {"report": lines})
     if skipped_files:
         lines.append(f"skipped files whose names do not end in a rank: {len(skipped_files)}")
     return "".join(f"{line}\n" for line in lines)
@@ -108,7 +108,7 @@ def _diagnose_run(args: argparse.Namespace, post_mortem: PostMortem) -> str:
         )
     lines = [*post_mortem.to_lines()]
     if args.json:
-        return format_json(post_mortem.to_dict() | {"said": lines})
+        return format_json(post_mortem.to_dict() | {"report": lines})
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -128,18 +128,18 @@ def _load_program(args: argparse.Namespace, job: DistributedJob) -> Program:
 
 
 def _collect_facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[str, Any]:
-    standing = [
+    dumps = [
         {
             "rank": rank,
             "file": one.path,
-            "ended": one.last_done and str(one.last_done),
-            "begun": one.current_op and str(one.current_op),
-            "since_ns": one.current_since,
+            "last_ended_operation": one.last_ended_op and str(one.last_ended_op),
+            "current_operation": one.current_op and str(one.current_op),
+            "current_operation_time_ns": one.current_op_time,
             "waits": [
                 {
                     "operation": str(wait.op),
-                    "rank": wait.awaited_rank,
-                    "why": wait.reason.name.lower(),
+                    "awaited_rank": wait.awaited_rank,
+                    "reason": wait.reason.name.lower(),
                 }
                 for wait in job.waits[rank]
             ],
@@ -147,10 +147,10 @@ def _collect_facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[
         for rank, one in job.dumps.items()
     ]
     return {
-        "standing": standing,
-        "no_dump": [*job.missing],
+        "dumps": dumps,
+        "ranks_without_dump": [*job.ranks_without_dump],
         "cycle": [wait.rank for wait in job.cycle],
-        "roots": [*job.roots],
+        "root_ranks": [*job.root_ranks],
         "copies": [_collect_copy_facts(verdict) for verdict in verdicts],
     }
 
@@ -165,21 +165,21 @@ def _collect_copy_facts(verdict: ProgramVerdict) -> dict[str, Any]:
 
     return {
         "program": placed.graph.program.name,
-        "model": verdict.progress_model,
+        "progress_model": verdict.progress_model,
         "ranks": matched.ranks,
-        "whole_steps_before": matched.step,
-        "stands": [
+        "step": matched.step,
+        "positions": [
             {"rank": matched.ranks[place.rank]} | (
-                {"over": True}
+                {"has_ended": True}
                 if place.position is None
-                else at(place.position) | {"late": place.is_late}
+                else at(place.position) | {"is_late": place.is_late}
             )
             for place in verdict.positions
         ],
-        "deadlock": verdict.is_deadlock,
-        "circle": [at(link.position) for link in verdict.cycle],
+        "is_deadlock": verdict.is_deadlock,
+        "cycle": [at(link.position) for link in verdict.cycle],
         "causes": [
-            {"kind": cause.kind.name.lower(), "at": [at(k) for k in cause.positions]}
+            {"kind": cause.kind.name.lower(), "instructions": [at(k) for k in cause.positions]}
             for cause in verdict.causes
         ],
     }  # fmt: skip

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_chart_options(parser)
     parser.add_argument(
-        "--idle-map", dest="idle", action="store_true",
+        "--idle-map", action="store_true",
         help="draw a heat map of the causes of idle time",
     )  # fmt: skip
     add_compile_options(parser)
@@ -62,17 +62,17 @@ def run(args: argparse.Namespace) -> str:
         UsageError: The options cannot be combined, or the suffix is unknown.
     """
     page = args.output is not None and args.output.lower().endswith(".html")
-    if args.idle and (page or args.output is None):
+    if args.idle_map and (page or args.output is None):
         raise UsageError("--idle-map draws a picture, and needs -o", hint="-o FILE.png")
     if not page and args.output is not None:
         from schedir.viz.figures.figure_files import require_figure_suffix
 
         require_figure_suffix(
-            args.output, "" if args.idle else "FILE.html writes a page of one or two runs"
+            args.output, "" if args.idle_map else "FILE.html writes a page of one or two runs"
         )
-    if page or args.idle or args.output is None:
+    if page or args.idle_map or args.output is None:
         require_no_chart_options(
-            args, "a page" if page else "an idle map" if args.idle else "a text chart"
+            args, "a page" if page else "an idle map" if args.idle_map else "a text chart"
         )
     requests = [make_request(args, source) for source in args.source]
     timelines = [request.timeline for request in requests]
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> str:
         if len(timelines) == 1 and timelines[0].kind == "measured":
             timelines.insert(0, simulate_at_mean_times(timelines[0]))
         save_html(args.output, *timelines)
-    elif args.idle:
+    elif args.idle_map:
         from schedir.viz import idle_map, save
 
         if len(timelines) > 1:

@@ -181,25 +181,25 @@ def _collect_facts(
     of_base = collect_timeline_facts(advice.baseline, lower_bounds[0] if lower_bounds else None)
     return collect_timeline_facts(timeline) | {
         "bound": of_base["bound"],
-        "gap": of_base["gap"],
-        "bound_when_split": lower_bounds[-1].value if lower_bounds else None,
+        "gap_to_bound": of_base["gap_to_bound"],
+        "split_backward_bound": lower_bounds[-1].value if lower_bounds else None,
         "idle": {cause.text: table[:, cause].tolist() for cause in IdleCause},
         "simulated_span": advice.baseline.span,
-        "advice_given": advice.is_reliable,
-        "fits": advice.fits_memory,
-        "held": _collect_change_facts(advice.current),
+        "is_advice_reliable": advice.is_reliable,
+        "fits_memory": advice.fits_memory,
+        "current": _collect_change_facts(advice.current),
         "changes": [
-            _collect_change_facts(change) | {"how": how}
-            for change, how in zip(advice.changes, recipes, strict=True)
+            _collect_change_facts(change) | {"recipe": recipe}
+            for change, recipe in zip(advice.changes, recipes, strict=True)
         ],
-        "could_be_held": [_collect_change_facts(change) for change in advice.memory_changes],
+        "memory_changes": [_collect_change_facts(change) for change in advice.memory_changes],
     }
 
 
 def _collect_change_facts(change: SimulatedChange) -> dict[str, Any]:
     run = change.run
     figures = {"span": run.span, "bubble": run.bubble, "memory": change.memory}
-    return {"what": change.description, "saves": change.saved_share} | figures
+    return {"description": change.description, "saved_share": change.saved_share} | figures
 
 
 def _describe_recipe(

@@ -30,7 +30,6 @@ from schedir.commands.common.plan_request import (
     list_all_plans,
     optimize_plan_divisions,
     parse_plan_request,
-    resize_cluster,
     resolve_cluster,
     resolve_model,
 )
@@ -60,15 +59,15 @@ _SCALING_DESCRIPTIONS = {"strong": "the same batch", "weak": "a batch that grows
 def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
     """Return a table for strong scaling and a table for weak scaling, and write the picture."""
     excluded = (
-        (args.output, "-o"), (args.tradeoff, "--tradeoff"), (args.search, "--improve-schedules"),
-        (args.gpus is not None, "--gpus"),
+        (args.output, "-o"), (args.tradeoff, "--tradeoff"),
+        (args.improve_schedules, "--improve-schedules"), (args.gpus is not None, "--gpus"),
     )  # fmt: skip
     for option, name in excluded:
         if option:
             raise UsageError(f"{name} cannot be combined with --gpu-counts")
     request, refusals = parse_plan_request(args), list[str]()
     plans_by_scaling = {
-        way: _find_plan_per_gpu_count(request, args.scale, way, refusals)
+        way: _find_plan_per_gpu_count(request, args.gpu_counts, way, refusals)
         for way in _SCALING_DESCRIPTIONS
     }
     if args.picture is not None:
@@ -76,9 +75,9 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
 
         save(plan_scaling(plans_by_scaling["strong"], plans_by_scaling["weak"]), args.picture)
     if args.json:
-        return format_json({way: [collect_plan_facts(plan) for plan in plans] for way,
+        return format_json({f"{way}_scaling": [collect_plan_facts(plan) for plan in plans] for way,
             plans in plans_by_scaling.items()}
-                       | {"refused": refusals})  # fmt: skip
+                       | {"refusals": refusals})  # fmt: skip
     lines = [
         f"{way}: {_SCALING_DESCRIPTIONS[way]}\n{_format_scaling_table(plans)}"
         for way, plans in plans_by_scaling.items()
@@ -95,6 +94,8 @@ def _find_plan_per_gpu_count(
 
     For each number of GPUs without a plan, a line with the reason is appended to `refusals`.
     """
+    from schedir.planner.hardware.cluster_size import resize_cluster
+
     result: list[PlanEstimate] = []
     max_gpus = max(gpu_counts)
     first_error: SchedirError | None = None
@@ -144,7 +145,7 @@ def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
 
 # Options that cannot be combined with `--measure`, and options that need it.
 _PLANNING_OPTIONS: Final = (
-    "model", "layers", "batch", "cluster", "scale", "picture", "calibrate", "memory_limit",
+    "model", "layers", "batch", "cluster", "gpu_counts", "picture", "calibrate", "memory_limit",
 )  # fmt: skip
 _MEASURING_OPTIONS: Final = ("processes", "device")
 
@@ -188,7 +189,7 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
                              fields=given)  # fmt: skip
         return None
     if given := [name for name in _PLANNING_OPTIONS if getattr(args, name) is not None]:
-        option = "gpu-counts" if given[0] == "scale" else given[0].replace("_", "-")
+        option = given[0].replace("_", "-")
         raise UsageError(
             f"--measure does not plan, and cannot be combined with --{option}",
             hint="plan with the file that it writes: --cluster here.toml", fields=given,
@@ -281,21 +282,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "days it takes",
     )  # fmt: skip
     parser.add_argument(
-        "--closed-form-only", dest="no_exact", action="store_true",
+        "--closed-form-only", action="store_true",
         help="estimate all plans by formulas; by default, the best plans are also compiled and "
         "simulated",
     )  # fmt: skip
     parser.add_argument("--offload", action="store_true",
                         help="also search plans that move activations or the optimizer state to "
                         "the host, and simulate them")  # fmt: skip
-    parser.add_argument("--optimize-division", dest="cut", action="store_true",
+    parser.add_argument("--optimize-division", action="store_true",
                         help="for the best three plans, search for a division of layers into "
                         "stages that makes the step shorter")  # fmt: skip
-    parser.add_argument("--improve-schedules", dest="search", action="store_true",
+    parser.add_argument("--improve-schedules", action="store_true",
                         help="for the best three plans, search for a shorter schedule")  # fmt: skip
     parser.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
                         help="with --improve-schedules: the seconds per plan (10)")  # fmt: skip
-    parser.add_argument("--gpu-counts", dest="scale", type=_parse_counts, metavar="GPUS",
+    parser.add_argument("--gpu-counts", type=_parse_counts, metavar="GPUS",
                         help="plan for each of these numbers of GPUs, such as 256,512,1024: first "
                         "with the same batch (strong scaling), then with a batch that grows with "
                         "the GPUs (weak scaling)")  # fmt: skip
@@ -332,7 +333,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="write the first plan to FILE.toml for schedir train, or its program to FILE.sched",
     )  # fmt: skip
     group.add_argument(
-        "--select", dest="take", type=parse_count, default=1, metavar="N",
+        "--select", type=parse_count, default=1, metavar="N",
         help="write and describe the plan with this number instead of the first",
     )  # fmt: skip
     group.add_argument(
@@ -455,32 +456,33 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError(f"--time-limit must be above 0 s and finite, not {args.time_limit:g}")
     others = (
         ("--tradeoff", args.tradeoff),
-        ("--optimize-division", args.cut),
-        ("--improve-schedules", args.search),
+        ("--optimize-division", args.optimize_division),
+        ("--improve-schedules", args.improve_schedules),
     )
     if args.offload and (option := next((name for name, there in others if there), None)):
         raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
-    if args.scale is not None:
+    if args.gpu_counts is not None:
         return _plan_for_gpu_counts(args)
     request = parse_plan_request(args)
     if args.picture is not None:
         require_writable(args.picture)
     with _open_output(args.output) as path:
-        if args.cut or args.search:  # These options need the fastest plans, not the simplest.
+        # These options need the fastest plans, not the simplest.
+        if args.optimize_division or args.improve_schedules:
             best, fastest = find_plans(request, args.top), None
         else:
             best, fastest = find_preferred_plans(request, args.top)
-        plans = optimize_plan_divisions(request, best) if args.cut else best
+        plans = optimize_plan_divisions(request, best) if args.optimize_division else best
         programs: dict[PlanEstimate, Program] = {}
         note = ""
-        if args.search:
+        if args.improve_schedules:
             plans, programs, note = improve_plan_schedules(request, plans, args.time_limit)
-        if not 1 <= args.take <= len(plans):
+        if not 1 <= args.select <= len(plans):
             raise UsageError(
-                f"--select: there is no plan {args.take}, the plans are 1 to {len(plans)}",
-                fields=["take"],
+                f"--select: there is no plan {args.select}, the plans are 1 to {len(plans)}",
+                fields=["select"],
             )
-        selected_plan = plans[args.take - 1]
+        selected_plan = plans[args.select - 1]
         if path is not None:
             path.write_text(
                 _format_plan_file(args, request, selected_plan, programs.get(selected_plan)),
@@ -491,7 +493,7 @@ def run(args: argparse.Namespace) -> str:
     if args.json:
         return format_plans_json(request, plans)
     return (
-        format_plans(request, plans, args.take, args.tokens, fastest)
+        format_plans(request, plans, args.select, args.tokens, fastest)
         + note
         + _describe_written_files(args)
     )
@@ -529,7 +531,7 @@ def _format_plan_file(
     from schedir.planner import simulated_program, train_config
 
     lines = [
-        f"schedir {shlex.join(args.typed)}",
+        f"schedir {shlex.join(args.command_words)}",
         f"{describe_plan(plan)}: predicted are {format_seconds(plan.step_time)} per step and "
         f"{format_bytes(plan.memory.total)} on the fullest GPU",
     ]
@@ -537,8 +539,8 @@ def _format_plan_file(
     if str(args.output).endswith(".toml"):
         if searched_program is not None:
             raise UsageError(
-                f"-o {args.output}: plan {args.take} has a schedule from --improve-schedules, and "
-                "a .toml cannot contain this schedule",
+                f"-o {args.output}: plan {args.select} has a schedule from --improve-schedules, "
+                "and a .toml cannot contain this schedule",
                 hint="-o best.sched writes the schedule; then set schedule = \"best.sched\" in "
                 "[pipeline]",
                 fields=["output"],

@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     add_source(parser)
-    parser.add_argument(
-        "--no-repeat", dest="flat", action="store_true", help="print one line per instruction"
-    )
+    parser.add_argument("--no-repeat", action="store_true", help="print one line per instruction")
     parser.add_argument(
         "--compute-only", dest="draft", action="store_true",
         help="print only the compute instructions, as they are before the lowering adds "
@@ -57,10 +55,10 @@ def run(args: argparse.Namespace) -> str:
 
     request = make_request(args, args.source)
     if args.output is None:
-        return color_program(to_text(request.program, folded=not args.flat)) + _draw_preview(
+        return color_program(to_text(request.program, folded=not args.no_repeat)) + _draw_preview(
             request
         )
-    return write_program(request.program, args.output, folded=not args.flat)
+    return write_program(request.program, args.output, folded=not args.no_repeat)
 
 
 def write_program(program: Program, output: str, *, folded: bool = True) -> str:

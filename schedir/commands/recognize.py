@@ -40,5 +40,5 @@ def run(args: argparse.Namespace) -> str:
     program = make_request(args, args.source).program
     found = recognize(program)
     if args.json:
-        return format_json({"program": program.name, "exact": found.is_exact} | found._asdict())
+        return format_json({"program": program.name, "is_exact": found.is_exact} | found._asdict())
     return f"{program.name}: {found}\n"

@@ -63,12 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SCHEDULE", nargs="*", help=f"also rank this: {SOURCE_HELP}"
     )
     parser.add_argument(
-        "--max-activations", dest="activations", type=parse_number, metavar="N",
+        "--max-activations", type=parse_number, metavar="N",
         help="the memory limit of a rank, as the number of microbatches whose activations the rank "
         "can keep in all its stages; 1F1B needs as many as there are ranks",
     )  # fmt: skip
     parser.add_argument(
-        "--no-split-backward", dest="whole", action="store_true",
+        "--no-split-backward", action="store_true",
         help="leave out schedules that split backwards into I and W",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -116,7 +116,7 @@ def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
 
     def find_excess(request: Request) -> Excess | None:
         peak = request.timeline.peak_activations
-        if args.activations is None or peak <= args.activations:
+        if args.max_activations is None or peak <= args.max_activations:
             return None
         return Excess(request, peak, f"{peak:.6g} activations")
 
@@ -126,7 +126,7 @@ def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
     ranking = rank_schedules(
         zip(candidates, requests, strict=True),
         find_excess=find_excess,
-        full_backward_only=args.whole,
+        full_backward_only=args.no_split_backward,
         named_sources=args.source,
     )
     if ranking.refusals and not (
@@ -150,7 +150,7 @@ def _describe_shape(ranking: ScheduleRanking) -> str:
 
 def _describe_limit(args: argparse.Namespace) -> str:
     bytes_ = [] if args.memory_limit is None else [format_bytes(args.memory_limit)]
-    activations = [] if args.activations is None else [f"{args.activations:g} activations"]
+    activations = [] if args.max_activations is None else [f"{args.max_activations:g} activations"]
     return " and ".join(bytes_ + activations)
 
 
@@ -190,8 +190,8 @@ def _collect_row(request: Request) -> dict[str, Any]:
     row = collect_timeline_facts(timeline, find_lower_bound(request)) | {
         "stages_per_rank": shape.stages_per_rank,  # Before stages are divided into segments.
         "peak_activations": timeline.peak_activations,
-        "split_backwards": BACKWARD_INPUT in ops,
-        "parameters_held": shape.placement_rows,
+        "has_split_backward": BACKWARD_INPUT in ops,
+        "parameter_copies": shape.placement_rows,
     }
     row |= collect_cost_facts(request)
     if timeline.sizes is not None:
@@ -216,9 +216,9 @@ def _format_ranking(requests: list[Request]) -> str:
                 f"{row['bubble']:.1%}", format_possible_gain(row), f"{row['peak_activations']:.6g}",
                 *(format_bytes(row["peak_memory"]) for _ in sized),
                 " and ".join(
-                    ["split backwards"] * row["split_backwards"]
-                    + [_describe_parameter_copies(row["parameters_held"])]
-                    * (row["parameters_held"] > 1)
+                    ["split backwards"] * row["has_split_backward"]
+                    + [_describe_parameter_copies(row["parameter_copies"])]
+                    * (row["parameter_copies"] > 1)
                 ) or "-",
             ]
             for label, row in zip(label_requests(requests), rows, strict=True)

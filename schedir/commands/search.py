@@ -36,6 +36,7 @@ from schedir.ir.program import ATTRIBUTE_FIELDS
 from schedir.ir.text_format import to_text
 from schedir.predict.possible_saving import compute_saving, describe_saving
 from schedir.predict.simulate import simulate
+from schedir.retired_names import get_current_value
 from schedir.schedule_search.problem import is_full_backward_cheaper
 from schedir.schedule_search.search_results import describe_numba
 
@@ -99,12 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pair is in flight from its F to its W or B; one number, or one per rank: 8:8:7",
     )  # fmt: skip
     how = parser.add_argument_group("the search")
-    how.add_argument("--objective", default="span", metavar="WHAT",
+    how.add_argument("--objective", default="span", metavar="WHAT", type=_parse_objective,
                      help="the time to minimize: span (default), from the first start to the last "
-                     "end; or own, the longest time from the first to the last compute of a "
-                     "rank")  # fmt: skip
+                     "end; or active_span, the longest time from the first to the last compute of "
+                     "a rank")  # fmt: skip
     how.add_argument(
-        "--no-split-backward", dest="whole", action="store_true",
+        "--no-split-backward", action="store_true",
         help="search only schedules that do not split backwards into I and W",
     )  # fmt: skip
     how.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
@@ -116,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--seed", type=parse_count, default=0, metavar="N", help="the seed of the search (0)"
     )
-    how.add_argument("--initial-schedules", dest="start", nargs="+", default=[], metavar="SCHEDULE",
+    how.add_argument("--initial-schedules", nargs="+", default=[], metavar="SCHEDULE",
                      help="more schedules to begin the search with: names, FILE.sched or "
                      "FILE.timeline")  # fmt: skip
     how.add_argument("--bound", dest="prove", default="closed", metavar="HOW",
@@ -127,6 +128,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _parse_counts(text: str) -> int | tuple[int, ...]:
     return tuple(map(parse_count, text.split(":"))) if ":" in text else parse_count(text)
+
+
+def _parse_objective(text: str) -> str:
+    return get_current_value("objective", text)
 
 
 # ---------------------------------------------------------------- the request
@@ -211,7 +216,7 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
     if args.costs_from is not None:
         if costs is not None:
             raise UsageError("--costs cannot be combined with --costs-from")
-        run, costs, notes = _load_costs(args.costs_from, full_backward_only=args.whole)
+        run, costs, notes = _load_costs(args.costs_from, full_backward_only=args.no_split_backward)
         defaults = {f.name: getattr(run.program.shape, f.name) for f in SHAPE_FIELDS}
     shape = PipelineShape(**(defaults | specified)).resolve_defaults()
     if isinstance(args.max_in_flight, tuple) and len(args.max_in_flight) != shape.ranks:
@@ -230,7 +235,13 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
             request, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
         )
     return _SearchRequest(
-        shape, request, args.max_in_flight, args.whole, args.objective == "own", run, notes
+        shape,
+        request,
+        args.max_in_flight,
+        args.no_split_backward,
+        args.objective == "active_span",
+        run,
+        notes,
     )
 
 
@@ -326,7 +337,7 @@ def _search_frontier(args: argparse.Namespace) -> str | tuple[str, int]:
     require_frontier_options(args)
     problem = _parse_search_request(args)
     unit = "" if problem.costs_timeline is None else problem.costs_timeline.unit
-    initial_schedules = _load_initial_schedules(args.start, problem)
+    initial_schedules = _load_initial_schedules(args.initial_schedules, problem)
     text, complete = report_frontier(
         args,
         FrontierRequest(
@@ -356,7 +367,7 @@ def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchR
         time_limit=args.time_limit,
         max_evaluations=args.max_evaluations,
         seed=args.seed,
-        initial_schedules=_load_initial_schedules(args.start, search_request),
+        initial_schedules=_load_initial_schedules(args.initial_schedules, search_request),
         prove=args.prove,
         report=report,
     )  # fmt: skip
@@ -486,22 +497,22 @@ def _format_json(
     return format_json(
         collect_timeline_facts(result.timeline)
         | {
-            "objective": "own" if search_request.minimizes_active_span else "span",
-            "length": result.span,
+            "objective": "active_span" if search_request.minimizes_active_span else "span",
+            "objective_value": result.span,
             "bound": result.bound,
-            "gap": result.gap_to_bound,
-            "why": result.explanation,
-            "stopped": result.stop_reason,
-            "tried": result.num_evaluated,
+            "gap_to_bound": result.gap_to_bound,
+            "explanation": result.explanation,
+            "stop_reason": result.stop_reason,
+            "num_evaluated": result.num_evaluated,
             "numba": result.numba,
             "seed": result.seed,
-            "trail": [step._asdict() for step in result.improvements],
+            "improvements": [step._asdict() for step in result.improvements],
             "peak_in_flight": result.timeline.peak_in_flight.tolist(),
-            "beside": [
-                {"program": t.program.name, "length": search_request.compute_objective(t)}
+            "compared_schedules": [
+                {"program": t.program.name, "objective_value": search_request.compute_objective(t)}
                 for t in (request.timeline for request in ranking.fitting)
             ],
-            "over": {name: excess.text for name, excess in ranking.over_limit.items()},
+            "over_limit": {name: excess.text for name, excess in ranking.over_limit.items()},
         }
     )
 
@@ -518,7 +529,7 @@ def _format_comments(
 
     request, unit = search_request.request, result.timeline.unit and f" {result.timeline.unit}"
     lines = [
-        f"schedir {shlex.join(args.typed)}",
+        f"schedir {shlex.join(args.command_words)}",
         f"shape: {search_request.shape}",
         f"costs: {format_costs((request.costs or Costs()).with_defaults())}",
         f"limit: {search_request.memory_limit_text}",

@@ -182,7 +182,7 @@ def run(args: argparse.Namespace) -> str:
     columns: dict[str, list[Any]] = {
         "busy": timeline.busy.tolist(),
         "idle": timeline.idle.tolist(),
-        "idle_in_own_span": timeline.idle_in_active_span.tolist(),
+        "idle_in_active_span": timeline.idle_in_active_span.tolist(),
         "peak_in_flight": timeline.peak_in_flight.tolist(),
     }
     if timeline.sizes is not None:
@@ -199,7 +199,9 @@ def run(args: argparse.Namespace) -> str:
         found = (
             collect_timeline_facts(timeline, bound) | columns | collect_cost_facts(request) | slots
         )
-        of_lanes = {"sent": {name: each.tolist() for name, each in sent.items()}} if sent else {}
+        of_lanes = (
+            {"sent_bytes": {name: each.tolist() for name, each in sent.items()}} if sent else {}
+        )
         return format_json(found | of_lanes | collect_sharding_facts(timeline.program))
     for name in [*columns][4:]:
         columns[name] = [format_bytes(size) for size in columns[name]]
@@ -294,7 +296,7 @@ def _count_slots(request: Request) -> dict[str, Any]:
         progress_model=timeline.progress_model,
         blocking_hosts=timeline.blocking_hosts,
     )
-    return {"slots": slots, "span_with_own_slots": unshared.span}
+    return {"slots": slots, "span_without_buffer_sharing": unshared.span}
 
 
 def _suggest_buffer_sharing(request: Request) -> str:
@@ -334,7 +336,7 @@ def _describe_slots(timeline: Timeline, slot_facts: dict[str, Any]) -> str:
     for counts in slot_facts["slots"]:
         most |= {kind: max(number, most.get(kind, 0)) for kind, number in counts.items()}
     text = "slots, at most: " + ", ".join(f"{kind} {n}" for kind, n in most.items())
-    own = slot_facts.get("span_with_own_slots")
+    own = slot_facts.get("span_without_buffer_sharing")
     if own:
         less = 1 - own / timeline.span
         text += f"; with its own slot for each value, the span would be {own:.6g}"

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="DIR", help="write the Timeline of the last step to this folder"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         type=_require_assignment,
                         help="replace a setting of the file, such as pipeline.ranks=2")  # fmt: skip
 
@@ -74,4 +74,4 @@ def run(args: argparse.Namespace) -> int:
     from schedir.training.train import run
 
     traced = [] if args.trace is None else [f"output.trace={json.dumps(args.trace)}"]
-    return run(args.config, [*args.sets, *traced])
+    return run(args.config, [*args.settings, *traced])

@@ -159,7 +159,7 @@ class FlightRecorderDump:
         return bool(self.num_lost and self.ops and not self.ops[0].is_done)
 
     @cached_property
-    def last_done(self) -> RecordedOperation | None:
+    def last_ended_op(self) -> RecordedOperation | None:
         """The last operation that has ended, or None."""
         return next((op for op in reversed(self.ops) if op.is_done), None)
 
@@ -177,7 +177,7 @@ class FlightRecorderDump:
         return max((max(op.created_time, op.ended_time) for op in self.ops), default=0)
 
     @property
-    def current_since(self) -> int:
+    def current_op_time(self) -> int:
         """The time at which `current_op` was issued, or else `last_time`, in nanoseconds."""
         return self.current_op.created_time if self.current_op else self.last_time
 

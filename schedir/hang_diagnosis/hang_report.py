@@ -41,17 +41,15 @@ def describe_job(job: DistributedJob) -> list[str]:
         ranks_by_text.setdefault(
             _describe_position(job, rank, len(job.dumps) > MAX_SHOWN), []
         ).append(rank)
-    first = {*job.roots, *(wait.rank for wait in (*job.cycle, *job.unmatched))}
+    first = {*job.root_ranks, *(wait.rank for wait in (*job.cycle, *job.unmatched))}
     shown = sorted(ranks_by_text, key=lambda text: first.isdisjoint(ranks_by_text[text]))[
         :MAX_SHOWN
     ]
     lines = _describe_job_cause(job)
     there = f"{len(job.dumps)} dump{'s' * (len(job.dumps) != 1)}"
-    if job.missing:
-        have = "has" if len(job.missing) == 1 else "have"
-        lines.append(
-            f"{there} of {len(job.ranks)} ranks; {_name_ranks(job.missing)} {have} no dump"
-        )
+    if missing := job.ranks_without_dump:
+        have = "has" if len(missing) == 1 else "have"
+        lines.append(f"{there} of {len(job.ranks)} ranks; {_name_ranks(missing)} {have} no dump")
     else:
         lines.append(f"{there}, of all ranks in their process groups")
     for text in sorted(shown, key=lambda text: ranks_by_text[text]):
@@ -73,12 +71,12 @@ def _describe_position(job: DistributedJob, rank: int, is_brief: bool) -> str:
     dump, waits = job.dumps[rank], job.waits[rank]
     if dump.current_op is None:
         after = "nothing is recorded"
-        if dump.last_done:
+        if dump.last_ended_op:
             after = (
-                f"the last that ended is {job.describe_operation(rank, dump.last_done)}"
-                f"{_describe_source_line(dump.last_done)}"
+                f"the last that ended is {job.describe_operation(rank, dump.last_ended_op)}"
+                f"{_describe_source_line(dump.last_ended_op)}"
             )
-        return f"no pending operation; {after}{_describe_age(job, dump.current_since)}"
+        return f"no pending operation; {after}{_describe_age(job, dump.current_op_time)}"
     op = waits[0].op if waits else dump.current_op
     others = [
         _describe_peers(job, [*some]) for _, some in groupby(waits, lambda w: (w.reason, w.op))
@@ -115,7 +113,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
             )
     for wait in _deduplicate_waits(job.unmatched):
         name = f"{job.describe_operation(wait.rank, wait.op)} of rank {wait.rank}"
-        if wait.reason is WaitReason.OTHER:
+        if wait.reason is WaitReason.MISMATCH:
             unsure = job.old_dump_ranks or (wait.op.is_message and job.has_lost_entries(wait))
             lines.append(
                 f"{'a possible' if unsure else 'the'} cause: {name} {_describe_peers(job, [wait])}"
@@ -124,7 +122,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
             lines.append(
                 f"{name} {_describe_issued_by_all(job, wait)}{_describe_mixed_batching(wait)}"
             )
-    late = [r for r in job.roots if r in job.dumps and job.dumps[r].current_op is None]
+    late = [r for r in job.root_ranks if r in job.dumps and job.dumps[r].current_op is None]
     if len(late) > MAX_SHOWN:
         lines.append(
             f"{len(late)} ranks have no pending operation, and others wait for them: ranks "
@@ -132,7 +130,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
         )
         late = []
     waits = [wait for rank_waits in job.waits.values() for wait in rank_waits]
-    alone = len(job.roots) == 1 and not job.old_dump_ranks and not cycle
+    alone = len(job.root_ranks) == 1 and not job.old_dump_ranks and not cycle
     for rank in late:
         sure = alone and any(
             wait.awaited_rank == rank
@@ -144,7 +142,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
             "has no pending operation; it computes, waits for something else, or its process is "
             f"gone{_describe_done(job.dumps[rank])}"
         )
-    if gone := [rank for rank in job.roots if rank not in job.dumps]:
+    if gone := [rank for rank in job.root_ranks if rank not in job.dumps]:
         one = len(gone) == 1
         lines.append(
             f"other ranks wait for {_name_ranks(gone)}, and {'it has' if one else 'they have'} "
@@ -246,13 +244,13 @@ def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> s
     """Describe the ranks that an operation waits for. All waits must have the same reason."""
     first = waits[0]
     ranks = _name_ranks([wait.awaited_rank for wait in waits])
-    if first.reason is WaitReason.OTHER and first.counterpart:
+    if first.reason is WaitReason.MISMATCH and first.counterpart:
         here, there = (
             op.shape_text if op.is_message else f"{op.kind} of {op.shape_text}"
             for op in (first.op, first.counterpart)
         )
         return f"does not match {ranks}: {here} here, {there} there"
-    ahead = job.dumps[first.awaited_rank].current_op if first.reason is WaitReason.BEHIND else None
+    ahead = job.dumps[first.awaited_rank].current_op if first.reason is WaitReason.QUEUED else None
     behind = f" {job.describe_operation(first.awaited_rank, ahead)}" if ahead else ""
     return f"{ranks} {'has' if len(waits) == 1 else 'have each'} {first.reason.value}{behind}"
 
@@ -481,7 +479,7 @@ class _ProgramCopyReport:
         """Describe a cause. `certainty` is "is", or "may be" if other causes are possible."""
         owners = " or ".join(dict.fromkeys(map(self.name_owner, cause.positions)))
         ops = " or ".join(map(self.name_instruction, cause.positions))
-        if cause.kind is ChainEnd.SILENT:
+        if cause.kind is ChainEnd.NO_DUMP:
             problem = f"has no dump, and others wait for it at {ops}: its process may be gone"
         elif cause.kind is ChainEnd.STUCK:
             both = " and ".join(
@@ -493,7 +491,7 @@ class _ProgramCopyReport:
                 f"may be the cause: the other side of {ops} has ended; its device has not reached "
                 "its side, or its dump is older"
             )
-        elif cause.kind is ChainEnd.LATE:
+        elif cause.kind is ChainEnd.NOT_ISSUED:
             problem = (
                 f"{certainty} the cause: its host has not reached {ops}; it computes, waits for "
                 "something else, or its process is gone"
@@ -510,7 +508,7 @@ class _ProgramCopyReport:
                 "which side has started)"
             )
         lines = [f"{owners} {problem}"]
-        if cause.kind is ChainEnd.LATE:
+        if cause.kind is ChainEnd.NOT_ISSUED:
             rank = self.matched.ranks[int(self.positioned.rank_of[cause.positions[0]])]
             for wait in self.job.waits.get(rank, ()):
                 if not wait.op.is_message:

@@ -18,6 +18,7 @@ from schedir.errors import SchedirError, UsageError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout, StallCause, StalledRun, StallKind
 from schedir.io.black_box import (
     BLACK_BOX_DIRECTORY,
+    FORMER_VERDICT_FILE,
     POSITION_TIME_FIELD,
     PROGRAM_FILE,
     VERDICT_FILE,
@@ -88,7 +89,7 @@ class PostMortem:
             return None
         name = "" if self.program is None else f"{self.program.name}: "
         found = self.stalled_run.find_cause()
-        if found is None or found.kind in (StallKind.SAID, StallKind.DIED):
+        if found is None or found.kind in (StallKind.FAILED, StallKind.DIED):
             return found
         if found.kind is StallKind.BUSY and self.stalled_seconds < PROGRESS_SECONDS:
             return None
@@ -153,22 +154,29 @@ class PostMortem:
                     "process": process,
                     "name": still.layout.name_process(process),
                     "state": one.state,
-                    "ended_well": bool(one[BlackBoxField.HAS_ENDED]),
+                    "has_ended": bool(one[BlackBoxField.HAS_ENDED]),
                     "phase": one.phase.name.lower(),
                     "step": one[BlackBoxField.DEVICE_STEP] or one[BlackBoxField.STEP],
-                    "at": one.position if one.phase is ProcessPhase.STEP else None,
-                    "where": still.describe_location(process),
-                    "seconds": one.seconds_at_position,
-                    "waits": [wait._asdict() for wait in still.waits_of[process]],
-                    "said": one.reason,
+                    "position": one.position if one.phase is ProcessPhase.STEP else None,
+                    "location": still.describe_location(process),
+                    "seconds_at_position": one.seconds_at_position,
+                    "waits": [
+                        {
+                            "process": wait.process,
+                            "awaited_process": wait.awaited_process,
+                            "instruction": wait.instr,
+                        }
+                        for wait in still.waits_of[process]
+                    ],
+                    "failure_reason": one.reason,
                 }
                 for process, one in self.snapshots.items()
             ],
-            "no_box": self.processes_without_box,
+            "processes_without_box": self.processes_without_box,
             "cause": None if cause is None else {
                 "process": cause.process,
                 "kind": cause.kind.name.lower(),
-                "sure": cause.is_certain,
+                "is_certain": cause.is_certain,
             },
         }  # fmt: skip
 
@@ -280,9 +288,9 @@ def read_verdict(directory: Path, run: int) -> str:
         directory: The directory of the black boxes.
         run: The number of the run.
     """
-    try:
-        with open_regular_file(directory / VERDICT_FILE) as file:
+    for name in (VERDICT_FILE, FORMER_VERDICT_FILE):
+        with suppress(UsageError), open_regular_file(directory / name) as file:
             head, _, text = file.read(2**16).decode(errors="replace").partition("\n")
-    except UsageError:
-        return ""
-    return text if head == str(run) else ""
+            if head == str(run):
+                return text
+    return ""

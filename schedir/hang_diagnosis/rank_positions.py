@@ -36,15 +36,15 @@ _DEFAULT_MODELS: Final = ("per_device", *reversed(MODELS[: MODELS.index("per_dev
 class ChainEnd(Enum):
     """The state in which a chain of waits ends.
 
-    - LATE: The host of a rank has not issued a transfer.
-    - SILENT: A rank has no dump.
+    - NOT_ISSUED: The host of a rank has not issued a transfer.
+    - NO_DUMP: A rank has no dump.
     - BUSY: Both sides of a message were issued, but computation may still delay one side.
     - STUCK: Both sides of a message were issued, and nothing delays the message.
     - ENDED: The other side of a message has ended.
     """
 
-    LATE = 0
-    SILENT = 1
+    NOT_ISSUED = 0
+    NO_DUMP = 1
     BUSY = 2
     STUCK = 3
     ENDED = 4
@@ -352,7 +352,7 @@ class PositionedRanks:
             return (
                 None
                 if self.ended_mask[self._partner_of(position)]
-                else StallReason(ChainEnd.SILENT, (position,))
+                else StallReason(ChainEnd.NO_DUMP, (position,))
             )
         if blockers := self._list_blockers(position):
             return self._find_blocking_transfer(blockers)
@@ -360,7 +360,7 @@ class PositionedRanks:
             return None
         place = self.find_position(int(self.rank_of[position]))
         return (
-            StallReason(ChainEnd.LATE, (position,))
+            StallReason(ChainEnd.NOT_ISSUED, (position,))
             if place.is_late or place.position is None
             else place.position
         )

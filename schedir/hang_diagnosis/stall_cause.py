@@ -47,20 +47,20 @@ class StallKind(IntEnum):
 
     The first states are the most certain causes of a hang.
 
-    - SAID: The process failed with a message.
+    - FAILED: The process failed with a message.
     - DIED: The process died without a message.
     - STOPPED: The process is stopped, for example by a signal.
     - MISSING: The process has no black box on this machine.
     - BUSY: The process runs.
-    - UNHEARD: The process runs on another machine, which has sent no information about it.
+    - UNREACHABLE: The process runs on another machine, which has sent no information about it.
     """
 
-    SAID = 0
+    FAILED = 0
     DIED = 1
     STOPPED = 2
     MISSING = 3
     BUSY = 4
-    UNHEARD = 5
+    UNREACHABLE = 5
 
 
 class ProcessLayout(NamedTuple):
@@ -309,10 +309,10 @@ class StalledRun:
             process: The process.
         """
         if process not in self.snapshots:
-            return StallKind.UNHEARD if process in self.unreachable else StallKind.MISSING
+            return StallKind.UNREACHABLE if process in self.unreachable else StallKind.MISSING
         one = self.snapshots[process]
         if one.has_failed and one.reason:
-            return StallKind.SAID
+            return StallKind.FAILED
         if one.is_dead:
             return StallKind.DIED
         return StallKind.STOPPED if one.state == "stopped" else StallKind.BUSY
@@ -359,8 +359,13 @@ class StalledRun:
         one, kind = self.snapshots.get(process), self.classify(process)
         if one is None:
             return kind, process not in self.awaited, 0, 0, 0.0
-        if kind in (StallKind.SAID, StallKind.DIED):  # The first process that failed is the cause.
-            when = BlackBoxField.FAILURE_TIME if kind is StallKind.SAID else BlackBoxField.HEARTBEAT
+        if kind in (
+            StallKind.FAILED,
+            StallKind.DIED,
+        ):  # The first process that failed is the cause.
+            when = (
+                BlackBoxField.FAILURE_TIME if kind is StallKind.FAILED else BlackBoxField.HEARTBEAT
+            )
             return kind, False, 0, 0, one[when] - one.read_time
         turn = one[BlackBoxField.PHASE_COUNT] + bool(one[BlackBoxField.IS_WAITING])
         return kind, process not in self.awaited, turn, one.position, -one.seconds_at_position
@@ -368,10 +373,10 @@ class StalledRun:
     def _describe_problem(self, process: int, kind: StallKind) -> str:
         if kind is StallKind.MISSING:
             return "has not started: it has no black box"
-        if kind is StallKind.UNHEARD:
+        if kind is StallKind.UNREACHABLE:
             return "has sent no information from its machine, and other processes wait for it"
         one, where = self.snapshots[process], self.describe_location(process)
-        if kind is StallKind.SAID:
+        if kind is StallKind.FAILED:
             return f"has failed, {where}"
         if kind is StallKind.DIED:
             return f"has died without a message, {where}"

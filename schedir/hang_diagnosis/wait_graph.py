@@ -45,19 +45,19 @@ class WaitReason(Enum):
 
     - NO_DUMP: The rank has no dump.
     - NOT_ISSUED: The rank has not issued its side.
-    - BEHIND: The rank has issued its side after another operation that has not ended.
-    - OTHER: The rank has issued an operation that does not match.
-    - THERE: The rank has issued its side, and waits for it, too.
+    - QUEUED: The rank has issued its side after another operation that has not ended.
+    - MISMATCH: The rank has issued an operation that does not match.
+    - ISSUED: The rank has issued its side, and waits for it, too.
     """
 
     NO_DUMP = "no dump"
     NOT_ISSUED = "not issued its side"
-    BEHIND = "issued its side, after"
-    OTHER = "issued an operation that does not match"
-    THERE = "issued its side, too"
+    QUEUED = "issued its side, after"
+    MISMATCH = "issued an operation that does not match"
+    ISSUED = "issued its side, too"
 
 
-_BLOCKING_REASONS: Final = (WaitReason.NOT_ISSUED, WaitReason.BEHIND)
+_BLOCKING_REASONS: Final = (WaitReason.NOT_ISSUED, WaitReason.QUEUED)
 
 
 class PendingOperation(NamedTuple):
@@ -144,7 +144,7 @@ class DistributedJob:
         )
 
     @property
-    def missing(self) -> tuple[int, ...]:
+    def ranks_without_dump(self) -> tuple[int, ...]:
         """The ranks without a dump."""
         return tuple(rank for rank in self.ranks if rank not in self.dumps)
 
@@ -198,13 +198,13 @@ class DistributedJob:
                 not op.is_message
                 and self._last_collective_number(other, op.group) > op.sequence_number
             )
-            return other, WaitReason.THERE if later else WaitReason.NOT_ISSUED, None
+            return other, WaitReason.ISSUED if later else WaitReason.NOT_ISSUED, None
         if _are_mismatched(op, part):
-            return other, WaitReason.OTHER, part
+            return other, WaitReason.MISMATCH, part
         behind = not part.is_done and part.number not in [
             head.number for head in self._pending_ops[other]
         ]
-        return other, WaitReason.BEHIND if behind else WaitReason.THERE, part
+        return other, WaitReason.QUEUED if behind else WaitReason.ISSUED, part
 
     def _find_waits(self, rank: int) -> tuple[PendingOperation, ...]:
         found: list[PendingOperation] = []
@@ -219,14 +219,14 @@ class DistributedJob:
             if key not in self._cached_waits:
                 every = [self._find_wait_reason(rank, op, other) for other in op.group.ranks]
                 self._cached_waits[key] = [
-                    one for one in every if one[1] is not WaitReason.THERE
+                    one for one in every if one[1] is not WaitReason.ISSUED
                 ] or every
             found += [
                 PendingOperation(rank, op, *one)
                 for one in self._cached_waits[key]
                 if one[0] != rank
             ]
-        blocked = [wait for wait in found if wait.reason is not WaitReason.THERE]
+        blocked = [wait for wait in found if wait.reason is not WaitReason.ISSUED]
         return tuple(blocked or found)
 
     # ------------------------------------------------------------ conclusions
@@ -255,7 +255,7 @@ class DistributedJob:
         return tuple(path[[wait.rank for wait in path].index(rank) :])
 
     @property
-    def roots(self) -> tuple[int, ...]:
+    def root_ranks(self) -> tuple[int, ...]:
         """The ranks for which others wait, and which do not wait for others."""
         waited = {wait.awaited_rank for waits in self.waits.values() for wait in waits}
         return tuple(
@@ -266,7 +266,9 @@ class DistributedJob:
     def unmatched(self) -> tuple[PendingOperation, ...]:
         """The waits for operations that do not match, or that all ranks have issued."""
         every = [wait for waits in self.waits.values() for wait in waits]
-        return tuple(wait for wait in every if wait.reason in (WaitReason.OTHER, WaitReason.THERE))
+        return tuple(
+            wait for wait in every if wait.reason in (WaitReason.MISMATCH, WaitReason.ISSUED)
+        )
 
     @cached_property
     def old_dump_ranks(self) -> tuple[int, ...]:

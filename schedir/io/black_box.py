@@ -37,7 +37,8 @@ from schedir.ir.isa.opcodes import Lane
 # file has the program of the run. The second has the id of the run and the launcher's last message.
 BLACK_BOX_DIRECTORY: Final = "boxes"
 PROGRAM_FILE: Final = "program.sched"
-VERDICT_FILE: Final = "said"
+VERDICT_FILE: Final = "launcher_message"
+FORMER_VERDICT_FILE: Final = "said"  # Older versions wrote the last message to this file.
 FILE_SIZE: Final = 16384  # bytes
 FILE_FORMAT: Final = 0x5343_4845_4402  # identifies the format and its version
 # Bytes from the start of the file to each text. A text begins with its length, in 8 bytes.

@@ -59,8 +59,8 @@ def to_json(timeline: Timeline) -> str:
         "program": timeline.program.name,
         "digest": timeline.program.digest,
         "kind": timeline.kind,
-        "doubt": timeline.causality_warning,
-        "model": timeline.progress_model,
+        "causality_warning": timeline.causality_warning,
+        "progress_model": timeline.progress_model,
         "unit": timeline.unit,
         "microseconds_per_unit": _find_time_scale(timeline),
     }
@@ -90,11 +90,11 @@ def generate_events(timeline: Timeline) -> Iterator[Event]:
     Raises:
         UsageError: The timeline is too long for a trace in nanoseconds.
     """
-    sheet = _Tracks(timeline)
-    yield from sheet.name_events()
-    yield from sheet.slice_events()
-    yield from sheet.arrow_events()
-    yield from sheet.counter_events()
+    tracks = _Tracks(timeline)
+    yield from tracks.name_events()
+    yield from tracks.slice_events()
+    yield from tracks.arrow_events()
+    yield from tracks.counter_events()
 
 
 class _Tracks:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError
 from schedir.ir.cost.cluster import Cluster
+from schedir.planner.hardware.cluster_size import resize_cluster
 from schedir.planner.hardware.software_stacks import Stack
 from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate
 from schedir.planner.plan_search import all_plans, estimate_step
@@ -171,7 +172,7 @@ class Calibration:
         seconds, slopes = _differentiate(
             self.cluster, lambda at: np.array([predict(at, self.stack, model, plan).step_time])
         )
-        spread = INTERVAL_QUANTILE * _deviate(slopes, self.covariance, _RUN_NOISE)[0]
+        spread = INTERVAL_QUANTILE * _compute_log_deviations(slopes, self.covariance, _RUN_NOISE)[0]
         return float(seconds[0] * np.exp(-spread)), float(seconds[0] * np.exp(spread))
 
     def list_extrapolations(self, plan: ParallelPlan) -> list[str]:
@@ -206,7 +207,7 @@ class Calibration:
         """
         largest = max(self.runs, key=lambda run: run.plan.gpus)
         gpus = largest.plan.gpus if max_gpus is None else max_gpus
-        cluster = resize_to(self.cluster, gpus)
+        cluster = resize_cluster(self.cluster, gpus)
         options = self.stack.options | {"recompute": largest.plan.recompute}
         options |= {"schedules": "one_f_one_b", "zero": (0, 1)}
 
@@ -223,30 +224,9 @@ class Calibration:
             fits &= ~np.logical_and.reduce(same)
         if not fits.any():
             return None
-        deviation = np.where(fits, _deviate(slopes, self.covariance, 0.0), -1.0)
+        deviation = np.where(fits, _compute_log_deviations(slopes, self.covariance, 0.0), -1.0)
         found: ParallelPlan = plan_table.plans.plan_at(largest.model, int(deviation.argmax()))
         return found
-
-
-def resize_to(cluster: Cluster, gpus: int) -> Cluster:
-    """Return the cluster with the number of nodes that `gpus` GPUs fill.
-
-    Args:
-        cluster: The cluster.
-        gpus: The number of GPUs: at most the GPUs of one node, or a multiple of that number.
-
-    Raises:
-        UsageError: There is more than one node, and the GPUs do not fill the last node.
-    """
-    if gpus <= cluster.gpus_per_node:
-        return replace(cluster, nodes=1, gpus_per_node=gpus)
-    if gpus % cluster.gpus_per_node:
-        raise UsageError(
-            f"a run has {gpus} GPUs, which do not fill nodes: a node of the cluster has "
-            f"{cluster.gpus_per_node} GPUs",
-            fields=["gpus"],
-        )
-    return replace(cluster, nodes=gpus // cluster.gpus_per_node)
 
 
 def predict(
@@ -255,17 +235,17 @@ def predict(
     """Estimate a plan in closed form, with the constants of training software.
 
     Args:
-        cluster: The cluster. `resize_to` sets its number of nodes to what the plan needs.
+        cluster: The cluster. `resize_cluster` sets its number of nodes to what the plan needs.
         stack: The training software.
         model: The model.
         plan: The plan.
 
     Raises:
-        UsageError: See `estimate_step` and `resize_to`.
+        UsageError: See `estimate_step` and `resize_cluster`.
     """
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         return estimate_step(
-            model, resize_to(cluster, plan.gpus), stack.complete(model, plan), exact=False,
+            model, resize_cluster(cluster, plan.gpus), stack.complete(model, plan), exact=False,
             constants=stack.constants, state_bytes=stack.state_bytes,
         )  # fmt: skip
 
@@ -326,7 +306,7 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
     )  # fmt: skip
     estimates = tuple(predict(fitted, stack, run.model, run.plan) for run in runs)
     slopes = _differentiate(fitted, estimate)[1]
-    uncertainty = float(np.median(_deviate(slopes, covariance, _RUN_NOISE)))
+    uncertainty = float(np.median(_compute_log_deviations(slopes, covariance, _RUN_NOISE)))
     rounded: dict[str, Any] = {
         name: float(f"{getattr(fitted, name):.4g}") for name in (*CONSTANTS, "hbm_bandwidth")
     }
@@ -389,7 +369,7 @@ def _differentiate(
     return seconds, np.stack(slopes, axis=-1)
 
 
-def _deviate(slopes: Floats, covariance: Floats, noise: float) -> Floats:
+def _compute_log_deviations(slopes: Floats, covariance: Floats, noise: float) -> Floats:
     """Return the standard deviation of the logarithm of each step time.
 
     `noise` is the standard deviation that a run adds.

@@ -169,7 +169,7 @@ def list_divisors(number: int) -> list[int]:
     return low + [number // k for k in reversed(low) if k * k != number]
 
 
-class Degree(NamedTuple):
+class ParallelDegrees(NamedTuple):
     """Parallel degrees that together use all GPUs.
 
     Attributes:
@@ -189,7 +189,7 @@ class Degree(NamedTuple):
 
 def _enumerate_degrees(
     model: TransformerSpec, cluster: Cluster, field_filter: FieldFilter
-) -> Iterator[Degree]:
+) -> Iterator[ParallelDegrees]:
     gpus = cluster.gpu_count
     for t in _list_tp_sizes(model, cluster, field_filter):
         for p, c in product(field_filter.pp or list_divisors(gpus), field_filter.cp):
@@ -200,7 +200,7 @@ def _enumerate_degrees(
                 continue  # A rank without layers would be idle, but the last rank has the head.
             for e in field_filter.ep:
                 if d % e == 0 and model.experts % e == 0 and model.sequence % c == 0:
-                    yield Degree(p, t, d, c, e)
+                    yield ParallelDegrees(p, t, d, c, e)
 
 
 def _list_tp_sizes(
@@ -262,7 +262,7 @@ def _list_stages_per_rank(
 
 
 def _enumerate_rows(
-    model: TransformerSpec, batch: int, degree: Degree, field_filter: FieldFilter
+    model: TransformerSpec, batch: int, degree: ParallelDegrees, field_filter: FieldFilter
 ) -> Iterator[tuple[int, ...]]:
     """Yield the plans of given degrees, as rows in the order of `COLUMN_NAMES`."""
     p, t, d, c, e = degree
@@ -364,7 +364,7 @@ def _factorize(number: int) -> list[int]:
 
 
 def _no_batch_error(
-    model: TransformerSpec, batch: int, degrees: list[Degree], field_filter: FieldFilter
+    model: TransformerSpec, batch: int, degrees: list[ParallelDegrees], field_filter: FieldFilter
 ) -> UsageError:
     """Return the error for a batch without plans, with the nearest batches that work.
 

@@ -112,12 +112,12 @@ _MEMORY_OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {"zero": 2},
     {"zero": 3}, {"zero": 3, "unsharded_stages": 1},
 )  # fmt: skip
-_SAVED_OPTIONS: Final[dict[str, Any]] = {
+_NO_ACTIVATION_OPTIONS: Final[dict[str, Any]] = {
     "recompute": None,
     "offload": None,
     "offload_to_disk": None,
 }
-_ZERO_3_OPTIONS: Final[dict[str, Any]] = {"unsharded_stages": None, "unshard_prefetch": None}
+_NO_ZERO_3_OPTIONS: Final[dict[str, Any]] = {"unsharded_stages": None, "unshard_prefetch": None}
 
 
 class ChangeRow(NamedTuple):
@@ -375,15 +375,15 @@ class _Table:
         keeps_saved = self.program.used_opcodes.isdisjoint((RECOMPUTE, HOST_TRIP[0]))
         for options in _MEMORY_OPTIONS:
             what = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-            is_of_saved = options.keys() <= _SAVED_OPTIONS.keys()
+            is_of_saved = options.keys() <= _NO_ACTIVATION_OPTIONS.keys()
             if not options and keeps_saved:
                 continue
             if is_of_saved and has_saved and (has_copies or "offload" not in options):
                 yield self._make_memory_row(
-                    what or "all saved activations kept", kept, _SAVED_OPTIONS | options
+                    what or "all saved activations kept", kept, _NO_ACTIVATION_OPTIONS | options
                 )
             if not is_of_saved and has_parts:
-                others = _ZERO_3_OPTIONS if "zero" in options else {}
+                others = _NO_ZERO_3_OPTIONS if "zero" in options else {}
                 yield self._make_memory_row(what, self.compute, others | options)
         if has_parts and is_sharded("params", zero):
             with suppress(SchedirError):
@@ -437,7 +437,7 @@ class _Table:
             if self.memory_limit is not None
             else {}
         )
-        return ChangeRow("held", description, self.costs, draft, self.costs, {**options, **limit})
+        return ChangeRow("memory", description, self.costs, draft, self.costs, {**options, **limit})
 
     def _iter_even_stages(self) -> Iterator[ChangeRow]:
         """Yield a row in which every stage takes the mean time, if a stage takes longer now."""

@@ -364,7 +364,7 @@ class _CpSatModel:
         for rank, local_stages in enumerate(problem.stages_of_rank):
             begin: Any = 0
             tail = int(problem.tail_time[rank])
-            if problem.objective == "own":
+            if problem.objective == "active_span":
                 begin, tail = self.start_vars[local_stages[0], F][0], 0
                 if rank in first:  # A rank starts as early as possible, as in `compute_starts`.
                     self.model.add(begin == first[rank])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from operator import index
-from typing import Final, Literal, get_args
+from typing import Final, Literal, cast, get_args
 
 import numpy as np
 
@@ -35,8 +35,9 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, PipelineShape
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
+from schedir.retired_names import get_current_value
 
-Objective = Literal["span", "own"]
+Objective = Literal["span", "active_span"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 # The opcode that reduces unsharded gradients. A search assumes unsharded gradients, because their
 # sharding does not change the order of compute.
@@ -51,8 +52,9 @@ class SchedulingProblem:
     Args:
         shape: The pipeline shape.
         split_backward: True if backwards are split into I and W.
-        objective: The length to minimize. "span": the time of the run from start to end. "own": the
-            longest time of a rank from the start of its first compute to the end of its last.
+        objective: The length to minimize. "span": the time of the run from start to end.
+            "active_span": the longest time of a rank from the start of its first compute to the end
+            of its last.
         F: The time of the forward of a microbatch, by stage.
         I: The time of the BackwardInput of a microbatch, by stage. If backwards are not split, the
             time of a full backward.
@@ -188,8 +190,10 @@ def make_problem(
     shape = shape.resolve_defaults()  # Shapes of initial schedules are compared with this shape.
     costs = Costs() if costs is None else costs
     require_type(costs, Costs, "Costs(F=1, B=2)")
+    if isinstance(objective, str):
+        objective = cast("Objective", get_current_value("objective", objective))
     if objective not in OBJECTIVES:
-        raise UsageError(f"objective must be 'span' or 'own', not {describe(objective)}")
+        raise UsageError(f"objective must be 'span' or 'active_span', not {describe(objective)}")
     split_backward = require_bool(split_backward, "split_backward")
     _require_searchable_shape(shape)
     if split_backward and "B" in costs.specified and not {"I", "W"} & costs.specified.keys():

@@ -183,6 +183,8 @@ def compute_length(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -
         end = rank_starts[-1] + cost[codes[-1] % KINDS][codes[-1] // KINDS]
         longest = max(
             longest,
-            end - rank_starts[0] if problem.objective == "own" else end + problem.tail_time[rank],
+            end - rank_starts[0]
+            if problem.objective == "active_span"
+            else end + problem.tail_time[rank],
         )
     return longest

@@ -85,8 +85,8 @@ def search_schedule(
         max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank. An
             integer, or a function of the rank, as in `greedy_schedule`. It excludes
             `memory_limit`.
-        objective: The length to minimize. "span": the span of the run. "own": the longest active
-            span of a rank.
+        objective: The length to minimize. "span": the span of the run. "active_span": the longest
+            active span of a rank.
         split_backward: True to split backwards into I and W. If a full backward takes less than
             I and W together, the bound applies only to split backwards.
         time_limit: The longest time of the search, in seconds.

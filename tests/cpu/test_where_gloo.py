@@ -49,13 +49,13 @@ def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
     run_fresh(_stand, 3, str(tmp_path))
     for form in ("pickles", "json"):
         job = DistributedJob(read_dumps([str(tmp_path / form)])[0])
-        assert job.roots == (LATE,) and not job.cycle and not job.missing
+        assert job.root_ranks == (LATE,) and not job.cycle and not job.ranks_without_dump
         assert {str(s.current_op) for s in job.dumps.values()} == {
             "all_reduce 2 of default_pg",
             "None",
         }
         late = job.dumps[LATE]
-        assert (str(late.last_done), late.current_op) == ("all_reduce 1 of default_pg", None)
+        assert (str(late.last_ended_op), late.current_op) == ("all_reduce 1 of default_pg", None)
         waits = {wait for own in job.waits.values() for wait in own if wait.awaited_rank == LATE}
         assert {wait.reason for wait in waits} == {WaitReason.NOT_ISSUED}
         assert any(f"rank {LATE} is the cause" in line for line in describe_job(job))

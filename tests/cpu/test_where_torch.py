@@ -158,7 +158,7 @@ def test_the_forward_in_which_a_rank_stops_is_named(name: str, tmp_path: Path) -
     names = [str(index.locate(matched.position_of_message[STOPS, op.number])[2]) for op in ended]
     assert f"recv_act {STAGE}.{MICROBATCH}" in names[-2:]
     if matched.order_mismatch:
-        assert job.roots == (STOPS,)
+        assert job.root_ranks == (STOPS,)
         return
     (verdict,) = diagnose_copies(program, [matched])
     assert not verdict.is_deadlock

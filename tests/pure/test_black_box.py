@@ -160,7 +160,7 @@ def test_who_has_said_why_is_blamed_and_not_who_left_because_of_it() -> None:
     left.report_failure("", 1)
     all_of[0] = BlackBoxSnapshot(bytes(left.memory), monotonic_ns(), "gone")
     found = StalledRun(all_of, ProcessLayout(4, 1, 1), PROGRAM).find_cause()
-    assert found is not None and (found.process, found.kind) == (1, StallKind.SAID)
+    assert found is not None and (found.process, found.kind) == (1, StallKind.FAILED)
 
 
 def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> None:
@@ -305,7 +305,7 @@ def test_a_send_that_failed_blames_its_receiver_of_which_nothing_is_known() -> N
         all_of = {0: seen(0, at, waits=True)}
         run = StalledRun(all_of, ProcessLayout(2, 1, 1), program, unreachable=[1])
         found = run.find_cause()
-        assert found is not None and (found.process, found.kind) == (1, StallKind.UNHEARD)
+        assert found is not None and (found.process, found.kind) == (1, StallKind.UNREACHABLE)
         # A process that still sends does not wait for its receiver.
         run = StalledRun({0: seen(0, at)}, ProcessLayout(2, 1, 1), program, unreachable=[1])
         found = run.find_cause()

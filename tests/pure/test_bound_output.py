@@ -53,7 +53,7 @@ def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], na
     bound = compute_program_bound(run.program, UNEVEN)
     assert bound is not None and bound.value <= run.span * (1 + 1e-9)
     row = facts(capsys, "simulate", name, SAID)
-    assert row["bound"] == bound.value and row["gap"] == max(run.span / bound.value - 1, 0)
+    assert row["bound"] == bound.value and row["gap_to_bound"] == max(run.span / bound.value - 1, 0)
     (line,) = (
         line
         for line in run_command(capsys, "simulate", name, SAID).splitlines()
@@ -69,7 +69,7 @@ def test_what_is_proved_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """A single rank is never idle."""
     told = run_command(capsys, "simulate", "gpipe", "--ranks=1")
     assert "is shorter than 6: proved shortest\n" in told
-    assert facts(capsys, "simulate", "gpipe", "--ranks=1")["gap"] == 0
+    assert facts(capsys, "simulate", "gpipe", "--ranks=1")["gap_to_bound"] == 0
     assert "to gain" in run_command(capsys, "compare", "gpipe", "--ranks=1").splitlines()[0]
     assert run_command(capsys, "explain", "gpipe", "--ranks=1").endswith(
         "activations saves nothing\n"
@@ -83,7 +83,7 @@ def test_nothing_is_said_where_nothing_is_known(capsys: pytest.CaptureFixture[st
         assert facts(capsys, "simulate", source)["bound"] is None
     # A measured run has no bound, since the costs of its instructions are unknown.
     assert "no schedule" not in run_command(capsys, "simulate", str(RUN))
-    assert facts(capsys, "simulate", str(RUN))["gap"] is None
+    assert facts(capsys, "simulate", str(RUN))["gap_to_bound"] is None
     # Its program at given costs is a prediction.
     run = load_timeline(RUN)
     row = facts(capsys, "simulate", str(RUN), "--costs=F=1,B=2")
@@ -102,7 +102,7 @@ def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     half = compute_program_bound(run_of("zb_v").program, Costs(F=0.5, I=0.5, W=0.5))
     assert half is not None and rows[1]["bound"] == half.value  # half of a rank's costs
     for row in facts(capsys, "recommend", "--ranks=4", "--microbatches=8", SAID):
-        assert (row["bound"] is None) == (row["parameters_held"] > 1)
+        assert (row["bound"] is None) == (row["parameter_copies"] > 1)
         assert row["bound"] is None or row["bound"] <= row["span"] * (1 + 1e-9)
     assert " to gain " in run_command(capsys, "recommend", "--ranks=4").splitlines()[1]
 
@@ -173,8 +173,8 @@ def test_explain_says_the_most_that_an_order_saves(capsys: pytest.CaptureFixture
         f"backwards, at most {most[1]:.1%} with split backwards"
     )
     row = facts(capsys, "explain", "one_f_one_b", SAID)
-    assert row["bound"] == bounds[0][0] and row["bound_when_split"] == bounds[1][0]  # type: ignore[index]
-    assert row["gap"] == pytest.approx(run.span / row["bound"] - 1)
+    assert row["bound"] == bounds[0][0] and row["split_backward_bound"] == bounds[1][0]  # type: ignore[index]
+    assert row["gap_to_bound"] == pytest.approx(run.span / row["bound"] - 1)
 
 
 def test_explain_of_a_run_bounds_its_simulation(
@@ -185,7 +185,7 @@ def test_explain_of_a_run_bounds_its_simulation(
     costs = fill_missing_backwards(calibrate(run), run.program)
     bound = compute_program_bound(run.program, costs, split_backward=False)
     assert bound is not None and row["bound"] == bound.value
-    assert row["gap"] == pytest.approx(row["simulated_span"] / bound.value - 1)
+    assert row["gap_to_bound"] == pytest.approx(row["simulated_span"] / bound.value - 1)
     spans = run.spans.copy()
     spans["end"][run.critical_path[-1]] += 1  # mean costs do not explain this
     schedir.save_timeline(replace(run, spans=spans), tmp_path / "x.timeline")

@@ -98,16 +98,16 @@ def test_what_is_not_whole_is_told_and_passed_over(
 def test_a_program_reads_the_same(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved / "step-00000002" / "__0_0").unlink()
     facts = json.loads(run_command(capsys, "checkpoint", "inspect", "run", "--json"))
-    assert [(one["step"], one["whole"], one["bytes"]) for one in facts["checkpoints"]] == [
+    assert [(one["step"], one["is_complete"], one["bytes"]) for one in facts["checkpoints"]] == [
         (2, False, 104), (4, None, 104), (6, None, 104),
     ]  # fmt: skip
-    newest = facts["newest"]
+    newest = facts["newest_checkpoint"]
     assert (newest["step"], newest["state"]) == (6, STATE)
     assert newest["tensors"]["weights/up"] == {"shape": [4, 2], "dtype": "bfloat16", "bytes": 16}
-    assert newest["totals"]["optimizer"] == {"tensors": 2, "numbers": 9, "bytes": 36}
+    assert newest["totals"]["optimizer"] == {"tensors": 2, "elements": 9, "bytes": 36}
     main(["checkpoint", "inspect", "run", "--json", "--verify"])
     facts = json.loads(capsys.readouterr().out)
-    assert [one["whole"] for one in facts["checkpoints"]] == [False, True, True]
+    assert [one["is_complete"] for one in facts["checkpoints"]] == [False, True, True]
 
 
 def test_it_needs_no_torch_and_no_reader(saved: Path) -> None:

@@ -375,7 +375,10 @@ def test_check_says_what_cpus_finish(capsys: pytest.CaptureFixture[str]) -> None
     assert "under per_edge; if hosts block, as CPU hosts do, under none" in run_command(
         capsys, *argv
     )
-    assert json.loads(run_command(capsys, *argv, "--json"))["models_where_hosts_block"] == []
+    assert (
+        json.loads(run_command(capsys, *argv, "--json"))["progress_models_with_blocking_hosts"]
+        == []
+    )
     assert "issues nothing meanwhile" in run_refused_command(capsys, *argv, "--blocking-hosts")
     out = run_command(
         capsys, "check", "narrow.sched", "--progress-model", "per_edge", "--blocking-hosts"
@@ -390,7 +393,7 @@ def test_check_says_what_lives_through_a_wait_for_the_device(
     assert run_command(capsys, *argv).endswith("under per_edge, if hosts wait for their devices\n")
     assert "a host that waits for its device" in run_refused_command(capsys, *argv, "-O", "overlap")
     facts = json.loads(run_command(capsys, *argv, "--json"))
-    assert facts["models_where_hosts_wait_for_their_device"] == ["per_edge"]
+    assert facts["progress_models_with_host_device_sync"] == ["per_edge"]
     assert "--explain-start" in run_refused_command(capsys, *argv, "--explain-start", "0:1")
 
 
@@ -398,8 +401,8 @@ def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     program = from_text(Path("f.sched").read_text())
     assert json.loads(run_command(capsys, "check", "f.sched", "--json")) == {
         "program": "one_f_one_b", "digest": program.digest, "ranks": 4,
-        "stages_per_rank": 1, "instructions": len(program), "models": [*MODELS],
-        "models_where_hosts_block": [*MODELS],
+        "stages_per_rank": 1, "instructions": len(program), "progress_models": [*MODELS],
+        "progress_models_with_blocking_hosts": [*MODELS],
     }  # fmt: skip
 
 

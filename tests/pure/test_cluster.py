@@ -315,8 +315,8 @@ def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture
     if command in ("simulate", "explain", "compare"):
         found = json.loads(run_command(capsys, *_shape(command), told, "--json"))
         found = found[-1] if command == "compare" else found
-        assert found["filled"]["reduce_grads"] == costs.reduce_grads
-        assert found["unit"] == "s" and "send" not in found["filled"]
+        assert found["cluster_costs"]["reduce_grads"] == costs.reduce_grads
+        assert found["unit"] == "s" and "send" not in found["cluster_costs"]
         program = compile(schedules.zb_h1, PipelineShape(4, 4), tp=2, dp=2, costs=costs)
         assert found["span"] == simulate(program, costs).span
 
@@ -330,7 +330,7 @@ def test_a_program_in_a_file_brings_its_groups(
     run_command(capsys, "print", "zb_h1", *shape[2:8], "-o", file)
     by_file = run_command(capsys, "simulate", file, *shape[8:], told, "--json")
     of_both = [json.loads(text) for text in (by_file, run_command(capsys, *shape, told, "--json"))]
-    assert of_both[0]["filled"] == of_both[1]["filled"]
+    assert of_both[0]["cluster_costs"] == of_both[1]["cluster_costs"]
     assert of_both[0]["span"] == of_both[1]["span"]
 
 

@@ -16,8 +16,10 @@ from schedir.__main__ import main
 from schedir.hang_diagnosis.post_mortem import write_verdict
 from schedir.io.black_box import (
     BLACK_BOX_DIRECTORY,
+    FORMER_VERDICT_FILE,
     POSITION_FIELD,
     PROGRAM_FILE,
+    VERDICT_FILE,
     BlackBox,
     BlackBoxField,
     ProcessPhase,
@@ -69,8 +71,9 @@ def test_of_a_run_that_stands_the_cause_and_who_waits(tmp_path: Path, capsys: Ca
     ]
     assert where(capsys, str(tmp_path / BLACK_BOX_DIRECTORY))[1:] == said[1:]
     facts = json.loads("\n".join(where(capsys, str(tmp_path), "--json")))
-    assert facts["cause"] == {"process": 1, "kind": "busy", "sure": True}
-    assert [one["at"] for one in facts["processes"]] == [at, 1] and facts["no_box"] == []
+    assert facts["cause"] == {"process": 1, "kind": "busy", "is_certain": True}
+    assert [one["position"] for one in facts["processes"]] == [at, 1]
+    assert facts["processes_without_box"] == []
     assert "leave out --program" in run_refused_command(
         capsys, "diagnose", str(tmp_path), "--program", "gpipe"
     )
@@ -102,6 +105,10 @@ def test_who_has_died_is_told_apart_from_processes_that_were_ended(
     )
     said = where(capsys, str(tmp_path))
     assert said[0] == "process 1 had no luck" and len(said) == 3
+    boxes = tmp_path / BLACK_BOX_DIRECTORY
+    (boxes / VERDICT_FILE).rename(boxes / FORMER_VERDICT_FILE)
+    assert where(capsys, str(tmp_path)) == said
+    (boxes / FORMER_VERDICT_FILE).unlink()
     write_verdict(tmp_path / BLACK_BOX_DIRECTORY, 1, "of another run")
     assert where(capsys, str(tmp_path))[0].startswith("process 1 (pipeline rank 1) has died")
     leave(tmp_path, 0, 3).report_failure("process 0: why\n  process 1 somewhere", 1)

@@ -152,13 +152,13 @@ def test_the_command_tells_and_draws_it(
         {"limit": v.limit, "span": v.timeline.span, "bubble": v.timeline.bubble, "bound": v.bound}
         for v in found.levels
     ]
-    assert facts["complete"] and facts["memory"] == "in flight"
+    assert facts["is_complete"] and facts["memory_unit"] == "in flight"
     sized = run_command(capsys, *AT, "--frontier", "--sizes=saved=1GB,deferred_wgrad=0.4GB")
     assert "1 GB" in sized and "in flight" not in sized
     for wrong in (
         ("--memory-limit=4GB", "--sizes=saved=1GB"),
         ("--max-in-flight=4",),
-        ("--objective=own",),
+        ("--objective=active_span",),
         ("--bound=solver",),
         ("-o", "x.sched"),
     ):

@@ -166,8 +166,8 @@ def test_a_rank_without_a_dump_is_the_cause(tmp_path: Path) -> None:
     recorders = [one for one in record(state) if one.rank != 2]
     job = job_of(tmp_path, recorders)
     (verdict,) = verdicts_of(job, program)
-    assert job.missing == (2,) and job.roots == (2,)
-    assert {cause.kind for cause in verdict.causes} == {ChainEnd.SILENT} and culprits(verdict) == {
+    assert job.ranks_without_dump == (2,) and job.root_ranks == (2,)
+    assert {cause.kind for cause in verdict.causes} == {ChainEnd.NO_DUMP} and culprits(verdict) == {
         2
     }
     assert [place.rank for place in verdict.positions] == [0, 1, 3]
@@ -185,7 +185,7 @@ def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> No
         (verdict,) = verdicts_of(job, program)
         assert verdict.matched.step == 41
         assert (verdict.positions, verdict.causes) == (whole[0].positions, whole[0].causes)
-        assert job.roots == (1,)
+        assert job.root_ranks == (1,)
 
 
 def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
@@ -298,12 +298,12 @@ def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
     verdicts = verdicts_of(job, program)
     assert [v.matched.ranks for v in verdicts] == pipelines
     assert [bool(v.causes) for v in verdicts] == [False, False, True, False]
-    assert culprits(verdicts[2]) == {1} and job.roots == (6,)
+    assert culprits(verdicts[2]) == {1} and job.root_ranks == (6,)
     # Pipeline ranks have the order of the process group, which may be any order.
     turned = (9, 3, 5)
     job = job_of(tmp_path, record(late, turned))
     assert [v.matched.ranks for v in verdicts_of(job, program)] == [turned]
-    assert job.roots == (3,)
+    assert job.root_ranks == (3,)
 
 
 def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
     other = Recorder(3)
     other.group("tp", (1, 3), "tp")
     job = job_of(tmp_path, [*recorders, other])
-    assert job.roots == (3,)
+    assert job.root_ranks == (3,)
     assert [(w.rank, w.awaited_rank, w.reason) for w in job.waits[1]] == [
         (1, 3, WaitReason.NOT_ISSUED)
     ]

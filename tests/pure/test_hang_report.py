@@ -57,7 +57,7 @@ def _collective(rank: int, title: str = "all_reduce", shape: Sequence[int] = (4,
 )
 def test_parts_that_do_not_fit(other: Callable[[], list[Recorder]], tmp_path: Path) -> None:
     job = job_of(tmp_path, other())
-    assert {wait.reason for wait in job.unmatched} == {WaitReason.OTHER} and not job.cycle
+    assert {wait.reason for wait in job.unmatched} == {WaitReason.MISMATCH} and not job.cycle
     assert any("does not match rank" in line for line in describe_job(job))
 
 
@@ -72,7 +72,7 @@ def test_what_a_ring_has_kept_is_paired_in_order(tmp_path: Path) -> None:
             recorder.messages("1", [side], k < ended, shape=shape)
     job = job_of(tmp_path, ends, last=5)
     assert all(dump.num_lost for dump in job.dumps.values())
-    assert {wait.reason for wait in job.unmatched} == {WaitReason.THERE} and not job.cycle
+    assert {wait.reason for wait in job.unmatched} == {WaitReason.ISSUED} and not job.cycle
 
 
 def test_rings_that_have_kept_different_numbers_are_paired_by_what_is_open(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_rings_that_have_kept_different_numbers_are_paired_by_what_is_open(tmp_p
         recorder.save(tmp_path, last)
     job = DistributedJob(read_dumps([str(tmp_path)])[0])
     assert [dump.num_lost for dump in job.dumps.values()] == [6, 7]
-    assert {wait.reason for wait in job.unmatched} == {WaitReason.THERE}
+    assert {wait.reason for wait in job.unmatched} == {WaitReason.ISSUED}
 
 
 def test_the_only_rank_that_is_waited_for_may_have_gone_on_since(tmp_path: Path) -> None:
@@ -96,16 +96,16 @@ def test_the_only_rank_that_is_waited_for_may_have_gone_on_since(tmp_path: Path)
     ends[0].collective("1", "all_reduce", ended=True)
     ends[0].collective("1", "all_reduce", ended=False)
     job = job_of(tmp_path, ends)
-    assert job.old_dump_ranks == job.roots == (1,)
+    assert job.old_dump_ranks == job.root_ranks == (1,)
     assert describe_job(job)[0].startswith("rank 1 may be the cause")
 
 
 def test_both_sides_are_there_and_it_has_not_ended(tmp_path: Path) -> None:
     job = job_of(tmp_path, [_message(0), _message(1)])
     assert (
-        {wait.reason for wait in job.unmatched} == {WaitReason.THERE}
+        {wait.reason for wait in job.unmatched} == {WaitReason.ISSUED}
         and not job.cycle
-        and not job.roots
+        and not job.root_ranks
     )
 
 
@@ -184,9 +184,9 @@ def test_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     pattern = str(tmp_path / "nccl_*")
     assert run_command(capsys, "diagnose", pattern, *more) == TEXTS[name]
     facts: dict[str, Any] = json.loads(run_command(capsys, "diagnose", pattern, *more, "--json"))
-    assert len(facts["standing"]) == len([*tmp_path.glob("nccl_*")])
+    assert len(facts["dumps"]) == len([*tmp_path.glob("nccl_*")])
     if "program" in name:
-        said_of = [copy["deadlock"] for copy in facts["copies"]]
+        said_of = [copy["is_deadlock"] for copy in facts["copies"]]
         assert said_of == [name.startswith("deadlock")] * ("other" not in name)
 
 

@@ -80,7 +80,7 @@ def data_of(text: str) -> Any:
 
 def column(run: Any, name: str) -> np.ndarray:
     kind, at, count = run["columns"][name]
-    packed = zlib.decompress(b64decode(run["packed"]))
+    packed = zlib.decompress(b64decode(run["packedColumns"]))
     return np.frombuffer(packed, f"<{kind}", count, at)
 
 
@@ -147,13 +147,14 @@ def test_the_numbers_arrive(draft: Program, data: st.DataObject) -> None:
     assert np.allclose(ticks * run["tick"], spans["start"], atol=slack)
     ends = (ticks + column(run, "length")) * run["tick"]
     assert np.allclose(ends, spans["end"], atol=slack)
-    for name, want in (("latest", t.critical_predecessor), ("partner", t.graph.partner),
-                       ("need0", t.graph.needs[0]), ("need1", t.graph.needs[1])):  # fmt: skip
+    for name, want in (("criticalPredecessor", t.critical_predecessor),
+                       ("partner", t.graph.partner), ("need0", t.graph.needs[0]),
+                       ("need1", t.graph.needs[1])):  # fmt: skip
         away = column(run, name)
         assert (np.where(away == 0, -1, n + away) == want).all(), name
     idle = idleness(t)
-    assert (column(run, "awaits") == idle["awaits"]).all()
-    bounds = run["gapsOf"]
+    assert (column(run, "gapAwaited") == idle["awaits"]).all()
+    bounds = run["gapOffsets"]
     for rank in range(t.ranks):
         assert (idle["rank"][bounds[rank] : bounds[rank + 1]] == rank).all()
 

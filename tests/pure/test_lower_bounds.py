@@ -76,7 +76,9 @@ def test_the_automatic_schedules_of_the_zero_bubble_paper(
     sizes = Sizes(saved=1.0, deferred_wgrad=tape)
     work = m * sum(times[:3])
     one, two = (
-        1 - work / lower_bound(PipelineShape(ranks, m), priced, sizes, limit, objective="own").value
+        1
+        - work
+        / lower_bound(PipelineShape(ranks, m), priced, sizes, limit, objective="active_span").value
         for limit in (ranks, 2 * ranks)
     )
     assert round(one, 4) == printed

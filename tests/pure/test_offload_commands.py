@@ -155,9 +155,9 @@ def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.endswith("; no tried change fits\n")
     assert main(f"{head},offload=1,reload=1 --memory-limit 40MB --json".split()) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert not facts["fits"] and facts["held"]["memory"]["device"] > 40e6
-    assert all(change["memory"]["device"] <= 40e6 for change in facts["could_be_held"])
-    assert 'offload="all"' in [change["what"] for change in facts["could_be_held"]]
+    assert not facts["fits_memory"] and facts["current"]["memory"]["device"] > 40e6
+    assert all(change["memory"]["device"] <= 40e6 for change in facts["memory_changes"])
+    assert 'offload="all"' in [change["description"] for change in facts["memory_changes"]]
 
 
 def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def test_without_moves_there_is_neither() -> None:
 
 def test_letters_count_what_is_elsewhere() -> None:
     lines = ["".join(t for t, _ in line) for line in viz.text_chart(run(spilled=True), 300)]
-    assert lines[1].split() == ["idle", "held", "host", "disk"]
+    assert lines[1].split() == ["idle", "peak", "host", "disk"]
     for rank, line in enumerate(lines[2:]):
         held = [f"{4 - rank}"]
         for tier in ("host", "disk"):

@@ -13,10 +13,11 @@ import pytest
 
 from schedir import from_text
 from schedir.commands.common.plan_report import format_plans
-from schedir.commands.common.plan_request import PlanRequest, resize_cluster
+from schedir.commands.common.plan_request import PlanRequest
 from schedir.errors import UsageError
 from schedir.planner import GpuMemory, PlanEstimate, StepBreakdown, cluster_preset
 from schedir.planner.bottleneck import attach_bottleneck
+from schedir.planner.hardware.cluster_size import resize_cluster
 from schedir.planner.transformer.model_presets import MODEL_PRESETS, load_model
 from tests.commands import run_command, run_refused_command
 from tests.tutorial import blocks
@@ -317,14 +318,15 @@ def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     counts = "--gpu-counts=8,2,4"
     told = json.loads(run_command(capsys, *at, counts, "--picture", str(picture), "--json"))
-    assert [plan["pp"] * plan["tp"] * plan["dp"] for plan in told["strong"]] == [2, 4, 8]
+    assert [plan["pp"] * plan["tp"] * plan["dp"] for plan in told["strong_scaling"]] == [2, 4, 8]
     assert [
-        plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["strong"]
+        plan["dp"] * plan["microbatches"] * plan["microbatch_size"]
+        for plan in told["strong_scaling"]
     ] == [12, 12, 12]
     assert [
-        plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["weak"]
+        plan["dp"] * plan["microbatches"] * plan["microbatch_size"] for plan in told["weak_scaling"]
     ] == [3, 6, 12]
-    assert told["refused"] == [] and picture.exists()
+    assert told["refusals"] == [] and picture.exists()
     table = run_command(capsys, *at, "--gpu-counts=8,2,3")
     assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
     assert table.endswith("no plan for 3 GPUs, weak: 4.50 is not a number of sequences\n")

@@ -416,4 +416,4 @@ def test_check_says_where_communicators_are_made(capsys: pytest.CaptureFixture[s
     )
     for option, known in (("--lazy-communicators", False), ("--host-device-sync", True)):
         facts = json.loads(run_command(capsys, "check", "gpipe", "--json", option))
-        assert ("models_where_hosts_block" in facts) == known
+        assert ("progress_models_with_blocking_hosts" in facts) == known

@@ -88,4 +88,4 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         "traced: this is interleaved\n"
     )
     facts = json.loads(run_command(capsys, "recognize", "zb_v", "--json"))
-    assert (facts["schedule"], facts["exact"], facts["program"]) == ("zb_v", True, "zb_v")
+    assert (facts["schedule"], facts["is_exact"], facts["program"]) == ("zb_v", True, "zb_v")

@@ -69,15 +69,15 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
         run, program = expected[row["digest"]], expected[row["digest"]].program
         assert row["span"] == pytest.approx(run.span)
         assert row["peak_activations"] == run.peak_activations
-        assert row["split_backwards"] == (BACKWARD_INPUT in program.used_opcodes)
-        assert row["parameters_held"] == program.shape.placement_rows
+        assert row["has_split_backward"] == (BACKWARD_INPUT in program.used_opcodes)
+        assert row["parameter_copies"] == program.shape.placement_rows
     whole = rows(capsys, *shape, "--no-split-backward", "--max-activations=2.5")
     assert whole == [
-        row for row in found if not row["split_backwards"] and row["peak_activations"] <= 2.5
+        row for row in found if not row["has_split_backward"] and row["peak_activations"] <= 2.5
     ]
     main(["recommend", *shape, "--no-split-backward", "--max-activations=2.5"])
     text = capsys.readouterr().out
-    over = [r for r in found if r["peak_activations"] > 2.5 and not r["split_backwards"]]
+    over = [r for r in found if r["peak_activations"] > 2.5 and not r["has_split_backward"]]
     assert ("over the limit of 2.5 activations: " in text) == bool(over)
     assert ("refused zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
 
@@ -142,8 +142,8 @@ def test_compare_marks_what_is_over_the_limit(capsys: pytest.CaptureFixture[str]
     sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
     given = ["compare", "gpipe", "one_f_one_b", "zb_h2", *sizes]
     over, fits, _ = json.loads(run_command(capsys, *given, "--json"))
-    assert over["over_limit"] and over["peak_memory"] > 40e9
-    assert fits["peak_memory"] < 40e9 and not fits["over_limit"]
+    assert over["is_over_limit"] and over["peak_memory"] > 40e9
+    assert fits["peak_memory"] < 40e9 and not fits["is_over_limit"]
     text = run_command(capsys, *given)
     assert "over the limit: " in text and "peak memory" in text
     assert "but fits with -O recompute=fit (activations are computed again): gpipe (span " in text

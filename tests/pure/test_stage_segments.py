@@ -215,7 +215,7 @@ def test_a_file_tells_whole_stages(
     own, live = (json.loads(one)[0] for one in told)
     live["digest"] = own["digest"]  # the order of transfers depends on the costs
     assert own == live and own["peak_activations"] < 4
-    assert own["handed_over"] == "as between stages"
+    assert own["segment_boundary_sizes"] == "as between stages"
 
 
 def test_beside_a_file_of_pieces_whole_ones_are_said(

@@ -191,11 +191,11 @@ def test_a_message_moves_in_the_lowered_program() -> None:
     texts = [str(instr) for instr in program.streams[1]]
     index = texts.index("send_act 1.0")
     answer = ask({"state": state(), "move": [1, index, index + 2]})
-    assert answer["level"] == "lowered"
+    assert answer["source_type"] == "lowered"
     moved = from_text(answer["state"]["program"]).streams[1]
     assert [str(instr) for instr in moved][index + 1] == "send_act 1.0"
     refused = ask({"state": state(), "move": [1, texts.index("recv_act 1.0"), len(texts)]})
-    assert refused["error"]["refused"] and refused["error"]["sites"]
+    assert refused["error"]["is_refused"] and refused["error"]["sites"]
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "interleaved(group=4)", "dualpipe_v"])
@@ -235,13 +235,13 @@ def test_the_csv_of_torch_and_the_call_of_an_edited_program() -> None:
 
 def test_a_gap_has_costs_that_shorten_it() -> None:
     answer = ask({"state": state(), "explain": [0, 8]})
-    assert all(each["after"] < each["before"] for each in answer["gap"])
-    assert "B of stage 3" in [each["text"] for each in answer["gap"]]
-    changed = {each["state"]["schedule"]: each for each in answer["step"] if each["state"]}
+    assert all(each["new_gap"] < each["old_gap"] for each in answer["gap_costs"])
+    assert "B of stage 3" in [each["cost"] for each in answer["gap_costs"]]
+    changed = {each["state"]["schedule"]: each for each in answer["changes"] if each["state"]}
     assert {"zb_v", "one_f_one_b"} <= changed.keys()
     for each in changed.values():
         shown = ask({"state": each["state"]})["runs"][0]
-        assert f"span {shown['span']:.4g}" in each["run"]
+        assert f"span {shown['span']:.4g}" in each["effect"]
     assert changed["zb_v"]["state"]["options"]["costs"] == "F=0.5,B=1,send=0.1"
     assert changed["zb_v"]["state"]["options"]["sizes"] == "saved=0.5GB"
 
@@ -281,7 +281,7 @@ def test_a_run_is_shown_with_its_prediction(tmp_path: Any) -> None:
     studio = Studio(Source(str(tmp_path / "x.timeline")))
     answer = ask({"state": {"run": True}}, studio)
     assert [each["label"] for each in answer["runs"]] == ["predicted", "measured"]
-    assert answer["level"] == "run" and answer["recognition"] == "this is one_f_one_b"
+    assert answer["source_type"] == "run" and answer["recognition"] == "this is one_f_one_b"
     assert "error" in ask({"state": {"run": True}, "export": "call"}, studio)
 
 
@@ -317,12 +317,12 @@ def test_a_challenge_begins_unsolved_has_a_solution_and_a_proof(name: str) -> No
     challenge = CHALLENGES[name]
     first = challenge.make_state(name)
     before = ask({"state": first}, WITH_CODE)
-    assert "error" in before or not before["challenge"]["solved"]
+    assert "error" in before or not before["challenge"]["is_solved"]
     solution = SOLUTIONS[name]
     options = first["options"] | {k: v for k, v in solution.items() if k not in first}
     solved = {**first, **{k: v for k, v in solution.items() if k in first}, "options": options}
     after = ask({"state": solved}, WITH_CODE)
-    assert after["challenge"]["solved"], after["challenge"]
+    assert after["challenge"]["is_solved"], after["challenge"]
     assert ("optimal" in after["challenge"]["text"]) is (challenge.goal == challenge.bound)
     easier = {**solved, "options": options | {"microbatches": "2"}}
     cheated = ask({"state": easier}, WITH_CODE)
@@ -492,7 +492,7 @@ def test_an_exported_page_has_the_schedules_of_the_shape(tmp_path: Any) -> None:
     assert line.startswith("wrote ") and "connect-src" not in page
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
-    answers = json.loads(data.group(1))["answers"]
+    answers = json.loads(data.group(1))["precomputed_answers"]
     assert {
         "zb_h1",
         "gpipe",

@@ -53,7 +53,7 @@ def timeline(
 def test_a_chart_in_letters() -> None:
     assert color_lines(text_chart(timeline(ranks=2, m=3, B=2), 60)) == (
         "one_f_one_b, predicted: span 12, bubble 25.0%\n"
-        "                                              idle  held\n"
+        "                                              idle  peak\n"
         "rank 0 F0 F1 ......B0--- F2 B1--- ...B2---   25.0%     2\n"
         "rank 1 ...F0 B0--- F1 B1--- F2 B2--- ......  25.0%     1\n"
     )

@@ -346,7 +346,10 @@ def test_effects_before_causes_are_told_by_every_view(
     for command in ("simulate", "explain", "draw"):
         assert says in run_command(capsys, command, str(FILE))
     assert says in run_command(capsys, "compare", str(FILE), str(FILE))
-    assert json.loads(run_command(capsys, "simulate", str(FILE), "--json"))["doubt"] == says
+    assert (
+        json.loads(run_command(capsys, "simulate", str(FILE), "--json"))["causality_warning"]
+        == says
+    )
     for options in ("", "--width=column", "--idle-map", "html"):
         page = options == "html"
         picture = tmp_path / ("x.html" if page else "x.svg")

@@ -203,7 +203,7 @@ def test_a_run_that_its_means_miss_is_no_ground_for_advice(
     monkeypatch.chdir(tmp_path)
     assert run_command(capsys, "explain", "x.timeline") == golden.read_text()
     found = json.loads(run_command(capsys, "explain", "x.timeline", "--json"))
-    assert found["advice_given"] is False and found["changes"] == []
+    assert found["is_advice_reliable"] is False and found["changes"] == []
     assert found["simulated_span"] == advice.baseline.span
     for command in (["compare", "x.timeline", "gpipe"], ["recommend", "x.timeline"]):
         line = run_command(capsys, *command).splitlines()[-1]

@@ -173,8 +173,8 @@ def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
              "--sizes=activation=10MB,saved=100MB,params=1GB,grads=1GB,optimizer=6GB"]  # fmt: skip
     assert SAID in run_command(capsys, *shape)
     found = json.loads(run_command(capsys, *shape, "--json"))
-    assert found["held"]["span"] == 70 and found["fits"]
-    could = [(row["what"], row["span"]) for row in found["could_be_held"]]
+    assert found["current"]["span"] == 70 and found["fits_memory"]
+    could = [(row["description"], row["span"]) for row in found["memory_changes"]]
     assert could == [
         ('zero=1, reduce_scatter_at="update_end"', 60), ("looped_bfs, breadth-first", 62),
         ('reduce_scatter_at="each_backward"', 70)

@@ -13,7 +13,12 @@ SMALL = [row for row in rows() if row.shape.ranks == 8]
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row.model}-{row.shape.microbatches}")
 def test_zb_1p_is_proved_shortest(row: Row) -> None:
     found = search_schedule(
-        row.shape, row.costs, row.sizes, row.shape.ranks, objective="own", max_evaluations=500
+        row.shape,
+        row.costs,
+        row.sizes,
+        row.shape.ranks,
+        objective="active_span",
+        max_evaluations=500,
     )
     assert found.stop_reason == "proved" and found.gap_to_bound < 1e-9
     assert row.rate(found.span) == pytest.approx(row.rates["rate_ZB_1p"], abs=PRINTED / 2)
@@ -22,6 +27,11 @@ def test_zb_1p_is_proved_shortest(row: Row) -> None:
 def test_twice_the_memory_is_used_at_least_as_well() -> None:
     row = SMALL[0]  # in the other rows, seconds of search beat the paper
     found = search_schedule(
-        row.shape, row.costs, row.sizes, 2 * row.shape.ranks, objective="own", max_evaluations=2000
+        row.shape,
+        row.costs,
+        row.sizes,
+        2 * row.shape.ranks,
+        objective="active_span",
+        max_evaluations=2000,
     )
     assert row.rate(found.span) <= row.rates["rate_ZB_2p"] + PRINTED / 2

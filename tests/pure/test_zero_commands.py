@@ -43,9 +43,9 @@ def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> N
     told = json.loads(
         run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3", "--json")
     )
-    assert (told["zero"], told["gathers"]) == (3, [number, number])
+    assert (told["zero"], told["unshards"]) == (3, [number, number])
     assert "gathers" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2")
-    assert "gathers" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "--json")
+    assert "unshards" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "--json")
 
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
@@ -166,7 +166,7 @@ def test_what_a_search_finds_is_lowered_with_zero(
     run_command(capsys, "search", *shape, "-o", "found.sched")
     words = ("--relower", "-O", "dp=2", "-O", "zero=3")
     told = json.loads(run_command(capsys, "simulate", "found.sched", *words, "--json"))
-    assert (told["zero"], told["gathers"]) == (3, [1, 1])
+    assert (told["zero"], told["unshards"]) == (3, [1, 1])
 
 
 @pytest.mark.parametrize("command", ["simulate", "explain", "compare", "draw"])
@@ -190,7 +190,7 @@ def test_costs_that_nobody_reads_are_told(
     if command in ("simulate", "explain"):
         argv = (*shape, f"--costs=F=1,B=2,{costs}", "--json")
         assert (
-            json.loads(run_command(capsys, command, "one_f_one_b", *argv)).get("not_read", [])
+            json.loads(run_command(capsys, command, "one_f_one_b", *argv)).get("unused_costs", [])
             == names
         )
 

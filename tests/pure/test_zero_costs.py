@@ -129,7 +129,7 @@ def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
         capsys, *shape
     )
     found = json.loads(run_command(capsys, *shape, "--json"))
-    assert found["sent"] == {"dp": [8e9], "params": [6e9]}
+    assert found["sent_bytes"] == {"dp": [8e9], "params": [6e9]}
     assert "sends" not in run_command(capsys, *shape[:-1])
 
 
@@ -180,7 +180,7 @@ def test_the_command_fills_them(capsys: pytest.CaptureFixture[str]) -> None:
              "zero=3",
              "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB",
              "--cluster=examples/selene.toml", "--costs=F=0.01,B=0.02", "--json"]  # fmt: skip
-    filled = json.loads(run_command(capsys, *shape))["filled"]
+    filled = json.loads(run_command(capsys, *shape))["cluster_costs"]
     assert filled["unshard"] == pytest.approx(2 * filled["reduce_scatter"] / 4)
     assert "reduce_grads" not in filled
 

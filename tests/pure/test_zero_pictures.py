@@ -84,9 +84,10 @@ def test_a_page_has_the_bands() -> None:
     text = viz.html(found)
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
     (one,) = data["runs"]
-    assert one["bandRows"] == 2 and len(data["whole"]["light"]) == 3
+    assert one["bandRows"] == 2 and len(data["unshardedStages"]["light"]) == 3
     assert one["columns"]["bandRank"][2] == len(find_unsharded_intervals(found).rank)
-    assert data["whole"]["name"] == "unsharded weights" and data["lanes"][Lane.PARAMS] == "params"
+    assert data["unshardedStages"]["name"] == "unsharded weights"
+    assert data["lanes"][Lane.PARAMS] == "params"
 
 
 def test_a_trace_has_the_lane_and_counts_stages() -> None:

@@ -1,4 +1,4 @@
-// Runs as typed arrays, from the JSON and the packed columns beside it. All scripts are one function of `root` (the document,
+// Runs as typed arrays, from the JSON and the packed columns next to it. All scripts are one function of `root` (the document,
 // or the shadow root of a widget) and DATA.
 
 const host = root.documentElement || root.host, $ = (id) => root.getElementById(id);
@@ -12,19 +12,19 @@ async function unpack(text) {
 }
 
 // Differences back to values, modulo 2^32.
-function sum(column) {
+function decodeDeltas(column) {
   for (let k = 1; k < column.length; k++) column[k] += column[k - 1];
   return column;
 }
 
-async function load(raw) {
-  const buffer = await unpack(raw.packed);
+async function loadRun(raw) {
+  const buffer = await unpack(raw.packedColumns);
   const column = {};
   for (const [name, [type, at, count]] of Object.entries(raw.columns))
     column[name] = new TYPES[type](buffer, at, count);
   const n = raw.count, tick = raw.tick * raw.scale;
-  const begin = sum(column.start), start = new Float64Array(n), end = new Float64Array(n);
-  const rank = new Uint16Array(n), mb = sum(column.mb);
+  const begin = decodeDeltas(column.start), start = new Float64Array(n), end = new Float64Array(n);
+  const rank = new Uint16Array(n), mb = decodeDeltas(column.mb);
   for (let k = 0; k < n; k++) {
     start[k] = begin[k] * tick;
     end[k] = (begin[k] + column.length[k]) * tick;
@@ -32,36 +32,37 @@ async function load(raw) {
   raw.offsets.slice(1).forEach((hi, r) => rank.fill(r, raw.offsets[r], hi));
   const other = {}; // positions of other spans, kept as distances; 0 is none
   const positions = (name) => column[name].map((distance, k) => (distance ? k + distance : -1));
-  for (const name of ["latest", "partner"]) other[name] = positions(name);
+  for (const name of ["criticalPredecessor", "partner"]) other[name] = positions(name);
   other.needs = Object.keys(column).filter((name) => name.startsWith("need")).map(positions);
   const curves = raw.curves.map((curve, c) => {
     const values = column[`values${c}`], ticks = column[`times${c}`];
     const ranks = curve.offsets.slice(1).map((hi, r) => {
       const lo = curve.offsets[r];
-      return { times: Float64Array.from(sum(ticks.subarray(lo, hi)), (t) => t * tick), values: values.subarray(lo, hi) };
+      return { times: Float64Array.from(decodeDeltas(ticks.subarray(lo, hi)), (t) => t * tick), values: values.subarray(lo, hi) };
     });
     return { name: curve.name, unit: curve.unit, most: values.reduce((a, b) => Math.max(a, b), 0), ranks };
   });
-  const gaps = { cause: column.cause, awaits: column.awaits, from: Float64Array.from(sum(column.from), (t) => t * tick), to: Float64Array.from(sum(column.to), (t) => t * tick) };
-  const bands = []; // stages while their weights are whole
-  for (const name of ["bandFrom", "bandTo"]) sum(column[name]);
-  column.bandRank.forEach((rank, k) => bands.push({ rank, row: column.bandRow[k], own: column.bandOwn[k],
-    from: column.bandFrom[k] * tick, to: column.bandTo[k] * tick }));
+  const times = (ticks) => Float64Array.from(decodeDeltas(ticks), (t) => t * tick);
+  const gaps = { cause: column.gapCause, awaited: column.gapAwaited, start: times(column.gapStart), end: times(column.gapEnd) };
+  const bands = []; // the times in which stages are unsharded
+  for (const name of ["bandStart", "bandEnd"]) decodeDeltas(column[name]);
+  column.bandRank.forEach((rank, k) => bands.push({ rank, row: column.bandRow[k], localStage: column.bandLocalStage[k],
+    start: column.bandStart[k] * tick, end: column.bandEnd[k] * tick }));
   return { ...raw, ...other, bands, op: column.op, stage: column.stage, half: column.half, mb, rank, start, end, curves, gaps,
-    total: raw.span * raw.scale, pairs: column.half.includes(1) };
+    total: raw.span * raw.scale, hasPairs: column.half.includes(1) };
 }
 
-// Which colour a span has: its opcode, and which of its rank's own stages it is of.
+// The index of the colour of a span, which depends on its opcode and its local stage.
 const SHADES = 8;
-const tintOf = (run, k) => run.op[k] * SHADES + (Math.max(run.own[run.rank[k]].indexOf(run.stage[k]), 0) % SHADES);
+const tintIndexOf = (run, k) => run.op[k] * SHADES + (Math.max(run.stagesOnRank[run.rank[k]].indexOf(run.stage[k]), 0) % SHADES);
 
 // Row by row what is drawn: indices by start, and the largest end so far, by which to find the first.
-function rows(run) {
+function groupIntoRows(run) {
   const found = new Map();
   for (let k = 0; k < run.op.length; k++) {
     if (run.end[k] <= run.start[k]) continue;
     const op = OPS[run.op[k]];
-    const key = (run.rank[k] * LANES.length + op.lane) * 2 + (op.sends ? 1 : 0);
+    const key = (run.rank[k] * LANES.length + op.lane) * 2 + (op.isSend ? 1 : 0);
     if (!found.has(key)) found.set(key, []);
     found.get(key).push(k);
   }
@@ -70,14 +71,14 @@ function rows(run) {
     const reach = new Float64Array(index.length);
     let most = -Infinity;
     index.forEach((k, j) => { reach[j] = most = Math.max(most, run.end[k]); });
-    return { run, rank: Math.floor(key / (2 * LANES.length)), lane: (key >> 1) % LANES.length, sends: key & 1, index, reach,
+    return { run, rank: Math.floor(key / (2 * LANES.length)), lane: (key >> 1) % LANES.length, isSend: key & 1, index, reach,
       start: Float64Array.from(index, (k) => run.start[k]), end: Float64Array.from(index, (k) => run.end[k]),
-      tint: Uint8Array.from(index, (k) => tintOf(run, k)) };
-  }).sort((a, b) => a.rank - b.rank || a.lane - b.lane || a.sends - b.sends);
+      tint: Uint8Array.from(index, (k) => tintIndexOf(run, k)) };
+  }).sort((a, b) => a.rank - b.rank || a.lane - b.lane || a.isSend - b.isSend);
 }
 
 // The first of `sorted` that is above (or at) a value.
-function first(sorted, value) {
+function findFirst(sorted, value) {
   let lo = 0, hi = sorted.length;
   while (lo < hi) {
     const mid = (lo + hi) >> 1;

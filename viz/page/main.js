@@ -1,18 +1,18 @@
 // What a person does, and what is then shown.
 
-const NOTHING = { hops: [], seen: new Set(), ends: [] };
-const state = { chosen: null, gap: null, hover: null, cursor: null, found: null, masks: new Map(), chain: [], exchanged: NOTHING, marked: null };
-const ROOMY = 6; // lanes of work that leave room for curves
+const NO_EXCHANGE = { hops: [], seen: new Set(), ends: [] };
+const state = { chosen: null, gap: null, hover: null, cursor: null, found: null, masks: new Map(), chain: [], exchanged: NO_EXCHANGE, marked: null };
+const MAX_ROWS_WITH_CURVES = 6; // lanes of work that leave room for curves
 let studio = null; // what the studio adds to this page: `grab`, `drag`, `drop`, `paint`, `keys` and `describeGap`
-let runs = [], mode = 0, due = false, drag = null, matches = [], nth = -1;
+let runs = [], selectedMode = 0, isRedrawPlanned = false, drag = null, matches = [], matchIndex = -1;
 
 function redraw() {
-  if (due) return;
-  due = true;
-  requestAnimationFrame(() => { due = false; paint(state); });
+  if (isRedrawPlanned) return;
+  isRedrawPlanned = true;
+  requestAnimationFrame(() => { isRedrawPlanned = false; paint(state); });
 }
 
-function make(tag, text, name) {
+function makeElement(tag, text, name) {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;
   if (name) made.className = name;
@@ -26,15 +26,15 @@ function resize() {
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
   Object.assign(view, { wide: width, high: height });
-  small = null;
-  if (was !== ratio) theme();
-  arrange();
+  overview = null;
+  if (was !== ratio) readTheme();
+  updateLayout();
   redraw();
 }
 
 // ---------------------------------------------------------------- choosing and finding
 
-function masks() {
+function updateMasks() {
   state.masks = new Map();
   const { chosen, found } = state;
   const mask = (run) => {
@@ -54,22 +54,22 @@ function masks() {
 function choose(run, k, idle = null) {
   state.chosen = run ? { run, k } : null;
   state.gap = idle;
-  state.chain = run ? chain(run, k) : [];
-  state.exchanged = run ? exchanged(run, k) : NOTHING;
-  masks();
-  describe();
+  state.chain = run ? findCriticalPathTo(run, k) : [];
+  state.exchanged = run ? findExchange(run, k) : NO_EXCHANGE;
+  updateMasks();
+  describeSelection();
   redraw();
 }
 
 // The idle time of a rank, with the chain of the instruction that ends it.
 function chooseGap(run, rank, t) {
-  const idle = { run, rank, ...gap(run, rank, t) };
+  const idle = { run, rank, ...findGap(run, rank, t) };
   if (idle.next >= 0) choose(run, idle.next, idle);
-  else { choose(null); state.gap = idle; describe(); }
+  else { choose(null); state.gap = idle; describeSelection(); }
 }
 
 // The next idle time of the shown run, the longest first.
-function nextGap() {
+function chooseNextGap() {
   const [run] = view.shown, list = [];
   if (!run) return;
   for (const { rank, index } of run.rows.filter((row) => row.lane === 0)) {
@@ -85,30 +85,30 @@ function nextGap() {
   if (to) chooseGap(run, to.rank, (to.since + to.until) / 2);
 }
 
-function find(text) {
-  const test = text.trim() ? query(text) : null;
+function findInstructions(text) {
+  const test = text.trim() ? parseQuery(text) : null;
   matches = [];
-  nth = -1;
+  matchIndex = -1;
   if (test) for (const run of view.shown)
     for (let k = 0; k < run.op.length; k++) if (test(run, k)) matches.push({ run, k });
   state.found = test ? text : null;
   $("found").textContent = !text.trim() ? "" : test ? `${matches.length}` : "none";
-  masks();
+  updateMasks();
   redraw();
 }
 
-function nextMatch(by) {
+function chooseMatch(by) {
   if (!matches.length) return;
-  nth = (nth + by + matches.length) % matches.length;
-  const { run, k } = matches[nth];
-  $("found").textContent = `${nth + 1} of ${matches.length}`;
+  matchIndex = (matchIndex + by + matches.length) % matches.length;
+  const { run, k } = matches[matchIndex];
+  $("found").textContent = `${matchIndex + 1} of ${matches.length}`;
   choose(run, k);
-  show(run, k, (run.end[k] - run.start[k]) * (view.wide - GUTTER) < 12 * (view.t1 - view.t0));
+  bringIntoView(run, k, (run.end[k] - run.start[k]) * (view.wide - GUTTER_WIDTH) < 12 * (view.t1 - view.t0));
   redraw();
 }
 
 // From the chosen one along its lane, or to the nearest in the next lane.
-function step(along, down) {
+function moveSelection(along, down) {
   const { chosen } = state, lanes = view.lanes;
   if (!chosen || !view.shown.includes(chosen.run)) {
     const lane = lanes.find((l) => l.index.length);
@@ -122,49 +122,49 @@ function step(along, down) {
   if (down) {
     target = lanes[lanes.indexOf(lane) + down] || lane;
     const middle = (run.start[k] + run.end[k]) / 2;
-    if (target !== lane) to = target.index[Math.min(first(target.reach, middle), target.index.length - 1)];
+    if (target !== lane) to = target.index[Math.min(findFirst(target.reach, middle), target.index.length - 1)];
   }
   choose(target.run, to);
-  show(target.run, to);
+  bringIntoView(target.run, to);
 }
 
 // ---------------------------------------------------------------- what is shown
 
-function select(which) {
-  mode = which;
+function selectRuns(which) {
+  selectedMode = which;
   view.shown = which < runs.length ? [runs[which]] : runs;
   [...$("runs").children].forEach((button, k) => button.setAttribute("aria-pressed", k === which));
   $("facts").replaceChildren(...view.shown.map((run) => {
-    const made = make("span");
+    const made = makeElement("span");
     if (runs.length > 1) made.append(`${run.label}: `);
-    if (run.doubt) made.append(make("b", `${run.doubt}!`), "\u2003");
-    for (const [name, value] of [["span", time(run, run.total)], ...(DATA.bound && run === runs[0] ? [["bound", time(run, DATA.bound * run.scale)]] : []), ["bubble", percent(run.bubble)], ["peak in flight", `${Math.max(...run.peak)}`], ...(run.held ? [["memory", run.held]] : [])])
-      made.append(`${name}\u2002`, make("b", value), "\u2003");
+    if (run.causalityWarning) made.append(makeElement("b", `${run.causalityWarning}!`), "\u2003");
+    for (const [name, value] of [["span", formatTime(run, run.total)], ...(DATA.bound && run === runs[0] ? [["bound", formatTime(run, DATA.bound * run.scale)]] : []), ["bubble", formatPercent(run.bubble)], ["peak in flight", `${Math.max(...run.peakInFlight)}`], ...(run.peakMemory ? [["memory", run.peakMemory]] : [])])
+      made.append(`${name}\u2002`, makeElement("b", value), "\u2003");
     return made;
   }));
-  small = null;
+  overview = null;
   if (state.chosen && !view.shown.includes(state.chosen.run)) choose(null);
-  arrange();
-  find($("find").value);
-  legend();
+  updateLayout();
+  findInstructions($("find").value);
+  updateLegend();
   redraw();
 }
 
-function legend() {
+function updateLegend() {
   const seen = new Set();
   for (const run of view.shown) for (const row of run.rows) for (const k of row.index) seen.add(run.op[k]);
-  const most = Math.max(...view.shown.map((run) => run.several));
+  const most = Math.max(...view.shown.map((run) => run.stagesPerRank));
   // What bears one colour has one entry.
   const alike = new Map();
   for (const op of [...seen].sort((a, b) => a - b)) {
-    const own = fills[op].slice(0, OPS[op].work ? Math.min(most || 1, 4) : 1).map(({ fill }) => fill);
+    const own = fills[op].slice(0, OPS[op].isCompute ? Math.min(most, 4) : 1).map(({ fill }) => fill);
     if (!alike.has(`${own}`)) alike.set(`${own}`, { own, ops: [] });
     alike.get(`${own}`).ops.push(OPS[op]);
   }
   const entry = (own, name) => {
-    const item = make("li"), swatch = make("i");
+    const item = makeElement("li"), swatch = makeElement("i");
     for (const fill of own) {
-      const part = make("b");
+      const part = makeElement("b");
       part.style.background = fill;
       swatch.append(part);
     }
@@ -172,42 +172,42 @@ function legend() {
     return item;
   };
   $("legend").replaceChildren(...[...alike.values()].map(({ own, ops }) => {
-    const [{ work, text, label }] = ops, brief = new Set(ops.map((op) => op.text.split("_")[0]));
-    return entry(own, ops.length > 1 ? [...brief].join(", ") : work ? `${text} ${label}` : label);
+    const [{ isCompute, text, label }] = ops, brief = new Set(ops.map((op) => op.text.split("_")[0]));
+    return entry(own, ops.length > 1 ? [...brief].join(", ") : isCompute ? `${text} ${label}` : label);
   }));
   if (view.shown.some((run) => run.bandRows))
-    $("legend").append(entry(DATA.whole[dark() ? "dark" : "light"].slice(0, Math.min(most || 1, 4)), DATA.whole.name));
+    $("legend").append(entry(DATA.unshardedStages[isDark() ? "dark" : "light"].slice(0, Math.min(most, 4)), DATA.unshardedStages.name));
 }
 
 function toggle(name) {
   view[name] = !view[name];
   $(name).setAttribute("aria-pressed", view[name]);
-  if (name === "curves") { small = null; arrange(); }
+  if (name === "curves") { overview = null; updateLayout(); }
   redraw();
 }
 
 function switchTheme(night) {
   host.classList.toggle("dark", night);
-  theme();
-  small = null;
-  legend();
-  describe();
+  readTheme();
+  overview = null;
+  updateLegend();
+  describeSelection();
   redraw();
 }
 
 // ---------------------------------------------------------------- events
 
-function listen() {
+function addListeners() {
   const point = (event) => ({ x: event.offsetX, y: event.offsetY });
   canvas.addEventListener("wheel", (event) => {
     event.preventDefault();
     const { x, y } = point(event), unit = event.deltaMode ? 30 : 1, dy = event.deltaY * unit, dx = event.deltaX * unit;
-    if (event.ctrlKey) { view.tall = Math.max(0.2, Math.min(6, view.tall * Math.exp(-dy / 400))); arrange(); }
-    else if (event.shiftKey || x < GUTTER) { view.top += dy || dx; arrange(); }
+    if (event.ctrlKey) { view.tall = Math.max(0.2, Math.min(6, view.tall * Math.exp(-dy / 400))); updateLayout(); }
+    else if (event.shiftKey || x < GUTTER_WIDTH) { view.top += dy || dx; updateLayout(); }
     else if (Math.abs(dx) > Math.abs(dy)) pan(dx / view.wide);
     else zoom(Math.exp(Math.max(-200, Math.min(200, dy)) / 300), x);
-    state.hover = at(x, y);
-    tell(event);
+    state.hover = findTarget(x, y);
+    updateTooltip(event);
     redraw();
   }, { passive: false });
 
@@ -215,43 +215,43 @@ function listen() {
     const { x, y } = point(event);
     canvas.focus({ preventScroll: true });
     canvas.setPointerCapture(event.pointerId);
-    drag = { x, y, fromX: x, fromY: y, moved: false, what: y < MAP ? "map" : y < HEAD ? "ruler" : "plot" };
+    drag = { x, y, fromX: x, fromY: y, moved: false, what: y < OVERVIEW_HEIGHT ? "map" : y < HEAD_HEIGHT ? "ruler" : "plot" };
     if (drag.what === "map") toMap(x);
-    if (drag.what === "plot" && studio?.grab(at(x, y))) drag.what = "move";
+    if (drag.what === "plot" && studio?.grab(findTarget(x, y))) drag.what = "move";
   });
   const toMap = (x) => {
-    const middle = ((x - GUTTER) / (view.wide - GUTTER)) * longest(), span = view.t1 - view.t0;
-    look(middle - span / 2, middle + span / 2);
+    const middle = ((x - GUTTER_WIDTH) / (view.wide - GUTTER_WIDTH)) * longestSpan(), span = view.t1 - view.t0;
+    setTimeRange(middle - span / 2, middle + span / 2);
     redraw();
   };
   canvas.addEventListener("pointermove", (event) => {
     const { x, y } = point(event);
     if (!drag) {
-      const hover = at(x, y);
-      state.cursor = runs.length > 1 && x > GUTTER && y > HEAD ? tOf(x) : null;
-      if (hover || state.hover || state.cursor) { state.hover = hover; tell(event); redraw(); }
-      canvas.style.cursor = y < MAP ? "grab" : y < HEAD ? "col-resize" : hover && hover.k !== undefined ? "pointer" : "default";
+      const hover = findTarget(x, y);
+      state.cursor = runs.length > 1 && x > GUTTER_WIDTH && y > HEAD_HEIGHT ? tOf(x) : null;
+      if (hover || state.hover || state.cursor) { state.hover = hover; updateTooltip(event); redraw(); }
+      canvas.style.cursor = y < OVERVIEW_HEIGHT ? "grab" : y < HEAD_HEIGHT ? "col-resize" : hover && hover.k !== undefined ? "pointer" : "default";
       return;
     }
     drag.moved ||= Math.hypot(x - drag.fromX, y - drag.fromY) > 3;
     if (!drag.moved) return;
     state.hover = null;
-    tell(event);
+    updateTooltip(event);
     if (drag.what === "map") toMap(x);
     else if (drag.what === "ruler") state.marked = [drag.fromX, x];
     else if (drag.what === "move") studio.drag(x);
     else {
       canvas.style.cursor = "grabbing";
-      pan((drag.x - x) / (view.wide - GUTTER));
+      pan((drag.x - x) / (view.wide - GUTTER_WIDTH));
       view.top += drag.y - y;
-      arrange();
+      updateLayout();
     }
     Object.assign(drag, { x, y });
     redraw();
   });
   const drop = (event) => {
     if (!drag) return;
-    const { x, y } = point(event), hit = at(x, y);
+    const { x, y } = point(event), hit = findTarget(x, y);
     if (["plot", "move"].includes(drag.what) && !drag.moved) {
       if (hit && hit.k !== undefined) choose(hit.run, hit.k);
       else if (hit && !hit.curve) chooseGap(hit.run, hit.rank, hit.t);
@@ -261,30 +261,30 @@ function listen() {
     if (state.marked) {
       const [a, b] = state.marked.map(tOf).sort((p, q) => p - q);
       state.marked = null;
-      if (b > a) look(a, b);
+      if (b > a) setTimeRange(a, b);
     }
     drag = null;
     redraw();
   };
   canvas.addEventListener("pointerup", drop);
   canvas.addEventListener("pointercancel", () => { studio?.drop(false); drag = state.marked = null; redraw(); });
-  canvas.addEventListener("pointerleave", (event) => { if (!drag) { state.hover = state.cursor = null; tell(event); redraw(); } });
+  canvas.addEventListener("pointerleave", (event) => { if (!drag) { state.hover = state.cursor = null; updateTooltip(event); redraw(); } });
   canvas.addEventListener("dblclick", (event) => {
-    const { x, y } = point(event), hit = at(x, y);
-    if (hit && hit.k !== undefined) show(hit.run, hit.k, true); else fit();
+    const { x, y } = point(event), hit = findTarget(x, y);
+    if (hit && hit.k !== undefined) bringIntoView(hit.run, hit.k, true); else showAllTimes();
     redraw();
   });
 
   const keys = {
     w: () => zoom(0.7), "+": () => zoom(0.7), "=": () => zoom(0.7), s: () => zoom(1 / 0.7), "-": () => zoom(1 / 0.7),
-    a: () => pan(-0.15), d: () => pan(0.15), 0: fit, Home: fit,
-    PageUp: () => { view.top -= view.high / 2; arrange(); }, PageDown: () => { view.top += view.high / 2; arrange(); },
-    ArrowLeft: () => step(-1, 0), ArrowRight: () => step(1, 0), ArrowUp: () => step(0, -1), ArrowDown: () => step(0, 1),
-    Enter: () => state.chosen && show(state.chosen.run, state.chosen.k, true),
-    b: nextGap, p: () => toggle("path"), m: () => toggle("messages"), c: () => toggle("curves"),
-    t: () => switchTheme(!dark()), v: () => runs.length > 1 && select((mode + 1) % (runs.length + 1)),
+    a: () => pan(-0.15), d: () => pan(0.15), 0: showAllTimes, Home: showAllTimes,
+    PageUp: () => { view.top -= view.high / 2; updateLayout(); }, PageDown: () => { view.top += view.high / 2; updateLayout(); },
+    ArrowLeft: () => moveSelection(-1, 0), ArrowRight: () => moveSelection(1, 0), ArrowUp: () => moveSelection(0, -1), ArrowDown: () => moveSelection(0, 1),
+    Enter: () => state.chosen && bringIntoView(state.chosen.run, state.chosen.k, true),
+    b: chooseNextGap, p: () => toggle("path"), m: () => toggle("messages"), c: () => toggle("curves"),
+    t: () => switchTheme(!isDark()), v: () => runs.length > 1 && selectRuns((selectedMode + 1) % (runs.length + 1)),
     "/": () => $("find").focus(), "?": () => $("keys").showModal(),
-    ...studio?.keys, Escape: () => { choose(null); $("find").value = ""; find(""); },
+    ...studio?.keys, Escape: () => { choose(null); $("find").value = ""; findInstructions(""); },
   };
   root.addEventListener("keydown", (event) => {
     const typing = event.target.matches("input, select, textarea"), pressing = event.target.tagName === "BUTTON" && event.key === "Enter";
@@ -299,9 +299,9 @@ function listen() {
   for (const name of ["path", "messages", "curves"]) $(name).onclick = () => toggle(name);
   for (const [name, key] of [["in", "w"], ["out", "s"], ["fit", "0"], ["theme", "t"], ["help", "?"]])
     $(name).onclick = () => { keys[key](); redraw(); };
-  $("find").addEventListener("input", (event) => find(event.target.value));
+  $("find").addEventListener("input", (event) => findInstructions(event.target.value));
   $("find").addEventListener("keydown", (event) => {
-    if (event.key === "Enter") { event.preventDefault(); nextMatch(event.shiftKey ? -1 : 1); }
+    if (event.key === "Enter") { event.preventDefault(); chooseMatch(event.shiftKey ? -1 : 1); }
   });
   new ResizeObserver(resize).observe($("stage"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => switchTheme(event.matches));
@@ -311,58 +311,58 @@ function listen() {
 function fillDetails({ title, summary, tables }) {
   root.querySelector("h1").textContent = title;
   $("summary").textContent = summary;
-  $("tables").replaceChildren(...tables.map(({ caption, head, rows }) => {
-    const made = make("table"), line = (cells, tag) => {
-      const row = make("tr");
+  $("tables").replaceChildren(...tables.map(({ caption, headings, rows }) => {
+    const made = makeElement("table"), line = (cells, tag) => {
+      const row = makeElement("tr");
       row.append(...cells.map((cell, k) => {
-        const shown = make(k ? tag : "th", cell);
+        const shown = makeElement(k ? tag : "th", cell);
         if (tag === "th" || !k) shown.scope = tag === "th" ? "col" : "row";
         return shown;
       }));
       return row;
     };
-    const top = make("thead"), body = make("tbody");
-    top.append(line(head, "th"));
+    const top = makeElement("thead"), body = makeElement("tbody");
+    top.append(line(headings, "th"));
     body.append(...rows.map((cells) => line(cells, "td")));
-    made.append(make("caption", caption), top, body);
+    made.append(makeElement("caption", caption), top, body);
     return made;
   }));
 }
 
 // Show other runs. A person who has zoomed in keeps the times in view.
-async function update(next) {
-  const loaded = await Promise.all(next.runs.map(load)), whole = view.t0 <= 0 && view.t1 >= longest();
-  for (const run of loaded) run.rows = rows(run);
+async function showData(next) {
+  const loaded = await Promise.all(next.runs.map(loadRun)), isZoomedOut = view.t0 <= 0 && view.t1 >= longestSpan();
+  for (const run of loaded) run.rows = groupIntoRows(run);
   DATA = next;
   runs = loaded;
   if (next.tables) fillDetails(next);
   const names = runs.length > 1 ? [...runs.map((run) => run.label), "both"] : [];
   $("runs").hidden = !names.length;
   $("runs").replaceChildren(...names.map((name, k) => {
-    const made = make("button", name);
-    made.onclick = () => select(k);
+    const made = makeElement("button", name);
+    made.onclick = () => selectRuns(k);
     return made;
   }));
-  Object.assign(state, { chosen: null, gap: null, hover: null, chain: [], exchanged: NOTHING });
+  Object.assign(state, { chosen: null, gap: null, hover: null, chain: [], exchanged: NO_EXCHANGE });
   $("tip").hidden = true;
   view.shown = runs;
   ratio = 0; // colours and sizes are computed again
   resize();
-  select(runs.length > 1 ? runs.length : 0);
-  if (whole) fit(); else look(view.t0, view.t1);
-  describe();
+  selectRuns(runs.length > 1 ? runs.length : 0);
+  if (isZoomedOut) showAllTimes(); else setTimeRange(view.t0, view.t1);
+  describeSelection();
 }
 
-async function begin() {
+async function startPage() {
   host.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches);
-  await update(DATA);
-  if (runs.length && runs.length * runs[0].ranks <= ROOMY) toggle("curves");
-  fit();
-  listen();
+  await showData(DATA);
+  if (runs.length && runs.length * runs[0].ranks <= MAX_ROWS_WITH_CURVES) toggle("curves");
+  showAllTimes();
+  addListeners();
   host.dataset.ready = "true";
 }
 
-begin().catch((error) => {
-  $("stage").replaceChildren(make("p", `This browser cannot show the picture: ${error.message}`, "plain"));
+startPage().catch((error) => {
+  $("stage").replaceChildren(makeElement("p", `This browser cannot show the picture: ${error.message}`, "plain"));
   throw error;
 });

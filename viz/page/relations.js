@@ -1,40 +1,40 @@
 // What instructions have to do with each other: messages, chains, names, matches.
 
-const isWork = (run, k) => OPS[run.op[k]].work;
+const isComputeSpan = (run, k) => OPS[run.op[k]].isCompute;
 
 function nameOf(run, k) {
   const op = OPS[run.op[k]];
-  if (op.per === "stage.mb") return `${op.text} ${run.stage[k]}.${run.mb[k]}`;
+  if (op.scope === "stage.mb") return `${op.text} ${run.stage[k]}.${run.mb[k]}`;
   const update = run.mb[k]; // left out of the first, as in the text of a program
-  if (op.per === "rank") return op.text + (update ? ` ${update}` : "");
+  if (op.scope === "rank") return op.text + (update ? ` ${update}` : "");
   return `${op.text} ${run.stage[k]}` + (update ? `.${update}` : "");
 }
 
 // The chain that decides when a span starts: each link was, of what the next waited for, the last to end.
-function chain(run, k) {
+function findCriticalPathTo(run, k) {
   const links = [];
-  for (; k >= 0; k = run.latest[k]) links.push(k);
+  for (; k >= 0; k = run.criticalPredecessor[k]) links.push(k);
   return links.reverse();
 }
 
-function wholeChain(run) {
+function findCriticalPath(run) {
   let last = 0;
   for (let k = 1; k < run.end.length; k++) if (run.end[k] > run.end[last]) last = k;
-  return run.end.length ? chain(run, last) : [];
+  return run.end.length ? findCriticalPathTo(run, last) : [];
 }
 
 // All messages: [from, to], the sending span and the receiving one.
-function messages(run) {
+function listMessages(run) {
   if (run.messages) return run.messages;
   const list = [];
   for (let k = 0; k < run.op.length; k++) {
-    if (OPS[run.op[k]].sends && run.partner[k] >= 0) list.push([k, run.partner[k]]);
+    if (OPS[run.op[k]].isSend && run.partner[k] >= 0) list.push([k, run.partner[k]]);
   }
   return (run.messages = list);
 }
 
 // Who needs what a span gives.
-function consumers(run) {
+function findConsumers(run) {
   if (run.consumers) return run.consumers;
   const list = new Map();
   const add = (from, to) => { if (from >= 0) list.has(from) ? list.get(from).push(to) : list.set(from, [to]); };
@@ -43,12 +43,12 @@ function consumers(run) {
 }
 
 // What a span got from other ranks and gave to them, hop by hop until the work at the other end.
-function exchanged(run, k) {
+function findExchange(run, k) {
   const hops = [], seen = new Set([k]), ends = [];
   const walk = (at, back) => {
-    const near = back ? run.needs.map((need) => need[at]) : consumers(run).get(at) || [];
+    const near = back ? run.needs.map((need) => need[at]) : findConsumers(run).get(at) || [];
     const op = OPS[run.op[at]];
-    if (op.hop && run.partner[at] >= 0 && op.sends !== back) {
+    if (op.hasPeer && run.partner[at] >= 0 && op.isSend !== back) {
       const other = run.partner[at];
       hops.push(back ? [other, at] : [at, other]);
       if (!seen.has(other)) { seen.add(other); walk(other, back); }
@@ -57,8 +57,8 @@ function exchanged(run, k) {
     for (const next of near) {
       if (next < 0 || seen.has(next)) continue;
       if (run.rank[next] !== run.rank[at]) hops.push(back ? [next, at] : [at, next]);
-      if (isWork(run, next) && run.rank[next] !== run.rank[k]) { seen.add(next); ends.push({ k: next, back }); }
-      if (isWork(run, next) || OPS[run.op[next]].per !== "stage.mb") continue;
+      if (isComputeSpan(run, next) && run.rank[next] !== run.rank[k]) { seen.add(next); ends.push({ k: next, back }); }
+      if (isComputeSpan(run, next) || OPS[run.op[next]].scope !== "stage.mb") continue;
       seen.add(next);
       walk(next, back);
     }
@@ -69,28 +69,28 @@ function exchanged(run, k) {
 }
 
 // How long the queue of a span stood still before it, and what it waited for.
-function wait(run, k) {
+function measureWait(run, k) {
   const lane = OPS[run.op[k]].lane;
   let before = k - 1;
   const lowest = run.offsets[run.rank[k]];
   while (before >= lowest && (OPS[run.op[before]].lane !== lane || run.end[before] <= run.start[before])) before--;
   const since = before >= lowest ? Math.min(run.end[before], run.start[k]) : 0;
-  const blamed = run.half[k] === 2 ? -1 : run.latest[k];
+  const blamed = run.half[k] === 2 ? -1 : run.criticalPredecessor[k];
   return { length: run.half[k] === 2 ? 0 : run.start[k] - since, since, blamed };
 }
 
 // Why a rank is idle between two times: [cause, how long, what is awaited], the longest first.
-function causes(run, rank, from, to) {
+function listIdleCauses(run, rank, from, to) {
   const list = [], slack = run.total * 1e-9;
-  for (let g = run.gapsOf[rank]; g < run.gapsOf[rank + 1]; g++) {
-    const length = Math.min(run.gaps.to[g], to) - Math.max(run.gaps.from[g], from);
-    if (length > slack) list.push([CAUSES[run.gaps.cause[g]], length, run.gaps.awaits[g]]);
+  for (let g = run.gapOffsets[rank]; g < run.gapOffsets[rank + 1]; g++) {
+    const length = Math.min(run.gaps.end[g], to) - Math.max(run.gaps.start[g], from);
+    if (length > slack) list.push([CAUSES[run.gaps.cause[g]], length, run.gaps.awaited[g]]);
   }
   return list.sort((a, b) => b[1] - a[1]);
 }
 
 // "F 2.3", "rank 1", "stage 2", "mb 3", "send_act", "Forward"; words must all hold.
-function query(text) {
+function parseQuery(text) {
   const words = text.trim().toLowerCase().split(/[\s,]+/).filter(Boolean);
   const tests = [];
   while (words.length) {
@@ -102,13 +102,13 @@ function query(text) {
       if (number === null) return null;
       const what = word === "microbatch" ? "mb" : word;
       words.shift();
-      tests.push((run, k) => run[what][k] === number && (what === "rank" || OPS[run.op[k]].per !== "rank")
-        && (what !== "mb" || OPS[run.op[k]].per === "stage.mb"));
+      tests.push((run, k) => run[what][k] === number && (what === "rank" || OPS[run.op[k]].scope !== "rank")
+        && (what !== "mb" || OPS[run.op[k]].scope === "stage.mb"));
     } else if (op >= 0) {
       tests.push((run, k) => run.op[k] === op);
       if (number !== null) { words.shift(); tests.push((run, k) => run.stage[k] === number); }
     } else if (at) {
-      tests.push((run, k) => OPS[run.op[k]].per === "stage.mb" && run.stage[k] === +at[1]
+      tests.push((run, k) => OPS[run.op[k]].scope === "stage.mb" && run.stage[k] === +at[1]
         && (at[2] === "" || run.mb[k] === +at[2]));
     } else {
       const begins = OPS.map((o) => o.text.startsWith(word) || o.name.toLowerCase().startsWith(word));
@@ -122,23 +122,23 @@ function query(text) {
 // ---------------------------------------------------------------- numbers
 
 // Five digits, or as many as tell apart what is `fine` apart.
-function short(x, fine = 0) {
+function formatNumber(x, fine = 0) {
   const digits = x && fine ? Math.ceil(Math.log10(Math.abs(x) / fine)) + 1 : 0;
   return String(+x.toPrecision(Math.max(5, Math.min(digits, 15))));
 }
 
 // A length of time in its run's own unit, or in a unit chosen for `of`.
-function time(run, x, of = x, fine = 0) {
+function formatTime(run, x, of = x, fine = 0) {
   x /= run.scale; of *= (1 + 1e-6) / run.scale; fine /= run.scale; // a second less a rounding is a second
-  if (run.unit !== "s") return short(x, fine) + (run.unit ? ` ${run.unit}` : "");
+  if (run.unit !== "s") return formatNumber(x, fine) + (run.unit ? ` ${run.unit}` : "");
   const [one, unit] = Math.abs(of) >= 1 ? [1, "s"] : Math.abs(of) >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
-  return `${short(x / one, fine / one)} ${unit}`;
+  return `${formatNumber(x / one, fine / one)} ${unit}`;
 }
 
-function amount(x, unit) {
-  if (unit !== "B") return short(x) + (unit ? ` ${unit}` : "");
+function formatAmount(x, unit) {
+  if (unit !== "B") return formatNumber(x) + (unit ? ` ${unit}` : "");
   const power = Math.min(Math.floor(Math.log10(Math.max(x, 1)) / 3), 4);
   return `${+(x / 1000 ** power).toPrecision(4)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
 }
 
-const percent = (x) => `${(100 * x).toFixed(1)}%`;
+const formatPercent = (x) => `${(100 * x).toFixed(1)}%`;

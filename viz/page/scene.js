@@ -1,17 +1,17 @@
 // Where things are: the visible part of time, and from the top down the lanes of each rank.
 
-const MAP = 46, RULER = 24, GUTTER = 96, HEAD = MAP + RULER;
+const OVERVIEW_HEIGHT = 46, RULER_HEIGHT = 24, GUTTER_WIDTH = 96, HEAD_HEIGHT = OVERVIEW_HEIGHT + RULER_HEIGHT;
 
 const view = { t0: 0, t1: 1, top: 0, tall: 1, shown: [], wide: 1, high: 1, height: 0, lanes: [], blocks: [], find: new Map(),
   curves: false, messages: false, path: false };
 
-const xOf = (t) => GUTTER + ((t - view.t0) / (view.t1 - view.t0)) * (view.wide - GUTTER);
-const tOf = (x) => view.t0 + ((x - GUTTER) / (view.wide - GUTTER)) * (view.t1 - view.t0);
+const xOf = (t) => GUTTER_WIDTH + ((t - view.t0) / (view.t1 - view.t0)) * (view.wide - GUTTER_WIDTH);
+const tOf = (x) => view.t0 + ((x - GUTTER_WIDTH) / (view.wide - GUTTER_WIDTH)) * (view.t1 - view.t0);
 // All runs have one time axis, whichever are shown.
-const longest = () => Math.max(...runs.map((run) => run.total), 1e-300);
+const longestSpan = () => Math.max(...runs.map((run) => run.total), 1e-300);
 
 // Blocks (a rank of a run) and lanes, for lanes of work as high as `work`.
-function stack(work) {
+function layOut(work) {
   const talk = Math.max(2, Math.min(9, Math.round(work * 0.26))), inset = work > 13 ? 2 : 1;
   const curve = Math.max(14, Math.round(work * 0.95)), gap = work > 15 ? 12 : work > 8 ? 5 : 1;
   const lanes = [], blocks = [];
@@ -28,8 +28,8 @@ function stack(work) {
         const high = lane ? talk : work;
         block.lanes.push({ lane, y, high });
         for (const row of own.filter((row) => row.lane === lane)) {
-          const halves = lane && own.some((r) => r.lane === lane && r.sends !== row.sends) ? 2 : 1;
-          lanes.push({ ...row, block, y: y + (halves === 2 && row.sends ? high / 2 : 0), high: high / halves });
+          const halves = lane && own.some((r) => r.lane === lane && r.isSend !== row.isSend) ? 2 : 1;
+          lanes.push({ ...row, block, y: y + (halves === 2 && row.isSend ? high / 2 : 0), high: high / halves });
         }
         y += high + inset;
       }
@@ -53,41 +53,41 @@ function stack(work) {
   return { lanes, blocks, height: y };
 }
 
-function arrange() {
-  const room = view.high - HEAD - 6;
-  let work = 46, made = stack(work);
-  while (made.height > room && work > 5) made = stack(--work);
-  if (view.tall !== 1) made = stack(Math.max(3, Math.min(90, work * view.tall)));
+function updateLayout() {
+  const room = view.high - HEAD_HEIGHT - 6;
+  let work = 46, made = layOut(work);
+  while (made.height > room && work > 5) made = layOut(--work);
+  if (view.tall !== 1) made = layOut(Math.max(3, Math.min(90, work * view.tall)));
   Object.assign(view, made);
   view.find = new Map(view.shown.map((run) => [run, new Map()]));
-  for (const lane of view.lanes) view.find.get(lane.run).set((lane.rank * LANES.length + lane.lane) * 2 + lane.sends, lane);
+  for (const lane of view.lanes) view.find.get(lane.run).set((lane.rank * LANES.length + lane.lane) * 2 + lane.isSend, lane);
   view.top = Math.max(0, Math.min(view.top, view.height - room));
 }
 
 // Show these times, within bounds: not beyond the run, not closer than a billionth of it.
-function look(t0, t1) {
-  const all = longest(), least = all * 1e-8, span = Math.max(least, Math.min(t1 - t0, all * 1.04));
+function setTimeRange(t0, t1) {
+  const all = longestSpan(), least = all * 1e-8, span = Math.max(least, Math.min(t1 - t0, all * 1.04));
   const middle = (t0 + t1) / 2, margin = all * 0.02;
   view.t0 = Math.max(-margin, Math.min(middle - span / 2, all + margin - span));
   view.t1 = view.t0 + span;
 }
 
-const fit = () => look(-longest() * 0.005, longest() * 1.015);
+const showAllTimes = () => setTimeRange(-longestSpan() * 0.005, longestSpan() * 1.015);
 
-function zoom(factor, x = (GUTTER + view.wide) / 2) {
+function zoom(factor, x = (GUTTER_WIDTH + view.wide) / 2) {
   const t = tOf(x);
-  look(t - (t - view.t0) * factor, t + (view.t1 - t) * factor);
+  setTimeRange(t - (t - view.t0) * factor, t + (view.t1 - t) * factor);
 }
 
-const pan = (part) => look(view.t0 + part * (view.t1 - view.t0), view.t1 + part * (view.t1 - view.t0));
+const pan = (part) => setTimeRange(view.t0 + part * (view.t1 - view.t0), view.t1 + part * (view.t1 - view.t0));
 
 function laneOf(run, k) {
   const op = OPS[run.op[k]];
-  return view.find.get(run)?.get((run.rank[k] * LANES.length + op.lane) * 2 + (op.sends ? 1 : 0));
+  return view.find.get(run)?.get((run.rank[k] * LANES.length + op.lane) * 2 + (op.isSend ? 1 : 0));
 }
 
 // Top and height of a span's box; a pair run together shares a box. Of what takes no time, its lane of work.
-function box(run, k) {
+function boxOf(run, k) {
   const lane = laneOf(run, k);
   if (!lane) {
     const block = view.blocks.find((b) => b.run === run && b.rank === run.rank[k]);
@@ -98,14 +98,14 @@ function box(run, k) {
 }
 
 // What is at a point: a span, idle time of a rank, or nothing.
-function at(x, y) {
-  if (x < GUTTER || y < HEAD) return null;
-  const t = tOf(x), near = (3 * (view.t1 - view.t0)) / (view.wide - GUTTER), down = y - HEAD + view.top;
+function findTarget(x, y) {
+  if (x < GUTTER_WIDTH || y < HEAD_HEIGHT) return null;
+  const t = tOf(x), near = (3 * (view.t1 - view.t0)) / (view.wide - GUTTER_WIDTH), down = y - HEAD_HEIGHT + view.top;
   const lane = view.lanes.find((l) => down >= l.y && down < l.y + l.high);
   if (lane) {
     const { run } = lane;
     let best = null, least = near;
-    for (let j = first(lane.reach, t - near); j < lane.index.length; j++) {
+    for (let j = findFirst(lane.reach, t - near); j < lane.index.length; j++) {
       const k = lane.index[j];
       if (run.start[k] > t + near) break;
       const away = Math.max(run.start[k] - t, t - run.end[k], 0);
@@ -121,7 +121,7 @@ function at(x, y) {
 }
 
 // The gap of a rank's work at a time: where it begins and ends, and what ends it.
-function gap(run, rank, t) {
+function findGap(run, rank, t) {
   const lane = view.lanes.find((l) => l.run === run && l.rank === rank && l.lane === 0);
   let since = 0, next = -1;
   for (const k of lane ? lane.index : []) {
@@ -132,14 +132,14 @@ function gap(run, rank, t) {
 }
 
 // Bring a span into view; with `closer`, so large that it can be read.
-function show(run, k, closer) {
+function bringIntoView(run, k, closer) {
   const length = run.end[k] - run.start[k], middle = (run.start[k] + run.end[k]) / 2;
   const span = view.t1 - view.t0;
   if (closer) {
-    const wanted = Math.max(length * 12, longest() * 1e-6);
-    look(middle - wanted / 2, middle + wanted / 2);
-  } else if (run.start[k] < view.t0 || run.end[k] > view.t1) look(middle - span / 2, middle + span / 2);
-  const where = box(run, k), room = view.high - HEAD;
+    const wanted = Math.max(length * 12, longestSpan() * 1e-6);
+    setTimeRange(middle - wanted / 2, middle + wanted / 2);
+  } else if (run.start[k] < view.t0 || run.end[k] > view.t1) setTimeRange(middle - span / 2, middle + span / 2);
+  const where = boxOf(run, k), room = view.high - HEAD_HEIGHT;
   if (where && (where.y < view.top || where.y + where.high > view.top + room))
     view.top = Math.max(0, Math.min(where.y - room / 2, view.height - room + 6));
 }

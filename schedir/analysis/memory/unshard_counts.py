@@ -107,8 +107,8 @@ def collect_sharding_facts(program: Program) -> dict[str, Any]:
         program: The program.
 
     Returns:
-        `zero` and `dp` as numbers. `gathers`, `reductions` and `whole_stages` (the largest number
-        of unsharded stages) with a number per rank.
+        `zero` and `dp` as numbers. `unshards`, `reductions` and `max_unsharded_stages` (the
+        largest number of unsharded stages) with a number per rank.
     """
     if not program.zero:
         return {}
@@ -116,9 +116,9 @@ def collect_sharding_facts(program: Program) -> dict[str, Any]:
     return {
         "zero": program.zero,
         "dp": program.dp,
-        "gathers": found.unshards,
+        "unshards": found.unshards,
         "reductions": found.reductions,
-        "whole_stages": found.max_unsharded,
+        "max_unsharded_stages": found.max_unsharded,
     }
 
 

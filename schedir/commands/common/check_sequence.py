@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of `check`.
     """
     parser.add_argument(
-        "--rank-programs", dest="on", action="append", metavar="RANK:STEPS", default=[],
+        "--rank-programs", action="append", metavar="RANK:STEPS", default=[],
         help="with several programs, one per step: the programs that rank RANK runs instead, such "
         "as 1:train.sched+train.sched",
     )  # fmt: skip
@@ -41,7 +41,7 @@ def has_several_programs(args: argparse.Namespace) -> bool:
     Args:
         args: The parsed options of `check`.
     """
-    return len(args.source) > 1 or bool(args.on)
+    return len(args.source) > 1 or bool(args.rank_programs)
 
 
 def run(args: argparse.Namespace) -> str:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> str:
     from schedir.analysis.progress_models import MODELS
 
     for option, name in (
-        ("why", "--explain-start"),
+        ("explain_start", "--explain-start"),
         ("blocking_hosts", "--blocking-hosts"),
         ("host_device_sync", "--host-device-sync"),
         ("lazy_communicators", "--lazy-communicators"),
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> str:
     models = [model for model in models if _find_sequence_error(runs, model) is None]
     program_names = [[program.name for program in row] for row in runs]
     if args.json:
-        return format_json({"steps": program_names, "models": models})
+        return format_json({"rank_programs": program_names, "progress_models": models})
     is_uniform = all(row == program_names[0] for row in program_names)
     steps = ", ".join(program_names[0]) if is_uniform else "; ".join(
         f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(program_names)
@@ -111,7 +111,7 @@ def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], 
 
     steps = [program(source) for source in args.source]
     rank_programs = [steps] * steps[0].shape.ranks
-    for entry in args.on:
+    for entry in args.rank_programs:
         rank, colon, sources = entry.partition(":")
         if not colon or not (rank.isascii() and rank.isdecimal()) or len(rank) > 9:
             raise UsageError(

@@ -63,22 +63,22 @@ def collect_facts(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
         is_verified: True if the digests of the files were compared.
 
     Returns:
-        All checkpoints, and the contents of the newest complete checkpoint. "whole" is True if a
-        checkpoint is complete, and None if only the sizes of the files were compared, and they are
-        correct.
+        All checkpoints, and the contents of the newest complete checkpoint. "is_complete" is True
+        if a checkpoint is complete. It is None if only the sizes of the files were compared, and
+        they are correct.
     """
     return {
         "checkpoints": [
             {
                 "step": one.step,
                 "bytes": one.manifest and one.manifest.total_bytes,
-                "when": one.manifest and one.manifest.finished_at,
-                "whole": not one.problem if is_verified or one.problem else None,
-                "why": one.problem,
+                "finished_at": one.manifest and one.manifest.finished_at,
+                "is_complete": not one.problem if is_verified or one.problem else None,
+                "problem": one.problem,
             }
             for one in checkpoints
         ],
-        "newest": (manifest := _find_newest_complete(checkpoints))
+        "newest_checkpoint": (manifest := _find_newest_complete(checkpoints))
         and _collect_manifest_facts(manifest),
     }
 
@@ -134,10 +134,10 @@ def _format_manifest(manifest: Manifest) -> str:
         for name, kind, sizes in _list_tensor_rows(manifest)
     ])  # fmt: skip
     totals = [
-        [name, f"{total.tensors:,}", f"{total.numbers:,}", format_bytes(total.bytes)]
+        [name, f"{total.tensors:,}", f"{total.elements:,}", format_bytes(total.bytes)]
         for name, total in _compute_totals(manifest).items()
     ]
-    return f"{text}\n{format_table(['total', 'tensors', 'numbers', 'bytes'], totals)}"
+    return f"{text}\n{format_table(['total', 'tensors', 'elements', 'bytes'], totals)}"
 
 
 def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -203,7 +203,7 @@ class _TensorTotals(NamedTuple):
     """The numbers of tensors, of elements and of bytes in a group of tensors."""
 
     tensors: int
-    numbers: int
+    elements: int
     bytes: int
 
 
@@ -214,7 +214,7 @@ def _compute_totals(manifest: Manifest) -> dict[str, _TensorTotals]:
         for group in (_GROUP_NAMES.get(name.partition("/")[0], _OTHER_GROUP), "all"):
             before = totals.get(group, _TensorTotals(0, 0, 0))
             totals[group] = _TensorTotals(
-                before.tensors + 1, before.numbers + prod(kind.shape), before.bytes + kind.nbytes
+                before.tensors + 1, before.elements + prod(kind.shape), before.bytes + kind.nbytes
             )
     order = [*_GROUP_NAMES.values(), _OTHER_GROUP, "all"]
     return {group: totals[group] for group in order if group in totals}

@@ -61,8 +61,10 @@ def require_frontier_options(args: argparse.Namespace) -> None:
                 f"--frontier cannot be combined with {_SINGLE_LIMIT_OPTIONS[name]}",
                 fields=[name],
             )
-    if args.objective == "own":
-        raise UsageError("--frontier cannot be combined with --objective own", fields=["objective"])
+    if args.objective == "active_span":
+        raise UsageError(
+            "--frontier cannot be combined with --objective active_span", fields=["objective"]
+        )
     if args.prove == "solver":
         raise UsageError("--frontier cannot be combined with --bound solver", fields=["prove"])
     if args.output is not None:
@@ -108,7 +110,7 @@ def _search_frontier(args: argparse.Namespace, request: FrontierRequest) -> Memo
 
     return memory_frontier(
         request.shape, request.costs, request.sizes,
-        split_backward=not args.whole,
+        split_backward=not args.no_split_backward,
         time_limit=args.time_limit,
         max_evaluations=args.max_evaluations,
         seed=args.seed,
@@ -145,17 +147,17 @@ def _format_text(args: argparse.Namespace, frontier: MemoryFrontier, unit: str) 
 def _format_json(frontier: MemoryFrontier) -> str:
     return format_json(
         {
-            "memory": "bytes" if frontier.is_in_bytes else "in flight",
+            "memory_unit": "bytes" if frontier.is_in_bytes else "in flight",
             "levels": [
                 {"limit": limit, "span": run.span, "bubble": run.bubble, "bound": bound}
                 for limit, run, bound in frontier.levels
             ],
-            "beside": [
+            "compared_schedules": [
                 {"program": t.program.name, "memory": frontier.measure_memory(t), "span": t.span}
                 for t in frontier.timelines
             ],
             "bounds": [{"limit": limit, "bound": bound} for limit, bound in frontier.bounds[:-1]],
-            "complete": frontier.is_complete,
+            "is_complete": frontier.is_complete,
             "numba": frontier.numba,
         }
     )

@@ -101,7 +101,7 @@ def _list_stacks() -> Iterable[str]:
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "source": _list_schedules,
     "program": _list_schedules,
-    "start": _list_schedules,
+    "initial_schedules": _list_schedules,
     "schedules": _list_schedules,
     "progress_model": _list_progress_models,
     "program_options": _list_program_options,

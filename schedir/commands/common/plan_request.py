@@ -112,7 +112,7 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
              if (value := getattr(args, field)) is not None}  # fmt: skip
     fixed |= {name: value for name in ("attention", "sequence_parallel", "rank_order")
               if (value := getattr(args, name)) is not None}  # fmt: skip
-    planner_options = {"exact": not args.no_exact, "offload": args.offload}
+    planner_options = {"exact": not args.closed_form_only, "offload": args.offload}
     planner_options |= {} if args.stack is None else stack_preset(args.stack).options
     planner_options |= fixed
     is_preset = args.model is not None and all(getattr(args, name) is None for name in SPEC_FIELDS)
@@ -143,6 +143,7 @@ def resolve_cluster(args: argparse.Namespace) -> Cluster:
     """
     from schedir.io.cluster_file import load_cluster
     from schedir.planner import cluster_preset, cluster_presets
+    from schedir.planner.hardware.cluster_size import resize_cluster
 
     if args.cluster is None:
         raise UsageError(
@@ -161,36 +162,14 @@ def resolve_cluster(args: argparse.Namespace) -> Cluster:
         and args.calibrate is None
         and args.nodes is None
         and args.gpus is None
-        and args.scale is None
+        and args.gpu_counts is None
     ):
         raise UsageError(f"--nodes, the number of nodes of {args.cluster}, is missing",
                          hint="--nodes 128", fields=["nodes"])  # fmt: skip
     if args.nodes is not None:
         return replace(result, nodes=args.nodes)
-    gpus = args.gpus if args.gpus is not None or not args.scale else max(args.scale)
+    gpus = args.gpus if args.gpus is not None or not args.gpu_counts else max(args.gpu_counts)
     return result if gpus is None else resize_cluster(result, gpus)
-
-
-def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
-    """Return a cluster with another number of GPUs.
-
-    Args:
-        cluster: The cluster.
-        gpus: The number of GPUs. If a node has more GPUs, the result is one node with `gpus` GPUs.
-
-    Raises:
-        UsageError: The number is larger than a node, and not a multiple of the GPUs of a node.
-    """
-    each = cluster.gpus_per_node
-    if gpus < each:
-        return replace(cluster, nodes=1, gpus_per_node=gpus)
-    if gpus % each:
-        raise UsageError(
-            f"{gpus} GPUs do not fill nodes: a node of the cluster has {each} GPUs",
-            hint=f"{gpus // each * each} or {(gpus // each + 1) * each} GPUs",
-            fields=["gpus"],
-        )
-    return replace(cluster, nodes=gpus // each)
 
 
 def find_plans(request: PlanRequest, max_plans: int) -> list[PlanEstimate]:

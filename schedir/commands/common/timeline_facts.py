@@ -36,13 +36,13 @@ def collect_timeline_facts(timeline: Timeline, bound: LowerBound | None = None) 
         "digest": timeline.program.digest,
         "kind": timeline.kind,
         "stages_per_rank": timeline.program.shape.stages_per_rank,
-        "doubt": timeline.causality_warning,
+        "causality_warning": timeline.causality_warning,
         "unit": timeline.unit,
         "span": timeline.span,
         "bubble": timeline.bubble,
         "bubble_over_ideal": timeline.bubble_over_ideal,
         "bound": bound and bound.value,
-        "gap": bound and max(timeline.span / bound.value - 1, 0.0),
+        "gap_to_bound": bound and max(timeline.span / bound.value - 1, 0.0),
     }
 
 
@@ -204,8 +204,9 @@ def collect_cost_facts(request: Request) -> dict[str, Any]:
         The facts. Facts that do not apply are left out.
     """
     facts: dict[str, Any] = (
-        {} if request.cluster is None else {"filled": request.cluster_costs.specified}
+        {} if request.cluster is None else {"cluster_costs": request.cluster_costs.specified}
     )
-    facts |= {"untold": names} if (names := find_unpriced_moves(request)) else {}
-    facts |= {"handed_over": "as between stages"} if _uses_boundary_sizes(request) else {}
-    return facts | ({"not_read": names} if (names := find_unused_costs([request])) else {})
+    facts |= {"unpriced_moves": names} if (names := find_unpriced_moves(request)) else {}
+    if _uses_boundary_sizes(request):
+        facts["segment_boundary_sizes"] = "as between stages"
+    return facts | ({"unused_costs": names} if (names := find_unused_costs([request])) else {})

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int | str:
     state, opened = _make_state(args)
     if args.export is not None:
         return export_page(Studio(opened), state, args.export)
-    most = args.most_instructions or MAX_INSTRUCTIONS
+    most = args.max_instructions or MAX_INSTRUCTIONS
     runner = None if args.no_code else CodeRunner(most)
     try:
         studio = Studio(opened, None if runner is None else runner.expand)
@@ -140,7 +140,7 @@ def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
     from schedir.io.files import read_text
     from schedir.io.source_loader import Source
 
-    options = read_options(args.typed)
+    options = read_options(args.command_words)
     path, colon, function = args.source.rpartition(":")
     source = Source(args.source)
     _ = source.schedule_or_program  # Raises an error if the file is wrong.

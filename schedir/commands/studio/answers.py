@@ -49,7 +49,8 @@ _MAX_CHANGES: Final = 5  # The number of changes that the page lists.
 _COMPARISON_NOTE: Final = (
     "In a comparison, costs and sizes are per rank. schedir divides them over the stages of a rank."
 )
-_CHEAPER: Final = 0.9  # `explain_gap` multiplies each cost by this to find its effect on a gap.
+# `explain_gap` multiplies each cost by this factor to find its effect on a gap.
+_REDUCED_COST_FACTOR: Final = 0.9
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Studio:
 
         Returns:
             For a state: the data that the page shows, or an error. For `move`: the data and the new
-            state, or an error with `refused`. For `export`: a file name and a text. For `explain`:
-            see `explain_gap`.
+            state, or an error with `is_refused`. For `export`: a file name and a text. For
+            `explain`: see `explain_gap`.
         """
         request = None
         try:
@@ -179,7 +180,7 @@ class Studio:
         try:
             return self._describe(after, state) | {"state": state.to_json()}
         except SchedirError as error:
-            return {"error": describe_error(error, after) | {"refused": True}}
+            return {"error": describe_error(error, after) | {"is_refused": True}}
 
 
 def load_built_in(schedule: str, field: str) -> Source:
@@ -242,14 +243,14 @@ def describe_request(
     return describe_page(runs) | {
         "verdict": describe_run_bound(timeline, bound),
         "bound": bound.value if bound else None,
-        "proof": bound.explanation if bound else "",
+        "bound_explanation": bound.explanation if bound else "",
         "comparison": "" if other is None else compare_runs(timeline, other),
         "challenge": judge(request, state),
         "recognition": str(found),
         "difference": [found.rank, place] if place >= 0 else None,
         "notes": [_COMPARISON_NOTE] * (other is not None) + describe_costs([request]).splitlines(),
-        "model": timeline.progress_model,
-        "level": _describe_level(request),
+        "progress_model": timeline.progress_model,
+        "source_type": _find_source_type(request),
         "ranks": shape.ranks,
         "microbatches": shape.microbatches,
         "stages": shape.stages,
@@ -291,7 +292,7 @@ def describe_page(runs: list[Timeline]) -> dict[str, Any]:
     }
 
 
-def _describe_level(request: Request) -> str:
+def _find_source_type(request: Request) -> str:
     """Return the type of the source, which decides which options the page shows.
 
     It is "schedule", "draft", "lowered" or "run".
@@ -353,8 +354,9 @@ def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> 
         index: The index of the first instruction after the gap in the rank's stream.
 
     Returns:
-        `gap`: the costs that shorten the gap if they are 10 % lower, each with the new length.
-        `step`: changes that shorten the step, as the command `explain` prints them. Each has a
+        `gap_costs`: the costs that shorten the gap if they are 10 % lower, each with the new
+            length.
+        `changes`: changes that shorten the step, as the command `explain` prints them. Each has a
             state with the change, or None if no built-in schedule has the change.
     """
     timeline, costs = request.timeline, request.prediction_costs
@@ -362,12 +364,12 @@ def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> 
         raise UsageError(f"rank {rank} has no instruction #{index}")
     advice = advise(timeline, costs, request.schedule, request.memory_limit)
     return {
-        "gap": [] if costs is None else _find_gap_costs(request, rank, index),
-        "step": [
+        "gap_costs": [] if costs is None else _find_gap_costs(request, rank, index),
+        "changes": [
             {
-                "text": change.description,
-                "saved": change.saved_share,
-                "run": change.describe(),
+                "description": change.description,
+                "saved_share": change.saved_share,
+                "effect": change.describe(),
                 "state": find_changed_state(state, request.shape, change),
             }
             for change in advice.changes[:_MAX_CHANGES]
@@ -446,7 +448,7 @@ def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, A
             grid = np.repeat(grid, program.shape.stages, 0)
         which = stage if len(grid) == program.shape.stages else slice(None)
         grid = np.array(grid)
-        grid[which] *= _CHEAPER
+        grid[which] *= _REDUCED_COST_FACTOR
         cheaper = from_grid(grid)
         with suppress(SchedirError):
             run = simulate(
@@ -457,8 +459,8 @@ def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, A
             after = measure_gap(run, rank, position)
             if after < before - 1e-9 * timeline.span:
                 text = f"{name} of stage {stage}"
-                found.append({"text": text, "before": before, "after": after, "span": run.span})
-    return sorted(found, key=lambda each: each["after"])
+                found.append({"cost": text, "old_gap": before, "new_gap": after, "span": run.span})
+    return sorted(found, key=lambda each: each["new_gap"])
 
 
 def measure_gap(timeline: Timeline, rank: int, position: int) -> float:

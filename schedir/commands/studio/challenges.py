@@ -183,15 +183,16 @@ def judge(request: Request, state: StudioState) -> dict[str, Any] | None:
     changed = find_changed_options(challenge, request)
     span = request.timeline.span
     if changed:
-        return {"solved": False, "text": f"The challenge needs other values: {', '.join(changed)}."}
+        text = f"The challenge needs other values: {', '.join(changed)}."
+        return {"is_solved": False, "text": text}
     if span > challenge.goal * (1 + RELATIVE_TOLERANCE):
-        return {"solved": False, "text": f"Not yet: the span is {span:.6g}, the goal is "
+        return {"is_solved": False, "text": f"Not yet: the span is {span:.6g}, the goal is "
                 f"{challenge.goal:g}."}  # fmt: skip
     kind = "" if challenge.includes_split_backwards else " with full backwards"
     proof = f"no schedule{kind} within this memory is shorter than {challenge.bound:g}"
     optimal = abs(span / challenge.bound - 1) <= RELATIVE_TOLERANCE
     verdict = f"; your schedule is optimal, because {proof}" if optimal else f"; {proof}"
-    return {"solved": True, "text": f"Solved: the span is {span:.6g}{verdict}."}
+    return {"is_solved": True, "text": f"Solved: the span is {span:.6g}{verdict}."}
 
 
 def find_changed_options(challenge: Challenge, request: Request) -> list[str]:

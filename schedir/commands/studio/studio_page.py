@@ -53,12 +53,12 @@ def build_studio_page(
         "tables": None,
         "state": state,
         "schedules": sorted(get_built_in_schedules() if answers is None else answers),
-        "models": [*MODELS],
+        "progress_models": [*MODELS],
         "help": _collect_help(),
-        "code": studio.expand_code is not None,
+        "can_run_code": studio.expand_code is not None,
         "answer": first,
         "challenges": [] if answers is not None else describe_challenges(),
-        "answers": answers,
+        "precomputed_answers": answers,
     }
     folder = files(__package__) / "page"
     style, script = (

@@ -17,8 +17,8 @@ from schedir.ir.cost.cluster_costs import compute_step_bytes
 from schedir.planner.estimate.link_time import (
     NodePlacement,
     build_replica_rings,
+    compute_expected_maximum,
     compute_link_times,
-    count_stragglers,
     place_plans_on_nodes,
 )
 from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS, count_unshards
@@ -148,7 +148,7 @@ def estimate_breakdowns(
         host_copies=0 * optimizer,
     )
     replicas, which = np.unique(plans.dp * plans.cp, return_inverse=True)
-    slowest = np.array([count_stragglers(n) for n in replicas.tolist()])[which]
+    slowest = np.array([compute_expected_maximum(n) for n in replicas.tolist()])[which]
     parts["data_parallel"] = data + cluster.jitter * slowest * sum(parts.values())
     return np.stack([parts[name] for name in StepBreakdown._fields])
 

@@ -174,7 +174,7 @@ def compute_tree_latency(nodes: Any, latency: Any) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def count_stragglers(replicas: int) -> float:
+def compute_expected_maximum(replicas: int) -> float:
     """Return the expected maximum of independent standard normal numbers, one for each replica.
 
     A step ends when its slowest replica ends. It therefore takes (1 + `Cluster.jitter` x result)
@@ -188,7 +188,7 @@ def count_stragglers(replicas: int) -> float:
         (n - 0.375) / (n + 0.25).
 
     Example:
-        >>> [round(count_stragglers(n), 2) for n in (1, 2, 8, 128)]
+        >>> [round(compute_expected_maximum(n), 2) for n in (1, 2, 8, 128)]
         [0.0, 0.59, 1.43, 2.58]
     """
     return NormalDist().inv_cdf((replicas - 0.375) / (replicas + 0.25))

@@ -36,7 +36,7 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 from schedir.planner.config_export import build_pipeline_shape, plan_program
 from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
-from schedir.planner.estimate.link_time import count_stragglers
+from schedir.planner.estimate.link_time import compute_expected_maximum
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import (
     GpuMemory,
@@ -250,7 +250,7 @@ def estimate_from_program(
     sizes = trainer.compute_sizes(model, plan, program.shape, constants, states)
     timeline = replace(simulate_on_cluster(cluster, plan, program, costs), sizes=sizes)
     breakdown = break_down_step(timeline, stage_times, recompute_ahead=constants.recompute_ahead)
-    waits = cluster.jitter * count_stragglers(plan.dp * plan.cp) * sum(breakdown)
+    waits = cluster.jitter * compute_expected_maximum(plan.dp * plan.cp) * sum(breakdown)
     breakdown = breakdown._replace(data_parallel=breakdown.data_parallel + waits)
     memory = measure_gpu_memory(timeline, constants)
     return attach_estimates(

@@ -48,7 +48,7 @@ def rank_bounds(
         lags: The precedences that memory forces in the problem.
         rank: The rank.
     """
-    return _RankWait(problem, latency, lags, rank).bounds()
+    return _RankIdleBounds(problem, latency, lags, rank).bounds()
 
 
 class _WorkType(NamedTuple):
@@ -85,7 +85,7 @@ def _max_time_in_memory(work_types: Sequence[_WorkType], capacity: float) -> flo
 
 
 @dataclass(frozen=True)
-class _RankWait:
+class _RankIdleBounds:
     """Computes the least idle times of a rank, in the unit of the costs."""
 
     problem: SchedulingProblem

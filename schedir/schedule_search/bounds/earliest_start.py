@@ -135,7 +135,7 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
     return PrecedenceTable(needs, ran, turn)
 
 
-class _SerialWork:
+class _SingleMachineSchedule:
     """Tasks that one rank runs in sequence. A task starts at its release or later.
 
     `ends[-1]` is the time at which all tasks have ended.
@@ -180,7 +180,7 @@ def _compute_earliest_starts(
     """
     needs, ran, turn = precedences
     times: Times = [[] for _ in durations]
-    done = [_SerialWork() for _ in durations]
+    done = [_SingleMachineSchedule() for _ in durations]
     for j in range(microbatches):
         for code in turn:
             time = min_starts[code]
@@ -300,8 +300,9 @@ class Relaxation:
 def make_relaxations(problem: SchedulingProblem) -> Iterator[Relaxation]:
     """Yield the relaxations that give lower bounds of a problem.
 
-    For the objective "span" there is one relaxation, until the end of the run. For "own" there are
-    up to two: until the end of the rank of stage 0, and until the end of the rank with most work.
+    For the objective "span" there is one relaxation, until the end of the run. For "active_span"
+    there are up to two: until the end of the rank of stage 0, and until the end of the rank with
+    most work.
 
     Args:
         problem: The problem.

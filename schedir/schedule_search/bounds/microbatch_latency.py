@@ -16,8 +16,8 @@ class MicrobatchLatency(NamedTuple):
         forward_to_backward: The time from the end of this F to the start of the I on the stage.
         backward_to_stage_0: The time from the end of this I to the end of the I on stage 0.
         outside_stage: The least time by which the run is longer than the interval from the first F
-            to the last I of the stage. For the objective "own", the longest active span of an
-            earlier rank counts instead of the run. 0 for stage 0.
+            to the last I of the stage. For the objective "active_span", the longest active span of
+            an earlier rank counts instead of the run. 0 for stage 0.
     """
 
     until_forward: tuple[float, ...]
@@ -39,15 +39,15 @@ class MicrobatchLatency(NamedTuple):
             back[b] = problem.grad_delay[b] + I[a] + back[a]
         for a, b in pairwise(range(stages - 1, -1, -1)):
             turn[b] = problem.act_delay[b] + F[a] + turn[a] + I[a] + problem.grad_delay[a]
-        own = problem.objective == "own"
+        minimizes_active_span = problem.objective == "active_span"
         outside, longest = [0.0] * stages, 0.0
         for s in range(stages):
             # `longest` is the largest time over the earlier stages from the end of the I on stage 0
-            # to the end of the stage's work. For "own", the time before the first F of its rank is
-            # subtracted.
+            # to the end of the stage's work. For "active_span", the time before the first F of its
+            # rank is subtracted.
             outside[s] = head[s] + back[s] + longest if s else 0.0
             rank = problem.rank_of[s]
-            end = problem.W[s] + problem.tail_time[rank] * (not own)
-            begin = head[problem.stages_of_rank[rank][0]] * own
+            end = problem.W[s] + problem.tail_time[rank] * (not minimizes_active_span)
+            begin = head[problem.stages_of_rank[rank][0]] * minimizes_active_span
             longest = max(longest, end - back[s] - begin) if s else end - begin
         return cls(tuple(head), tuple(turn), tuple(back), tuple(outside))

@@ -67,7 +67,7 @@ def compute_program_bound(
         program: The program to compare with.
         costs: The costs of stages. By default `Costs()`.
         sizes: The sizes in bytes. By default memory is counted in microbatches in flight.
-        objective: The length to bound: "span" or "own", see `search_schedule`.
+        objective: The length to bound: "span" or "active_span", see `search_schedule`.
         split_backward: True if other programs may split some or all backwards into I and W. False
             if they have only full backwards. By default True if `program` splits a backward.
 

@@ -36,7 +36,8 @@ def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
         problem: The problem.
 
     Returns:
-        The bound. It is 0 for the objective "own", and if the proof does not apply to the problem.
+        The bound. It is 0 for the objective "active_span", and if the proof does not apply to the
+        problem.
     """
     paths, lags = MicrobatchLatency.from_problem(problem), MemoryLags.from_problem(problem)
     m, stages = problem.microbatches, problem.shape.stages

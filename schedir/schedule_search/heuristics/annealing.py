@@ -11,7 +11,7 @@ from typing import Any, Final
 Vector = Any  # A list or a one-dimensional array.
 
 _NEVER: Final = 1e300  # A time that is never reached.
-_WAVE_INTERVAL: Final = 4  # One of this many moves changes several ranks.
+_MULTI_RANK_MOVE_INTERVAL: Final = 4  # One of this many moves changes several ranks.
 
 
 def compute_times(
@@ -24,7 +24,7 @@ def compute_times(
     cost: Vector,
     delays: Vector,
     tail: Vector,
-    own_span: int,
+    minimizes_active_span: int,
     arrivals: Vector,
     next_mb: Vector,
     next_position: Vector,
@@ -46,7 +46,7 @@ def compute_times(
         cost: The time of a task, for each code.
         delays: The time from the end of a task to the arrival of its value, for each code.
         tail: For each rank, the time from the end of its last task to the end of its step.
-        own_span: 1 for the objective "own", 0 for "span".
+        minimizes_active_span: 1 for the objective "active_span", 0 for "span".
         arrivals: Buffer: the time at which the input of a task arrives, for each code and
             microbatch.
         next_mb: Buffer: the next microbatch, for each code.
@@ -118,7 +118,7 @@ def compute_times(
         if next_position[r] < rank_offsets[r + 1]:
             return _NEVER
         takes = rank_time[r] + tail[r]
-        if own_span:
+        if minimizes_active_span:
             takes = rank_time[r] - start[rank_offsets[r]]
         if takes > longest:
             longest = takes
@@ -135,7 +135,7 @@ def anneal(
     cost: Vector,
     delays: Vector,
     tail: Vector,
-    own_span: int,
+    minimizes_active_span: int,
     arrivals: Vector,
     next_mb: Vector,
     next_position: Vector,
@@ -179,7 +179,7 @@ def anneal(
         cost: See `compute_times`.
         delays: See `compute_times`.
         tail: See `compute_times`.
-        own_span: See `compute_times`.
+        minimizes_active_span: See `compute_times`.
         arrivals: See `compute_times`.
         next_mb: See `compute_times`.
         next_position: See `compute_times`.
@@ -212,7 +212,8 @@ def anneal(
     """
     n = rank_offsets[ranks]
     length = compute_times(
-        ranks, stages, microbatches, rank_of, rank_offsets, codes, cost, delays, tail, own_span,
+        ranks, stages, microbatches, rank_of, rank_offsets, codes, cost, delays, tail,
+        minimizes_active_span,
         arrivals, next_mb, next_position, rank_time, stack, is_on_stack, start, mb_at,
     )  # fmt: skip
     shortest = temperature_state[2]
@@ -233,7 +234,7 @@ def anneal(
             y = -1
             for r in range(ranks):
                 takes = rank_time[r] + tail[r]
-                if own_span:
+                if minimizes_active_span:
                     takes = rank_time[r] - start[rank_offsets[r]]
                 if takes >= length * (1 - 1e-12):
                     y = rank_offsets[r + 1] - 1
@@ -289,7 +290,7 @@ def anneal(
         low = high = r
         random = (random * 1103515245 + 12345) % 2147483648
         spread = random >> 8
-        if x > rank_offsets[r] and ranks > 1 and spread % _WAVE_INTERVAL == 0:
+        if x > rank_offsets[r] and ranks > 1 and spread % _MULTI_RANK_MOVE_INTERVAL == 0:
             if (spread >> 2) % 2 == 0:
                 low, high = 0, ranks - 1
             else:
@@ -355,7 +356,7 @@ def anneal(
         if fits:
             found = compute_times(
                 ranks, stages, microbatches, rank_of, rank_offsets, codes, cost, delays, tail,
-                own_span,
+                minimizes_active_span,
                 arrivals, next_mb, next_position, rank_time, stack, is_on_stack, start, mb_at,
             )  # fmt: skip
             longer = found - length
@@ -375,7 +376,7 @@ def anneal(
             if longer > 0:
                 compute_times(
                     ranks, stages, microbatches, rank_of, rank_offsets, codes, cost, delays,
-                    tail, own_span,
+                    tail, minimizes_active_span,
                     arrivals, next_mb, next_position, rank_time, stack, is_on_stack, start, mb_at,
                 )  # fmt: skip
     temperature_state[0] = temperature

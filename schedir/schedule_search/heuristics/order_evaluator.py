@@ -93,7 +93,7 @@ class OrderEvaluator:
         self._codes = self._to_ints([0] * n)
         self._starts = self._to_floats([0.0] * n)
         starts = self._to_ints(self._rank_offsets)
-        own_span = int(problem.objective == "own")
+        minimizes_active_span = int(problem.objective == "active_span")
         own_stages = self._to_ints([stage for own in problem.stages_of_rank for stage in own])
         begin = self._to_ints(first)
         self._policy_inputs = (
@@ -107,7 +107,7 @@ class OrderEvaluator:
         )  # fmt: skip
         self._order_inputs = (*counts, rank_of, starts)
         self._order_buffers = (
-            cost, delays, self._to_floats(problem.tail_time), own_span, at, done,
+            cost, delays, self._to_floats(problem.tail_time), minimizes_active_span, at, done,
             self._to_ints([0] * P), now,
             self._to_ints([0] * P), self._to_ints([0] * P), self._starts, self._to_ints([0] * n),
         )  # fmt: skip

@@ -184,6 +184,6 @@ def objective_value(timeline: Timeline, objective: Objective) -> float:
 
     Args:
         timeline: The prediction.
-        objective: "span" for the span, or "own" for the longest active span of a rank.
+        objective: "span" for the span, or "active_span" for the longest active span of a rank.
     """
-    return float(timeline.active_span.max()) if objective == "own" else timeline.span
+    return float(timeline.active_span.max()) if objective == "active_span" else timeline.span

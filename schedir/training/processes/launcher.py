@@ -23,6 +23,7 @@ from schedir.hang_diagnosis.post_mortem import load_program, write_verdict
 from schedir.hang_diagnosis.stall_cause import ProcessLayout, StalledRun
 from schedir.io.black_box import (
     BLACK_BOX_DIRECTORY,
+    FORMER_VERDICT_FILE,
     PROGRAM_FILE,
     VERDICT_FILE,
     BlackBoxField,
@@ -297,7 +298,8 @@ def _describe_failure(
 
 def _remove_leftovers(directory: Path) -> None:
     """Remove the black boxes and other files that this run or an earlier one left."""
-    for path in [*directory.glob("[0-9]*"), directory / PROGRAM_FILE, directory / VERDICT_FILE]:
+    names = (PROGRAM_FILE, VERDICT_FILE, FORMER_VERDICT_FILE)
+    for path in [*directory.glob("[0-9]*"), *(directory / name for name in names)]:
         path.unlink(missing_ok=True)
     if directory.is_dir() and not any(directory.iterdir()):
         directory.rmdir()

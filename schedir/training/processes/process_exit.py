@@ -197,7 +197,7 @@ def exit_with_error(
         cause = _find_cause(member, reason or "")
     if cause is not None and cause.process != member.process:
         reason = _describe_cause(member, cause)
-    elif cause is not None and cause.kind is not StallKind.SAID:
+    elif cause is not None and cause.kind is not StallKind.FAILED:
         reason = str(cause)
     elif reason is not None:
         reason = f"{member.name}: {reason}"
@@ -223,7 +223,7 @@ def exit_with_cause(member: RunMember, cause: StallCause, code: int = 1) -> NoRe
 
 def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
     """Return the text about another process. None if that process reports it on this machine."""
-    if cause.kind is not StallKind.SAID:
+    if cause.kind is not StallKind.FAILED:
         return str(cause)
     return None if cause.process in member.known_processes else cause.message
 

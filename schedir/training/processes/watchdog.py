@@ -240,7 +240,7 @@ class Watchdog:
         found = standstill.find_cause()
         failed = found is not None and found.kind in (
             StallKind.DIED,
-            StallKind.SAID,
+            StallKind.FAILED,
             StallKind.MISSING,
         )
         stop = self.graceful_stop if self.executor is not None else None
@@ -259,7 +259,7 @@ class Watchdog:
         if found is not None and found.kind is StallKind.MISSING:
             fact = f"{found.fact}; {self.member.name} {why}"
             exit_with_cause(self.member, found._replace(fact=fact), code)
-        exit_with_error(None if found is not None and found.kind is StallKind.SAID else why, code)
+        exit_with_error(None if found is not None and found.kind is StallKind.FAILED else why, code)
 
     def _handle_stall(self, is_saving: bool = False) -> None:
         """Report the process for which this process waits, and exit.

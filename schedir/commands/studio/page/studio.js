@@ -37,7 +37,7 @@ const GROUPS = [
   ["Parallelism and transport", [
     ["zero", "ZeRO", "select", ["", "1", "2", "3"], "0"],
     ["dp", "replicas", "text", [], "1"],
-    ["progress_model", "progress", "select", ["", ...SETUP.models], "per_device"],
+    ["progress_model", "progress", "select", ["", ...SETUP.progress_models], "per_device"],
     ["overlap", "overlap", "check"],
     ["more", "options", "text", [], "tp=2 clip_grad_norm"],
   ]],
@@ -49,7 +49,7 @@ const TABS = { controls: "Controls", code: "Code", ...(SETUP.challenges.length ?
 const FROM_TIMELINE = "Replace the code by the order of the timeline";
 const SOLVED = "schedir-solved"; // the key of the solved challenges in the browser's storage
 const inputs = {}, sliders = {}, solved = readSolved();
-let shown = SETUP.state, answer = SETUP.answer, past = [], future = [], kept = JSON.stringify(shown);
+let shownState = SETUP.state, answer = SETUP.answer, undoStack = [], redoStack = [], committedState = JSON.stringify(shownState);
 
 // ---------------------------------------------------------------- the state and the controls
 
@@ -94,7 +94,7 @@ function writeState() {
     options[name] = text.length ? text.join("=") : "yes";
   }
   for (const name of Object.keys(options)) if (!options[name]) delete options[name];
-  return { ...shown, other: value("other"), options };
+  return { ...shownState, other: value("other"), options };
 }
 
 function fillControls(state) {
@@ -104,7 +104,7 @@ function fillControls(state) {
     else if (name === "other") input.value = state.other || "";
     else if (name === "overlap") input.checked = state.options.overlap === "yes";
     else input.value = values[name] || "";
-    slide(name);
+    updateSlider(name);
   }
 }
 
@@ -116,7 +116,7 @@ function fillSchedules(state) {
 }
 
 // The slider follows the text, if the text is one number.
-function slide(name) {
+function updateSlider(name) {
   const slider = sliders[name], text = inputs[name].value.trim();
   if (!slider) return;
   const number = text === "" ? defaultOf(name) : Number(text);
@@ -137,72 +137,72 @@ function defaultOf(name) {
 
 // ---------------------------------------------------------------- questions
 
-async function question(body) {
-  if (SETUP.answers) {
-    const known = !["move", "export", "explain"].some((key) => key in body) && SETUP.answers[body.state.schedule];
+async function sendQuestion(body) {
+  if (SETUP.precomputed_answers) {
+    const known = !["move", "export", "explain"].some((key) => key in body) && SETUP.precomputed_answers[body.state.schedule];
     return known || { error: { fact: "This page has precomputed timelines. `schedir studio` changes them.", hint: "pip install schedir",
-      fields: [], sites: [], picture: "", line: 0, refused: "move" in body } };
+      fields: [], sites: [], picture: "", line: 0, is_refused: "move" in body } };
   }
   try {
     const response = await fetch("/", { method: "POST", headers: { "Content-Type": "application/json", "X-Studio-Token": TOKEN }, body: JSON.stringify(body) });
     if (response.ok) return await response.json();
     return { error: { fact: await response.text(), hint: "", fields: [], sites: [], picture: "", line: 0 } };
   } catch {
-    return { error: { fact: "The studio has stopped. Start it again with schedir studio, and open the new address.", hint: "", fields: [], sites: [], picture: "", line: 0, stopped: true } };
+    return { error: { fact: "The studio has stopped. Start it again with schedir studio, and open the new address.", hint: "", fields: [], sites: [], picture: "", line: 0, is_server_stopped: true } };
   }
 }
 
 // A question about what is shown, which runs no code again.
-const questionShown = (body) => question({ ...body, state: shown, run_code: false });
+const sendShownQuestion = (body) => sendQuestion({ ...body, state: shownState, run_code: false });
 
-let asking = false, waiting = null, curvesSet = false;
+let isAsking = false, pendingQuestion = null, curvesSet = false;
 // Ask for a state. While an answer is awaited, only the latest state is kept.
-async function ask(state, runsCode = true) {
-  shown = state;
-  waiting = { state, run_code: runsCode };
-  if (asking) return;
-  asking = true;
-  while (waiting) {
-    const now = waiting, late = now.state.code && now.run_code ? setTimeout(showRunning, 300) : 0;
-    waiting = null;
-    const got = await question(now);
+async function requestState(state, runsCode = true) {
+  shownState = state;
+  pendingQuestion = { state, run_code: runsCode };
+  if (isAsking) return;
+  isAsking = true;
+  while (pendingQuestion) {
+    const now = pendingQuestion, late = now.state.code && now.run_code ? setTimeout(showRunning, 300) : 0;
+    pendingQuestion = null;
+    const got = await sendQuestion(now);
     clearTimeout(late);
-    if (waiting ? !got.error : now.state === shown) await receive(got, now.state);
+    if (pendingQuestion ? !got.error : now.state === shownState) await showAnswer(got, now.state);
   }
-  asking = false;
-  $("run-code").disabled = !SETUP.code;
+  isAsking = false;
+  $("run-code").disabled = !SETUP.can_run_code;
 }
 
 // Show another complete state: that of a challenge, or an earlier one, whose code does not run again.
-async function restore(state, runsCode = false) {
-  const other = runsCode || state.challenge !== shown.challenge;
-  if (state.code && (runsCode || state.code !== shown.code)) editor.value = state.code;
+async function restoreState(state, runsCode = false) {
+  const other = runsCode || state.challenge !== shownState.challenge;
+  if (state.code && (runsCode || state.code !== shownState.code)) editor.value = state.code;
   badLine = 0;
-  number();
-  shown = state;
-  if (other) await clear();
+  numberLines();
+  shownState = state;
+  if (other) await clearTimeline();
   fillControls(state);
-  await ask(state, runsCode);
+  await requestState(state, runsCode);
 }
 
 // Show no timeline, so that none stays below the error of another state.
-async function clear() {
+async function clearTimeline() {
   answer = {};
   showProblem(null);
-  await update({ ...SETUP, title: "", summary: "", tables: [], bound: null });
+  await showData({ ...SETUP, title: "", summary: "", tables: [], bound: null });
   showVerdict();
-  allow();
+  updateControls();
 }
 
-async function receive(got, state) {
+async function showAnswer(got, state) {
   showProblem(got.error);
   if (!got.error) {
     answer = got;
-    await update(got);
-    if (got.challenge?.solved) keepSolved(state.challenge);
-    if (!curvesSet && runs.length * runs[0].ranks <= ROOMY) toggle("curves");
+    await showData(got);
+    if (got.challenge?.is_solved) saveSolved(state.challenge);
+    if (!curvesSet && runs.length * runs[0].ranks <= MAX_ROWS_WITH_CURVES) toggle("curves");
     curvesSet = true;
-    allow();
+    updateControls();
   }
   showVerdict();
   showCode(got.error, state);
@@ -211,54 +211,54 @@ async function receive(got, state) {
 }
 
 // Remember the state before a change, for undo.
-function commit() {
-  const now = JSON.stringify(shown);
-  if (now === kept) return;
-  past.push(kept);
-  future = [];
-  kept = now;
+function commitState() {
+  const now = JSON.stringify(shownState);
+  if (now === committedState) return;
+  undoStack.push(committedState);
+  redoStack = [];
+  committedState = now;
   showUndo();
   saveAddress();
 }
 
 // A browser refuses very long addresses.
-const saveAddress = () => kept.length < 500000 && history.replaceState(null, "", `#${encodeURIComponent(kept)}`);
+const saveAddress = () => committedState.length < 500000 && history.replaceState(null, "", `#${encodeURIComponent(committedState)}`);
 
-async function go(from, to) {
+async function applyHistory(from, to) {
   if (!from.length) return;
-  to.push(kept);
-  kept = from.pop();
+  to.push(committedState);
+  committedState = from.pop();
   showUndo();
   saveAddress();
-  await restore(JSON.parse(kept));
+  await restoreState(JSON.parse(committedState));
 }
 
 function showUndo() {
-  $("undo").disabled = !past.length;
-  $("redo").disabled = !future.length;
+  $("undo").disabled = !undoStack.length;
+  $("redo").disabled = !redoStack.length;
 }
 
 // ---------------------------------------------------------------- what is shown
 
 // Controls that cannot change what is shown are disabled.
-function allow() {
-  const level = answer.level;
+function updateControls() {
+  const sourceType = answer.source_type;
   for (const [name, input] of Object.entries(inputs)) {
-    const fixed = name !== "schedule" && (SHAPE.includes(name) ? ["draft", "lowered", "run"].includes(level) && !shown.code
-      : !PREDICTION.includes(name) && ["lowered", "run"].includes(level));
-    input.disabled = fixed || (SETUP.answers && name !== "schedule");
+    const fixed = name !== "schedule" && (SHAPE.includes(name) ? ["draft", "lowered", "run"].includes(sourceType) && !shownState.code
+      : !PREDICTION.includes(name) && ["lowered", "run"].includes(sourceType));
+    input.disabled = fixed || (SETUP.precomputed_answers && name !== "schedule");
     input.title = fixed ? "The program defines this. Choose a schedule to change it." : SETUP.help[name] || "";
-    if (!fixed || level !== "run") slide(name);
+    if (!fixed || sourceType !== "run") updateSlider(name);
     if (sliders[name]) sliders[name].disabled ||= input.disabled;
   }
-  if (answer.ranks && answer.level !== "schedule" && !shown.code) {
+  if (answer.ranks && answer.source_type !== "schedule" && !shownState.code) {
     inputs.ranks.value = answer.ranks;
     inputs.microbatches.value = answer.microbatches;
   }
   inputs.stages_per_rank.placeholder = inputs.stages_per_rank.value || !answer.ranks ? "" : `${answer.stages / answer.ranks}`;
 }
 
-function showProblem(error, stale = !!error && !error.refused) {
+function showProblem(error, stale = !!error && !error.is_refused) {
   const bar = $("problem"), fields = !error ? [] : error.kind === "CostsError" ? ["costs"] : error.fields;
   for (const [name, input] of Object.entries(inputs)) {
     const own = { costs: [...COMPUTES, "send", "factors", "other_costs"], sizes: ["saved", "other_sizes"] };
@@ -269,20 +269,20 @@ function showProblem(error, stale = !!error && !error.refused) {
   bar.hidden = !error;
   setStale(stale);
   if (!error) return bar.replaceChildren();
-  const row = make("div", undefined, "row"), text = make("p");
-  text.append(make("b", error.refused ? "Not moved: " : ""), nameControls(error.fact));
-  const close = make("button", "Close");
+  const row = makeElement("div", undefined, "row"), text = makeElement("p");
+  text.append(makeElement("b", error.is_refused ? "Not moved: " : ""), nameControls(error.fact));
+  const close = makeElement("button", "Close");
   close.onclick = () => { bar.hidden = true; canvas.focus(); };
   row.append(text, close);
   bar.replaceChildren(row);
   if (error.sites.length) {
-    const list = make("ul");
-    list.append(...error.sites.slice(0, 8).map((site) => make("li", `rank ${site.rank} #${site.index}: ${site.text} ${site.note}`)));
+    const list = makeElement("ul");
+    list.append(...error.sites.slice(0, 8).map((site) => makeElement("li", `rank ${site.rank} #${site.index}: ${site.text} ${site.note}`)));
     if (!error.picture) bar.append(list);
   }
-  if (error.hint) bar.append(make("p", nameControls(error.hint), "hint"));
+  if (error.hint) bar.append(makeElement("p", nameControls(error.hint), "hint"));
   if (error.picture) {
-    const image = make("img"), places = error.sites.map((site) => `rank ${site.rank} #${site.index} ${site.text} ${site.note}`);
+    const image = makeElement("img"), places = error.sites.map((site) => `rank ${site.rank} #${site.index} ${site.text} ${site.note}`);
     image.alt = `The instructions of the ranks: ${places.join("; ")}`;
     image.src = `data:image/svg+xml,${encodeURIComponent(error.picture)}`;
     bar.append(image);
@@ -294,7 +294,7 @@ function showRunning() {
   showProblem(null);
   setStale(true);
   root.querySelector("aside").classList.remove("stale");
-  $("verdict").replaceChildren(make("h2", "Verdict"), make("p", "running…"));
+  $("verdict").replaceChildren(makeElement("h2", "Verdict"), makeElement("p", "running…"));
   $("run-code").disabled = true;
   $("code-message").textContent = "";
 }
@@ -310,7 +310,7 @@ function nameControls(text) {
 // What is shown belongs to an earlier state.
 function setStale(stale) {
   for (const element of [$("stage"), $("facts"), root.querySelector("aside")]) element.classList.toggle("stale", stale);
-  $("code-from-timeline").disabled = stale || !SETUP.code;
+  $("code-from-timeline").disabled = stale || !SETUP.can_run_code;
   $("code-from-timeline").title = stale ? "Mend the error first: the timeline shows an earlier state." : FROM_TIMELINE;
 }
 
@@ -318,42 +318,42 @@ function showVerdict() {
   const panel = $("verdict");
   if (!answer.recognition) return panel.replaceChildren();
   const [sentence] = answer.recognition;
-  const lines = [make("h2", "Verdict")];
-  lines.push(make("p", shown.run ? "A measured run, and its prediction at the mean times." : `Complete, and finishes under ${answer.model}.`));
-  const found = make("p", `${sentence.toUpperCase()}${answer.recognition.slice(1)}.`);
+  const lines = [makeElement("h2", "Verdict")];
+  lines.push(makeElement("p", shownState.run ? "A measured run, and its prediction at the mean times." : `Complete, and finishes under ${answer.progress_model}.`));
+  const found = makeElement("p", `${sentence.toUpperCase()}${answer.recognition.slice(1)}.`);
   if (answer.difference) {
-    const [rank, index] = answer.difference, run = runs[runs.length - 1], jump = make("button", "Show it", "link");
-    jump.onclick = () => { const k = run.offsets[rank] + index; choose(run, k); show(run, k); };
+    const [rank, index] = answer.difference, run = runs[runs.length - 1], jump = makeElement("button", "Show it", "link");
+    jump.onclick = () => { const k = run.offsets[rank] + index; choose(run, k); bringIntoView(run, k); };
     found.append(" ", jump);
   }
   lines.push(found);
-  if (answer.comparison) lines.push(make("p", answer.comparison));
-  if (!answer.verdict && !shown.run) lines.push(make("p", "No lower bound is known for a program with these instructions.", "soft"));
-  if (answer.verdict) lines.push(make("p", `${answer.verdict[0].toUpperCase()}${answer.verdict.slice(1)}.`));
-  if (answer.proof) {
-    const proof = make("details", undefined, "soft proof");
-    proof.append(make("summary", "Proof"), make("p", answer.proof));
+  if (answer.comparison) lines.push(makeElement("p", answer.comparison));
+  if (!answer.verdict && !shownState.run) lines.push(makeElement("p", "No lower bound is known for a program with these instructions.", "soft"));
+  if (answer.verdict) lines.push(makeElement("p", `${answer.verdict[0].toUpperCase()}${answer.verdict.slice(1)}.`));
+  if (answer.bound_explanation) {
+    const proof = makeElement("details", undefined, "soft proof");
+    proof.append(makeElement("summary", "Proof"), makeElement("p", answer.bound_explanation));
     lines.push(proof);
   }
-  for (const note of answer.notes) lines.push(make("p", note, "soft"));
+  for (const note of answer.notes) lines.push(makeElement("p", note, "soft"));
   panel.replaceChildren(...lines);
 }
 
 // ---------------------------------------------------------------- code
 
-const editor = make("textarea"), lineNumbers = make("pre");
+const editor = makeElement("textarea"), lineNumbers = makeElement("pre");
 let badLine = 0;
 
-function number() {
+function numberLines() {
   const count = editor.value.split("\n").length;
-  lineNumbers.replaceChildren(...Array.from({ length: count }, (_, k) => (k + 1 === badLine ? make("b", `${k + 1}`) : `${k + 1}\n`)));
+  lineNumbers.replaceChildren(...Array.from({ length: count }, (_, k) => (k + 1 === badLine ? makeElement("b", `${k + 1}`) : `${k + 1}\n`)));
   lineNumbers.scrollTop = editor.scrollTop;
 }
 
 function showCode(error, state) {
-  const own = state.code && error && !error.stopped, message = $("code-message");
+  const own = state.code && error && !error.is_server_stopped, message = $("code-message");
   const line = own ? error.line : 0;
-  if (line !== badLine) { badLine = line; number(); }
+  if (line !== badLine) { badLine = line; numberLines(); }
   message.classList.toggle("bad", !!own);
   message.textContent = own ? `${error.line ? `Line ${error.line}: ` : ""}${error.fact}${error.hint ? `\n${error.hint}` : ""}`
     : state.code && !error ? describeCode() : "";
@@ -363,51 +363,51 @@ function showCode(error, state) {
   }
 }
 
-const describeCode = () => (editor.value === shown.code ? "The timeline shows this code." : "Run shows the timeline of this code.");
+const describeCode = () => (editor.value === shownState.code ? "The timeline shows this code." : "Run shows the timeline of this code.");
 
 function runCode() {
   if (!editor.value.trim() || $("run-code").disabled) return;
-  const same = shown.code && editor.value === SETUP.state.code;
+  const same = shownState.code && editor.value === SETUP.state.code;
   const state = { ...writeState(), code: editor.value, program: "", run: false, function: same ? SETUP.state.function : "" };
-  if ((shown.program || shown.run) && answer.ranks) state.options = { ...state.options, ranks: `${answer.ranks}`, microbatches: `${answer.microbatches}` };
+  if ((shownState.program || shownState.run) && answer.ranks) state.options = { ...state.options, ranks: `${answer.ranks}`, microbatches: `${answer.microbatches}` };
   showRunning();
-  ask(state);
+  requestState(state);
   fillSchedules(state);
-  commit();
+  commitState();
 }
 
 // ---------------------------------------------------------------- edits by hand
 
 const editing = { run: null, k: -1, x: 0, target: null };
 
-const canEdit = (run) => run === runs[0] && answer.level !== "run" && !$("stage").classList.contains("stale");
+const canEdit = (run) => run === runs[0] && answer.source_type !== "run" && !$("stage").classList.contains("stale");
 
 // The row of an instruction, without it.
-function others(run, k) {
+function listOtherSpans(run, k) {
   const lane = laneOf(run, k);
   return lane ? [...lane.index].filter((j) => j !== k) : [];
 }
 
 // The place that a move leads to: the instruction that it comes before, or the end.
 function targetOf(run, k, t) {
-  const row = others(run, k), next = row.find((j) => (run.start[j] + run.end[j]) / 2 > t) ?? -1;
+  const row = listOtherSpans(run, k), next = row.find((j) => (run.start[j] + run.end[j]) / 2 > t) ?? -1;
   const last = row[row.length - 1] ?? -1, previous = next < 0 ? last : row[row.indexOf(next) - 1] ?? -1;
   const was = row.find((j) => j > k) ?? -1;
   return { next, previous, same: next === was };
 }
 
-async function move(run, k, { next, previous, same }) {
+async function moveSpan(run, k, { next, previous, same }) {
   if (same) return;
   const first = run.offsets[run.rank[k]];
   const before = next >= 0 ? next - first : previous - first + 1;
   const identity = [run.rank[k], run.op[k], run.stage[k], run.mb[k]];
-  const got = await questionShown({ move: [identity[0], k - first, before] });
+  const got = await sendShownQuestion({ move: [identity[0], k - first, before] });
   if (!got.error) {
-    shown = got.state;
-    fillControls(shown);
-    commit();
+    shownState = got.state;
+    fillControls(shownState);
+    commitState();
   }
-  await receive(got, shown);
+  await showAnswer(got, shownState);
   const now = runs[0];
   for (let j = 0; j < now.op.length; j++)
     if (now.rank[j] === identity[0] && now.op[j] === identity[1] && now.stage[j] === identity[2] && now.mb[j] === identity[3]) {
@@ -417,26 +417,26 @@ async function move(run, k, { next, previous, same }) {
 }
 
 // A change that shortens the step. Clicking it shows it, if a built-in schedule has it.
-function changeOf({ text, run, state: changed }) {
-  if (!changed) return `${text}: ${run}`;
-  const made = make("button", `${text}: ${run}`, "link");
+function changeOf({ description, effect, state: changed }) {
+  if (!changed) return `${description}: ${effect}`;
+  const made = makeElement("button", `${description}: ${effect}`, "link");
   made.type = "button";
-  made.onclick = () => { restore(changed); commit(); };
+  made.onclick = () => { restoreState(changed); commitState(); };
   return made;
 }
 
 // One place earlier or later on its row.
-function shift(by) {
+function shiftSelection(by) {
   const { chosen } = state;
   if (!chosen || !canEdit(chosen.run) || state.gap) return;
   const { run, k } = chosen, row = [...(laneOf(run, k)?.index || [])], to = row.indexOf(k) + by;
   if (to < 0 || to >= row.length) return;
-  const rest = others(run, k);
-  move(run, k, { next: rest[to] ?? -1, previous: rest[to - 1] ?? -1, same: false });
+  const rest = listOtherSpans(run, k);
+  moveSpan(run, k, { next: rest[to] ?? -1, previous: rest[to - 1] ?? -1, same: false });
 }
 
 studio = {
-  get hint() { return answer.level === "run" ? "" : "Drag an instruction along its rank to move it. An order that cannot work is refused."; },
+  get hint() { return answer.source_type === "run" ? "" : "Drag an instruction along its rank to move it. An order that cannot work is refused."; },
   grab(hit) {
     if (!hit || hit.k === undefined || !canEdit(hit.run)) return false;
     if (xOf(hit.run.end[hit.k]) - xOf(hit.run.start[hit.k]) < 6) return false;
@@ -450,12 +450,12 @@ studio = {
   drop(moved) {
     const { run, k, target } = editing;
     Object.assign(editing, { run: null, target: null });
-    if (moved && target) move(run, k, target);
+    if (moved && target) moveSpan(run, k, target);
   },
   paint() {
-    const { run, k, x, target } = editing, where = target && box(run, k);
+    const { run, k, x, target } = editing, where = target && boxOf(run, k);
     if (!where) return;
-    const wide = xOf(run.end[k]) - xOf(run.start[k]), y = where.y - view.top + HEAD;
+    const wide = xOf(run.end[k]) - xOf(run.start[k]), y = where.y - view.top + HEAD_HEIGHT;
     pen.globalAlpha = 0.6;
     pen.fillStyle = fillOf(run, k).fill;
     pen.fillRect(x - wide / 2, y, wide, where.high);
@@ -467,21 +467,21 @@ studio = {
     pen.fillStyle = colours.accent;
     pen.fillRect(xOf((from + at) / 2) - 2, y - 5, 3, where.high + 10);
   },
-  keys: { "[": () => shift(-1), "]": () => shift(1) },
+  keys: { "[": () => shiftSelection(-1), "]": () => shiftSelection(1) },
   async describeGap(panel, idle) {
-    const { run, rank, next } = idle, place = make("div", undefined, "soft");
-    place.append(make("p", "Computing what would shorten it …"));
+    const { run, rank, next } = idle, place = makeElement("div", undefined, "soft");
+    place.append(makeElement("p", "Computing what would shorten it …"));
     panel.append(place);
-    const got = await questionShown({ explain: [rank, next - run.offsets[rank]] });
+    const got = await sendShownQuestion({ explain: [rank, next - run.offsets[rank]] });
     if (state.gap !== idle) return;
     const lines = [];
-    if (got.error) lines.push(make("p", got.error.fact));
+    if (got.error) lines.push(makeElement("p", got.error.fact));
     else {
-      if (got.gap.length) lines.push(make("h2", "10% less of a cost"), table(got.gap.slice(0, 5).map((each) =>
-        [each.text, `idle ${short(each.before)} → ${short(each.after)}, span ${short(each.span)}`])));
-      else lines.push(make("p", "No cost on its chain shortens it by itself."));
-      if (got.step.length) lines.push(make("h2", "Changes that shorten the step"), table(got.step.map((each) => [`−${percent(each.saved)}`, changeOf(each)])));
-      else lines.push(make("p", "No change that schedir tries shortens the step."));
+      if (got.gap_costs.length) lines.push(makeElement("h2", "10% less of a cost"), makeTable(got.gap_costs.slice(0, 5).map((each) =>
+        [each.cost, `idle ${formatNumber(each.old_gap)} → ${formatNumber(each.new_gap)}, span ${formatNumber(each.span)}`])));
+      else lines.push(makeElement("p", "No cost on its chain shortens it by itself."));
+      if (got.changes.length) lines.push(makeElement("h2", "Changes that shorten the step"), makeTable(got.changes.map((each) => [`−${formatPercent(each.saved_share)}`, changeOf(each)])));
+      else lines.push(makeElement("p", "No change that schedir tries shortens the step."));
     }
     place.replaceChildren(...lines);
     place.className = "";
@@ -490,39 +490,39 @@ studio = {
 
 // ---------------------------------------------------------------- what a person does
 
-const say = (text) => { $("done").textContent = text; };
+const showStatus = (text) => { $("done").textContent = text; };
 
-async function save(format) {
-  const got = await questionShown({ export: format });
+async function exportFile(format) {
+  const got = await sendShownQuestion({ export: format });
   if (got.error) return showProblem(got.error, $("stage").classList.contains("stale"));
-  const away = make("a");
+  const away = makeElement("a");
   away.href = URL.createObjectURL(new Blob([got.text], { type: "text/plain" }));
   away.download = got.file;
   away.click();
   setTimeout(() => URL.revokeObjectURL(away.href), 10000);
-  say(`saved ${got.file}`);
+  showStatus(`saved ${got.file}`);
 }
 
-async function copy(what) {
+async function copyText(what) {
   let text = location.href;
   if (what === "command") {
-    if ($("stage").classList.contains("stale")) return say("Mend the error first: the timeline shows an earlier state.");
+    if ($("stage").classList.contains("stale")) return showStatus("Mend the error first: the timeline shows an earlier state.");
     text = answer.command;
   }
   if (what === "python") {
-    const got = await questionShown({ export: "call" });
+    const got = await sendShownQuestion({ export: "call" });
     if (got.error) return showProblem(got.error, $("stage").classList.contains("stale"));
     ({ text } = got);
   }
   await navigator.clipboard.writeText(text);
-  const [file] = shown.program || shown.code ? answer.command.split(" ")[2].split(":") : [""];
-  say(what === "command" && file ? `copied the command: export ${file} first, then run it`
+  const [file] = shownState.program || shownState.code ? answer.command.split(" ")[2].split(":") : [""];
+  showStatus(what === "command" && file ? `copied the command: export ${file} first, then run it`
     : `copied ${{ command: "the command", python: "the Python code", link: "the address" }[what]}`);
 }
 
 function makeControl([name, label, kind, values = [], placeholder = ""]) {
-  const row = make("div", undefined, kind === "range" ? "control" : "control plain"), title = make("label", label);
-  const input = make(kind === "select" ? "select" : "input");
+  const row = makeElement("div", undefined, kind === "range" ? "control" : "control plain"), title = makeElement("label", label);
+  const input = makeElement(kind === "select" ? "select" : "input");
   Object.assign(input, { id: `control-${name}` });
   title.htmlFor = input.id;
   inputs[name] = input;
@@ -531,29 +531,29 @@ function makeControl([name, label, kind, values = [], placeholder = ""]) {
   else Object.assign(input, { type: "text", placeholder, spellcheck: false, autocomplete: "off" });
   row.append(title);
   if (kind === "range") {
-    const slider = (sliders[name] = make("input")), [min, max, step] = values;
+    const slider = (sliders[name] = makeElement("input")), [min, max, step] = values;
     Object.assign(slider, { type: "range", min, max, step, id: `slider-${name}` });
     slider.setAttribute("aria-label", label);
-    slider.oninput = () => { input.value = slider.value; changed(name); };
-    slider.onchange = commit;
+    slider.oninput = () => { input.value = slider.value; handleInput(name); };
+    slider.onchange = commitState;
     row.append(slider);
   }
   if (kind === "text" && values.length) {
-    const list = make("datalist");
+    const list = makeElement("datalist");
     list.id = `values-${name}`;
     list.append(...values.map((value) => new Option(value, value)));
     input.setAttribute("list", list.id);
     row.append(list);
   }
-  input.oninput = () => changed(name);
-  input.onchange = commit;
+  input.oninput = () => handleInput(name);
+  input.onchange = commitState;
   row.title = SETUP.help[name] || "";
   row.append(input);
   return row;
 }
 
-function changed(name) {
-  if (COMPUTES.includes(name)) COMPUTES.forEach(slide); else slide(name);
+function handleInput(name) {
+  if (COMPUTES.includes(name)) COMPUTES.forEach(updateSlider); else updateSlider(name);
   const state = writeState();
   if (name === "schedule") {
     if (!inputs.schedule.value) return;
@@ -562,57 +562,57 @@ function changed(name) {
       const { options } = SETUP.challenges.find((each) => each.name === state.challenge).state;
       for (const option of ["ranks", "microbatches", "stages_per_rank"]) if (options[option]) inputs[option].value = state.options[option] = options[option];
     } else for (const option of ["stages_per_rank", "placement"]) { inputs[option].value = ""; delete state.options[option]; }
-    if (shown.run) Object.assign(state.options, { costs: state.options.costs || "F=1,B=2" });
+    if (shownState.run) Object.assign(state.options, { costs: state.options.costs || "F=1,B=2" });
     fillSchedules(state);
   }
-  ask(state);
+  requestState(state);
 }
 
 // The list of challenges, and the state of the one that the user solves.
 function showChallenges(got) {
   if (!SETUP.challenges.length) return;
   $("challenges-pane").replaceChildren(...SETUP.challenges.map(({ name, title, text, hint, goal, state: first }, nth) => {
-    const current = name === shown.challenge, item = make("section", undefined, current ? "current" : "");
-    const begin = make("button", `${solved.has(name) ? "\u2713 " : ""}${nth + 1}. ${title}`, "link");
+    const current = name === shownState.challenge, item = makeElement("section", undefined, current ? "current" : "");
+    const begin = makeElement("button", `${solved.has(name) ? "\u2713 " : ""}${nth + 1}. ${title}`, "link");
     begin.id = `challenge-${name}`;
     begin.type = "button";
     begin.setAttribute("aria-current", current);
     begin.onclick = () => startChallenge(first);
     item.append(begin);
     if (!current) return item;
-    const more = make("details", undefined, "soft");
-    more.append(make("summary", "Hint"), make("p", hint));
-    const status = make("p", got.challenge ? got.challenge.text : `The goal is a span of ${goal}. This order is refused.`, got.challenge?.solved ? "solved" : "");
+    const more = makeElement("details", undefined, "soft");
+    more.append(makeElement("summary", "Hint"), makeElement("p", hint));
+    const status = makeElement("p", got.challenge ? got.challenge.text : `The goal is a span of ${goal}. This order is refused.`, got.challenge?.is_solved ? "solved" : "");
     status.id = "challenge-status";
     status.setAttribute("role", "status");
-    item.append(make("p", text), status, more, makeButton("leave-challenge", "Leave", "Leave the challenge", () => {
-      restore(outside ? outside.state : { ...SETUP.state, challenge: "" });
-      if (outside) editor.value = outside.text;
-      number();
-      outside = null;
-      commit();
+    item.append(makeElement("p", text), status, more, makeButton("leave-challenge", "Leave", "Leave the challenge", () => {
+      restoreState(beforeChallenge ? beforeChallenge.state : { ...SETUP.state, challenge: "" });
+      if (beforeChallenge) editor.value = beforeChallenge.text;
+      numberLines();
+      beforeChallenge = null;
+      commitState();
     }));
     return item;
   }));
 }
 
-let outside = null; // the state before the challenges, and the text of the editor
+let beforeChallenge = null; // the state before the challenges, and the text of the editor
 
 // Solved challenges stay marked when the page is loaded again, if the browser keeps them.
 function readSolved() {
   try { return new Set(JSON.parse(localStorage.getItem(SOLVED))); } catch { return new Set(); }
 }
 
-function keepSolved(name) {
+function saveSolved(name) {
   solved.add(name);
   try { localStorage.setItem(SOLVED, JSON.stringify([...solved])); } catch { /* the browser keeps nothing */ }
 }
 
 async function startChallenge(first) {
-  if (!shown.challenge) outside = { state: shown, text: editor.value };
+  if (!shownState.challenge) beforeChallenge = { state: shownState, text: editor.value };
   if (SETUP.challenges.some(({ state: { code } }) => code && code === editor.value)) editor.value = EXAMPLE;
-  const restored = restore(first, true);
-  commit();
+  const restored = restoreState(first, true);
+  commitState();
   await restored;
   $(`challenge-${first.challenge}`).focus();
 }
@@ -624,31 +624,31 @@ function selectTab(which) {
     $(`${name}-pane`).hidden = name !== which;
   }
   $("studio").classList.toggle("wide", which === "code");
-  number();
+  numberLines();
 }
 
 function makeButton(id, text, label, act) {
-  const made = make("button", text);
+  const made = makeElement("button", text);
   Object.assign(made, { id, title: label, type: "button", onclick: act });
   made.setAttribute("aria-label", label);
   return made;
 }
 
 function makeMenu(label, items, act) {
-  const menu = make("select");
+  const menu = makeElement("select");
   menu.setAttribute("aria-label", label);
   menu.append(new Option(label, ""), ...items.map(([value, text]) => new Option(text, value)));
   menu.onchange = () => { if (menu.value) act(menu.value); menu.value = ""; };
   return menu;
 }
 
-function build() {
-  const panel = make("form"), tabs = make("div", undefined, "tabs"), controls = make("div", undefined, "pane"), code = make("div", undefined, "pane");
+function buildPanel() {
+  const panel = makeElement("form"), tabs = makeElement("div", undefined, "tabs"), controls = makeElement("div", undefined, "pane"), code = makeElement("div", undefined, "pane");
   panel.id = "studio";
   panel.setAttribute("aria-label", "Studio");
   panel.onsubmit = (event) => event.preventDefault();
   tabs.setAttribute("role", "tablist");
-  const names = Object.keys(TABS), panes = [controls, code, make("div", undefined, "pane")].slice(0, names.length);
+  const names = Object.keys(TABS), panes = [controls, code, makeElement("div", undefined, "pane")].slice(0, names.length);
   for (const [nth, name] of names.entries()) {
     const pane = panes[nth], tab = makeButton(`${name}-tab`, TABS[name], TABS[name], () => selectTab(name));
     tab.setAttribute("role", "tab");
@@ -666,11 +666,11 @@ function build() {
     pane.setAttribute("role", "tabpanel");
   }
   for (const [title, list] of GROUPS) {
-    const group = make("section");
-    group.append(make("h2", title), ...list.map(makeControl));
+    const group = makeElement("section");
+    group.append(makeElement("h2", title), ...list.map(makeControl));
     controls.append(group);
   }
-  const area = make("div", undefined, "editor"), row = make("div", undefined, "code-actions"), message = make("p");
+  const area = makeElement("div", undefined, "editor"), row = makeElement("div", undefined, "code-actions"), message = makeElement("p");
   editor.id = "editor";
   editor.spellcheck = false;
   editor.setAttribute("aria-label", "Python code of a schedule. Tab indents; Escape, then Tab, leaves the editor.");
@@ -681,19 +681,19 @@ function build() {
   lineNumbers.setAttribute("aria-hidden", "true");
   row.append(makeButton("run-code", "Run", "Run the code (Ctrl+Enter)", runCode),
     makeButton("code-from-timeline", "Start from the timeline", FROM_TIMELINE, async () => {
-      const got = await questionShown({ export: "python" });
+      const got = await sendShownQuestion({ export: "python" });
       if (got.error) return showProblem(got.error);
       editor.value = got.text;
       editor.oninput();
     }));
-  if (!SETUP.code) message.textContent = "This studio was started with --no-code and runs no code.";
-  for (const element of [editor, ...row.children]) element.disabled = !SETUP.code;
+  if (!SETUP.can_run_code) message.textContent = "This studio was started with --no-code and runs no code.";
+  for (const element of [editor, ...row.children]) element.disabled = !SETUP.can_run_code;
   code.append(area, row, message);
   let leaving = false;
-  editor.onscroll = number;
+  editor.onscroll = numberLines;
   editor.oninput = () => {
     badLine = 0;
-    number();
+    numberLines();
     $("code-message").classList.remove("bad");
     $("code-message").textContent = describeCode();
   };
@@ -703,13 +703,13 @@ function build() {
     leaving = event.key === "Escape" || (leaving && event.key === "Shift");
     if (event.key === "Escape") event.stopPropagation();
   };
-  const actions = make("div", undefined, "actions"), done = make("output");
+  const actions = makeElement("div", undefined, "actions"), done = makeElement("output");
   done.id = "done";
-  actions.append(makeButton("undo", "Undo", "Undo (Ctrl+Z)", () => go(past, future)), makeButton("redo", "Redo", "Redo (Ctrl+Shift+Z)", () => go(future, past)),
-    makeMenu("Export", [["sched", "program (.sched)"], ["python", "Python"], ["csv", "torch CSV"]], save),
-    makeMenu("Copy", [["command", "as CLI"], ["python", "as Python"], ["link", "address"]], copy), done);
+  actions.append(makeButton("undo", "Undo", "Undo (Ctrl+Z)", () => applyHistory(undoStack, redoStack)), makeButton("redo", "Redo", "Redo (Ctrl+Shift+Z)", () => applyHistory(redoStack, undoStack)),
+    makeMenu("Export", [["sched", "program (.sched)"], ["python", "Python"], ["csv", "torch CSV"]], exportFile),
+    makeMenu("Copy", [["command", "as CLI"], ["python", "as Python"], ["link", "address"]], copyText), done);
   panel.append(tabs, ...panes, actions);
-  const center = make("div", undefined, "center"), problem = make("div"), verdict = make("section"), stage = $("stage");
+  const center = makeElement("div", undefined, "center"), problem = makeElement("div"), verdict = makeElement("section"), stage = $("stage");
   problem.id = "problem";
   problem.setAttribute("role", "alert");
   problem.hidden = true;
@@ -722,16 +722,16 @@ function build() {
   root.addEventListener("keydown", (event) => {
     if (!(event.ctrlKey || event.metaKey) || event.key.toLowerCase() !== "z" || event.target.matches("input[type=text], textarea")) return;
     event.preventDefault();
-    event.shiftKey ? go(future, past) : go(past, future);
+    event.shiftKey ? applyHistory(redoStack, undoStack) : applyHistory(undoStack, redoStack);
   });
   const keys = root.querySelector("#keys dl");
-  for (const [key, text] of [[["drag, ", make("kbd", "["), " ", make("kbd", "]")], "move an instruction to another place on its rank"],
-    [[make("kbd", "Ctrl"), " ", make("kbd", "Z")], "undo; with Shift, redo"]])
-    keys.append(make("dt"), make("dd", text)), keys.lastChild.previousSibling.append(...key);
+  for (const [key, text] of [[["drag, ", makeElement("kbd", "["), " ", makeElement("kbd", "]")], "move an instruction to another place on its rank"],
+    [[makeElement("kbd", "Ctrl"), " ", makeElement("kbd", "Z")], "undo; with Shift, redo"]])
+    keys.append(makeElement("dt"), makeElement("dd", text)), keys.lastChild.previousSibling.append(...key);
   selectTab(SETUP.state.code ? "code" : "controls");
-  tabs.hidden = !!SETUP.answers;
+  tabs.hidden = !!SETUP.precomputed_answers;
   showUndo();
-  number();
+  numberLines();
 }
 
 // The state in the address. Its code is shown, and runs only when the user says so.
@@ -745,10 +745,10 @@ function readAddress() {
 }
 
 function beginStudio() {
-  build();
+  buildPanel();
   const given = readAddress();
-  fillControls(shown);
-  if (given && JSON.stringify(given) !== kept) {
+  fillControls(shownState);
+  if (given && JSON.stringify(given) !== committedState) {
     const code = given.code && given.code !== SETUP.state.code;
     if (code) {
       editor.value = given.code;
@@ -756,9 +756,9 @@ function beginStudio() {
       given.code = "";
     }
     fillControls(given);
-    shown = given;
-    kept = JSON.stringify(given);
-    ask(given).then(() => { if (code) { $("code-message").textContent = "This code is from the address. Read it, then press Run."; number(); } });
-  } else receive(SETUP.answer, shown);
+    shownState = given;
+    committedState = JSON.stringify(given);
+    requestState(given).then(() => { if (code) { $("code-message").textContent = "This code is from the address. Read it, then press Run."; numberLines(); } });
+  } else showAnswer(SETUP.answer, shownState);
 }
 beginStudio();

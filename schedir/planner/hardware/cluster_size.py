@@ -1,0 +1,30 @@
+"""Change the number of GPUs of a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from schedir.errors import UsageError
+from schedir.ir.cost.cluster import Cluster
+
+
+def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
+    """Return a cluster with another number of GPUs.
+
+    Args:
+        cluster: The cluster.
+        gpus: The number of GPUs. If a node has more GPUs, the result is one node with `gpus` GPUs.
+
+    Raises:
+        UsageError: The number is larger than a node, and not a multiple of the GPUs of a node.
+    """
+    each = cluster.gpus_per_node
+    if gpus < each:
+        return replace(cluster, nodes=1, gpus_per_node=gpus)
+    if gpus % each:
+        raise UsageError(
+            f"{gpus} GPUs do not fill nodes: a node of the cluster has {each} GPUs",
+            hint=f"{gpus // each * each} or {(gpus // each + 1) * each} GPUs",
+            fields=["gpus"],
+        )
+    return replace(cluster, nodes=gpus // each)
