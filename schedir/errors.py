@@ -181,11 +181,12 @@ def describe(value: object) -> str:
     return words if plain else f"a {type(value).__name__}"
 
 
-def require_type(value: object, kind: type, example: str) -> None:
-    """Raise an error if a value does not have the required type.
+def require_type(value: object, name: str, kind: type, example: str) -> None:
+    """Raise an error if an argument does not have the required type.
 
     Args:
         value: The value.
+        name: Name of the argument, for the error message.
         kind: The required type.
         example: An expression that gives a right value, for the hint.
 
@@ -195,8 +196,9 @@ def require_type(value: object, kind: type, example: str) -> None:
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise UsageError(
-            f"the argument must be {article} {kind.__name__}, not {describe(value)}",
+            f"{name} must be {article} {kind.__name__}, not {describe(value)}",
             hint=f"for example {example}",
+            fields=[name],
         )
 
 

@@ -172,9 +172,9 @@ def compile(
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
     overlap, debug = require_bool(overlap, "overlap"), require_bool(debug, "debug")
     if costs is not None:
-        require_type(costs, Costs, "Costs(F=1, B=2)")
+        require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
     if sizes is not None:
-        require_type(sizes, Sizes, SIZES_EXAMPLE)
+        require_type(sizes, "sizes", Sizes, SIZES_EXAMPLE)
     options: dict[str, Any] = {**extra_options}
     _require_known_options(options)
     shape = resolve_shape(
@@ -266,7 +266,7 @@ def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -
                 hint="ranks=4, microbatches=8",
                 fields=["ranks", "microbatches"],
             )
-        require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+        require_type(shape, "shape", PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
         return expand_schedule(schedule, shape)
     if not schedule.is_draft:
         raise LoweringLevelError(
@@ -345,7 +345,7 @@ def check_memory(
             f"{name} needs sizes, the bytes of each kind of value",
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
-    require_type(sizes, Sizes, SIZES_EXAMPLE)
+    require_type(sizes, "sizes", Sizes, SIZES_EXAMPLE)
     bytes_ = _parse_byte_limit(limit, name)
     try:
         return require_memory_limit(program, sizes, bytes_, tier)

@@ -33,7 +33,7 @@ from schedir.predict.timeline import (
     TIMELINE_KINDS,
     Timeline,
     build_spans,
-    require_timelines,
+    require_timeline,
 )
 from schedir.retired_names import RENAMED_SIZES, get_current_value
 from schedir.verify.check import check
@@ -73,7 +73,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         ...     print(*[path.name for path in Path(folder).iterdir()])
         gpipe.timeline
     """
-    require_timelines([timeline])
+    require_timeline(timeline, "timeline")
     header = {
         "schedir_timeline": FORMAT_VERSION,
         "instructions": len(timeline),

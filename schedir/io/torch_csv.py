@@ -142,7 +142,7 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
         0F0,0F1,0B0,0B1
         1F0,1B0,1F1,1B1
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     if not program.has_backward:
         raise CompletenessError(
             "the program has no backward, but a schedule of torch needs one", program=program.name
@@ -270,9 +270,9 @@ def from_csv(
         >>> compile(draft)
         <program mine: 2 ranks, 20 instructions>
     """
-    require_type(text, str, 'Path("mine.csv").read_text()')
+    require_type(text, "text", str, 'Path("mine.csv").read_text()')
     if ranks is not None:
-        require_type(ranks, Integral, "4")
+        require_type(ranks, "ranks", Integral, "4")
     reader = _CsvReader(
         _SHARDED_ACTIONS
         if zero == SHARDED_FROM_LEVEL["params"]

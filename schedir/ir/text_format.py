@@ -89,7 +89,7 @@ def to_text(program: Program, folded: bool = True) -> str:
           reduce_grads 0
           step
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     lines = [f"schedir {FORMAT_VERSION}", f"program {program.name}", *_format_header(program)]
     period = 8 * program.shape.stages if folded else 0
     for rank, stream in enumerate(program.streams):
@@ -263,7 +263,7 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
                          ^
           hint: did you mean 'send_act'?
     """
-    require_type(text, str, 'Path("mine.sched").read_text()')
+    require_type(text, "text", str, 'Path("mine.sched").read_text()')
     lines = [
         _Line(number, kept)
         for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1)

@@ -48,18 +48,19 @@ def require_shape(value: object) -> tuple[int, ...]:
     return shape
 
 
-def require_program(value: object) -> Program:
+def require_program(value: object, name: str = "program") -> Program:
     """Return `value` if it is a program that executors can run.
 
     Args:
         value: The argument to check.
+        name: Name of the argument, for the error message.
 
     Raises:
         UsageError: `value` is not a `Program`.
         ModelError: The program has expert parallelism and a ZeRO level above 1, or expert
             parallelism without an instruction that sends tokens to experts.
     """
-    require_type(value, Program, _PROGRAM_EXAMPLE)
+    require_type(value, name, Program, _PROGRAM_EXAMPLE)
     assert isinstance(value, Program)
     if value.ep > 1 and value.zero > 1:
         raise ModelError(
@@ -278,7 +279,7 @@ def require_loss_scale(value: LossScale | None) -> LossScale | None:
         UsageError: `value` is neither a `LossScale` nor None.
     """
     if value is not None:
-        require_type(value, LossScale, "GradientOptions(loss_scale=LossScale())")
+        require_type(value, "loss_scale", LossScale, "GradientOptions(loss_scale=LossScale())")
     return value
 
 

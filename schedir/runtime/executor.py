@@ -187,8 +187,12 @@ class Executor:
                 fields=["rank"],
             )
         programs = [program, *(other for other, _ in extra_runs)]
-        require_type(gradients, GradientOptions, "gradients=GradientOptions(max_norm=1.0)")
-        require_type(execution, ExecutionOptions, "execution=ExecutionOptions(debug=True)")
+        require_type(
+            gradients, "gradients", GradientOptions, "gradients=GradientOptions(max_norm=1.0)"
+        )
+        require_type(
+            execution, "execution", ExecutionOptions, "execution=ExecutionOptions(debug=True)"
+        )
         options = RankOptions(
             loss=arguments.require_loss(loss),
             gradients=gradients.resolve(program),

@@ -56,9 +56,9 @@ def resolve_extra_programs(
             program=program.name,
         )
     runs: list[_ScheduledRun] = []
-    for one in extra_programs:
+    for index, one in enumerate(extra_programs):
         pair = one if _is_pair(one) else (one, None)
-        other = require_program(pair[0])
+        other = require_program(pair[0], f"extra_programs[{index}]")
         _require_compatible(program, other)
         if any(
             other.digest == known.program.digest

@@ -182,10 +182,10 @@ def make_problem(
             backwards. Also if `FB` is less than a forward and a backward.
         UsageError: The limit is invalid, or too small for any schedule.
     """
-    require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    require_type(shape, "shape", PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
     shape = shape.resolve_defaults()  # initial schedules are compared with the resolved shape
     costs = Costs() if costs is None else costs
-    require_type(costs, Costs, "Costs(F=1, B=2)")
+    require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
     if objective not in OBJECTIVES:
         raise UsageError(f"objective must be 'span' or 'own', not {describe(objective)}")
     split_backward = require_bool(split_backward, "split_backward")
@@ -307,7 +307,7 @@ def _stage_memory(
             "memory_limit needs sizes, the bytes of each kind of value",
             hint="--sizes saved=1.2GB,deferred_wgrad=0.5GB, or sizes=Sizes(...)",
         )
-    require_type(sizes, Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")
+    require_type(sizes, "sizes", Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")
     sizes.validate(shape)
     if (most := to_float(limit)) is None or most == -inf:
         raise UsageError(f"memory_limit must be a number of bytes, not {describe(limit)}")

@@ -71,7 +71,7 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         rank 1
           4 x  F 1.0+; B 1.0+
     """
-    require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    require_type(shape, "shape", PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
     name = get_schedule_name(schedule)
     try:
         signature = inspect.signature(schedule)

@@ -108,8 +108,10 @@ class ProcessTransport:
         group: dist.ProcessGroup | None = None,
         extra_programs: Sequence[Program] = (),
     ) -> None:
-        for one in (program, *extra_programs):
-            require_type(one, Program, "schedir.compile(schedule, shape)")
+        require_type(program, "program", Program, "schedir.compile(schedule, shape)")
+        for index, extra in enumerate(extra_programs):
+            name = f"extra_programs[{index}]"
+            require_type(extra, name, Program, "schedir.evaluation_program(program)")
         if timeout is not None and not (isinstance(timeout, Real) and timeout > 0):
             fact = f"timeout must be a positive number of seconds, not {describe(timeout)}"
             raise UsageError(fact, fields=["timeout"])

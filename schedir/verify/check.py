@@ -176,7 +176,7 @@ def check(
         schedir.errors.UnmatchedTransferError: gpipe: send_grad 1.1 has no recv_grad 0.1 on rank 0
           rank 1 #8   send_grad 1.1
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     host_device_sync = require_bool(host_device_sync, "host_device_sync")
     blocking_hosts = require_bool(blocking_hosts, "blocking_hosts") or host_device_sync
     lazy_communicators = require_bool(lazy_communicators, "lazy_communicators")
@@ -240,7 +240,7 @@ def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> E
             messages.
     """
     if sizes is not None:
-        require_type(sizes, Sizes, "Sizes(activation=16e6)")
+        require_type(sizes, "sizes", Sizes, "Sizes(activation=16e6)")
     if limit is None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 <= float(limit) < math.inf:
@@ -355,7 +355,7 @@ def check_draft(program: Program) -> Program:
         GroupError: Instructions are joined that cannot be issued as one.
         UsageError: `program` is not a program.
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     require_complete(drop_frozen_backwards(program), is_draft=True)
     return program
 

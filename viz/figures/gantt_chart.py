@@ -20,7 +20,7 @@ from schedir.errors import UsageError, describe, format_bytes
 from schedir.ir.isa.instructions import TIERS
 from schedir.predict.calibrate import SPLIT_BACKWARD
 from schedir.predict.possible_saving import compute_saving, describe_saving
-from schedir.predict.timeline import Timeline, require_timelines
+from schedir.predict.timeline import Timeline, require_timeline, require_timelines
 from schedir.viz.figures import overlays
 from schedir.viz.figures.figure_layout import (
     NARROW_WIDTH,
@@ -77,6 +77,7 @@ def gantt(
         >>> figure.axes[0].get_title("left"), figure.axes[0].get_title("right")
         ('one_f_one_b (predicted)', 'bubble 27.3%, peak 4 activations, span 33')
     """
+    require_timeline(timeline, "timeline")
     return compare([timeline], titles=None if title is None else [title], bounds=[bound], **style)
 
 
