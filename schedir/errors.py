@@ -151,6 +151,32 @@ class SchedirError(Exception):
         return "\n".join([head, *(f"  {line}" for line in [*self.format_lines(), *hint])])
 
 
+class CommandHint(str):
+    """A hint for Python, with the same hint for the command line.
+
+    It is the hint for Python.  The command line prints `command` instead.
+
+    Args:
+        python: The hint with arguments of Python, such as "zero=3".
+        command: The hint with options of the command line, such as "-O zero=3".
+
+    Example:
+        >>> hint = CommandHint("zero=3", "-O zero=3")
+        >>> hint, hint.command
+        ('zero=3', '-O zero=3')
+    """
+
+    command: str
+
+    def __new__(cls, python: str, command: str) -> CommandHint:  # noqa: D102
+        hint = super().__new__(cls, python)
+        hint.command = command
+        return hint
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str(self), self.command
+
+
 class UsageError(SchedirError):
     """A command, an option, a configuration or a file name that cannot be used."""
 

@@ -83,7 +83,8 @@ def load(
         ...     print(load(run, folder))  # nothing has been saved there
         None
     """
-    place, (peers, checkpoint_state) = CheckpointDirectory(directory), get_checkpoint_state(run)
+    peers, checkpoint_state = get_checkpoint_state(run)
+    place = CheckpointDirectory(directory)
     which = "the newest checkpoint" if step is None else f"step {describe(step)}"
     peers.require_same(lambda: f"loads {which}")
     latest = _find_verified(peers, place, step)
@@ -112,9 +113,14 @@ def load(
         mismatches += plan.find_unread(name for taken, *_ in results for name in taken)
         mismatches += _describe_untied_weights([trained for *_, trained in results])
     if mismatches := [*dict.fromkeys(mismatches)]:
+        has_other_names = any("it has no weights/" in f or "no stage here" in f for f in mismatches)
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} does not fit this model and optimizer: "
-            f"{join_facts(mismatches)}"
+            f"{join_facts(mismatches)}",
+            hint="for another division into stages, save and load with name_map=lambda stage, "
+            "name: ..., which returns the name in the complete model"
+            if has_other_names and name_map is add_stage_prefix
+            else "",
         )
 
     def read() -> None:

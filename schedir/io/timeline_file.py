@@ -169,11 +169,15 @@ def load_timeline(path: str | Path) -> Timeline:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
         except Exception as error:  # zipfile raises many types for a damaged file
             fact = f"{path} is not a Timeline file: {error or type(error).__name__}"
-            hint = (
-                "the file is cut off or damaged: write or copy it again"
-                if first_bytes.startswith(b"PK")
-                else ""
-            )
+            hint = ""
+            if first_bytes.startswith(b"PK"):
+                hint = "the file is cut off or damaged: write or copy it again"
+            # A JSON file, perhaps compressed by gzip, is probably a trace.
+            elif first_bytes.startswith((b"{", b"[", b"\x1f\x8b")):
+                name = Path(path).stem
+                hint = (
+                    f"schedir import FOLDER -o {name}.timeline reads torch.profiler traces (.json)"
+                )
             raise TraceError(fact, hint=hint) from None
 
 

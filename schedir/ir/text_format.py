@@ -433,11 +433,10 @@ def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
     name = RENAMED_INSTRUCTIONS.get(found[1], found[1]) if found else part.strip()
     if not found or name not in OPCODE_BY_TEXT:
         near = get_close_matches(name, list(OPCODE_BY_TEXT), 1)
-        raise line.make_error(
-            f"there is no instruction {part.strip()!r}",
-            column,
-            f"did you mean {near[0]!r}?" if near else "",
-        )
+        hint = f"did you mean {near[0]!r}?" if near else ""
+        if sum(word in OPCODE_BY_TEXT for word in part.split()) > 1:
+            hint = "put ; between two instructions"
+        raise line.make_error(f"there is no instruction {part.strip()!r}", column, hint)
     op = OPCODE_BY_TEXT[name]
     per = INSTRUCTIONS[op].scope
     numbers = [int(n) for n in found.group(2, 3) if n is not None]

@@ -373,6 +373,23 @@ def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None
     return None
 
 
+def require_loss_input(output: object, stage: int) -> None:
+    """Refuse an output of the last stage that is None.
+
+    Args:
+        output: What the last stage returned.
+        stage: Number of the stage.
+
+    Raises:
+        ModelError: `output` is None.
+    """
+    if output is None:
+        raise ModelError(
+            f"stage {stage}, the last one, returns None, but the loss needs its output",
+            hint="return the output from the forward of the stage",
+        )
+
+
 def require_scalar_loss(loss: object) -> torch.Tensor:
     """Return a loss as a 0-dimensional tensor.
 

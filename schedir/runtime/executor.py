@@ -175,8 +175,9 @@ class Executor:
         program = arguments.require_program(program)
         boundaries = BoundaryTable.from_boundary(boundary, program)
         extra_runs = resolve_extra_programs(extra_programs, program, boundaries)
+        own = arguments.require_stages(stages, program, arguments.require_rank(rank, program))
         every = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
-        stages = arguments.require_stages(stages, program, arguments.require_rank(rank, program))
+        stages = own
         arguments.require_optimizer(optimizer)
         transport = arguments.require_transport(transport)
         if (process_rank := getattr(transport, "rank", rank)) != rank:

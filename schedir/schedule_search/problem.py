@@ -12,6 +12,7 @@ from typing import Final, Literal, get_args
 import numpy as np
 
 from schedir.errors import (
+    CommandHint,
     CostsError,
     ShapeError,
     UsageError,
@@ -193,8 +194,10 @@ def make_problem(
     if split_backward and "B" in costs.specified and not {"I", "W"} & costs.specified.keys():
         raise CostsError(
             "costs have B, but a search with split backwards needs I and W",
-            hint="add I=...,W=..., or search with full backwards: --no-split-backward, "
-            "split_backward=False",
+            hint=CommandHint(
+                "add I=..., W=..., or search with full backwards: split_backward=False",
+                "add I=...,W=..., or search with full backwards: --no-split-backward",
+            ),
         )
     if costs.has_pairing_gain(shape):
         raise CostsError(
@@ -305,7 +308,10 @@ def _stage_memory(
     if sizes is None:
         raise UsageError(
             "memory_limit needs sizes, the bytes of each kind of value",
-            hint="--sizes saved=1.2GB,deferred_wgrad=0.5GB, or sizes=Sizes(...)",
+            hint=CommandHint(
+                "sizes=Sizes(saved=1.2e9, deferred_wgrad=0.5e9)",
+                "--sizes saved=1.2GB,deferred_wgrad=0.5GB",
+            ),
         )
     require_type(sizes, "sizes", Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")
     sizes.validate(shape)

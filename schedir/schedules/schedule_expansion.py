@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from schedir.errors import (
+    CommandHint,
     SchedirError,
     ScheduleError,
     ShapeError,
@@ -95,7 +96,13 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         signature.bind(0, shape.ranks, shape.microbatches, **arguments)
     except TypeError:
         several = len(signature.parameters) > 3
-        hint = "bind other options with functools.partial" if several else ""
+        options = ", ".join(f"{option}=..." for option in [*signature.parameters][3:])
+        hint = ""
+        if several:
+            hint = CommandHint(
+                f"bind other options: functools.partial({name}, {options})",
+                f"give other options in brackets: 'FILE.py:{name}({options})'",
+            )
         if next(iter(signature.parameters), "") in ("self", "cls"):
             hint = f"take the method from an object: MyClass().{name}"
         raise ScheduleError(

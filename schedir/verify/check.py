@@ -19,6 +19,7 @@ from schedir.analysis.progress_models import MODELS, ProgressModel, require_mode
 from schedir.call_errors import explain_wrong_calls
 from schedir.errors import (
     ChannelMismatchError,
+    CommandHint,
     CompletenessError,
     DeadlockError,
     GroupError,
@@ -252,8 +253,10 @@ def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> E
         named = ["activation", *["skip"] * bool(program.skips)]
         raise UsageError(
             "eager_limit needs the sizes of messages",
-            hint=f"sizes=Sizes({', '.join(f'{name}=16e6' for name in named)}), or --sizes "
-            + ",".join(f"{name}=16MB" for name in named),
+            hint=CommandHint(
+                f"sizes=Sizes({', '.join(f'{name}=16e6' for name in named)})",
+                "--sizes " + ",".join(f"{name}=16MB" for name in named),
+            ),
             fields=["sizes"],
         )
     return EagerMessages(float(limit), sizes)

@@ -71,7 +71,7 @@ def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "hint: options of a schedule are in brackets: 'interleaved(group=VALUE)'" in (
         run_refused_command(capsys, *at, "-O", "group=4")
     )
-    assert "hint: --memory-limit 40GB, or" in run_refused_command(
+    assert "hint: --memory-limit 40GB" in run_refused_command(
         capsys, *at, "-O", "offload=fit", "--sizes", "saved=1GB"
     )
     assert "-O tp is given twice" in run_refused_command(capsys, *at, "-O", "tp=2", "-O", "tp=4")
@@ -158,7 +158,7 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert run_command(capsys, "print", "gpipe", *shape, *all_words) == plain
     file.write_text("[memory]\nmemory_limit = 'much'\n")
     much = run_refused_command(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
-    assert "memory.memory_limit: " in much and "'much'" in much
+    assert "line 2, column 1: memory.memory_limit must be" in much and "'much'" in much
     file.write_text("[memory]\nmemory_limit = '1GB'\n")
     limited = run_refused_command(
         capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file)
@@ -180,8 +180,41 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
         capsys, "check", "gpipe", "--config", "examples/demo.toml", "--config", str(file)
     )
     file.write_text("[pipeline]\ntp = 0\n")
-    with pytest.raises(UsageError, match=r"pipeline\.tp: must be an integer from 1"):
+    with pytest.raises(UsageError, match=r"pipeline\.tp must be an integer from 1"):
         read_config(str(file))
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        ("\n[pipeline]\nzero = 5", ["run.toml, line 3, column 1: pipeline.zero must be"]),
+        ("[pipelin]\nzero = 3", ["run.toml, line 1, column 2: no section 'pipelin'"]),
+        ("[pipeline]\ntp = 1\nzreo = 3", ["run.toml, line 3, column 1: no setting pipeline.zreo"]),
+        ("[pipeline.memory]\nrecompute = 'all'", ["[memory] is a section of its own"]),
+        ("[memory]\nmemory_limit = '4 Gb'", ["line 2, column 1", 'memory_limit = "40GB"']),
+        ("[pipeline]\nzero = 1\nzero = 2", ["line 3, column 1: zero is set twice"]),
+        # compile raises these errors, long after the file was read.
+        ("[pipeline]\nranks = 2\nplacement = [0, 2]", ["stage 1 on rank 2", "run.toml, line 3"]),
+        ("[memory]\n\nrecompute = '0.99'", ["microbatch 99", "run.toml, line 3: memory.recompute"]),
+    ],
+)
+def test_errors_about_a_configuration_have_its_line(
+    lines: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(lines)
+    message = run_refused_command(capsys, "check", "gpipe", "--config", str(file))
+    assert all(part in message for part in parts), message
+
+
+def test_an_option_that_replaces_a_wrong_setting_has_no_line_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[memory]\nrecompute = '0.99'\n")
+    words = ("check", "gpipe", "--config", str(file), "-O", "recompute=0.98")
+    message = run_refused_command(capsys, *words)
+    assert "microbatch 98" in message and "run.toml" not in message
 
 
 def test_without_a_command_the_first_steps_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
