@@ -173,8 +173,8 @@ class CommandHint(str):
         hint.command = command
         return hint
 
-    def __getnewargs__(self) -> tuple[str, str]:
-        return str(self), self.command
+    def __reduce__(self) -> tuple[type[CommandHint], tuple[str, str]]:
+        return CommandHint, (str(self), self.command)
 
 
 class UsageError(SchedirError):

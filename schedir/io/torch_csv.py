@@ -375,7 +375,7 @@ class _CsvReader:
         if not match or kind not in _ACTION_WORDS:
             near = get_close_matches(kind[:40], list(_ACTION_WORDS), 1)
             hint = f"did you mean {near[0]}?" if near else ""
-            if ";" in text or "\t" in text:
+            if (";" in text and "(" not in text) or "\t" in text:
                 hint = "put commas between the actions"
             raise location.make_error(
                 f"{_shorten(text)} is not an action such as 0F0 or 3SEND_B1", hint=hint

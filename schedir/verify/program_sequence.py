@@ -96,7 +96,7 @@ class _ProgramSequence:
         self.progress_model = progress_model
         self.programs: list[Program] = []
         known: dict[str, int] = {}
-        rows = []
+        rows: list[tuple[_ProgramRun, ...]] = []
         for some in (runs, *(runs if isinstance(runs, Sequence) else ())):
             if not isinstance(some, Sequence) or not runs:
                 raise UsageError(

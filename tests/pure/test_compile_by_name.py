@@ -7,7 +7,7 @@ import pickle
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -170,8 +170,16 @@ class ScheduleGPipe:  # the name of torch's class
 @pytest.mark.parametrize(
     ("schedule", "fact", "hint"),
     [
-        (partial(schedules.interleaved, groups=4), "interleaved has no option 'groups'", "'group'"),
-        (partial(schedules.gpipe, depth=4), "gpipe has no option 'depth'", "it has no options"),
+        (
+            partial(cast("Any", schedules.interleaved), groups=4),
+            "interleaved has no option 'groups'",
+            "'group'",
+        ),
+        (
+            partial(cast("Any", schedules.gpipe), depth=4),
+            "gpipe has no option 'depth'",
+            "it has no options",
+        ),
         (_Recipe.build, "but this one takes (self, rank", "MyClass().build"),
         (ScheduleGPipe, "not the class ScheduleGPipe", "did you mean 'gpipe'?"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shlex
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,7 @@ import schedir
 from schedir.__main__ import _build_parser, main
 from schedir.commands import COMMANDS, import_command
 from schedir.commands.common.program_options import PROGRAM_OPTIONS, parse_option, read_config
-from schedir.errors import TraceError, UsageError
+from schedir.errors import SchedirError, TraceError, UsageError
 from schedir.io.option_spelling import FIELDS_WITH_FLAGS
 from schedir.retired_names import RENAMED_ATTRIBUTES
 from tests.commands import run_command, run_refused_command
@@ -205,6 +206,49 @@ def test_errors_about_a_configuration_have_its_line(
     file.write_text(lines)
     message = run_refused_command(capsys, "check", "gpipe", "--config", str(file))
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("draw gpipe zb_h1 --title A -o x.svg", "give --title 2 times"),
+        ("explain gpipe --memory-limit 40 GB", "write a number of bytes without a space: 40GB"),
+        ("explain gpipe run.toml", "--config run.toml"),
+        ("plan --model gpt-22b --cluster A100 --batch 64 --gpus 16", "did you mean 'a100'?"),
+        ("plan --model gpt-22b --cluster a100 --nodes 1 --batch 8 --schedules 1F1B",
+         "did you mean 'one_f_one_b'?"),
+        ("check gpipe --memory-limit 9GB", "--sizes activation=16MB,saved=1.2GB"),
+        ("check gpipe --eager-limit 512KB", "--sizes activation=16MB"),
+        ("check gpipe -O recompute=fit --sizes saved=1GB", "--memory-limit 40GB"),
+    ],
+)  # fmt: skip
+def test_hints_on_the_command_line(
+    words: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = run_refused_command(capsys, *words.split())
+    assert f"hint: {hint}" in message and "Sizes(" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"memory_limit": 9e9}, "sizes=Sizes(activation=16e6, saved=1.2e9)"),
+        ({"recompute": "fit", "sizes": schedir.Sizes(saved=1e9)}, "memory_limit=40e9"),
+        ({"fill_collective_waits": "W"}, "costs=Costs(F=1, B=2, tp_reduce=0.5)"),
+        ({"sizes": schedir.Sizes(saved=1e9), "memory_limit": 5e9},
+         'offload="fit" moves them to the host'),
+    ],
+)  # fmt: skip
+def test_hints_in_python_have_no_option_of_the_command_line(
+    options: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(SchedirError) as refused:
+        schedir.compile("gpipe", ranks=4, microbatches=8, **options)
+    assert hint in refused.value.hint
+    assert "--" not in refused.value.hint and "-O" not in refused.value.hint
+    own: Any = refused.value.hint
+    pickled = pickle.loads(pickle.dumps(own))
+    assert (pickled, pickled.command) == (own, own.command)
 
 
 def test_an_option_that_replaces_a_wrong_setting_has_no_line_of_the_file(
