@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -113,13 +114,16 @@ def load(
         mismatches += plan.find_unread(name for taken, *_ in results for name in taken)
         mismatches += _describe_untied_weights([trained for *_, trained in results])
     if mismatches := [*dict.fromkeys(mismatches)]:
-        has_other_names = any("it has no weights/" in f or "no stage here" in f for f in mismatches)
+        here = _find_stages(name for used, *_ in results for name in used)
+        missing = _find_stages(fact.removeprefix("it has no ") for fact in mismatches)
+        saved = _find_stages(manifest.tensors)
+        has_other_stages = here | missing != saved or not missing <= saved
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} does not fit this model and optimizer: "
             f"{join_facts(mismatches)}",
             hint="for another division into stages, save and load with name_map=lambda stage, "
             "name: ..., which returns the name in the complete model"
-            if has_other_names and name_map is add_stage_prefix
+            if has_other_stages and name_map is add_stage_prefix
             else "",
         )
 
@@ -151,6 +155,12 @@ def load(
     for fact in dict.fromkeys(fact for _, _, facts, _ in results for fact in facts):
         warn_once(peers, fact)
     return {"step": manifest.step, "extra": manifest.state["extra"]}
+
+
+def _find_stages(names: Iterable[str]) -> set[str]:
+    """Return the numbers of the stages in names of weights, as the default name map makes them."""
+    matches = (re.match(r"weights/stages\.(\d+)\.", name) for name in names)
+    return {match[1] for match in matches if match}
 
 
 def _find_verified(

@@ -158,6 +158,7 @@ class ProgramOrder:
         Raises:
             ProgramSequenceError: Another process is about to run another program, or has run the
                 current one more or less often. All processes raise it.
+            ExecutionError: The other processes did not switch within the timeout.
         """
         if program_number == self.current_number:
             self.run_count += 1

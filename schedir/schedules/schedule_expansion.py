@@ -157,7 +157,7 @@ def _get_signature(schedule: Schedule, name: str) -> inspect.Signature:
     if isinstance(schedule, partial) and callable(schedule.func):
         known = inspect.signature(schedule.func).parameters
         takes_any_name = any(each.kind is each.VAR_KEYWORD for each in known.values())
-        options = [option for option in known if option not in _PARAMETERS]
+        options = [*known][3:]  # rank, ranks and microbatches come first
         for option in schedule.keywords if not takes_any_name else ():
             if option not in known:
                 hint = (
