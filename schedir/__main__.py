@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             input_limits(max_instructions=most, allow_code=code_too),
             _use_plain_warnings(),
             activity,
+            _locate_config_errors(args),
         ):
             result: str | int | tuple[str, int] = args.run(args)
         text, code = result if isinstance(result, tuple) else (result, 0)
@@ -95,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SchedirError as error:
         from schedir.io.terminal_output import format_error
 
-        print(format_error(error), file=sys.stderr)
+        # `train` has settings with the names of Python's arguments instead of these options.
+        is_command = not argv or argv[0] != "train"
+        print(format_error(error, is_command=is_command), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -110,6 +114,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("this is a bug of schedir", file=sys.stderr)
         print_exc()
         return 1
+
+
+def _locate_config_errors(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """Return a context that adds the position in `--config FILE.toml` to errors."""
+    if getattr(args, "config", None) is None:
+        return nullcontext()
+    from schedir.commands.common.program_options import locate_config_errors
+
+    return locate_config_errors(args)
 
 
 @contextmanager
@@ -191,6 +204,8 @@ class _Parser(argparse.ArgumentParser):
                     from schedir.io.source_loader import suggest_source
 
                     hint = suggest_source(word)
+                    if re.fullmatch(r"[kMGTP]?i?B", word):  # --memory-limit 40 GB
+                        hint = f"write a number of bytes without a space: 40{word}"
                     hint = hint or f"schedir compare SCHEDULE {word} compares several schedules"
         raise UsageError(message, hint=hint)
 

@@ -152,6 +152,32 @@ class SchedirError(Exception):
         return "\n".join([head, *(f"  {line}" for line in [*self.format_lines(), *hint])])
 
 
+class CommandHint(str):
+    """A hint for Python, with the same hint for the command line.
+
+    It is the hint for Python.  The command line prints `command` instead.
+
+    Args:
+        python: The hint with arguments of Python, such as "zero=3".
+        command: The hint with options of the command line, such as "-O zero=3".
+
+    Example:
+        >>> hint = CommandHint("zero=3", "-O zero=3")
+        >>> hint, hint.command
+        ('zero=3', '-O zero=3')
+    """
+
+    command: str
+
+    def __new__(cls, python: str, command: str) -> CommandHint:  # noqa: D102
+        hint = super().__new__(cls, python)
+        hint.command = command
+        return hint
+
+    def __reduce__(self) -> tuple[type[CommandHint], tuple[str, str]]:
+        return CommandHint, (str(self), self.command)
+
+
 class UsageError(SchedirError):
     """A command, an option, a configuration or a file name that cannot be used."""
 
@@ -182,11 +208,12 @@ def describe(value: object) -> str:
     return words if plain else f"a {type(value).__name__}"
 
 
-def require_type(value: object, kind: type, example: str) -> None:
-    """Raise an error if a value does not have the required type.
+def require_type(value: object, name: str, kind: type, example: str) -> None:
+    """Raise an error if an argument does not have the required type.
 
     Args:
         value: The value.
+        name: Name of the argument, for the error message.
         kind: The required type.
         example: An expression that gives a right value, for the hint.
 
@@ -196,8 +223,9 @@ def require_type(value: object, kind: type, example: str) -> None:
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise UsageError(
-            f"the argument must be {article} {kind.__name__}, not {describe(value)}",
+            f"{name} must be {article} {kind.__name__}, not {describe(value)}",
             hint=f"for example {example}",
+            fields=[name],
         )
 
 

@@ -37,8 +37,9 @@ def widget(timeline: Timeline, other: Timeline | None = None) -> Any:
     from traitlets import Unicode
 
     runs = [timeline] if other is None else [timeline, other]
+    data = describe_runs(runs)
     labels = label_runs(runs)
-    data = describe_runs(runs) | {
+    data |= {
         "title": " / ".join(dict.fromkeys(run.program.name for run in runs)),
         "summary": "\n".join(map(describe_run, runs)),
         "tables": [build_table(run, label) for run, label in zip(runs, labels, strict=True)],

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError, format_bytes
 from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, SEND_OPS, Lane, PeerRule
 from schedir.predict.bubble_causes import IdleCause, idleness
-from schedir.predict.timeline import Timeline, require_timelines
+from schedir.predict.timeline import Timeline, require_timeline
 from schedir.viz.palette import (
     DARK_PALETTE,
     HATCHED_OPS,
@@ -51,7 +51,8 @@ def describe_runs(runs: Sequence[Timeline], *, compression: int = 9) -> dict[str
     Raises:
         UsageError: The runs have different numbers of ranks.
     """
-    require_timelines(runs)
+    for run, name in zip(runs, ("timeline", "other"), strict=False):
+        require_timeline(run, name)
     if len({run.ranks for run in runs}) > 1:
         a, b = (run.ranks for run in runs)
         raise UsageError(

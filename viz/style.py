@@ -93,7 +93,7 @@ def resolve_style(style: Style) -> ResolvedStyle:
     """
     axis = style.get("axis")
     if axis is not None:
-        require_type(axis, str, '"time in ms"')
+        require_type(axis, "axis", str, '"time in ms"')
     return ResolvedStyle(
         _resolve_overlays(style.get("show", "lanes")),
         _resolve_palette(style),
@@ -108,7 +108,7 @@ def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
     """Return the names of the overlays, from a collection or a text with commas."""
     if isinstance(show, str):
         show = [mark.strip() for mark in show.split(",") if mark.strip()]
-    require_type(show, Collection, '"lanes,arrows"')
+    require_type(show, "show", Collection, '"lanes,arrows"')
     for mark in show:
         if not isinstance(mark, str) or mark not in OVERLAYS:
             raise UsageError(f"show must contain only {', '.join(OVERLAYS)}, not {describe(mark)}")
@@ -117,7 +117,7 @@ def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
 
 def _resolve_memory_limits(value: object) -> Mapping[str, float]:
     """Return the memory limits by tier, in bytes."""
-    require_type(value, Mapping, '{"device": 40e9}')
+    require_type(value, "limits", Mapping, '{"device": 40e9}')
     assert isinstance(value, Mapping)
     for tier, limit in value.items():
         if tier not in TIERS:
@@ -151,7 +151,7 @@ def _resolve_palette(style: Style) -> Palette:
     name, given, colours = style.get("palette", "plain"), {}, style.get("colours", {})
     if not isinstance(name, str) or name not in PALETTES:
         raise UsageError(f"palette must be {' or '.join(PALETTES)}, not {describe(name)}")
-    require_type(colours, Mapping, '{"F": "skyblue"}')
+    require_type(colours, "colours", Mapping, '{"F": "skyblue"}')
     for kind, colour in colours.items():
         if kind not in COLORED_KINDS:
             raise UsageError(

@@ -11,7 +11,7 @@ import numpy as np
 from schedir.analysis.memory.footprint import find_used_tiers
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, Lane
-from schedir.predict.timeline import Timeline, require_timelines
+from schedir.predict.timeline import Timeline, require_timeline
 from schedir.viz.layout import ChartRectangles
 from schedir.viz.palette import choose_box_color, choose_text_color, format_hex
 from schedir.viz.time_bins import bin_timeline, find_local_stages
@@ -54,7 +54,7 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
         rank 0 F0 F1 ...I0 W0 F2 I1 W1 F3 I2 W2 I3 W3    7.7%     2
         rank 1 ...F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3    7.7%     2
     """
-    require_timelines([timeline])
+    require_timeline(timeline, "timeline")
     every = ceil(timeline.ranks / _MAX_RANKS)
     ranks = range(0, timeline.ranks, every)
     name = len(f"rank {timeline.ranks - 1} ")

@@ -273,7 +273,7 @@ class Graph:
         Raises:
             UsageError: `costs` is not a `Costs`.
         """
-        require_type(costs, Costs, "Costs(F=1, B=2)")
+        require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
         return costs.per_instruction(self.index)
 
     # ------------------------------------------------------------ as nodes and edges

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,7 +84,8 @@ def load(
         ...     print(load(run, folder))  # nothing has been saved there
         None
     """
-    place, (peers, checkpoint_state) = CheckpointDirectory(directory), get_checkpoint_state(run)
+    peers, checkpoint_state = get_checkpoint_state(run)
+    place = CheckpointDirectory(directory)
     which = "the newest checkpoint" if step is None else f"step {describe(step)}"
     peers.require_same(lambda: f"loads {which}")
     latest = _find_verified(peers, place, step)
@@ -112,9 +114,17 @@ def load(
         mismatches += plan.find_unread(name for taken, *_ in results for name in taken)
         mismatches += _describe_untied_weights([trained for *_, trained in results])
     if mismatches := [*dict.fromkeys(mismatches)]:
+        here = _find_stages(name for used, *_ in results for name in used)
+        missing = _find_stages(fact.removeprefix("it has no ") for fact in mismatches)
+        saved = _find_stages(manifest.tensors)
+        has_other_stages = here | missing != saved or not missing <= saved
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} does not fit this model and optimizer: "
-            f"{join_facts(mismatches)}"
+            f"{join_facts(mismatches)}",
+            hint="for another division into stages, save and load with name_map=lambda stage, "
+            "name: ..., which returns the name in the complete model"
+            if has_other_stages and name_map is add_stage_prefix
+            else "",
         )
 
     def read() -> None:
@@ -145,6 +155,12 @@ def load(
     for fact in dict.fromkeys(fact for _, _, facts, _ in results for fact in facts):
         warn_once(peers, fact)
     return {"step": manifest.step, "extra": manifest.state["extra"]}
+
+
+def _find_stages(names: Iterable[str]) -> set[str]:
+    """Return the numbers of the stages in names of weights, as the default name map makes them."""
+    matches = (re.match(r"weights/stages\.(\d+)\.", name) for name in names)
+    return {match[1] for match in matches if match}
 
 
 def _find_verified(

@@ -112,6 +112,12 @@ def gather_checkpoint_states(
         return found
 
     def collect_names_of_tied_weights() -> Any:
+        if not callable(name_map):
+            raise CheckpointError(
+                "name_map must be a function of a stage and a name in it, not "
+                f"{describe(name_map)}",
+                hint="name_map=lambda stage, name: ...",
+            )
         ranks.extend(state.collect_rank_states(optimizer))
         for rank in ranks:
             require_savable(rank)

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> str:
     if not args.source.endswith(".timeline"):
         raise UsageError(
             f"{args.source!r} is not a run: the name of a run must end in .timeline",
-            hint=suggest_source(args.source),
+            hint="" if args.source.endswith(".toml") else suggest_source(args.source),
         )
     timeline = load_timeline(args.source)
     if timeline.causality_warning:  # Not on standard output, because other commands read it.

@@ -18,6 +18,7 @@ from schedir.compiler.compile_options import (
     make_stub,
 )
 from schedir.errors import (
+    CommandHint,
     CompletenessError,
     LoweringLevelError,
     MemoryLimitError,
@@ -174,9 +175,9 @@ def compile(
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
     overlap, debug = require_bool(overlap, "overlap"), require_bool(debug, "debug")
     if costs is not None:
-        require_type(costs, Costs, "Costs(F=1, B=2)")
+        require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
     if sizes is not None:
-        require_type(sizes, Sizes, SIZES_EXAMPLE)
+        require_type(sizes, "sizes", Sizes, SIZES_EXAMPLE)
     options: dict[str, Any] = {**extra_options}
     _require_known_options(options)
     shape = resolve_shape(
@@ -220,6 +221,19 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
                 hint=RETIRED_HINTS.get(option, others),
                 fields=[option],
             )
+
+
+def require_option_names(options: Mapping[str, Any]) -> None:
+    """Refuse options that `compile` does not have, before it is called.
+
+    Args:
+        options: Options for a later call of `compile`.
+
+    Raises:
+        UsageError: `compile` has no option of this name.
+    """
+    parameters = signature(compile).parameters
+    _require_known_options({name: of for name, of in options.items() if name not in parameters})
 
 
 def resolve_shape(example: str, shape: PipelineShape | None, **fields: Any) -> PipelineShape | None:
@@ -268,13 +282,15 @@ def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -
                 hint="ranks=4, microbatches=8",
                 fields=["ranks", "microbatches"],
             )
-        require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+        require_type(shape, "shape", PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
         return expand_schedule(schedule, shape)
     if not schedule.is_draft:
         raise LoweringLevelError(
             "the program is lowered already: it has instructions other than F, B, I, W and R",
             program=schedule.name,
-            hint="call schedir.check(program) to verify the program",
+            hint="call schedir.check(program) to verify the program"
+            if shape is None
+            else "compile the schedule again, with the other shape",
         )
     if shape is not None:
         given = (f.name for f in SHAPE_FIELDS if f.name not in shape.default_fields)
@@ -348,23 +364,26 @@ def check_memory(
     if sizes is None:
         raise UsageError(
             f"{name} needs sizes, the bytes of each kind of value",
-            hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
+            hint=CommandHint(
+                "sizes=Sizes(activation=16e6, saved=1.2e9)", "--sizes activation=16MB,saved=1.2GB"
+            ),
         )
-    require_type(sizes, Sizes, SIZES_EXAMPLE)
+    require_type(sizes, "sizes", Sizes, SIZES_EXAMPLE)
     bytes_ = _parse_byte_limit(limit, name)
     try:
         return require_memory_limit(program, sizes, bytes_, tier)
     except MemoryLimitError as error:
         if tier == "host":
             if program.used_opcodes.isdisjoint(HOST_TRIP):
-                error.hint = (
-                    'optimizer_placement="device" (-O optimizer_placement=device) keeps the '
-                    "optimizer state on the device"
+                effect = "keeps the optimizer state on the device"
+                error.hint = CommandHint(
+                    f'optimizer_placement="device" {effect}',
+                    f"-O optimizer_placement=device {effect}",
                 )
             elif program.used_opcodes.isdisjoint(DISK_TRIP):
-                error.hint = (
-                    'offload_to_disk="fit" (-O offload_to_disk=fit) moves activations that do not '
-                    "fit to the disk"
+                effect = "moves activations that do not fit to the disk"
+                error.hint = CommandHint(
+                    f'offload_to_disk="fit" {effect}', f"-O offload_to_disk=fit {effect}"
                 )
             raise
         with_minimal_slots = share_slots(program, "minimal")
@@ -373,9 +392,10 @@ def check_memory(
             for footprint in compute_footprints(with_minimal_slots, sizes, worst_case=True)
         )
         if peak <= add_tolerance(bytes_):
-            error.hint = (
-                f'with buffer_sharing="minimal" (-O buffer_sharing=minimal) ranks need at most '
-                f"{format_bytes(peak)}"
+            effect = f"ranks need at most {format_bytes(peak)}"
+            error.hint = CommandHint(
+                f'with buffer_sharing="minimal" {effect}',
+                f"with -O buffer_sharing=minimal {effect}",
             )
         elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
             # One saved value of the list must stay on the device: an instruction uses it then.
@@ -385,9 +405,13 @@ def check_memory(
             )
             rest = size * (number - 1) / max(number, 1)
             if rest and error.required_bytes - rest <= add_tolerance(bytes_):
-                error.hint = (
-                    f'{format_bytes(size)} are saved activations: offload="fit" (-O offload=fit) '
-                    'moves them to the host, recompute="fit" (-O recompute=fit) computes them again'
+                saved, moves = (
+                    f"{format_bytes(size)} are saved activations",
+                    "moves them to the host",
+                )
+                error.hint = CommandHint(
+                    f'{saved}: offload="fit" {moves}, recompute="fit" computes them again',
+                    f"{saved}: -O offload=fit {moves}, -O recompute=fit computes them again",
                 )
         raise
 

@@ -43,7 +43,7 @@ def evaluation_program(
         >>> evaluation_program(train)
         <program forwards of one_f_one_b: 2 ranks, 16 instructions>
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     streams = []
     for stream in program.streams:
         words = stream.words[is_op(stream.words.view(WORD_DTYPE)["op"], (FORWARD,))]

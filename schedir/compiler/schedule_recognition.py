@@ -83,7 +83,7 @@ def recognize(program: Program) -> Recognition:
         >>> print(recognize(compile(mine, ranks=4, microbatches=8)))
         this is one_f_one_b
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     own = [_drop_recomputes(stream) for stream in extract_compute(program).streams]
     total = sum(map(len, own))
     best = Recognition("", 0, total)

@@ -111,7 +111,7 @@ def save_cluster(
         flops = "252TFLOP/s"  # of 312
         True
     """
-    require_type(cluster, Cluster, "schedir.load_cluster(path)")
+    require_type(cluster, "cluster", Cluster, "schedir.load_cluster(path)")
     if unknown := sorted({*notes} - {*_FIELD_NAMES}):
         raise UsageError(f"notes: a cluster has no field {describe(unknown[0])}", fields=["notes"])
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]

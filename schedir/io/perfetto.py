@@ -23,7 +23,7 @@ from schedir.io.terminal_output import replace_nonfinite
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.isa.instructions import LANES, SEND_OPS, TIERS, TRANSFER_OPS, Lane, Value
 from schedir.predict.bubble_causes import IdleCause, idleness
-from schedir.predict.timeline import Timeline, require_timelines
+from schedir.predict.timeline import Timeline, require_timeline
 
 Event = dict[str, Any]
 
@@ -54,7 +54,7 @@ def to_json(timeline: Timeline) -> str:
     Raises:
         UsageError: The timeline is too long for a trace in nanoseconds.
     """
-    require_timelines([timeline])
+    require_timeline(timeline, "timeline")
     facts = {
         "program": timeline.program.name,
         "digest": timeline.program.digest,

@@ -116,6 +116,8 @@ def suggest_source(source: str) -> str:
     Args:
         source: The name of the source.
     """
+    if source.endswith(".toml"):
+        return f"--config {source} reads the options of a configuration"
     if source.endswith(".csv"):
         return f"schedir import {source} converts torch's CSV to a program"
     if timeline := _find_timeline(source):

@@ -15,7 +15,7 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 from unicodedata import east_asian_width
 
-from schedir.errors import SchedirError
+from schedir.errors import CommandHint, SchedirError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -128,7 +128,7 @@ def _measure_width(text: str) -> int:
     return sum(1 + (east_asian_width(letter) in "WF") for letter in text)
 
 
-def format_error(error: SchedirError) -> str:
+def format_error(error: SchedirError, *, is_command: bool = False) -> str:
     """Return an error as the text that the command line prints.
 
     Characters that a terminal could interpret as a command are replaced, because files may contain
@@ -136,6 +136,7 @@ def format_error(error: SchedirError) -> str:
 
     Args:
         error: The error.
+        is_command: True if the user can follow hints with options of the command line.
 
     Returns:
         The name of the error, its message and its notes, and the line of a user's file that caused
@@ -143,6 +144,8 @@ def format_error(error: SchedirError) -> str:
     """
     from schedir.io.source_loader import find_error_origin
 
+    if is_command and isinstance(error.hint, CommandHint):
+        error.hint = error.hint.command
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
     if error.__cause__ and (where := find_error_origin(error)):
         lines.append(f"  at {where}")

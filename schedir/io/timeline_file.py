@@ -33,7 +33,7 @@ from schedir.predict.timeline import (
     TIMELINE_KINDS,
     Timeline,
     build_spans,
-    require_timelines,
+    require_timeline,
 )
 from schedir.retired_names import RENAMED_SIZES, get_current_value
 from schedir.verify.check import check
@@ -73,7 +73,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         ...     print(*[path.name for path in Path(folder).iterdir()])
         gpipe.timeline
     """
-    require_timelines([timeline])
+    require_timeline(timeline, "timeline")
     header = {
         "schedir_timeline": FORMAT_VERSION,
         "instructions": len(timeline),
@@ -169,11 +169,15 @@ def load_timeline(path: str | Path) -> Timeline:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
         except Exception as error:  # zipfile raises many types for a damaged file
             fact = f"{path} is not a Timeline file: {error or type(error).__name__}"
-            hint = (
-                "the file is cut off or damaged: write or copy it again"
-                if first_bytes.startswith(b"PK")
-                else ""
-            )
+            hint = ""
+            if first_bytes.startswith(b"PK"):
+                hint = "the file is cut off or damaged: write or copy it again"
+            # A JSON file, perhaps compressed by gzip, is probably a trace.
+            elif first_bytes.startswith((b"{", b"[", b"\x1f\x8b")):
+                name = Path(path).stem
+                hint = (
+                    f"schedir import FOLDER -o {name}.timeline reads torch.profiler traces (.json)"
+                )
             raise TraceError(fact, hint=hint) from None
 
 

@@ -49,6 +49,15 @@ def _make_toml_error(text: str, location: str, message: str) -> ConfigError:
     fact, line, column = match.groups() if match else (message, None, None)
     lines = text.split("\n")
     written = lines[int(line) - 1][int(column) - 1 :].strip() if line and column else ""
+    key = re.match(r"\s*([\w.\"'-]+)\s*=", lines[int(line or len(lines)) - 1])
+    if fact == "Cannot overwrite a value" and key:
+        return ConfigError(
+            f"{key[1]} is set twice in this table",
+            location=location,
+            line=int(line or len(lines)),
+            column=key.start(1) + 1,
+            hint="remove one of the two lines",
+        )
     is_bare = fact == "Invalid value" and re.fullmatch(r"[A-Za-z][\w.:/ ()=-]*", written)
     return ConfigError(
         f"is not TOML: {fact[0].lower()}{fact[1:]}",
@@ -57,3 +66,41 @@ def _make_toml_error(text: str, location: str, message: str) -> ConfigError:
         column=int(column or len(lines[-1]) + 1),
         hint=f'put text in quotes: "{written}"' if is_bare else "",
     )
+
+
+def suggest_section(name: str) -> str:
+    """Return a hint for a section that is written within another one.
+
+    Args:
+        name: The name of the section.
+    """
+    return f"[{name}] is a section of its own"
+
+
+def find_position(text: str, section: str, name: str = "") -> tuple[int, int]:
+    """Return the line and the column of a setting or a section, from 1.
+
+    Args:
+        text: The text of a TOML file.
+        section: The name of the section.
+        name: The name of the setting; "" for the section.
+
+    Returns:
+        The position. It is (0, 0) if the setting is written in a form that this function does not
+        recognize.
+    """
+    table = ""
+    wanted = f"{section}.{name}" if name else section
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*\[+\s*([^\[\]\s][^\[\]]*)\]", line)
+        table = header[1] if header else table
+        key = header or re.match(r"\s*([\w.\"'-]+)\s*=", line)
+        if not key:
+            continue
+        dotted = re.sub(r"[\"'\s]", "", key[1] if header or not table else f"{table}.{key[1]}")
+        if dotted == wanted or dotted.startswith(f"{wanted}."):
+            return number, key.start(1) + 1
+        inline = re.search(rf"[{{,]\s*({re.escape(name)})\s*=", line) if name else None
+        if dotted == section and inline:
+            return number, inline.start(1) + 1
+    return 0, 0

@@ -144,7 +144,7 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
         0F0,0F1,0B0,0B1
         1F0,1B0,1F1,1B1
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     if not program.has_backward:
         raise CompletenessError(
             "the program has no backward, but a schedule of torch needs one", program=program.name
@@ -273,9 +273,9 @@ def from_csv(
         >>> compile(draft)
         <program mine: 2 ranks, 20 instructions>
     """
-    require_type(text, str, 'Path("mine.csv").read_text()')
+    require_type(text, "text", str, 'Path("mine.csv").read_text()')
     if ranks is not None:
-        require_type(ranks, Integral, "4")
+        require_type(ranks, "ranks", Integral, "4")
     reader = _CsvReader(
         _SHARDED_ACTIONS
         if zero == SHARDED_FROM_LEVEL["params"]
@@ -375,9 +375,11 @@ class _CsvReader:
         kind = match[2] if match else ""
         if not match or kind not in _ACTION_WORDS:
             near = get_close_matches(kind[:40], list(_ACTION_WORDS), 1)
+            hint = f"did you mean {near[0]}?" if near else ""
+            if (";" in text and "(" not in text) or "\t" in text:
+                hint = "put commas between the actions"
             raise location.make_error(
-                f"{_shorten(text)} is not an action such as 0F0 or 3SEND_B1",
-                hint=f"did you mean {near[0]}?" if near else "",
+                f"{_shorten(text)} is not an action such as 0F0 or 3SEND_B1", hint=hint
             )
         word, each = _ACTION_WORDS[kind]
         word = self.sharded_actions.get(kind, word)

@@ -89,7 +89,7 @@ def to_text(program: Program, folded: bool = True) -> str:
           reduce_grads 0
           step
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     lines = [f"schedir {FORMAT_VERSION}", f"program {program.name}", *_format_header(program)]
     period = 8 * program.shape.stages if folded else 0
     for rank, stream in enumerate(program.streams):
@@ -270,7 +270,7 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
                          ^
           hint: did you mean 'send_act'?
     """
-    require_type(text, str, 'Path("mine.sched").read_text()')
+    require_type(text, "text", str, 'Path("mine.sched").read_text()')
     lines = [
         _Line(number, kept)
         for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1)
@@ -440,11 +440,10 @@ def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
     name = RENAMED_INSTRUCTIONS.get(found[1], found[1]) if found else part.strip()
     if not found or name not in OPCODE_BY_TEXT:
         near = get_close_matches(name, list(OPCODE_BY_TEXT), 1)
-        raise line.make_error(
-            f"there is no instruction {part.strip()!r}",
-            column,
-            f"did you mean {near[0]!r}?" if near else "",
-        )
+        hint = f"did you mean {near[0]!r}?" if near else ""
+        if sum(word in OPCODE_BY_TEXT for word in part.split()) > 1:
+            hint = "put ; between two instructions"
+        raise line.make_error(f"there is no instruction {part.strip()!r}", column, hint)
     op = OPCODE_BY_TEXT[name]
     per = INSTRUCTIONS[op].scope
     numbers = [int(n) for n in found.group(2, 3) if n is not None]

@@ -32,6 +32,7 @@ from schedir.megatron.schedule_compilation import (
     compile_program,
     has_split_backward,
     load_schedule,
+    require_compile_options,
 )
 from schedir.megatron.step_handlers import HANDLERS, MegatronCall, MegatronStep
 from schedir.megatron.vee_model import stage_contexts
@@ -59,6 +60,7 @@ class ForwardBackward:
     """
 
     def __init__(self, schedule: str | Schedule | Program, **options: Any) -> None:
+        require_compile_options(options)
         self.schedule: Schedule | Program = load_schedule(schedule)
         self.options = options
         # A key has everything that the checks of `_prepare` depend on. It refers to the model
@@ -227,7 +229,7 @@ def forward_backward(schedule: str | Schedule | Program, **options: Any) -> Forw
         A function with the parameters of Megatron's `forward_backward_func`.
 
     Raises:
-        UsageError: The schedule does not exist.
+        UsageError: The schedule does not exist, or `compile` has no such option.
 
     Example:
         In a training script that calls `get_forward_backward_func()` of Megatron-core::

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from schedir.analysis.progress_models import ProgressModel
-from schedir.compiler.compile import compile, finish_lowering
+from schedir.compiler.compile import compile, finish_lowering, require_option_names
 from schedir.compiler.evaluation_program import evaluation_program
 from schedir.errors import CompletenessError, ShapeError, UsageError, describe
 from schedir.io.source_loader import load_source
@@ -20,6 +20,9 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check
+
+# Options of `compile` whose values the run of Megatron decides.
+_MEGATRON_OPTIONS: Final = ("shape", "ranks", "microbatches", "stages_per_rank", "progress_model")
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,25 @@ def compile_program(
     if setting.forward_only:
         program = evaluation_program(program, progress_model)
     return check(program, progress_model, blocking_hosts=blocking_hosts)
+
+
+def require_compile_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that `schedir.compile` does not have, or that Megatron decides.
+
+    Args:
+        options: The options that the user gives to `forward_backward`.
+
+    Raises:
+        UsageError: An option is unknown, or Megatron decides its value.
+    """
+    require_option_names(options)
+    for name in _MEGATRON_OPTIONS:
+        if name in options:
+            raise UsageError(
+                f"{name} cannot be given: it is that of Megatron's run",
+                hint=f"leave out {name}",
+                fields=[name],
+            )
 
 
 def _lower(

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError, describe
+from schedir.errors import CommandHint, UsageError, describe
 from schedir.ir.cost.number_parsing import parse_integer
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -165,7 +165,7 @@ def missing_limit_error(option: str, sizes: object, limit_name: str, limit: obje
     arguments = ", ".join(words[name][1] for name in missing)
     return UsageError(
         f'{option}="fit" needs {" and ".join(missing)}',
-        hint=f"{flags}, or {arguments}",
+        hint=CommandHint(arguments, flags),
         fields=[option],
     )
 

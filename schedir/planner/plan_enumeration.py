@@ -96,7 +96,7 @@ def build_field_filter(**fields: Any) -> FieldFilter:
         for value in values if isinstance(values, tuple) else (values,):
             ParallelPlan(**{name: value})
     for name in result.get("schedules", ()):
-        get_formulas(name)
+        get_formulas(name, "schedules")
     for name, values in result.items():
         if values == ():
             raise UsageError(f"{name} is empty: it must have at least one value", fields=[name])

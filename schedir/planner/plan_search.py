@@ -86,7 +86,9 @@ def estimate_step(
     if plan.tp > cluster.gpus_per_node:
         warn_cross_node_tp(plan.tp, cluster, stacklevel=2)
     if state_bytes is not None:
-        require_type(state_bytes, StateBytes, "StateBytes(params=2, grads=4, optimizer=12)")
+        require_type(
+            state_bytes, "state_bytes", StateBytes, "StateBytes(params=2, grads=4, optimizer=12)"
+        )
     constants, state_bytes = (
         constants or SoftwareConstants(),
         state_bytes or get_state_bytes(cluster),
@@ -185,7 +187,9 @@ def plan(
         if not exact:
             raise simulation_only_error()
     if state_bytes is not None:
-        require_type(state_bytes, StateBytes, "StateBytes(params=2, grads=4, optimizer=12)")
+        require_type(
+            state_bytes, "state_bytes", StateBytes, "StateBytes(params=2, grads=4, optimizer=12)"
+        )
     constants, state_bytes = (
         constants or SoftwareConstants(),
         state_bytes or get_state_bytes(cluster),
@@ -301,8 +305,8 @@ def all_plans(
 
 
 def _require_types(model: TransformerSpec, cluster: Cluster) -> None:
-    require_type(model, TransformerSpec, 'planner.load_model("gpt-22b")')
-    require_type(cluster, Cluster, 'planner.cluster_preset("a100", nodes=8)')
+    require_type(model, "model", TransformerSpec, 'planner.load_model("gpt-22b")')
+    require_type(cluster, "cluster", Cluster, 'planner.cluster_preset("a100", nodes=8)')
 
 
 def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: ParallelPlan) -> None:

@@ -18,7 +18,7 @@ from schedir.ir.isa.instructions import (
     Lane,
     find_segment_collectives,
 )
-from schedir.predict.timeline import Timeline, require_timelines
+from schedir.predict.timeline import Timeline, require_timeline
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -110,7 +110,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     Raises:
         UsageError: `timeline` is not a Timeline.
     """
-    require_timelines([timeline])
+    require_timeline(timeline, "timeline")
     if not len(timeline):
         return np.empty(0, IDLE_DTYPE)
     gaps = _find_gaps(timeline)

@@ -28,7 +28,7 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 from schedir.predict.bubble_causes import IdleCause, find_ready_gaps, idleness
 from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline, require_timelines
+from schedir.predict.timeline import Timeline, require_timeline
 
 Floats = NDArray[np.float64]
 
@@ -107,7 +107,7 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     Raises:
         UsageError: `measured` is not a Timeline.
     """
-    require_timelines([measured])
+    require_timeline(measured, "measured")
     spans, stages = measured.spans, range(measured.program.shape.stages)
     costs: dict[str, Cost] = dict.fromkeys(COST_BY_OPCODE.values(), 0.0)
     bounds = _bound_durations(measured)

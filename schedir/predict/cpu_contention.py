@@ -63,8 +63,8 @@ def simulate_on_cpus(
         >>> [simulate_on_cpus(program, costs, n).span for n in (1, 2, 4)], 4 * 8 * 3
         ([96.0, 51.0, 33.0], 96)
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
-    require_type(costs, Costs, "Costs(F=1, B=2)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
+    require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
     bad = isinstance(processors, NON_NUMBER_TYPES) or not isinstance(processors, int | float)
     if bad or not 0 < processors < inf:
         raise UsageError(

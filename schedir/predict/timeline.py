@@ -75,6 +75,19 @@ def build_spans(program: Program, start: NDArray[np.float64], end: NDArray[np.fl
     return spans
 
 
+def require_timeline(timeline: object, name: str) -> None:
+    """Refuse a value that is not a Timeline.
+
+    Args:
+        timeline: The value.
+        name: Name of the argument, for the error message.
+
+    Raises:
+        UsageError: It is not a Timeline.
+    """
+    require_type(timeline, name, Timeline, "schedir.simulate(program)")
+
+
 def require_timelines(timelines: object) -> None:
     """Refuse a value that is not a sequence of at least one Timeline.
 
@@ -84,13 +97,12 @@ def require_timelines(timelines: object) -> None:
     Raises:
         UsageError: It is not a sequence, is empty, or has an entry that is not a Timeline.
     """
-    run = "schedir.simulate(program)"
-    require_type(timelines, Sequence, f"[{run}]")
+    require_type(timelines, "timelines", Sequence, "[schedir.simulate(program)]")
     assert isinstance(timelines, Sequence)
     if not timelines:
         raise UsageError("timelines is empty: at least one Timeline is needed")
-    for each in timelines:
-        require_type(each, Timeline, run)
+    for index, timeline in enumerate(timelines):
+        require_timeline(timeline, f"timelines[{index}]")
 
 
 class CausalityViolations(NamedTuple):

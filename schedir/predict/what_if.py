@@ -59,7 +59,7 @@ from schedir.predict.calibrate import (
     round_costs,
 )
 from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline, require_timelines
+from schedir.predict.timeline import Timeline, require_timeline
 from schedir.schedules import get_built_in_schedules, looped_bfs
 from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import Schedule, get_placement_mark, get_weight_delay_mark
@@ -238,7 +238,7 @@ def advise(
     Raises:
         UsageError: `timeline` is not a Timeline.
     """
-    require_timelines([timeline])
+    require_timeline(timeline, "timeline")
     program, sizes = timeline.program, timeline.sizes
     costs = fill_missing_backwards(costs or calibrate(timeline), program)
     base = simulate(

@@ -48,18 +48,19 @@ def require_shape(value: object) -> tuple[int, ...]:
     return shape
 
 
-def require_program(value: object) -> Program:
+def require_program(value: object, name: str = "program") -> Program:
     """Return `value` if it is a program that executors can run.
 
     Args:
         value: The argument to check.
+        name: Name of the argument, for the error message.
 
     Raises:
         UsageError: `value` is not a `Program`.
         ModelError: The program has expert parallelism and a ZeRO level above 1, or expert
             parallelism without an instruction that sends tokens to experts.
     """
-    require_type(value, Program, _PROGRAM_EXAMPLE)
+    require_type(value, name, Program, _PROGRAM_EXAMPLE)
     assert isinstance(value, Program)
     if value.ep > 1 and value.zero > 1:
         raise ModelError(
@@ -278,7 +279,7 @@ def require_loss_scale(value: LossScale | None) -> LossScale | None:
         UsageError: `value` is neither a `LossScale` nor None.
     """
     if value is not None:
-        require_type(value, LossScale, "GradientOptions(loss_scale=LossScale())")
+        require_type(value, "loss_scale", LossScale, "GradientOptions(loss_scale=LossScale())")
     return value
 
 
@@ -370,6 +371,23 @@ def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None
                 '[memory] spill_dir = "/nvme"',
             )
     return None
+
+
+def require_loss_input(output: object, stage: int) -> None:
+    """Refuse an output of the last stage that is None.
+
+    Args:
+        output: What the last stage returned.
+        stage: Number of the stage.
+
+    Raises:
+        ModelError: `output` is None.
+    """
+    if output is None:
+        raise ModelError(
+            f"stage {stage}, the last one, returns None, but the loss needs its output",
+            hint="return the output from the forward of the stage",
+        )
 
 
 def require_scalar_loss(loss: object) -> torch.Tensor:

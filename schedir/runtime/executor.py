@@ -175,8 +175,9 @@ class Executor:
         program = arguments.require_program(program)
         boundaries = BoundaryTable.from_boundary(boundary, program)
         extra_runs = resolve_extra_programs(extra_programs, program, boundaries)
+        own = arguments.require_stages(stages, program, arguments.require_rank(rank, program))
         every = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
-        stages = arguments.require_stages(stages, program, arguments.require_rank(rank, program))
+        stages = own
         arguments.require_optimizer(optimizer)
         transport = arguments.require_transport(transport)
         if (process_rank := getattr(transport, "rank", rank)) != rank:
@@ -187,8 +188,12 @@ class Executor:
                 fields=["rank"],
             )
         programs = [program, *(other for other, _ in extra_runs)]
-        require_type(gradients, GradientOptions, "gradients=GradientOptions(max_norm=1.0)")
-        require_type(execution, ExecutionOptions, "execution=ExecutionOptions(debug=True)")
+        require_type(
+            gradients, "gradients", GradientOptions, "gradients=GradientOptions(max_norm=1.0)"
+        )
+        require_type(
+            execution, "execution", ExecutionOptions, "execution=ExecutionOptions(debug=True)"
+        )
         options = RankOptions(
             loss=arguments.require_loss(loss),
             gradients=gradients.resolve(program),

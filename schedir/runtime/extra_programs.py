@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-from schedir.errors import ModelError, ProgramSequenceError, describe
+from schedir.errors import ExecutionError, ModelError, ProgramSequenceError, describe
 from schedir.ir.program import Program
 from schedir.runtime.arguments import require_program
 from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
@@ -56,9 +56,9 @@ def resolve_extra_programs(
             program=program.name,
         )
     runs: list[_ScheduledRun] = []
-    for one in extra_programs:
+    for index, one in enumerate(extra_programs):
         pair = one if _is_pair(one) else (one, None)
-        other = require_program(pair[0])
+        other = require_program(pair[0], f"extra_programs[{index}]")
         _require_compatible(program, other)
         if any(
             other.digest == known.program.digest
@@ -161,14 +161,24 @@ class ProgramOrder:
         Raises:
             ProgramSequenceError: A process runs another program next, or has run the current
                 program more or less often. All processes raise this error.
+            ExecutionError: The other processes did not switch within the timeout.
         """
         if program_number == self.current_number:
             self.run_count += 1
             return
         own = self.transport
-        told = own.check_agreement(
-            {}, (own.dp_rank, own.tp_rank, self.rank, self.run_count, program_number)
-        )
+        try:
+            told = own.check_agreement(
+                {}, (own.dp_rank, own.tp_rank, self.rank, self.run_count, program_number)
+            )
+        except RuntimeError as error:  # of torch: a timeout, or a lost connection
+            before, now = self.programs[self.current_number], self.programs[program_number]
+            raise ExecutionError(
+                f"this process runs {now.name} after {before.name}, but the other processes did "
+                "not confirm it",
+                program=now.name,
+                hint="run the same programs in the same order on all processes",
+            ) from error
         if {each[3:] for each in told} != {(self.run_count, program_number)}:
             raise self._order_error(sorted(told))
         self.current_number = program_number

@@ -120,7 +120,12 @@ class InProcessExecutor:
         program = require_program(program)
         make_optimizer = require_factory(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
         if (program.tp, program.dp) != (1, 1):
-            raise ModelError("InProcessExecutor needs tp 1 and dp 1", program=program.name)
+            raise ModelError(
+                f"InProcessExecutor needs a program with tp 1 and dp 1, not tp {program.tp} and "
+                f"dp {program.dp}",
+                program=program.name,
+                hint="compile without tp and dp, or use an Executor in each process",
+            )
         stages = [module for _, module in sorted(require_stages(stages, program).items())]
         shape = program.shape
         boundaries = BoundaryTable.from_boundary(boundary, program)

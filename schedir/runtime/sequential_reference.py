@@ -27,6 +27,7 @@ from schedir.ir.program import Program
 from schedir.runtime.arguments import (
     count_microbatches,
     require_loss,
+    require_loss_input,
     require_model_stages,
     require_program,
     require_scalar_loss,
@@ -194,6 +195,7 @@ def _run_step(
             elif k < len(stages) - 1:
                 ys = require_output_tensors(y, k)
             else:
+                require_loss_input(y, k)
                 ys = (require_scalar_loss(loss(y, batch.targets[mb])),)
                 losses[mb] = ys[0].detach().clone()
             leaves = [x for x in xs if x.requires_grad] if k else []

@@ -12,6 +12,7 @@ from typing import Final, Literal, cast, get_args
 import numpy as np
 
 from schedir.errors import (
+    CommandHint,
     CostsError,
     ShapeError,
     UsageError,
@@ -186,10 +187,10 @@ def make_problem(
             backwards. Also if `FB` is less than a forward and a backward.
         UsageError: The limit is invalid, or too small for any schedule.
     """
-    require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    require_type(shape, "shape", PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
     shape = shape.resolve_defaults()  # Shapes of initial schedules are compared with this shape.
     costs = Costs() if costs is None else costs
-    require_type(costs, Costs, "Costs(F=1, B=2)")
+    require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
     if isinstance(objective, str):
         objective = cast("Objective", get_current_value("objective", objective))
     if objective not in OBJECTIVES:
@@ -199,8 +200,10 @@ def make_problem(
     if split_backward and "B" in costs.specified and not {"I", "W"} & costs.specified.keys():
         raise CostsError(
             "costs have B, but a search with split backwards needs I and W",
-            hint="add I=...,W=..., or search with full backwards: --no-split-backward, "
-            "split_backward=False",
+            hint=CommandHint(
+                "add I=..., W=..., or search with full backwards: split_backward=False",
+                "add I=...,W=..., or search with full backwards: --no-split-backward",
+            ),
         )
     if costs.has_pairing_gain(shape):
         raise CostsError(
@@ -311,9 +314,12 @@ def _stage_memory(
     if sizes is None:
         raise UsageError(
             "memory_limit needs sizes, the bytes of each kind of value",
-            hint="--sizes saved=1.2GB,deferred_wgrad=0.5GB, or sizes=Sizes(...)",
+            hint=CommandHint(
+                "sizes=Sizes(saved=1.2e9, deferred_wgrad=0.5e9)",
+                "--sizes saved=1.2GB,deferred_wgrad=0.5GB",
+            ),
         )
-    require_type(sizes, Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")
+    require_type(sizes, "sizes", Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")
     sizes.validate(shape)
     if (most := to_float(limit)) is None or most == -inf:
         raise UsageError(f"memory_limit must be a number of bytes, not {describe(limit)}")

@@ -126,12 +126,12 @@ def search_schedule(
         _EXAMPLE, shape, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank,
         placement=placement,
     )  # fmt: skip
-    require_type(shape, PipelineShape, _EXAMPLE)
+    require_type(shape, "shape", PipelineShape, _EXAMPLE)
     assert shape is not None
     time_limit = require_seconds(time_limit)
     max_evaluations = require_evaluations(max_evaluations)
     seed = require_integer(seed, "seed", "seed must be an integer")
-    require_type(initial_schedules, Sequence, "[schedules.zb_h1]")
+    require_type(initial_schedules, "initial_schedules", Sequence, "[schedules.zb_h1]")
     if report is not None and not callable(report):
         raise UsageError(f"report must be a function, not {describe(report)}", fields=["report"])
     if prove not in _PROOF_METHODS:

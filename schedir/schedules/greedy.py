@@ -70,9 +70,9 @@ def greedy_schedule(
         >>> found.streams == expand_schedule(schedules.one_f_one_b, shape).streams
         True
     """
-    require_type(shape, PipelineShape, "PipelineShape(ranks=2, microbatches=4)")
+    require_type(shape, "shape", PipelineShape, "PipelineShape(ranks=2, microbatches=4)")
     costs = Costs() if costs is None else costs
-    require_type(costs, Costs, "Costs(F=1, B=2)")
+    require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
     if not isinstance(priority, str) or sorted(priority) not in (["B", "F"], ["F", "I", "W"]):
         raise ScheduleError(
             f"priority must be the letters BF or FIW in any order, not {describe(priority)}"

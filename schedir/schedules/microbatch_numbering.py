@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import ScheduleError
+from schedir.errors import CommandHint, ScheduleError
 from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -21,6 +21,11 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import JOINED_BIT, WORD_DTYPE, Words, is_op, pack
 from schedir.schedules.schedule_algebra import AUTO_MICROBATCH, OLDEST_STAGE
+
+_STAGE_HINT = (
+    "F[j] is local stage j of the rank, from 0; microbatches are numbered automatically, or with "
+    "F.at(mb); {option} gives each rank N stages"
+)
 
 LetterIndices = NDArray[np.intp]
 
@@ -122,9 +127,10 @@ def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: Pipeline
             f"letter #{at - int((rank == wrong).argmax())} of rank {wrong} is "
             f"{text}[{local[at]}], but the rank has {has}: {text}[0] is stage {own[0]} of the "
             "model",
-            hint="F[j] is local stage j of the rank, from 0; microbatches are numbered "
-            "automatically, or with F.at(mb); --stages-per-rank N, or stages_per_rank=N, gives "
-            "each rank N stages",
+            hint=CommandHint(
+                _STAGE_HINT.format(option="stages_per_rank=N"),
+                _STAGE_HINT.format(option="--stages-per-rank N"),
+            ),
         )
     return local
 

@@ -190,14 +190,22 @@ def concat(schedules: Iterable[RankSchedule]) -> RankSchedule:
         <RankSchedule F F F>
     """
     return RankSchedule(
-        np.concatenate([EMPTY.letters, *(_require_letters("concat", word) for word in schedules)])
+        np.concatenate(
+            [
+                EMPTY.letters,
+                *(
+                    _require_letters(f"element {index} of concat", word)
+                    for index, word in enumerate(schedules)
+                ),
+            ]
+        )
     )
 
 
 def _require_letters(subject: str, schedule: object) -> Words:
     if not isinstance(schedule, RankSchedule):
         raise TypeError(
-            f"{subject} takes rank schedules such as 3 * F and F + B, not {describe(schedule)}"
+            f"{subject} must be a rank schedule such as 3 * F or F + B, not {describe(schedule)}"
         )
     return schedule.letters
 
@@ -232,7 +240,8 @@ def weave(
         >>> weave(4 * F, 4 * B, warmup=2)
         <RankSchedule F F F B F B B B>
     """
-    words = [_require_letters("weave", word) for word in (forwards, backwards, weights)]
+    orders = {"forwards": forwards, "backwards": backwards, "weights": weights}
+    words = [_require_letters(f"{name} of weave", order) for name, order in orders.items()]
     warmup, defer_weights = (
         _require_integer("warmup of weave", warmup),
         _require_integer("defer_weights of weave", defer_weights),
@@ -268,8 +277,8 @@ def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
           B 0.3
     """
     one, other = (
-        _require_letters("overlapped_pair", first),
-        _require_letters("overlapped_pair", second),
+        _require_letters("first of overlapped_pair", first),
+        _require_letters("second of overlapped_pair", second),
     )
     if len(one) != len(other):
         raise ValueError(

@@ -10,11 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from schedir.errors import SchedirError, ScheduleError, ShapeError, describe_exception, require_type
+from schedir.errors import (
+    CommandHint,
+    SchedirError,
+    ScheduleError,
+    ShapeError,
+    describe,
+    describe_exception,
+    require_type,
+)
 from schedir.ir.input_trust import RAISE_LIMIT_HINT, get_input_trust
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import find_named_placement
 from schedir.ir.program import Program, StreamSlices, Words
+from schedir.retired_names import suggest_name
 from schedir.schedules import schedule_algebra
 from schedir.schedules.microbatch_numbering import number_letters
 from schedir.schedules.schedule_algebra import (
@@ -71,19 +80,9 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         rank 1
           4 x  F 1.0+; B 1.0+
     """
-    require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    require_type(shape, "shape", PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
     name = get_schedule_name(schedule)
-    try:
-        signature = inspect.signature(schedule)
-    except (TypeError, ValueError):
-        hints = {
-            str: "the built-in schedules are in schedir.schedules",
-            RankSchedule: "give the function, not its result",
-        }
-        raise ScheduleError(
-            f"a schedule must be a function, not {schedule!r:.60}",
-            hint=hints.get(type(schedule), ""),
-        ) from None
+    signature = _get_signature(schedule, name)
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
         raise ScheduleError("a schedule must be a plain function, not an async one", program=name)
     shape = apply_schedule_defaults(schedule, shape).resolve_defaults()
@@ -97,10 +96,19 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         signature.bind(0, shape.ranks, shape.microbatches, **arguments)
     except TypeError:
         several = len(signature.parameters) > 3
+        options = ", ".join(f"{option}=..." for option in [*signature.parameters][3:])
+        hint = ""
+        if several:
+            hint = CommandHint(
+                f"bind other options: functools.partial({name}, {options})",
+                f"give other options in brackets: 'FILE.py:{name}({options})'",
+            )
+        if next(iter(signature.parameters), "") in ("self", "cls"):
+            hint = f"take the method from an object: MyClass().{name}"
         raise ScheduleError(
             f"a schedule must take (rank, ranks, microbatches), but this one takes {signature}",
             program=name,
-            hint="bind other options with functools.partial" if several else "",
+            hint=hint,
         ) from None
     first_names = [*signature.parameters][:3]
     if sorted(first_names) == sorted(_PARAMETERS) and first_names != _PARAMETERS:
@@ -137,6 +145,36 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
             words, first = [], rank + 1
     words_of_all_ranks = numbered[0] if len(numbered) == 1 else np.concatenate(numbered)
     return Program(name, shape, StreamSlices.from_words(words_of_all_ranks, offsets))
+
+
+def _get_signature(schedule: Schedule, name: str) -> inspect.Signature:
+    """Return the signature of a schedule function. Raises ScheduleError for other objects."""
+    if isinstance(schedule, type):
+        from schedir.schedules import get_built_in_schedules, suggest_schedules
+
+        hint = suggest_schedules(schedule.__name__, [*get_built_in_schedules()])
+        raise ScheduleError(f"a schedule must be a function, not {describe(schedule)}", hint=hint)
+    if isinstance(schedule, partial) and callable(schedule.func):
+        known = inspect.signature(schedule.func).parameters
+        takes_any_name = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        options = [*known][3:]  # rank, ranks and microbatches come first
+        for option in schedule.keywords if not takes_any_name else ():
+            if option not in known:
+                hint = (
+                    suggest_name(option, options) or f"it has {', '.join(options) or 'no options'}"
+                )
+                raise ScheduleError(f"{name} has no option {option!r}", hint=hint, fields=[option])
+    try:
+        return inspect.signature(schedule)
+    except (TypeError, ValueError):
+        hints = {
+            str: "the built-in schedules are in schedir.schedules",
+            RankSchedule: "give the function, not its result",
+        }
+        raise ScheduleError(
+            f"a schedule must be a function, not {schedule!r:.60}",
+            hint=hints.get(type(schedule), ""),
+        ) from None
 
 
 def _require_placement(schedule: Schedule, shape: PipelineShape, name: str) -> None:

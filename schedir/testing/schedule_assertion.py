@@ -76,13 +76,15 @@ def assert_schedule(
         settings(max_examples=max_examples, deadline=None, phases=phases, database=None)(tried)()
         return
     if shapes is not None and not isinstance(shapes, Iterable):
-        require_type(shapes, PipelineShape, _SHAPES_EXAMPLE)  # one shape counts as a list of one
+        require_type(
+            shapes, "shapes", PipelineShape, _SHAPES_EXAMPLE
+        )  # one shape counts as a list of one
     several = shapes_for(schedule) if shapes is None else shapes
     several = [several] if isinstance(several, PipelineShape) else list(several)
     if not several:
         raise UsageError("shapes is empty: a schedule needs at least one shape")
-    for shape in several:
-        require_type(shape, PipelineShape, _SHAPES_EXAMPLE)
+    for index, shape in enumerate(several):
+        require_type(shape, f"shapes[{index}]", PipelineShape, _SHAPES_EXAMPLE)
     for seed, shape in enumerate(several):
         holds(shape, seed)
 

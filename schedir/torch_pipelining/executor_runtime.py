@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Replicated
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.errors import UsageError, describe
+from schedir.errors import UsageError
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.torch_pipelining import gradients
@@ -25,6 +25,7 @@ from schedir.torch_pipelining.executor_factory import (
 )
 from schedir.torch_pipelining.fsdp_stages import unshard_stages
 from schedir.torch_pipelining.output_checks import PendingOutputs
+from schedir.torch_pipelining.step_arguments import find_microbatch_error
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 
 # A larger number would keep the memory and connections of more executors that may not run again.
@@ -115,7 +116,15 @@ class ExecutorRuntime:
         """
         trains = bool(self.stages[0].has_backward)
         n = self.programs[trains].shape.microbatches
-        wrong = self._describe_bad_arguments(n, arg_mbs, kwarg_mbs, target_mbs, losses, trains)
+        computes_loss = self.last_stage is not None and self.loss_fn is not None
+        wrong = find_microbatch_error(
+            n,
+            arg_mbs,
+            kwarg_mbs,
+            target_mbs,
+            losses,
+            needs_target=computes_loss and (trains or losses is not None),
+        )
         inputs = [*(arg_mbs or [()] * n)] if self.has_first_stage and not wrong else []
         now: CachedExecutor | None = None
         try:
@@ -150,35 +159,17 @@ class ExecutorRuntime:
         self.outputs = []
         self.losses = []
 
-    def _describe_bad_arguments(
-        self,
-        microbatches: int,
-        args: object,
-        kwargs: object,
-        targets: object,
-        losses: object,
-        has_backward: bool,
-    ) -> str:
-        """Return the first error in a step's arguments in words, or an empty string.
+    def refuse_step(self, reason: str, *, trains: bool) -> None:
+        """Raise an error on all ranks about the arguments of this rank.
 
-        The step raises it later on all ranks, since the other ranks wait for this one.
+        Args:
+            reason: What is wrong.
+            trains: True if the step has backwards.
+
+        Raises:
+            UsageError: On all ranks.
         """
-        for what, given in (("arg_mbs", args), ("kwarg_mbs", kwargs), ("target_mbs", targets)):
-            if given is not None and not isinstance(given, list):
-                return f"{what} must be a list, not {describe(given)}"
-            if isinstance(given, list) and len(given) != microbatches:
-                return f"{what} must have {microbatches} microbatches, not {len(given)}"
-        for what, given, kind in (("arg_mbs", args, tuple | list), ("kwarg_mbs", kwargs, Mapping)):
-            for each in given if isinstance(given, list) else ():
-                if not isinstance(each, kind):
-                    kind_name = "tuple" if what == "arg_mbs" else "mapping"
-                    return f"{what} must have a {kind_name} per microbatch, not {describe(each)}"
-        if losses is not None and not isinstance(losses, list):
-            return f"losses must be a list, not {describe(losses)}"
-        takes = self.last_stage is not None and self.loss_fn is not None
-        if takes and targets is None and (has_backward or losses is not None):
-            return "target is missing: loss_fn needs it"
-        return ""
+        self._get_executor(trains, [], [], reason)
 
     def _reduce_gradients(self) -> None:
         """Reduce and scale the gradients of a step, as torch's runtime does at REDUCE_GRAD."""

@@ -34,6 +34,7 @@ from schedir.torch_pipelining.stages import (
     require_runnable,
     require_stages,
 )
+from schedir.torch_pipelining.step_arguments import find_indivisible_tensor, find_microbatch_error
 from schedir.transports.rank_agreement import gather_or_raise, require_same
 from schedir.verify.check import check
 
@@ -303,8 +304,8 @@ class Schedule(CheckedRuntime):
 
         Raises:
             ExecutionError: An earlier step failed, or a load of a checkpoint failed.
-            UsageError: Both a batch and microbatches are given, no target is given, or the program
-                has no backwards.
+            UsageError: Both a batch and microbatches are given, no target is given, n_microbatches
+                does not divide the batch, or the program has no backwards.
             ModelError: A stage does not fit the program, or overwrites an output that is still
                 needed.
         """
@@ -330,6 +331,7 @@ class Schedule(CheckedRuntime):
                     hint="step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
                 )
             self._given_microbatches = cut
+        self._require_equal_microbatches(args, kwargs, target)
         try:
             return super().step(
                 *args,
@@ -341,6 +343,27 @@ class Schedule(CheckedRuntime):
             )
         finally:
             self._given_microbatches = self._loss_kwargs = None
+
+    def _require_equal_microbatches(self, args: Any, kwargs: Any, target: Any) -> None:
+        """Refuse a complete batch that cannot be split into equal microbatches.
+
+        A user's own chunk spec may split along another dimension, and is not checked.
+        """
+        values: dict[str, Any] = {"target": target}
+        if self._kwargs_chunk_spec is None:
+            values = kwargs | values
+        if self._args_chunk_spec is None:
+            values = {f"args[{k}]": value for k, value in enumerate(args)} | values
+        reason = find_indivisible_tensor(values, self._n_microbatches)
+        if reason and self._executor_runtime is not None:
+            self._executor_runtime.refuse_step(reason, trains=self._has_backward)
+        if reason:
+            raise UsageError(
+                reason,
+                program=self.program.name,
+                hint="DataLoader(..., drop_last=True), or another Schedule for the other size",
+                fields=["n_microbatches"],
+            )
 
     def _split_inputs(self, args: Any, kwargs: Any = None) -> tuple[Any, Any]:
         """Return the given microbatches, or split a complete batch as torch does."""
@@ -365,11 +388,17 @@ class Schedule(CheckedRuntime):
         if self._executor_runtime is not None:
             self._executor_runtime.step(*given, loss_kwargs)
             return
-        self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         has_last = any(stage.is_last for stage in self._stages)
-        lacks = has_last and self._loss_fn is not None and target_mbs is None
-        if lacks and (self._has_backward or losses is not None):
-            raise UsageError("target is missing: loss_fn needs it", fields=["target"])
+        computes_loss = has_last and self._loss_fn is not None
+        if wrong := find_microbatch_error(
+            self._n_microbatches,
+            arg_mbs,
+            kwarg_mbs,
+            target_mbs,
+            losses,
+            needs_target=computes_loss and (self._has_backward or losses is not None),
+        ):
+            raise UsageError(wrong, program=self.program.name)
         self._disable_auto_reshard()
         if self._has_backward:
             require_frozen_stages(self._stages, self.program)

@@ -59,6 +59,11 @@ _LANE_OF_GROUP: Final[dict[GroupKey, Lane]] = {
 }
 
 
+def _describe_program(program: Program) -> str:
+    """Return the facts in which programs of processes may differ."""
+    return f"{program.name} ({program.shape}, digest {program.digest[:12]})"
+
+
 class ProcessTransport:
     """The process groups and collectives of a transport over torch.distributed.
 
@@ -108,8 +113,10 @@ class ProcessTransport:
         group: dist.ProcessGroup | None = None,
         extra_programs: Sequence[Program] = (),
     ) -> None:
-        for one in (program, *extra_programs):
-            require_type(one, Program, "schedir.compile(schedule, shape)")
+        require_type(program, "program", Program, "schedir.compile(schedule, shape)")
+        for index, extra in enumerate(extra_programs):
+            name = f"extra_programs[{index}]"
+            require_type(extra, name, Program, "schedir.evaluation_program(program)")
         if timeout is not None and not (isinstance(timeout, Real) and timeout > 0):
             fact = f"timeout must be a positive number of seconds, not {describe(timeout)}"
             raise UsageError(fact, fields=["timeout"])
@@ -139,8 +146,11 @@ class ProcessTransport:
             process_groups.make_group, timeout=timeout, device=device
         )
         self.name: str = program.name
-        facts = {"the program": program.digest[:12], "the transport": type(self).__name__}
-        facts |= {f"program {k}": one.digest[:12] for k, one in enumerate(self.programs[1:], 2)}
+        facts = {"the program": _describe_program(program), "the transport": type(self).__name__}
+        facts |= {
+            f"extra_programs[{k}]": _describe_program(extra)
+            for k, extra in enumerate(extra_programs)
+        }
         facts["the number of programs"] = str(len(self.programs))
         process_groups.align_group_count(
             self.check_agreement(facts, process_groups.count_created_groups())

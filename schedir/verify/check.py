@@ -19,6 +19,7 @@ from schedir.analysis.progress_models import MODELS, ProgressModel, require_mode
 from schedir.call_errors import explain_wrong_calls
 from schedir.errors import (
     ChannelMismatchError,
+    CommandHint,
     CompletenessError,
     DeadlockError,
     GroupError,
@@ -178,7 +179,7 @@ def check(
         schedir.errors.UnmatchedTransferError: gpipe: send_grad 1.1 has no recv_grad 0.1 on rank 0
           rank 1 #8   send_grad 1.1
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     host_device_sync = require_bool(host_device_sync, "host_device_sync")
     blocking_hosts = require_bool(blocking_hosts, "blocking_hosts") or host_device_sync
     lazy_communicators = require_bool(lazy_communicators, "lazy_communicators")
@@ -242,7 +243,7 @@ def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> E
             messages.
     """
     if sizes is not None:
-        require_type(sizes, Sizes, "Sizes(activation=16e6)")
+        require_type(sizes, "sizes", Sizes, "Sizes(activation=16e6)")
     if limit is None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 <= float(limit) < math.inf:
@@ -254,8 +255,10 @@ def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> E
         named = ["activation", *["skip"] * bool(program.skips)]
         raise UsageError(
             "eager_limit needs the sizes of messages",
-            hint=f"sizes=Sizes({', '.join(f'{name}=16e6' for name in named)}), or --sizes "
-            + ",".join(f"{name}=16MB" for name in named),
+            hint=CommandHint(
+                f"sizes=Sizes({', '.join(f'{name}=16e6' for name in named)})",
+                "--sizes " + ",".join(f"{name}=16MB" for name in named),
+            ),
             fields=["sizes"],
         )
     return EagerMessages(float(limit), sizes)
@@ -357,7 +360,7 @@ def check_draft(program: Program) -> Program:
         GroupError: Instructions are joined that cannot be issued together.
         UsageError: `program` is not a program.
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     require_complete(drop_frozen_backwards(program), is_draft=True)
     return program
 

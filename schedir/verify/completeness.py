@@ -70,7 +70,7 @@ def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
         LoweringLevelError: The program is a draft, and `is_draft` is False.
         UsageError: `program` is not a program.
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     _require_plausible_size(program)
     _require_valid_words(program)
     index = InstructionIndex.from_program(program)

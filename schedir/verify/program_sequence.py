@@ -96,7 +96,7 @@ class _ProgramSequence:
         self.progress_model = progress_model
         self.programs: list[Program] = []
         known: dict[str, int] = {}
-        rows = []
+        rows: list[tuple[_ProgramRun, ...]] = []
         for some in (runs, *(runs if isinstance(runs, Sequence) else ())):
             if not isinstance(some, Sequence) or not runs:
                 raise UsageError(
@@ -105,8 +105,9 @@ class _ProgramSequence:
                 )
         for row in runs:
             steps, counted = [], Counter[int]()
-            for program in row:
-                require_type(program, Program, "schedir.compile(schedule, shape)")
+            for step, program in enumerate(row):
+                name = f"runs[{len(rows)}][{step}]"
+                require_type(program, name, Program, "schedir.compile(schedule, shape)")
                 if program.shape.ranks != len(runs):
                     raise UsageError(
                         f"runs has lists for {len(runs)} ranks, but program {program.name} has "

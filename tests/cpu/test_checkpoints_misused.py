@@ -97,6 +97,27 @@ def told(rank: int, folder: Path) -> None:
         save(executor, folder, step=1, name_map=own)
 
 
+def test_another_division_into_stages_needs_a_name_map(tmp_path: Path) -> None:
+    save(two(), tmp_path, step=1)
+    program = schedir.compile(one_f_one_b, PipelineShape(3, 2))
+    usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4), "optimizer": ADAM}
+    three = InProcessExecutor(program, [LINEAR() for _ in range(3)], **usual)
+    with pytest.raises(CheckpointError, match=r"it has no weights/stages\.2\.weight") as refused:
+        load(three, tmp_path)
+    assert "save and load with name_map=lambda stage, name: ..." in refused.value.hint
+    with pytest.raises(CheckpointError, match="has no weights") as refused:
+        load(two(), tmp_path, name_map=lambda stage, name: f"layers.{stage}.{name}")
+    assert refused.value.hint == ""
+
+
+@pytest.mark.parametrize("call", [save, load])
+def test_a_name_map_is_a_function(call: Callable[..., object], tmp_path: Path) -> None:
+    save(two(), tmp_path, step=1)
+    step = {"step": 1}
+    with pytest.raises(CheckpointError, match="name_map must be a function of a stage and a name"):
+        call(two(), tmp_path, name_map={"weight": "weight"}, **step)
+
+
 def test_who_has_no_names_does_not_let_others_wait(tmp_path: Path) -> None:
     run(told, 2, tmp_path)
 

@@ -45,6 +45,14 @@ class Ungraded(nn.Linear):
         return super().forward(input)
 
 
+class Silent(nn.Linear):
+    """A layer whose forward lacks its return."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        super().forward(input)
+        return None  # type: ignore[return-value]
+
+
 def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
@@ -140,6 +148,19 @@ WRONG: dict[str, Callable[[], object]] = {
     "a schedule": lambda: world(program=one_f_one_b),
     "a shape": lambda: rank(program=PipelineShape(2, 4)),
     "a rank too many": lambda: rank(2),
+    "rank and stages exchanged": lambda: rank(tuple(modules()), stages=0),
+    "replicas in one process": lambda: world(
+        program=compile(one_f_one_b, PipelineShape(2, 4), dp=2)
+    ),
+    "a last stage that returns nothing": lambda: world(stages=[*modules()[:1], Silent(3, 3)]).step(
+        X, X
+    ),
+    "a reference whose last stage returns nothing": lambda: run_sequential(
+        [*modules()[:1], Silent(3, 3)], X, X, loss=squares
+    ),
+    "sizes of a last stage that returns nothing": lambda: measure_sizes(
+        [*modules()[:1], Silent(3, 3)], X[0], X[0], loss=squares, boundary=(2, 3)
+    ),
     "no transport": lambda: rank(transport="gloo"),
     "losses one by one": lambda: world(loss=lambda y, t: y - t).step(X, X),
     "a loss of Python": lambda: world(loss=lambda y, t: 5.0).step(X, X),

@@ -335,3 +335,14 @@ def test_a_name_that_does_not_exist() -> None:
 
     with pytest.raises(UsageError, match="zb_h9"):
         schedir.megatron.forward_backward("zb_h9")
+
+
+def test_options_are_refused_before_the_first_step() -> None:
+    import schedir.megatron
+
+    with pytest.raises(UsageError, match="compile has no option 'cost'") as refused:
+        schedir.megatron.forward_backward("zb_h1", cost=3)
+    assert "costs" in refused.value.hint
+    for name in ("ranks", "microbatches", "stages_per_rank", "progress_model", "shape"):
+        with pytest.raises(UsageError, match=f"{name} cannot be given: it is that of Megatron"):
+            schedir.megatron.forward_backward("zb_h1", **{name: 4})

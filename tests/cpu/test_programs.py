@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import PipelineShape
-from schedir.errors import ModelError, ProgramSequenceError, SchedirError
+from schedir.errors import ExecutionError, ModelError, ProgramSequenceError, SchedirError
 from schedir.io.terminal_output import format_error
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
 from schedir.runtime.executor_options import ExecutionOptions
+from schedir.runtime.extra_programs import ProgramOrder
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import forward_only, get_built_in_schedules, gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import get_placement_mark
@@ -221,6 +222,26 @@ def test_steps_that_would_meet_each_others_messages_are_refused() -> None:
     one, other = run(out_of_order, 2)
     assert one == other
     assert one + "\n" == (GOLDEN / "sequence.txt").read_text()
+
+
+def test_a_switch_that_no_other_process_makes_has_the_names_of_the_programs() -> None:
+    class Deserted(GlooTransport):
+        dp_rank = tp_rank = 0
+
+        def __init__(self) -> None: ...
+
+        def check_agreement(self, *_: Any) -> Any:
+            raise RuntimeError("Timed out waiting 12000ms for send operation to complete")
+
+    train = schedir.compile(gpipe, PipelineShape(2, 4))
+    order = ProgramOrder([train, schedir.evaluation_program(train)], 0, Deserted())
+    order.start_run(0)
+    with pytest.raises(
+        ExecutionError, match="this process runs forwards of gpipe after gpipe"
+    ) as error:
+        order.start_run(1)
+    assert "same order on all processes" in error.value.hint
+    assert isinstance(error.value.__cause__, RuntimeError)
 
 
 # ---------------------------------------------------------------- refusals

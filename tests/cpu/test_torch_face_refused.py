@@ -63,9 +63,9 @@ def four(rank: int, **options: Any) -> Schedule:
     return made(parts_of(rank, 4), 4, **options)
 
 
-def stepped(rank: int, **how: Any) -> Any:
+def stepped(rank: int, *inputs: Any, **how: Any) -> Any:
     """Run a step that is refused before it sends a message."""
-    return two(rank).step(**how)
+    return two(rank).step(*inputs, **how)
 
 
 WRONG: dict[str, Callable[[int], Any]] = {
@@ -116,6 +116,19 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "a whole batch and microbatches": lambda r: stepped(
         r, target=batch()[1], target_mbs=[*batch()[1].chunk(MB)]
     ),
+    "a batch that n_microbatches does not divide": lambda r: stepped(
+        r, torch.ones(MB + 1, 8), target=torch.ones(MB + 1, 8)
+    ),
+    "a batch with fewer samples than n_microbatches": lambda r: stepped(
+        r, target=torch.ones(MB - 1, 8)
+    ),
+    "the same for schedir's executor": lambda r: two(r, runtime="schedir").step(
+        *[torch.ones(MB + 1, 8)] * (r == 0), target=torch.ones(MB, 8) if r else None
+    ),
+    "microbatches that are no tuples": lambda r: stepped(
+        r, arg_mbs=[*torch.ones(MB, 1, 8)], target_mbs=[*torch.ones(MB, 1, 8)]
+    ),
+    "a class of torch": lambda r: two(r, schedule=theirs.Schedule1F1B),
 }
 
 

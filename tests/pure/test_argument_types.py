@@ -126,16 +126,16 @@ def test_a_wrong_kind_is_one_error(
 
 @pytest.mark.parametrize("value", [None, 3, [F], np.arange(3), PLAN, "F"], ids=str)
 def test_words_are_made_of_words(value: Any) -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: overlapped_pair(F, value),
-        lambda: overlapped_pair(value, F),
-        lambda: weave(value, 4 * B, 1),
-        lambda: weave(4 * F, value, 1),
-        lambda: weave(4 * F, 4 * B, 1, value),
-        lambda: concat([F, value]),
-    ]
-    for call in calls:
-        with pytest.raises(TypeError, match=r"takes rank schedules such as 3 \* F and F \+ B, not"):
+    calls: dict[str, Callable[[], object]] = {
+        "second of overlapped_pair": lambda: overlapped_pair(F, value),
+        "first of overlapped_pair": lambda: overlapped_pair(value, F),
+        "forwards of weave": lambda: weave(value, 4 * B, 1),
+        "backwards of weave": lambda: weave(4 * F, value, 1),
+        "weights of weave": lambda: weave(4 * F, 4 * B, 1, value),
+        "element 1 of concat": lambda: concat([F, value]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=rf"{name} must be a rank schedule such as 3 \* F or"):
             call()
     if not isinstance(value, int):
         with pytest.raises(TypeError, match="warmup of weave takes an integer, not"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -14,12 +16,12 @@ from hypothesis import strategies as st
 import schedir
 from schedir import EMPTY, B, F, PipelineShape, schedules
 from schedir.__main__ import main
-from schedir.errors import SchedirError, UsageError
+from schedir.errors import SchedirError, ScheduleError, UsageError
 from schedir.io.option_spelling import option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.schedules import get_built_in_schedules
-from schedir.schedules.schedule_algebra import apply_schedule_defaults
+from schedir.schedules.schedule_algebra import RankSchedule, apply_schedule_defaults
 from schedir.testing import assert_schedule
 
 NAMES = sorted(get_built_in_schedules())
@@ -154,3 +156,36 @@ def test_a_shape_is_needed_once() -> None:
         schedir.search_schedule(PipelineShape(2, 4), ranks=2, microbatches=4)
     with pytest.raises(UsageError, match="search_schedule"):
         schedir.search_schedule()
+
+
+class _Recipe:
+    def build(self, rank: int, ranks: int, microbatches: int) -> RankSchedule:
+        return microbatches * F + microbatches * B
+
+
+class ScheduleGPipe:  # the name of torch's class
+    def __init__(self, *stages: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fact", "hint"),
+    [
+        (
+            partial(cast("Any", schedules.interleaved), groups=4),
+            "interleaved has no option 'groups'",
+            "'group'",
+        ),
+        (
+            partial(cast("Any", schedules.gpipe), depth=4),
+            "gpipe has no option 'depth'",
+            "it has no options",
+        ),
+        (_Recipe.build, "but this one takes (self, rank", "MyClass().build"),
+        (ScheduleGPipe, "not the class ScheduleGPipe", "did you mean 'gpipe'?"),
+    ],
+    ids=str,
+)
+def test_a_wrong_schedule_is_named(schedule: Any, fact: str, hint: str) -> None:
+    with pytest.raises(ScheduleError) as refused:
+        schedir.compile(schedule, ranks=2, microbatches=4)
+    assert fact in refused.value.fact and hint in refused.value.hint

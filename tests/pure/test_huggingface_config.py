@@ -77,6 +77,14 @@ def test_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     assert text in str(caught.value)
 
 
+def test_a_wrong_value_has_its_file_and_its_key(tmp_path: Path) -> None:
+    path = write(tmp_path, hidden_size="4096")
+    with pytest.raises(UsageError) as caught:
+        load_model(path)
+    assert caught.value.fact.startswith(f"model {path}: hidden must be an integer")
+    assert caught.value.hint == "the key of the file is hidden_size or n_embd"
+
+
 def test_a_window_that_is_not_used(tmp_path: Path) -> None:
     path = write(tmp_path, model_type="qwen2", sliding_window=4096, use_sliding_window=False)
     assert load_model(path).gated

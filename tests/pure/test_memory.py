@@ -213,7 +213,7 @@ gpipe: rank 1 needs 29.25 GB, but the limit is 27.5 GB
     act_out       16    512 MB
     grad_in       16    512 MB
     grad_out      16    512 MB
-  hint: with buffer_sharing="minimal" (-O buffer_sharing=minimal) ranks need at most 27.33 GB"""
+  hint: with buffer_sharing="minimal" ranks need at most 27.33 GB"""
     )
     compile(gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27.5e9)
     with pytest.raises(MemoryLimitError) as caught:

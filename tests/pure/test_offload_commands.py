@@ -229,7 +229,7 @@ def test_a_limit_says_what_moving_would_spare() -> None:
     costs = Costs(F=1, B=2, offload=1, reload=1)
     with pytest.raises(MemoryLimitError) as caught:
         compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=40)
-    assert caught.value.hint.startswith('40 B are saved activations: offload="fit" (-O')
+    assert caught.value.hint.startswith('40 B are saved activations: offload="fit" moves')
     compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=40, costs=costs, offload="fit")
     with pytest.raises(MemoryLimitError) as caught:  # offload would not help
         compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=6)

@@ -328,8 +328,8 @@ def test_numbers_of_a_model_are_those_of_its_parts() -> None:
         ({"ep": 2}, "ep 2 does not divide experts 1", ""),
         ({"cp": 3}, "cp 3 does not divide sequence 1024", ""),
         ({"pp": 16, "layers": 8}, "pp 16 exceeds the 8 layers of the model", ""),
-        ({"schedules": "1f1b"}, "no formulas for schedule '1f1b'", "default is all but eager_1f1b"),
-        ({"schedules": "zb_h_1"}, "no formulas for schedule 'zb_h_1'", "did you mean zb_h1?"),
+        ({"schedules": "1f1b"}, "no formulas for schedule '1f1b'", "did you mean 'one_f_one_b'?"),
+        ({"schedules": "xx"}, "schedules: the planner has no formulas", "default is all but eager"),
         ({"schedules": ()}, "schedules is empty: it must have at least one value", ""),
         ({"zero": 4}, "zero must be an integer from 0 to 3, not 4", ""),
         ({"recompute": "some"}, "recompute must be none or selective or full, not 'some'", ""),
@@ -445,9 +445,9 @@ def test_many_stages_on_one_rank_are_planned_where_they_are_told() -> None:
 def test_what_is_no_model_and_no_cluster_is_refused() -> None:
     wrong: list[tuple[Any, Any]] = [("gpt-22b", machine()), (SMALL, "a100")]
     for model, cluster in wrong:
-        with pytest.raises(UsageError, match="the argument must be a"):
+        with pytest.raises(UsageError, match=r"(model|cluster) must be a"):
             plan(model, cluster, 8)
-        with pytest.raises(UsageError, match="the argument must be a"):
+        with pytest.raises(UsageError, match=r"(model|cluster) must be a"):
             estimate_step(model, cluster, ParallelPlan(tp=8))
     with pytest.raises(UsageError, match="tp 3 does not divide heads 16"):
         peak_memory(SMALL, machine(), ParallelPlan(tp=3))

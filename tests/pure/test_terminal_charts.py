@@ -201,13 +201,13 @@ def test_all_that_draws_says_what_it_takes(tmp_path: Path) -> None:
     one: list[Any] = [viz.gantt, viz.idle_map, viz.html, viz.text_chart, viz.text_chart]
     several: list[Any] = [viz.compare, viz.bubble_vs_memory]
     for draw in one:
-        with pytest.raises(UsageError, match="the argument must be a Timeline, not <program"):
+        with pytest.raises(UsageError, match="timeline must be a Timeline, not <program"):
             draw(program)
         draw(simulate(program))
     for draw in several:
         with pytest.raises(UsageError, match="must be a Sequence, not <predicted"):
             draw(simulate(program))
-    with pytest.raises(UsageError, match="the argument must be a Timeline, not <program"):
+    with pytest.raises(UsageError, match="timeline must be a Timeline, not <program"):
         save_timeline(program, tmp_path / "x.timeline")  # type: ignore[arg-type]
 
 

@@ -270,6 +270,14 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
         load_timeline(path)
 
 
+@pytest.mark.parametrize("content", [b'{"traceEvents": []}', b"[1]", b"\x1f\x8b\x08trace"])
+def test_a_trace_is_recognized(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.timeline"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=r"import FOLDER -o run\.timeline reads torch"):
+        load_timeline(path)
+
+
 def test_other_packings_are_refused() -> None:
     with ZipFile(FILE, "w", ZIP_BZIP2) as archive:
         for name in ("header.json", "program.sched", "start.npy", "end.npy"):

@@ -187,6 +187,7 @@ def test_the_plan_is_inferred(text: str, shape: PipelineShape) -> None:
         ("(0F0;0B0;0W0)OVERLAP_F_B\n", 1, 1, "a pair of actions"),
         ("(0F0;0UNSHARD)OVERLAP_F_B\n", 1, 1, "a pair of actions"),
         ("(0F0;0B0OVERLAP_F_B\n", 1, 1, "is not an action"),
+        ("0F0;0B0\n", 1, 1, "hint: put commas between the actions"),
     ],
 )
 def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> None:

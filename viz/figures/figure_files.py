@@ -72,7 +72,7 @@ def save(figure: Figure, path: str | Path) -> None:
         ...     print(*[path.name for path in Path(folder).iterdir()])
         gpipe.svg
     """
-    require_type(figure, Figure, "schedir.viz.gantt(timeline)")
+    require_type(figure, "figure", Figure, "schedir.viz.gantt(timeline)")
     suffix = require_figure_suffix(path)
     # The figure is first written to memory. On a full disk, matplotlib's PDF writer raises other
     # errors instead of the OSError.

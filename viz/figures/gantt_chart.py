@@ -16,11 +16,11 @@ from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError, describe, format_bytes
+from schedir.errors import CommandHint, UsageError, describe, format_bytes
 from schedir.ir.isa.instructions import TIERS
 from schedir.predict.calibrate import SPLIT_BACKWARD
 from schedir.predict.possible_saving import compute_saving, describe_saving
-from schedir.predict.timeline import Timeline, require_timelines
+from schedir.predict.timeline import Timeline, require_timeline, require_timelines
 from schedir.viz.figures import overlays
 from schedir.viz.figures.figure_layout import (
     NARROW_WIDTH,
@@ -77,6 +77,7 @@ def gantt(
         >>> figure.axes[0].get_title("left"), figure.axes[0].get_title("right")
         ('one_f_one_b (predicted)', 'bubble 27.3%, peak 4 activations, span 33')
     """
+    require_timeline(timeline, "timeline")
     return compare([timeline], titles=None if title is None else [title], bounds=[bound], **style)
 
 
@@ -136,7 +137,14 @@ def _require_titles(value: object, chart_count: int) -> Sequence[str | None]:
     if not isinstance(titles, Sequence) or not all(isinstance(title, str) for title in titles):
         raise UsageError(f"titles must be strings, one per chart, not {describe(value)}")
     if len(titles) != chart_count:
-        raise UsageError(f"there are {len(titles)} titles for {chart_count} charts")
+        raise UsageError(
+            f"titles has {len(titles)} of {chart_count} titles, one for each chart: {list(titles)}",
+            hint=CommandHint(
+                "titles=None uses the names of the programs",
+                f"give --title {chart_count} times, or not at all",
+            ),
+            fields=["titles"],
+        )
     return titles
 
 

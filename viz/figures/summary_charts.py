@@ -13,7 +13,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
-from schedir.predict.timeline import Timeline, require_timelines
+from schedir.predict.timeline import Timeline, require_timeline, require_timelines
 from schedir.viz.palette import ACCENT_COLOR, choose_text_color
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def idle_map(timeline: Timeline) -> Figure:
         >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
         ['warmup', 'cooldown', 'all']
     """
-    require_timelines([timeline])
+    require_timeline(timeline, "timeline")
     share = sum_by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)
     present = np.flatnonzero(share.sum(0) > 0)
     columns = np.column_stack([share[:, present], share.sum(1)])

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any, Final, NamedTuple
 
-from schedir.errors import UsageError, describe
+from schedir.errors import ConfigError, SchedirError, UsageError, describe
 from schedir.io.files import read_text
 from schedir.io.option_spelling import FIELDS_WITH_FLAGS, option_name
-from schedir.io.toml_tables import parse_toml
+from schedir.io.toml_tables import find_position, parse_toml, suggest_section
 from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType
 from schedir.ir.program import HEADER_FIELDS
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
@@ -152,7 +152,8 @@ def _parse_value(location: str, name: str, text: str) -> Any:
         hint = get_rename_hint(name, text) or f"schedir options {name}"
         if name == "buffer_sharing" and text in ("none", "own"):  # A configuration accepts these.
             hint = "leave out buffer_sharing: this is its default"
-        raise UsageError(f"{location}: {error}", hint=hint, fields=[name]) from None
+        separator = ": " if location.startswith("-O") else " "
+        raise UsageError(f"{location}{separator}{error}", hint=hint, fields=[name]) from None
 
 
 class _ProgramOptionAction(argparse.Action):
@@ -191,12 +192,42 @@ class _ConfigAction(argparse.Action):
             raise UsageError("--config is given twice")
         setattr(namespace, self.dest, values)
         typed = getattr(namespace, "program_options", None) or ()
-        for name, value in read_config(values).items():
+        settings, text = {}, read_text(values)
+        for name, value in _read_options(text, values).items():
             if name not in typed and getattr(namespace, name, None) in (None, False):
                 with suppress(UsageError):  # The command does not have this option.
                     if name in PROGRAM_OPTIONS:
                         self.const(name, f"{name}={value}")
                     setattr(namespace, name, value)
+                    settings[name] = value
+        namespace.config_settings = settings
+        namespace.config_text = text
+
+
+@contextmanager
+def locate_config_errors(args: argparse.Namespace) -> Iterator[None]:
+    """Add the position in `--config FILE.toml` to an error about a value of this file.
+
+    Args:
+        args: The arguments of the command.
+    """
+    try:
+        yield
+    except SchedirError as error:
+        settings = getattr(args, "config_settings", {})
+        for name in error.fields:
+            # An option after --config has replaced the value of the file.
+            if name in settings and getattr(args, name) is settings[name]:
+                section, _, key = _get_config_key(name).partition(".")
+                line, _ = find_position(args.config_text, section, key)
+                place = f", line {line}" if line else ""
+                error.add_note(f"in {args.config}{place}: {section}.{key}")
+                break
+        raise
+
+
+def _get_config_key(name: str) -> str:
+    return "memory.memory_limit" if name == "memory_limit" else PROGRAM_OPTIONS[name].config_key
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -212,16 +243,28 @@ def read_config(path: str) -> dict[str, Any]:
         UsageError: The file cannot be read, contains a section or a setting that `schedir train`
             does not have, or contains an invalid value.
     """
+    return _read_options(read_text(path), path)
+
+
+def _read_options(text: str, path: str) -> dict[str, Any]:
+    """Return the options in the text of a configuration."""
     from schedir.training.config.settings_table import list_settings
 
     known = {name: {each.name for each in table} for name, (_, table) in list_settings().items()}
-    tables = parse_toml(read_text(path), path)
+    tables = parse_toml(text, path)
+
+    def make_error(fact: str, hint: str, section: str, key: str = "") -> ConfigError:
+        line, column = find_position(text, section, key)
+        return ConfigError(
+            fact, location=path, line=line, column=column, hint=hint, fields=[key or section]
+        )
+
     for section, table in tables.items():
         if section not in known or not isinstance(table, dict):
             homes = [home for home, names in known.items() if section in names]
             hint = f"it belongs into a section: [{homes[0]}]" if homes else ""
             hint = hint or suggest_names(section, known)
-            raise UsageError(f"{path}: no section {section!r}", hint=hint)
+            raise make_error(f"no section {section!r}", hint, section)
         # The settings of [model] depend on its kind, and only `schedir train` reads them.
         for key in table if section != "model" else ():
             if key not in known[section]:
@@ -232,8 +275,9 @@ def read_config(path: str) -> dict[str, Any]:
                     if key in names and " " not in home  # "model of kind llama" is not a section.
                 ]
                 hint = f"did you mean {' or '.join(homes)}?" if homes else ""
+                hint = suggest_section(key) if key in known else hint
                 hint = RETIRED_HINTS.get(name) or hint or suggest_names(key, known[section])
-                raise UsageError(f"{path}: no setting {name}", hint=hint)
+                raise make_error(f"no setting {name}", hint, section, key)
     values: dict[str, Any] = {}
     for name, option in PROGRAM_OPTIONS.items():
         section, _, key = option.config_key.partition(".")
@@ -242,12 +286,19 @@ def read_config(path: str) -> dict[str, Any]:
             ("buffer_sharing", "auto"),
             ("buffer_sharing", "none"),
         ):
-            values[name] = _parse_setting(f"{path}: {option.config_key}", name, value)
+            try:
+                values[name] = _parse_setting(option.config_key, name, value)
+            except UsageError as error:
+                raise make_error(error.fact, error.hint, section, key) from None
     if (limit := tables.get("memory", {}).get("memory_limit")) is not None:
-        # Parse this value like the option host_memory_limit, which is also a number of bytes.
-        values["memory_limit"] = _parse_setting(
-            f"{path}: memory.memory_limit", "host_memory_limit", limit
-        )
+        try:
+            # Parse this value like the option host_memory_limit, which is also a number of bytes.
+            values["memory_limit"] = _parse_setting(
+                "memory.memory_limit", "host_memory_limit", limit
+            )
+        except UsageError as error:
+            hint = 'memory_limit = "40GB"'
+            raise make_error(error.fact, hint, "memory", "memory_limit") from None
     return values
 
 

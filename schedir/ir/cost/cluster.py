@@ -564,9 +564,9 @@ class Cluster:
         """
         costs = Costs() if costs is None else costs
         sizes = Sizes() if sizes is None else sizes
-        require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
-        require_type(sizes, Sizes, "Sizes(activation=16e6)")
-        require_type(costs, Costs, "Costs(F=0.012, B=0.024)")
+        require_type(shape, "shape", PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+        require_type(sizes, "sizes", Sizes, "Sizes(activation=16e6)")
+        require_type(costs, "costs", Costs, "Costs(F=0.012, B=0.024)")
         processes = shape.ranks * tp * dp
         if processes != self.gpu_count:
             raise UsageError(

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import CostsError, UsageError
+from schedir.errors import CommandHint, CostsError, UsageError
 from schedir.ir.cost.costs import Cost, Costs
 from schedir.ir.cost.per_stage_values import from_grid, to_grid
 from schedir.ir.cost.sizes import Sizes
@@ -224,12 +224,14 @@ def _split_backward_cost(costs: Costs) -> dict[str, Cost]:
         raise CostsError(
             "a cluster does not determine the costs of F and B (or F, I and W): give them in "
             "seconds",
-            hint="--costs F=0.012,B=0.024, or Costs(F=0.012, B=0.024)",
+            hint=CommandHint("Costs(F=0.012, B=0.024)", "--costs F=0.012,B=0.024"),
         )
     if len(halves) == 1:
         raise CostsError(
             f"the costs have B and {halves[0]}: give both I and W, or neither",
-            hint="--costs F=0.012,B=0.024,I=0.014,W=0.01, or Costs(..., I=0.014, W=0.01)",
+            hint=CommandHint(
+                "Costs(..., I=0.014, W=0.01)", "--costs F=0.012,B=0.024,I=0.014,W=0.01"
+            ),
         )
     return {} if halves else dict.fromkeys(("I", "W"), from_grid(to_grid(specified["B"]) / 2))
 
@@ -669,7 +671,9 @@ def _make_missing_size_error(cost: str, sizes: str) -> UsageError:
     names = [part.partition("=")[0] for part in sizes.split(",")]
     return UsageError(
         f"a cluster computes the cost {cost} from sizes that are missing: {', '.join(names)}",
-        hint=f"--sizes {sizes}, or Sizes({', '.join(f'{name}=...' for name in names)}), or the "
-        f"cost {cost}",
+        hint=CommandHint(
+            f"Sizes({', '.join(f'{name}=...' for name in names)}), or the cost {cost}",
+            f"--sizes {sizes}, or the cost {cost}",
+        ),
         fields=names,
     )

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from schedir.analysis.critical_path.longest_path import compute_remaining_times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.footprint import compute_footprints
-from schedir.errors import UsageError, describe
+from schedir.errors import CommandHint, UsageError, describe
 from schedir.ir.cost.sizes import add_tolerance
 from schedir.ir.instruction_index import NO_POSITION
 from schedir.ir.isa.instructions import (
@@ -44,6 +44,9 @@ from schedir.ir.program import Program, StreamSlices
 from schedir.passes.memory.offload_placement import predict_span
 from schedir.passes.pass_types import Options, Pass
 
+_COSTS_HINT: Final = CommandHint(
+    "costs=Costs(F=1, B=2, tp_reduce=0.5)", "--costs F=1,B=2,tp_reduce=0.5"
+)
 # Opcodes that end the work of a stage on a microbatch.
 _MICROBATCH_END_OPS: Final = (
     *FULL_BACKWARD_OPS,
@@ -93,7 +96,7 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
     if options.costs is None:
         raise UsageError(
             "fill_collective_waits needs costs, to predict the waits",
-            hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(F=1, B=2, tp_reduce=0.5)",
+            hint=_COSTS_HINT,
             fields=["fill_collective_waits"],
         )
     if not program.segment_boundaries and options.extra_options.get("stage_segments") is None:
@@ -112,8 +115,10 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
         raise UsageError(
             "fill_collective_waits fills waits for collectives between segments, but these "
             "collectives take no time",
-            hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(F=1, B=2, tp_reduce=0.5); with "
-            "experts, give dispatch and combine",
+            hint=CommandHint(
+                f"{_COSTS_HINT}; with experts, give dispatch and combine",
+                f"{_COSTS_HINT.command}; with experts, give dispatch and combine",
+            ),
             fields=["fill_collective_waits", "costs"],
         )
     if program.joined.any():

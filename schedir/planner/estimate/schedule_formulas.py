@@ -8,12 +8,12 @@ formulas with the simulator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from schedir.errors import UsageError, describe
+from schedir.schedules import suggest_schedules
 
 WaitFormula = Callable[[Any, Any, Any], Any]  # A function of F, I and W.
 CountFormula = Callable[[Any, Any, Any], Any]  # A function of P, v and m.
@@ -153,11 +153,12 @@ def describe_schedule_names() -> str:
     return f"{', '.join(SCHEDULE_FORMULAS)}; the default is all but {', '.join(extra)}"
 
 
-def get_formulas(name: object) -> ScheduleFormulas:
+def get_formulas(name: object, argument: str = "schedule") -> ScheduleFormulas:
     """Return the formulas of a schedule.
 
     Args:
         name: The name of the schedule.
+        argument: Name of the user's argument, for the error message.
 
     Raises:
         UsageError: The planner has no formulas of this schedule.
@@ -168,15 +169,18 @@ def get_formulas(name: object) -> ScheduleFormulas:
         >>> get_formulas("zb_hl")
         Traceback (most recent call last):
             ...
-        schedir.errors.UsageError: the planner has no formulas for schedule 'zb_hl'
-          hint: did you mean zb_h2?
+        schedir.errors.UsageError: schedule: the planner has no formulas for schedule 'zb_hl'
+          hint: did you mean 'zb_h2'?
     """
     if isinstance(name, str) and name in SCHEDULE_FORMULAS:
         return SCHEDULE_FORMULAS[name]
-    near = get_close_matches(name, SCHEDULE_FORMULAS, 1) if isinstance(name, str) else []
-    hint = f"did you mean {near[0]}?" if near else f"the schedules are {describe_schedule_names()}"
+    hint = suggest_schedules(name, [*SCHEDULE_FORMULAS]) if isinstance(name, str) else ""
+    if not hint.startswith("did you mean"):
+        hint = f"the schedules are {describe_schedule_names()}"
     raise UsageError(
-        f"the planner has no formulas for schedule {describe(name)}", hint=hint, fields=["schedule"]
+        f"{argument}: the planner has no formulas for schedule {describe(name)}",
+        hint=hint,
+        fields=[argument],
     )
 
 

@@ -49,7 +49,7 @@ def cluster_preset(name: str, nodes: int = 1) -> Cluster:
         3072
     """
     if (path := get_preset_path(name)) is None:
-        near = get_close_matches(str(name), cluster_presets(), 1)
+        near = get_close_matches(str(name).lower(), cluster_presets(), 1)
         raise UsageError(
             f"there is no cluster preset {describe(name)}",
             hint=f"did you mean {near[0]!r}?"

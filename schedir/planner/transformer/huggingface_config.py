@@ -47,6 +47,16 @@ def describe_missing_keys(fields: Sequence[str]) -> str:
     return f"add {', '.join(_KEYS[field][0] for field in fields)} to the file"
 
 
+def describe_keys(field: str) -> str:
+    """Return a hint with the keys of a `config.json` that may give a field of a model.
+
+    Args:
+        field: The name of a field of `TransformerSpec`.
+    """
+    keys = _KEYS.get(field, ())
+    return f"the key of the file is {' or '.join(keys)}" if keys else ""
+
+
 def read_huggingface_config(path: Path) -> dict[str, Any]:
     """Return the fields of a model from its `config.json`.
 

@@ -12,6 +12,7 @@ from schedir.errors import ConfigError, UsageError, describe
 from schedir.io.files import read_text, require_path
 from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml
 from schedir.planner.transformer.huggingface_config import (
+    describe_keys,
     describe_missing_keys,
     read_huggingface_config,
 )
@@ -249,4 +250,11 @@ def build_model(model_fields: dict[str, Any], source: str = "") -> TransformerSp
             hint=describe_missing_keys(missing) if source.endswith(".json") else "",
             fields=missing,
         )
-    return TransformerSpec(**model_fields)
+    try:
+        return TransformerSpec(**model_fields)
+    except UsageError as error:
+        if source:
+            error.fact = error.fact.replace("model: ", f"model {source}: ", 1)
+        if source.endswith(".json") and not error.hint:
+            error.hint = describe_keys(error.fields[0])
+        raise

@@ -85,9 +85,9 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         >>> torch.equal(stages[0][0].weight.grad, plain[0][0].weight.grad)  # computed by W
         True
     """
-    require_type(module, nn.Module, "make_backward_splittable(stages[0])")
-    for kind in layer_types:
-        require_type(kind, type, "nn.LayerNorm")
+    require_type(module, "module", nn.Module, "make_backward_splittable(stages[0])")
+    for index, kind in enumerate(layer_types):
+        require_type(kind, f"layer_types[{index}]", type, "nn.LayerNorm")
         if _find_split_type(kind) is None:
             raise _unknown_type_error(kind)
     for layer in module.modules():
@@ -237,8 +237,8 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
         >>> from schedir.runtime import check_splittable_layer
         >>> check_splittable_layer(torch.nn.Linear(8, 8), torch.randn(4, 8))
     """
-    require_type(layer, nn.Module, "nn.Linear(8, 8)")
-    require_type(x, Tensor, "torch.randn(2, 8)")
+    require_type(layer, "layer", nn.Module, "nn.Linear(8, 8)")
+    require_type(x, "x", Tensor, "torch.randn(2, 8)")
     kind = _original_type(layer)
     unsplit = deepcopy(layer)
     split = make_backward_splittable(deepcopy(layer), *_OPT_IN_TYPES & {kind})

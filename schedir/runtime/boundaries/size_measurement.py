@@ -17,7 +17,12 @@ from schedir.errors import ModelError, describe, describe_exception
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.cost.zero_states import ModelStates, zero_model_states
 from schedir.ir.pipeline.skip_connections import Skips
-from schedir.runtime.arguments import require_loss, require_model_stages, require_scalar_loss
+from schedir.runtime.arguments import (
+    require_loss,
+    require_loss_input,
+    require_model_stages,
+    require_scalar_loss,
+)
 from schedir.runtime.autograd.preserved_state import preserve_module
 from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
 from schedir.runtime.autograd.stage_inputs import StageInputAdapter
@@ -416,6 +421,8 @@ def _measure_stage(
             written += sum(p.nbytes for p, before, after in checksums if after != before)
             if not adapter.writes_inputs[module.training]:
                 always |= {*_measure_storages(args)} - {*_measure_storages(xs if s else [])}
+            if last:
+                require_loss_input(y, s)
             ys = (
                 (require_scalar_loss(stage_inputs.loss(y, target)),)
                 if last

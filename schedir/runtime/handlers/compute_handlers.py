@@ -26,7 +26,7 @@ from schedir.ir.isa.instructions import (
     Value,
 )
 from schedir.ir.pipeline.stage_segments import EXIT_COLLECTIVE
-from schedir.runtime.arguments import require_scalar_loss
+from schedir.runtime.arguments import require_loss_input, require_scalar_loss
 from schedir.runtime.autograd.activation_checkpoint import Checkpoints
 from schedir.runtime.autograd.random_streams import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
@@ -177,6 +177,7 @@ class StageRun:
         )
         if self.require_outputs is not None:
             return self.require_outputs(y, self.stage), xs
+        require_loss_input(y, self.stage)
         return (require_scalar_loss(self.state.options.loss(y, batch.targets[mb])),), xs
 
     def collect_saved(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> object:

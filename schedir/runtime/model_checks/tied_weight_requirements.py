@@ -151,6 +151,7 @@ class ParameterTable:
         if tied is not None:
             require_type(
                 tied,
+                "tied_weights",
                 TiedWeights,
                 "schedir.find_tied_weights(stages), or "
                 "schedir.find_tied_weights(model).locate_in_stages(stages)",

@@ -5,7 +5,6 @@ Each error in the configuration is reported with its position, before any proces
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
@@ -15,7 +14,7 @@ from schedir.errors import ConfigError, SchedirError, ShapeError, describe
 from schedir.io.files import read_text
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
-from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml
+from schedir.io.toml_tables import MAX_TOML_BYTES, find_position, parse_toml, suggest_section
 from schedir.ir.input_trust import get_max_file_instructions
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS
 from schedir.ir.program import ATTRIBUTE_FIELDS, HEADER_FIELDS, Program
@@ -142,14 +141,14 @@ def _read_file_settings(path: str) -> Iterator[tuple[tuple[str, str], _SettingVa
     text = read_text(path, MAX_TOML_BYTES)
     tables = parse_toml(text, path)
     for section, table in tables.items():
-        at = _SettingValue(table, path, *_find_position(text, section))
+        at = _SettingValue(table, path, *find_position(text, section))
         _require_known_name(section, SECTION_CLASSES, "section", at)
         if not isinstance(table, dict):
             raise at.make_error(
                 f"{section} must be a section, not {describe(table)}", f"[{section}]"
             )
         for name, value in table.items():
-            setting = _SettingValue(value, path, *_find_position(text, section, name))
+            setting = _SettingValue(value, path, *find_position(text, section, name))
             yield (section, name), setting
 
 
@@ -244,7 +243,9 @@ def _require_known_name(
         kinds = [
             kind for kind, one in MODEL_KINDS.items() if name in get_setting_types(one.config_class)
         ]
-        if homes:
+        if name in SECTION_CLASSES:
+            hint = suggest_section(name)
+        elif homes:
             hint = f"did you mean {' or '.join(homes)}?"
         elif subject == "setting model" and kinds:
             hint = f"it is a setting of kind = {' or '.join(kinds)}"
@@ -267,22 +268,3 @@ def _locate_errors(path: str, settings: _Settings) -> Iterator[None]:
             (named[name] for name in error.fields if name in named), _SettingValue(None, path)
         )
         raise at.make_error(error.fact, error.hint, error.fields) from error
-
-
-def _find_position(text: str, section: str, name: str = "") -> tuple[int, int]:
-    """Return the line and column of a setting or section, from 1, or (0, 0) if it is not found."""
-    table = ""
-    wanted = f"{section}.{name}" if name else section
-    for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[+\s*([^\[\]\s][^\[\]]*)\]", line)
-        table = header[1] if header else table
-        key = header or re.match(r"\s*([\w.\"'-]+)\s*=", line)
-        if not key:
-            continue
-        dotted = re.sub(r"[\"'\s]", "", key[1] if header or not table else f"{table}.{key[1]}")
-        if dotted == wanted or dotted.startswith(f"{wanted}."):
-            return number, key.start(1) + 1
-        inline = re.search(rf"[{{,]\s*({re.escape(name)})\s*=", line) if name else None
-        if dotted == section and inline:
-            return number, inline.start(1) + 1
-    return 0, 0
