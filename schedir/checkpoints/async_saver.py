@@ -222,7 +222,8 @@ class Saver:
         if any(waits for _, waits in statuses):
             self._save_plan = plan
             raise ModelError(
-                f"step {plan.step} has not been copied: no step has run since schedule_save",
+                f"the state of step {plan.step} has not been copied: no step has run since "
+                "schedule_save",
                 hint="call executor.step(...), or save(executor, folder, step=...)",
             )
         copies = [copy for one in snapshots for copy in one.take_copies()]

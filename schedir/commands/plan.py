@@ -342,7 +342,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--gpu-counts, draw step time against the number of GPUs",
     )  # fmt: skip
     group.add_argument("--tradeoff", action="store_true",
-                       help="with --picture: draw memory against step time")  # fmt: skip
+                       help="with --picture: draw step time against memory")  # fmt: skip
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:

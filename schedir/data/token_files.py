@@ -99,7 +99,7 @@ def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
             raise UsageError(f"cannot read {name:.200}: no file has this name or matches it")
         if lines := [path for path in files if path.suffix == ".jsonl"]:
             raise UsageError(
-                f"{lines[0]} is not a text file",
+                f"{lines[0]} has JSON lines instead of plain text",
                 hint=RETIRED_HINTS["source = .jsonl"],
                 fields=["source"],
             )

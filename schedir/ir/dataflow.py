@@ -239,7 +239,7 @@ class Dataflow:
             giver: Position of the instruction that may give it.
 
         Returns:
-            The kind of value, or None if the giver gives none that the other instruction needs.
+            The kind of value. None if the giver gives no value that the other instruction needs.
         """
         row = INSTRUCTIONS[int(self.index.op[needer])]
         given = INSTRUCTIONS[int(self.index.op[giver])].gives

@@ -241,7 +241,8 @@ class Program:
         object.__setattr__(self, "offsets", streams.offsets)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy runs the constructor again. So it has all words in one array, and no proofs.
+        # A copy runs the constructor again. So one array has the words of all its streams, and its
+        # `proofs` are empty.
         arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return partial(type(self), **arguments | {"streams": tuple(self.streams)}), ()
 

@@ -24,8 +24,8 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     The weights of a stage are used in one run of forwards and one run of backwards. So sharded
     weights are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of
     ideal time. If m < P, it idles for (v-1)(P-m)(F+B) more. There are m v stage activations in
-    flight. PyTorch's LoopedBFS runs the backwards of each stage in descending order, which takes
-    the same time.
+    flight. PyTorch's LoopedBFS runs the backwards of each stage in descending order of
+    microbatches, which takes the same time.
 
     Args:
         r: Rank, 0 to P - 1.

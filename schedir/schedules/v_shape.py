@@ -68,9 +68,9 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     It is one half of DeepSeek's DualPipe, in the order of github.com/deepseek-ai/DualPipe. A pair
     hides the messages of one of its two instructions during the compute of the other.
 
-    Let FB be the cost of a pair. The rank with the most idle time idles for (P-1)(FB + B - 3W) at F
-    = I >= W, and for no longer if W <= F < I. There are 2P+1 stage activations in flight on each
-    rank.
+    Let FB be the cost of a pair. If F = I >= W, the rank with the most idle time idles for (P-1)(FB
+    + B - 3W). If W <= F < I, it idles for at most this time. There are 2P+1 stage activations in
+    flight on each rank.
 
     A pair is one unit: both of its results are available when it ends. If each result were sent
     when it is ready, the same order would idle for (P-1)(F + I - W) at F = I >= W. With P = 4, m =

@@ -61,9 +61,9 @@ def _max_unsharded(actions: Sequence[Any], unsharded_stages: int) -> int:
 def _stages_of_action(
     action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)
 ) -> tuple[int, ...]:
-    """Return the stages of an action, or of its sub-actions, that have one of these kinds.
+    """Return the stages of an action, or of its sub-actions. Leave out actions of other kinds.
 
-    The default kinds are those that need unsharded parameters.
+    The default kinds are those that need unsharded parameters or gradients.
     """
     if action.sub_actions is not None:
         return tuple(

@@ -99,7 +99,7 @@ def test_documents_of_bytes_have_their_ends(tmp_path: Path) -> None:
 def test_lines_of_json_are_refused_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
     for source in (str(tmp_path / "a.jsonl"), [str(tmp_path / "*.jsonl")]):
-        with pytest.raises(UsageError, match="is not a text file") as caught:
+        with pytest.raises(UsageError, match="has JSON lines instead of plain text") as caught:
             read_documents(source, Bytes(), 257)
         assert "preprocess_data.py" in caught.value.hint
         assert caught.value.fields == ("source",)

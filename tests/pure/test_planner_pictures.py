@@ -92,7 +92,7 @@ def test_scaling_has_a_point_for_each_number_of_gpus() -> None:
 @pytest.mark.parametrize("draw", [plan_times, plan_memory, plan_scaling])
 def test_no_plans_are_refused(draw: object) -> None:
     for nothing in ([], [3]):
-        with pytest.raises(UsageError, match="plans must contain at least one PlanEstimate"):
+        with pytest.raises(UsageError, match="plans must be a list of one or more PlanEstimates"):
             draw(nothing)  # type: ignore[operator]
 
 

@@ -121,8 +121,10 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
 def _require_plans(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
     """Return the plans. Raise UsageError if there are none, or if one is no PlanEstimate."""
     if not plans or not all(isinstance(plan, PlanEstimate) for plan in plans):
-        raise UsageError(f"plans must contain at least one PlanEstimate, not {describe(plans)}",
-                         hint="schedir.planner.plan(model, cluster, batch)")  # fmt: skip
+        raise UsageError(
+            f"plans must be a list of one or more PlanEstimates, not {describe(plans)}",
+            hint="schedir.planner.plan(model, cluster, batch)",
+        )
     return plans
 
 
@@ -215,13 +217,13 @@ def _format_seconds(time: float) -> str:
     return f"{time / one:.{2 if time / one < 100 else 1}f} {unit}"
 
 
-# ---------------------------------------------------------------- memory against time
+# ---------------------------------------------------------------- time against memory
 
 
 def plan_memory(
     plans: Sequence[PlanEstimate], limit: float | None = None, best: PlanEstimate | None = None
 ) -> Figure:
-    """Draw the memory of plans against the time of a step, with a point per plan.
+    """Draw the time of a step against the memory of a plan, with a point per plan.
 
     A line joins the plans with the shortest step at each memory. Colours show the recomputation.
 

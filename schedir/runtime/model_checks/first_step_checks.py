@@ -93,7 +93,9 @@ class FirstStepChecks:
         self.is_active = False
 
     def note_gradients(self, stage: int, mb: int, inputs: Sequence[Tensor]) -> None:
-        """Record the gradients of inputs after a forward, which may have run a backward.
+        """Record the version counters of the inputs' gradients after a forward.
+
+        The inputs have gradients at this time if the forward itself ran a backward.
 
         Args:
             stage: The number of the stage.
@@ -103,7 +105,7 @@ class FirstStepChecks:
         self.gradient_versions[stage, mb] = _get_gradient_versions(inputs)
 
     def has_gradients_of_forward(self, stage: int, mb: int, inputs: Sequence[Tensor]) -> bool:
-        """Return whether inputs have the same gradients as after their forward.
+        """Return whether the gradients of the inputs are unchanged since the forward.
 
         Args:
             stage: The number of the stage.
@@ -111,7 +113,7 @@ class FirstStepChecks:
             inputs: The inputs of the stage.
 
         Returns:
-            True if they have, or if the gradients were not recorded in this step.
+            True if they are unchanged, or if they were not recorded in this step.
         """
         noted = self.gradient_versions.get((stage, mb))
         return noted is None or noted == _get_gradient_versions(inputs)

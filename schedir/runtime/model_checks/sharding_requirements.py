@@ -174,5 +174,5 @@ def _require_elementwise_state(program: Program, inner: Any) -> None:
                     f"{name}.{key} has a tensor of shape {list(one.shape)}, like a weight, but "
                     f"ZeRO shards only tensors in {name}.state (zero {program.zero})",
                     program=program.name,
-                    hint="keep the tensor in self.state[p], which ZeRO shards as p; or zero=0",
+                    hint="keep the tensor in self.state[p], which ZeRO shards like p; or zero=0",
                 )

@@ -38,9 +38,7 @@ def make_offload_error(fact: str, hint: str = ON_DEVICE_HINT, program: str = "")
         hint: The remedy.
         program: The name of the program.
     """
-    return ModelError(
-        f"optimizer_placement is not 'device', but {fact}", program=program, hint=hint
-    )
+    return ModelError(f"optimizer_placement must be 'device': {fact}", program=program, hint=hint)
 
 
 class StepIsolation:

@@ -54,7 +54,7 @@ def join_process_group(
     Args:
         timeout: The seconds that the processes wait for each other.
         device: The device, which selects the backends of the group.
-        black_box: The black box of this process, which records the phases. None records nothing.
+        black_box: The black box that records the phases of this process. None records nothing.
         facts: Facts that must be the same on all processes. They are compared first.
 
     Raises:
