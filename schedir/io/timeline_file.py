@@ -153,7 +153,7 @@ def load_timeline(path: str | Path) -> Timeline:
         first_bytes = file.read(8)
         if first_bytes == b"schedir ":
             raise TraceError(
-                f"{path} contains a program, whose file ends in .sched, and no run",
+                f"{path} contains a program, not a run: the file of a program ends in .sched",
                 hint="schedir.from_text(text) reads the text of a program"
                 if Path(path).suffix == ".sched"
                 else f"rename the file to {Path(path).with_suffix('.sched')}",
@@ -297,7 +297,9 @@ def _parse_sizes(value: Any, shape: PipelineShape) -> Sizes | None:
             raise TraceError(f"sizes contain one size under two names: {value!r:.80}")
         value = current
     if not isinstance(value, dict) or not value.keys() <= {*names}:
-        raise TraceError(f"sizes must have the names {', '.join(names)}, not {value!r:.80}")
+        raise TraceError(
+            f"sizes must be an object with names from {', '.join(names)}, not {value!r:.80}"
+        )
     sizes = Sizes(**value)
     sizes.validate(shape)
     return sizes

@@ -343,8 +343,9 @@ def _no_product_error(
             )
     return UsageError(
         f"no plan with {product_text} uses all {cluster.gpu_count} GPUs",
-        hint="the product of all degrees must be "
-        f"{cluster.gpu_count} = {' x '.join(map(str, _factorize(cluster.gpu_count)))}",
+        hint="the product of pp, tp, dp and cp must be "
+        f"{cluster.gpu_count} = {' x '.join(map(str, _factorize(cluster.gpu_count)))}"
+        f"{', and ep must divide dp' if 'ep' in names else ''}",
         fields=names,
     )
 

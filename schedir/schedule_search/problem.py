@@ -64,8 +64,9 @@ class SchedulingProblem:
             stage. 0 if both stages are on one rank.
         grad_delay: The time from the end of a stage's I until the previous stage has its gradient,
             by stage. 0 if both stages are on one rank.
-        tail_time: The least time from the last compute of a rank to the end of its step, by rank:
-            the reduction of the gradients of one stage, and the optimizer step.
+        tail_time: The least time from the last compute of a rank to the end of its optimizer step,
+            by rank. In this time the rank reduces the gradients of one stage, and runs the
+            optimizer step.
         saved: The memory of a microbatch from the start of its F to the start of its I, by stage.
             If backwards are not split, to the end of I.
         deferred_wgrad: The memory of a microbatch from the end of its I to the end of its W, by

@@ -470,7 +470,7 @@ def get_placement_mark(schedule: Schedule) -> tuple[Placement | None, int | None
 
 
 def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> PipelineShape:
-    """Set the fields of a shape that were not given to the values that a schedule needs.
+    """Set the fields in `shape.default_fields` to the values that a schedule needs.
 
     Args:
         schedule: A schedule function.

@@ -39,8 +39,8 @@ class TrainingCheckpoints:
         losses: The loss log of the run on process 0, None on the others.
 
     Attributes:
-        start_step: Steps that were complete when this process began.
-        start_samples: Samples of all replicas that these steps used.
+        start_step: The number of steps that were complete when this process began.
+        start_samples: The number of samples that these steps used, summed over all replicas.
         saved_step: The step of the newest complete checkpoint, 0 if there is none.
         pending_step: The step whose state is copied but not yet written, 0 if there is none.
         extra_state: The name and the settings of the run, which each checkpoint stores.
@@ -107,7 +107,7 @@ class TrainingCheckpoints:
         return step
 
     def should_save_now(self, step: int) -> bool:
-        """Return whether to save the state after a step before the next step begins.
+        """Return whether to save the state after `step` before the next step begins.
 
         Args:
             step: The step, from 1. The last step is always saved. Other steps are saved in this way
@@ -119,7 +119,7 @@ class TrainingCheckpoints:
         return step == train.steps or (self.saver is None and step % train.checkpoint_every == 0)
 
     def should_copy(self, step: int) -> bool:
-        """Return whether the next step must copy the state after a step.
+        """Return whether the step after `step` must copy the state that `step` leaves.
 
         Args:
             step: The step, from 1.

@@ -166,9 +166,9 @@ def test_what_is_taught_wrongly() -> None:
     layer, x = Odd(N), torch.randn(2, 3, N)
     with pytest.raises(UsageError, match=r"layer_type must be a subclass of nn\.Module, not Odd"):
         register_splittable_layer(layer, input_grad=back, deferred_grads={"weight": rule})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="layers of type Odd have no split"):
+    with pytest.raises(UsageError, match="cannot split the backward of layers of type Odd"):
         make_backward_splittable(layer, Odd)
-    with pytest.raises(UsageError, match="layers of type Odd have no split"):
+    with pytest.raises(UsageError, match="cannot split the backward of layers of type Odd"):
         check_splittable_layer(layer, x)
     register_splittable_layer(Odd, input_grad=back, deferred_grads={"weight": rule})
     with pytest.raises(ModelError, match="autograd differ in the gradient of weight"):

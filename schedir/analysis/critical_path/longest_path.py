@@ -79,7 +79,8 @@ def compute_earliest_times(
 def compute_remaining_times(graph: Graph, costs: Costs | None = None) -> Times:
     """Return the longest time from the start of each instruction to the end of the program.
 
-    If an instruction starts when less than this time is left, the program takes longer.
+    The shortest time of the program minus this time is the latest start of the instruction that
+    does not make the program longer.
 
     Args:
         graph: The dependency graph of a lowered program.

@@ -356,8 +356,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         frees=(_V.LOCAL_NORM,),
         doc=(
             "Computes the norm of all gradients over all pipeline ranks, after an optimizer "
-            "step that did not wait for it. The next step waits for the norm. Both steps are "
-            "repeated if gradients had to be clipped."
+            "step that did not wait for it. The next step waits for the norm. If gradients had "
+            "to be clipped, the rank corrects the weights, and runs that next step again."
         ),
         cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model",
         is_implicit_in_torch=True,

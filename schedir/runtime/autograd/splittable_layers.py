@@ -356,7 +356,8 @@ def _rebuild_split_layer(kind: type[nn.Module]) -> nn.Module:
 def _unknown_type_error(kind: type[nn.Module]) -> UsageError:
     name = kind.__name__
     return UsageError(
-        f"layers of type {name} have no split", hint=f"register_splittable_layer({name}, ...)"
+        f"schedir cannot split the backward of layers of type {name}",
+        hint=f"register_splittable_layer({name}, ...)",
     )
 
 

@@ -139,8 +139,8 @@ class Boundary:
     def to_message_layout(self, value: Tensor) -> Tensor:
         """Return a value in the layout of a received message: contiguous, with its own storage.
 
-        The memory layout may change how computations round. A view would keep the memory of its
-        base tensor alive.
+        In another layout, computations may round differently. A view is copied, because it would
+        keep the memory of its base tensor alive.
 
         Args:
             value: A tensor of this shape. If it has this layout already, it is returned without a

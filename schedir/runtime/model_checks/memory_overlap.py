@@ -185,7 +185,7 @@ def require_rank_local_memory(
         if len(users) > 1 and (one.is_trained or other.is_trained):
             raise ModelError(
                 f"{one} and {other} share memory, but their stages are on ranks "
-                f"{' and '.join(map(str, sorted(users)))}: each rank trains its own memory",
+                f"{' and '.join(map(str, sorted(users)))}, which do not share memory",
                 program=program,
                 hint="to share the weight, use one Parameter in both stages (stage.b = stage.a) "
                 "and compile(..., tied_weights=schedir.find_tied_weights(stages)); otherwise use "

@@ -45,7 +45,8 @@ def compute_times(
         codes: The order: the codes of all ranks, concatenated.
         cost: The time of a task, for each code.
         delays: The time from the end of a task to the arrival of its value, for each code.
-        tail: For each rank, the time from the end of its last task to the end of its step.
+        tail: For each rank, the time of its gradient reduction and its optimizer step after its
+            last task.
         minimizes_active_span: 1 for the objective "active_span", 0 for "span".
         arrivals: Buffer: the time at which the input of a task arrives, for each code and
             microbatch.
