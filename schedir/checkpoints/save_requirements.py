@@ -63,7 +63,11 @@ def _require_known_optimizer(optimizer: Any) -> None:
                 if not (hasattr(leaf, "param_groups") or isinstance(leaf, MainOptimizer))
             ]
             if others:
-                raise CheckpointError(f"the state of the optimizer {name} is unknown", hint=hint)
+                raise CheckpointError(
+                    f"schedir cannot save the state of the optimizer {name}, which has no "
+                    "param_groups",
+                    hint=hint,
+                )
         elif not (is_torch_optimizer(inner) or getattr(inner, "elementwise", False)):
             raise CheckpointError(
                 f"schedir cannot determine whether the optimizer {name} is elementwise",

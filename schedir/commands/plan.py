@@ -385,8 +385,8 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--calibrate", metavar="RUNS.csv",
-        help="fit the constants of the cluster to the 1 to 20 measured runs of --stack in this "
-        "file, and write the fitted cluster to -o",
+        help="fit the constants of the cluster to the measured runs in this file (1 to 20, with "
+        "the software --stack), and write the cluster to -o",
     )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",

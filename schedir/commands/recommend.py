@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.description = (
         "Rank all built-in schedules, and your own, for one model and shape, the shortest first. "
-        "--costs are per rank and microbatch, as in `schedir compare`. With a run, its shape, "
-        'mean times and progress model are the defaults. The column "to gain" is that of '
+        "--costs are per rank and microbatch, as in `schedir compare`. If a SCHEDULE is a run, the "
+        'defaults are its shape, mean times and progress model. The column "to gain" is that of '
         "`schedir compare`: the largest share of the span that another order of the same stages "
         "within the same memory can save."
     )

@@ -168,7 +168,10 @@ def _compute_loss(original: Any, schedule: Any, stage: Any, *args: Any, **kwargs
 
 
 def _run_backward(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run B, I, W or the reduction of gradients in a range. `eval` gets no ranges."""
+    """Run B, I, W or the reduction of gradients in a range.
+
+    In an evaluation (`eval` of a torch schedule), stages have no backward, so there is no range.
+    """
     step = _CURRENT_STEP.get()
     if step is None or step.is_marked or not stage.has_backward:
         return original(stage, *args, **kwargs)

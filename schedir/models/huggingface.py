@@ -193,7 +193,8 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
     used = {parameter for stage in result for parameter in stage.parameters()}
     if unused := [name for name, p in model.named_parameters() if p not in used]:
         raise UsageError(
-            f"cut does not know the parameter {unused[0]} of {type(model).__name__}",
+            f"cut cannot divide {type(model).__name__}: no stage would use its parameter "
+            f"{unused[0]}",
             hint="use the class for language modeling, or write a Stage class",
         )
     return result

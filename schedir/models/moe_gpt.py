@@ -195,10 +195,14 @@ class MoELayer(gpt.AttentionLayer):
             aux: The auxiliary loss of earlier layers, (1,).
 
         Returns:
-            Six tensors. The first four are the tokens sorted by expert, (b*T*active, hidden), the
-            number of tokens of each expert, (experts,), the weights of the experts of each token,
-            (b*T, active), and the permutation that sorted the tokens, (b*T*active,). The last two
-            are the residual stream and the auxiliary loss.
+            Six tensors:
+
+            - the tokens sorted by expert, of shape (b*T*active, hidden)
+            - the number of tokens of each expert, of shape (experts,)
+            - for each token, the weights of its experts, of shape (b*T, active)
+            - the permutation that sorted the tokens, of shape (b*T*active,)
+            - the residual stream, of shape (b, T, hidden)
+            - the auxiliary loss, of shape (1,)
         """
         with self.use_dropout_stream():
             x, normed = self.run_attention(x)

@@ -40,7 +40,7 @@ def compute_trainer_sizes(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes = ADAM_32,
 ) -> Sizes:
-    """Return the sizes of each stage of a plan: its states, and what it saves of a microbatch.
+    """Return the sizes of each stage: its model states, and the tensors saved per microbatch.
 
     All numbers have 32 bits. A layer of hidden size h on t tensor-parallel ranks saves 4h + 12h/t
     numbers per token. It saves no masks, because there is no dropout. It also saves two numbers per

@@ -228,7 +228,8 @@ def advise(
 
     Args:
         timeline: A predicted or measured run.
-        costs: The costs of a prediction. If None, `calibrate` computes the costs from the run.
+        costs: The costs from which a predicted run was computed. If None, `calibrate` computes the
+            costs from the run.
         schedule: The schedule from which the program was compiled. If None, a built-in schedule
             that gives the same program takes its place. If there is none, more microbatches are not
             tried.

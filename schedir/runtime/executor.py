@@ -410,9 +410,9 @@ class Executor:
     def validate_last_update(self) -> None:
         """Validate the last update of a program with `norm_check="after_step"`.
 
-        Before this call the weights and the optimizer state may be wrong. The result of `step`,
-        `grad_norm` and `finite_updates` are always right. For other programs the method does
-        nothing. All processes must call it after the same step.
+        Before this call the weights and the optimizer state may be wrong. The loss that `step`
+        returns is always right, and so are `grad_norm` and `finite_updates`. For other programs the
+        method does nothing. All processes must call it after the same step.
 
         Raises:
             ModelError: The processes call it after different steps.

@@ -63,7 +63,8 @@ class StageLocation(NamedTuple):
 
     Attributes:
         stage: The number of the stage, or None if it is not known.
-        rank: The rank. None if no rank has the gradient, or fewer ranks than there are replicas.
+        rank: The rank. None if the gradient is missing: it is on no rank, or on fewer ranks than
+            there are replicas.
     """
 
     stage: int | None

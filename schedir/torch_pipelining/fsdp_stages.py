@@ -103,7 +103,10 @@ def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
             unsharded.remove(stage)
         needs = _stages_of_action(action)
         if needs and len(unsharded) > limit:
-            raise SlotError(f"{action}: stages {sorted(unsharded)} are unsharded, limit {limit}")
+            raise SlotError(
+                f"{action}: stages {sorted(unsharded)} are unsharded, but the limit is {limit} "
+                "unsharded stages"
+            )
         for s in needs:
             if s not in unsharded:
                 raise OrderError(f"{action} needs stage {s} unsharded, but the stage is sharded")

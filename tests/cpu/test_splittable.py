@@ -182,7 +182,7 @@ def test_what_is_taught_wrongly() -> None:
     with pytest.raises(ModelError, match=r"a gradient of shape \[\] for weight of shape \[6\]"):
         check_splittable_layer(layer, x)
     register_splittable_layer(Odd, input_grad=back, deferred_grads={"wieght": rule})
-    with pytest.raises(ModelError, match="has no rule for its weight"):
+    with pytest.raises(ModelError, match="has no rule for its parameter weight"):
         make_backward_splittable(layer)
 
 

@@ -138,7 +138,8 @@ def _require_titles(value: object, chart_count: int) -> Sequence[str | None]:
         raise UsageError(f"titles must be strings, one per chart, not {describe(value)}")
     if len(titles) != chart_count:
         raise UsageError(
-            f"titles has {len(titles)} of {chart_count} titles, one for each chart: {list(titles)}",
+            f"titles must have {chart_count} titles, one per chart, not {len(titles)}: "
+            f"{list(titles)}",
             hint=CommandHint(
                 "titles=None uses the names of the programs",
                 f"give --title {chart_count} times, or not at all",

@@ -129,7 +129,7 @@ def _require_plans(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
 
 
 def _choose_time_unit(longest: float) -> tuple[float, str]:
-    """Return the seconds of a unit for times up to `longest`, and its name."""
+    """Return a unit for times up to `longest` seconds: its length in seconds, and its name."""
     return (1.0, "s") if longest >= 1 else (1e-3, "ms")
 
 

@@ -184,7 +184,7 @@ def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[
             raise ShapeError(
                 f"stage_segments gives each rank the collectives {describe(own)}, which do not "
                 f"divide equally over its {v} stages",
-                hint=f"stage_segments={2 * v + 1}, for a rank with one stage",
+                hint=f"stage_segments={2 * v + 1} gives each of the {v} stages 3 segments",
                 fields=["stage_segments", "stages_per_rank"],
             )
         found += [one or 1] * v

@@ -145,9 +145,7 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
         '1.573e+09 1e+09 1e-05'
     """
     if not (measurements.gemms and measurements.tiny_layers and measurements.layers):
-        raise UsageError(
-            "the measurements need at least one matrix product, one tiny layer and one layer"
-        )
+        raise UsageError("gemms, tiny_layers and layers must each have at least one measurement")
     latency, nvlink = (
         _fit_link(measurements.all_reduces)
         if measurements.all_reduces

@@ -103,7 +103,11 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         ):
             if _has_computed_weight(layer, _REGISTERED_LAYERS[kind]):
                 continue
-            raise ModelError(f"the split of {kind.__name__} has no rule for its {names[0]}")
+            raise ModelError(
+                f"the split backward of {kind.__name__} has no rule for its parameter {names[0]}",
+                hint="add it to deferred_grads or immediate_grads of "
+                f"register_splittable_layer({kind.__name__}, ...)",
+            )
         layer.__class__ = split
     return module
 

@@ -83,7 +83,8 @@ def collect_facts(
     facts: dict[str, str] = {}
     tp_rank = transport.tp_rank
     for s, module in stages.items():
-        # `max` selects the name with experts, if the stage has experts.
+        # The slice of a parameter of an expert also names the experts, so it sorts last, and `max`
+        # selects it.
         slices = [f"slice {tp_rank}", *(describe_slice(p, tp_rank) for p in module.parameters())]
         facts |= _describe_parameters(module, f"stage {s}, {max(slices)}")
         shapes = [_describe_shape(p) for p in module.parameters() if is_expert(p)]

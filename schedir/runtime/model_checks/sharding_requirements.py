@@ -58,8 +58,8 @@ def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimiz
     for s, name, p in trained:
         if p in fused and not p.is_contiguous():
             raise refuse(
-                f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}), but "
-                "its summed gradient is, and a fused optimizer needs one layout for both",
+                f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}): a "
+                "fused optimizer needs the layout of its summed gradient, which is contiguous",
                 "p.data = p.data.contiguous() before the executor is created, or fused=False",
             )
     if not program.zero:

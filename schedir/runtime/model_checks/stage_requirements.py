@@ -98,7 +98,7 @@ def _require_summed_over_tp(program: Program, stage: int, module: nn.Module) -> 
         if is_summed is True and is_tp_sharded(p):
             raise ModelError(
                 f"{name} of stage {stage} has summed_over_tp=True, but each tensor-parallel rank "
-                "has another slice of it",
+                "has a different slice of it",
                 program=program.name,
             )
         if is_summed is True and not program.sequence_parallel:

@@ -88,8 +88,8 @@ class ShardedParameters:
         """Copy the weights into buckets, and replace the data of each parameter by its shard.
 
         Args:
-            alias_shards: Parameter of another stage, a value of `aliases` -> the shard of its
-                bucket. This bucket has no other parameter.
+            alias_shards: A shard for each parameter of another stage that is a value of `aliases`:
+                the shard of its bucket. This bucket has no other parameter.
         """
         for bucket in self.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)

@@ -5,8 +5,9 @@ state and raises `TerminationNotice`.
 
 This costs no time within a step. Each process has a thread that waits at the rendezvous store for a
 stop request. After a request, each process writes to the store the last step that it has begun.
-Until all have written it, no process begins another step. All processes then finish the largest of
-these steps. A process within this step needs the other processes, which may not have begun it.
+It then begins no other step until all processes have written theirs. All processes then finish the
+largest of these steps. A process within this step needs the other processes, which may not have
+begun it.
 """
 
 from __future__ import annotations
