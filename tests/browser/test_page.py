@@ -17,7 +17,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
+from schedir.schedules import gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.viz import save_html
 from schedir.viz.palette import choose_box_color, format_hex
 from tests.browser.chromium import Chromium
@@ -225,6 +225,21 @@ def test_two_runs_and_a_switch(page: Page) -> None:
     browser.key("v")
     browser.mouse("mouseMoved", *place(browser, 1.5, PREDICTED.span))
     assert "F 0.1" in text(browser, "tip") and "predicted\n1, 1 long" in text(browser, "tip")
+
+
+def test_the_panel_has_the_times_of_the_instruction_in_another_program(page: Page) -> None:
+    """The instruction has another position in each program."""
+    other = simulate(compile(gpipe, PREDICTED.program.shape, costs=COSTS), COSTS)
+    browser = page(PREDICTED, other)
+    for _ in range(2):
+        browser.key("v")
+    first = other.spans[(other.spans["rank"] == 0) & (other.spans["op"] == 1)][0]
+    browser.mouse("mouseMoved", *place(browser, float(first["start"]) + 1, other.span))
+    tip = text(browser, "tip").splitlines()
+    assert tip[1] == "backward"
+    spans = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)]
+    start = float(spans["start"][spans["mb"] == int(tip[tip.index("microbatch") + 1])][0])
+    assert tip[tip.index("one_f_one_b") + 1].startswith(f"{start:g}, 2 long")
 
 
 def test_names_do_nothing(page: Page) -> None:

@@ -183,7 +183,7 @@ class ScheduleGPipe:  # the name of torch's class
         (_Recipe.build, "but this one takes (self, rank", "MyClass().build"),
         (ScheduleGPipe, "not the class ScheduleGPipe", "did you mean 'gpipe'?"),
     ],
-    ids=str,
+    ids=["wrong option", "no options", "unbound method", "class"],
 )
 def test_a_wrong_schedule_is_named(schedule: Any, fact: str, hint: str) -> None:
     with pytest.raises(ScheduleError) as refused:

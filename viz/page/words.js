@@ -17,9 +17,9 @@ function listSpanFacts(run, k) {
   }
   const twin = counterpartOf(run, k);
   if (twin) {
-    const own = (run.end[k] - run.start[k]) / run.scale, its = (twin.run.end[k] - twin.run.start[k]) / twin.run.scale;
-    const change = own && its && twin.run.unit === run.unit ? `, ${own >= its ? "+" : "−"}${formatPercent(Math.abs(own / its - 1))} here` : "";
-    list.push([twin.run.label, `${formatTime(twin.run, twin.run.start[k])}, ${formatTime(twin.run, twin.run.end[k] - twin.run.start[k])} long${change}`]);
+    const own = (run.end[k] - run.start[k]) / run.scale, its = (twin.run.end[twin.k] - twin.run.start[twin.k]) / twin.run.scale;
+    const change = own && its && twin.run.unit === run.unit && Math.abs(own / its - 1) >= 5e-4 ? `, ${own >= its ? "+" : "−"}${formatPercent(Math.abs(own / its - 1))} here` : "";
+    list.push([twin.run.label, `${formatTime(twin.run, twin.run.start[twin.k])}, ${formatTime(twin.run, twin.run.end[twin.k] - twin.run.start[twin.k])} long${change}`]);
   }
   return list;
 }

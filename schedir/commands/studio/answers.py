@@ -25,7 +25,7 @@ from schedir.commands.studio.state import (
     make_state_request,
 )
 from schedir.compiler.schedule_recognition import recognize
-from schedir.errors import SchedirError, UsageError
+from schedir.errors import CommandHint, SchedirError, UsageError
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.cost.cost_fields import COST_BY_OPCODE
@@ -316,7 +316,8 @@ def describe_error(error: SchedirError, request: Request | None = None) -> dict[
         "kind": type(error).__name__,
         "fact": error.fact,
         "message": str(error),
-        "hint": error.hint,
+        # The page replaces options of the command line by the labels of its controls.
+        "hint": error.hint.command if isinstance(error.hint, CommandHint) else error.hint,
         "fields": list(error.fields),
         "line": error.line if isinstance(error, CodeError) else 0,
         "sites": [
