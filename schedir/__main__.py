@@ -198,11 +198,13 @@ class _Parser(argparse.ArgumentParser):
             message = f"{parser.prog} has no option {word}"
             hint = parser.suggest_option(word) or hint
             if not word.startswith("-"):
-                message = f"{parser.prog} does not take {rest.split()[0]!r}"
+                from schedir.io.source_loader import suggest_separator, suggest_source
+
+                word = rest.split()[0]
+                message = f"{parser.prog} does not take {word!r}"
+                hint = suggest_separator(word) or hint
                 if any(each.dest == "source" and each.nargs is None for each in parser._actions):
                     message = f"{parser.prog} takes one SCHEDULE, and {word!r} is one too many"
-                    from schedir.io.source_loader import suggest_source
-
                     hint = suggest_source(word)
                     if re.fullmatch(r"[kMGTP]?i?B", word):  # --memory-limit 40 GB
                         hint = f"write a number of bytes without a space: 40{word}"

@@ -214,6 +214,12 @@ def test_errors_about_a_configuration_have_its_line(
         ("draw gpipe zb_h1 --title A -o x.svg", "give --title 2 times"),
         ("explain gpipe --memory-limit 40 GB", "write a number of bytes without a space: 40GB"),
         ("explain gpipe run.toml", "--config run.toml"),
+        ("simulate gpipe --costs F=1 B=2", "write commas, not spaces, between the values of "
+         "--costs: ...,B=2"),
+        ("check --sizes activation=1MB saved=1GB gpipe", "write commas, not spaces, between the "
+         "values of --sizes: ...,saved=1GB"),
+        ("search --costs F=1 W=2", "write commas, not spaces, between the values of --costs"),
+        ("compare gpipe,zb_h1", "write spaces, not commas: gpipe zb_h1"),
         ("plan --model gpt-22b --cluster A100 --batch 64 --gpus 16", "did you mean 'a100'?"),
         ("plan --model gpt-22b --cluster a100 --nodes 1 --batch 8 --schedules 1F1B",
          "did you mean 'one_f_one_b'?"),
