@@ -137,6 +137,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "options of the execution as a flag": lambda: world(execution=False),
     "a loss's name": lambda: world(loss="mse"),
     "a loss's class": lambda: world(loss=nn.MSELoss),
+    "a loss without a target": lambda: world(loss=lambda output: output.mean()),
     "no norm": lambda: world(gradients=GradientOptions(max_norm=math.nan)),
     "a norm below": lambda: world(gradients=GradientOptions(max_norm=-1)),
     "a norm of what clips nothing": lambda: world(
