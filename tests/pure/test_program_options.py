@@ -219,6 +219,7 @@ def test_errors_about_a_configuration_have_its_line(
         ("check --sizes activation=1MB saved=1GB gpipe", "write commas, not spaces, between the "
          "values of --sizes: ...,saved=1GB"),
         ("search --costs F=1 W=2", "write commas, not spaces, between the values of --costs"),
+        ("search --max-in-flight 4GB", "--memory-limit 4GB limits the bytes of a rank"),
         ("compare gpipe,zb_h1", "write spaces, not commas: gpipe zb_h1"),
         ("plan --model gpt-22b --cluster A100 --batch 64 --gpus 16", "did you mean 'a100'?"),
         ("plan --model gpt-22b --cluster a100 --nodes 1 --batch 8 --schedules 1F1B",
