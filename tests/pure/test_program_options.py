@@ -369,3 +369,15 @@ def test_names_of_the_algebra_are_not_schedules_of_a_file(
     )
     refused = run_refused_command(capsys, "check", f"{file}:nothing")
     assert "hint: the schedules are mine\n" in refused + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        ("check gpipe --progress-model nccl", "--progress-model must be one of per_edge"),
+        ("recommend --memory-limit 40GB", "--memory-limit needs sizes"),
+        ("search --memory-limit 40GB", "--memory-limit needs sizes"),
+    ],
+)
+def test_errors_name_the_option(words: str, fact: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"UsageError: {fact}" in run_refused_command(capsys, *words.split())
