@@ -179,8 +179,13 @@ def require_all_microbatches(values: object, name: str, program: Program, rank: 
     """
     number, wanted = count_microbatches(values, name, program), program.shape.microbatches
     if number != wanted:
+        is_batch = isinstance(values, torch.Tensor) and number and number % wanted == 0
         raise ExecutionError(
-            f"rank {rank} has {number} {name} for {wanted} microbatches", program=program.name
+            f"rank {rank} has {number} {name} for {wanted} microbatches",
+            program=program.name,
+            hint=f"divide a batch into microbatches: {name}.unflatten(0, ({wanted}, -1))"
+            if is_batch
+            else "",
         )
 
 

@@ -242,6 +242,14 @@ def test_seeds_of_all_kinds_are_numbers() -> None:
         world(seed=seed).step(X, X)
 
 
+def test_a_batch_that_is_not_divided_into_microbatches() -> None:
+    batch = X.flatten(0, 1)
+    with pytest.raises(ExecutionError, match=f"{len(batch)} inputs for {len(X)} micro") as caught:
+        world().step(batch, batch)
+    hint = f"divide a batch into microbatches: inputs.unflatten(0, ({len(X)}, -1))"
+    assert caught.value.hint == hint and torch.equal(batch.unflatten(0, (len(X), -1)), X)
+
+
 def test_a_loss_of_one_number_in_brackets_is_that_number() -> None:
     losses = [
         world(loss=loss).step(X, X)
