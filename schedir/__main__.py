@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn
 from schedir import __version__
 from schedir.commands import COMMANDS, import_command
 from schedir.commands.common.progress_bar import show_activity
-from schedir.errors import SchedirError, UsageError
+from schedir.errors import ConfigError, SchedirError, UsageError
 from schedir.extras import broken_package
 from schedir.ir.cost.number_parsing import parse_integer
 from schedir.ir.input_trust import DEFAULT_MAX_INSTRUCTIONS, input_limits
@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    parser: _Parser | None = None
     try:
         argv = sys.argv[1:] if argv is None else argv
         if "_ARGCOMPLETE" in os.environ:  # a shell asks for the completions of a line
@@ -78,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             answer_completion_request(_build_parser)
         if not argv:
             return _print_output(_START_HELP)
-        args = _build_parser(argv).parse_args(argv, argparse.Namespace(command_words=argv))
+        parser = _build_parser(argv)
+        args = parser.parse_args(argv, argparse.Namespace(command_words=argv))
         code_too = not args.no_code and None
         most = DEFAULT_MAX_INSTRUCTIONS if args.max_instructions is None else args.max_instructions
         shows_activity = argv[0] not in _WITHOUT_ACTIVITY and not getattr(args, "measure", False)
@@ -99,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         # `train` has settings with the names of Python's arguments instead of these options.
         is_command = not argv or argv[0] != "train"
+        if is_command and parser is not None and parser.command_parser is not None:
+            parser.command_parser.use_option_name(error)
         print(format_error(error, is_command=is_command), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -198,16 +202,32 @@ class _Parser(argparse.ArgumentParser):
             message = f"{parser.prog} has no option {word}"
             hint = parser.suggest_option(word) or hint
             if not word.startswith("-"):
-                message = f"{parser.prog} does not take {rest.split()[0]!r}"
+                from schedir.io.source_loader import suggest_separator, suggest_source
+
+                word = rest.split()[0]
+                message = f"{parser.prog} does not take {word!r}"
+                hint = suggest_separator(word) or hint
                 if any(each.dest == "source" and each.nargs is None for each in parser._actions):
                     message = f"{parser.prog} takes one SCHEDULE, and {word!r} is one too many"
-                    from schedir.io.source_loader import suggest_source
-
                     hint = suggest_source(word)
                     if re.fullmatch(r"[kMGTP]?i?B", word):  # --memory-limit 40 GB
                         hint = f"write a number of bytes without a space: 40{word}"
                     hint = hint or f"schedir compare SCHEDULE {word} compares several schedules"
         raise UsageError(message, hint=hint)
+
+    def use_option_name(self, error: SchedirError) -> None:
+        """Replace the argument at the start of an error by its option: `--memory-limit`."""
+        if isinstance(error, ConfigError) or hasattr(error, "__notes__"):  # The value is in a file.
+            return
+        for name in error.fields:
+            option = f"--{name.replace('_', '-')}"
+            # A name of one word is understood without its dashes.
+            if (
+                "_" in name
+                and error.fact.startswith(f"{name} ")
+                and option in self._option_string_actions
+            ):
+                error.fact = option + error.fact.removeprefix(name)
 
     def suggest_option(self, name: str) -> str:
         """Return a hint for an option that does not exist, or an empty string."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -127,6 +128,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_counts(text: str) -> int | tuple[int, ...]:
+    if re.fullmatch(r"[\d.]+[kMGTP]?i?B", text):
+        raise UsageError(
+            f"argument --max-in-flight: {text!r} is not an integer",
+            hint=f"--memory-limit {text} limits the bytes of a rank; it needs --sizes",
+        )
     return tuple(map(parse_count, text.split(":"))) if ":" in text else parse_count(text)
 
 

@@ -367,6 +367,7 @@ def check_memory(
             hint=CommandHint(
                 "sizes=Sizes(activation=16e6, saved=1.2e9)", "--sizes activation=16MB,saved=1.2GB"
             ),
+            fields=[name, "sizes"],
         )
     require_type(sizes, "sizes", Sizes, SIZES_EXAMPLE)
     bytes_ = _parse_byte_limit(limit, name)

@@ -15,9 +15,11 @@ from traceback import extract_tb
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
-from schedir.errors import SchedirError, UsageError, describe_exception
+from schedir.errors import CommandHint, SchedirError, UsageError, describe_exception
 from schedir.io.files import open_regular_file, read_text
 from schedir.io.timeline_file import TIMELINE_SUFFIX, load_timeline
+from schedir.ir.cost.costs import Costs
+from schedir.ir.cost.sizes import Sizes
 from schedir.ir.input_trust import require_code_allowed
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text
@@ -120,6 +122,8 @@ def suggest_source(source: str) -> str:
         return f"--config {source} reads the options of a configuration"
     if source.endswith(".csv"):
         return f"schedir import {source} converts torch's CSV to a program"
+    if hint := suggest_separator(source):
+        return hint
     if timeline := _find_timeline(source):
         return f"did you mean {timeline}?"
     if _is_trace(source):
@@ -132,6 +136,26 @@ def suggest_source(source: str) -> str:
         return f"did you mean {path}.py:{name}?"
     suffixes = [suffix for suffix in (".sched", TIMELINE_SUFFIX) if isfile(source + suffix)]
     return f"did you mean {source}{suffixes[0]}?" if suffixes else ""
+
+
+def suggest_separator(source: str) -> str:
+    """Return a hint for schedules with commas, or for a cost or a size after a space.
+
+    Args:
+        source: The name of the source.
+
+    Returns:
+        The hint. It is empty if the separators are right.
+    """
+    sources = source.split(",")
+    if len(sources) > 1 and "(" not in source and all(sources):
+        return CommandHint("give one schedule", f"write spaces, not commas: {' '.join(sources)}")
+    name, _, value = source.partition("=")
+    names = {"--costs": Costs.__dataclass_fields__, "--sizes": Sizes.__dataclass_fields__}
+    for option, fields in names.items():
+        if value[:1].isdigit() and name in fields:
+            return f"write commas, not spaces, between the values of {option}: ...,{source}"
+    return ""
 
 
 def _find_timeline(source: str) -> str:

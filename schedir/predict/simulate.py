@@ -13,6 +13,7 @@ from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.program import Program
 from schedir.predict.timeline import MAX_TIME, Timeline, build_spans
+from schedir.schedules import find_schedule
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import build_complete_graph, check_draft, prove
 
@@ -79,7 +80,15 @@ def simulate(
             program=program.name,
             fields=given,
         )
-    if isinstance(program, str) or callable(program):
+    if isinstance(program, str):
+        program = find_schedule(program)
+    if callable(program):
+        if not given:
+            raise UsageError(
+                "simulate needs ranks and microbatches for this schedule",
+                hint="simulate(schedule, costs, ranks=4, microbatches=8)",
+                fields=["ranks", "microbatches"],
+            )
         program = compile(
             program, costs=costs, progress_model=progress_model, blocking_hosts=blocking_hosts,
             **shape,  # type: ignore[arg-type]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
+from inspect import signature
 from operator import index
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import nn
@@ -178,8 +179,13 @@ def require_all_microbatches(values: object, name: str, program: Program, rank: 
     """
     number, wanted = count_microbatches(values, name, program), program.shape.microbatches
     if number != wanted:
+        is_batch = isinstance(values, torch.Tensor) and number and number % wanted == 0
         raise ExecutionError(
-            f"rank {rank} has {number} {name} for {wanted} microbatches", program=program.name
+            f"rank {rank} has {number} {name} for {wanted} microbatches",
+            program=program.name,
+            hint=f"divide a batch into microbatches: {name}.unflatten(0, ({wanted}, -1))"
+            if is_batch
+            else "",
         )
 
 
@@ -206,13 +212,25 @@ def require_loss(value: _T) -> _T:
         value: The argument to check.
 
     Raises:
-        ModelError: `value` is not callable, or is a module class instead of an instance.
+        ModelError: `value` is not callable, is a module class instead of an instance, or does not
+            take two arguments.
     """
     example = "loss=lambda y, target: (y - target).square().sum()"
     if isinstance(value, type) and issubclass(value, nn.Module):
         fact = f"the loss must be an instance, such as {value.__name__}(), not {describe(value)}"
         raise ModelError(fact, hint=example)
-    return require_callable(value, "the loss", example)
+    require_callable(value, "the loss", example)
+    call = value.forward if isinstance(value, nn.Module) else cast(Callable[..., object], value)
+    try:
+        found = signature(call)
+    except (TypeError, ValueError):  # Python does not know the parameters of this function.
+        return value
+    try:
+        found.bind_partial(None, None)
+    except TypeError:
+        fact = f"the loss must take (output, target), but this one takes {found}"
+        raise ModelError(fact, hint=example) from None
+    return value
 
 
 def require_factory(

@@ -319,6 +319,7 @@ def _stage_memory(
                 "sizes=Sizes(saved=1.2e9, deferred_wgrad=0.5e9)",
                 "--sizes saved=1.2GB,deferred_wgrad=0.5GB",
             ),
+            fields=["memory_limit", "sizes"],
         )
     require_type(sizes, "sizes", Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")
     sizes.validate(shape)

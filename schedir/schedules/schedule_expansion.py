@@ -47,9 +47,9 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
     """Expand a schedule into a draft: the F, B, I, W and R of each rank.
 
     Args:
-        schedule: A function of (rank, ranks, microbatches). It returns a RankSchedule or yields
-            several. A parameter `v` receives the number of stages of the rank. A parameter
-            `sequence_chunks` receives this field of the shape.
+        schedule: A function of (rank, ranks, microbatches). It returns a RankSchedule or a list of
+            several, or yields several. A parameter `v` receives the number of stages of the rank.
+            A parameter `sequence_chunks` receives this field of the shape.
         shape: Shape of the pipeline. Fields that are not given have the values that the schedule
             needs.
 

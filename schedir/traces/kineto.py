@@ -135,9 +135,11 @@ def read_trace(path: str | Path) -> Trace:
     try:
         header = _read_header(path)
         if "traceEvents" not in header:
+            hint = "if the folder has other files, give a pattern that matches the traces only"
+            if Path(path).name == "summary.json":  # `schedir train` writes it
+                hint = "schedir train --trace DIR writes a timeline, which needs no import"
             raise TraceError(
-                f"{path} is not a trace of torch.profiler: it has no traceEvents",
-                hint="if the folder has other files, give a pattern that matches the traces only",
+                f"{path} is not a trace of torch.profiler: it has no traceEvents", hint=hint
             )
         with _TraceFile(path) as file:
             return _TraceReader(str(path), header).read(file)

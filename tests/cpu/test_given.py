@@ -137,6 +137,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "options of the execution as a flag": lambda: world(execution=False),
     "a loss's name": lambda: world(loss="mse"),
     "a loss's class": lambda: world(loss=nn.MSELoss),
+    "a loss without a target": lambda: world(loss=lambda output: output.mean()),
     "no norm": lambda: world(gradients=GradientOptions(max_norm=math.nan)),
     "a norm below": lambda: world(gradients=GradientOptions(max_norm=-1)),
     "a norm of what clips nothing": lambda: world(
@@ -239,6 +240,14 @@ def test_what_is_no_program() -> None:
 def test_seeds_of_all_kinds_are_numbers() -> None:
     for seed in (np.int64(3), torch.tensor(3), -1, 2**70, True):
         world(seed=seed).step(X, X)
+
+
+def test_a_batch_that_is_not_divided_into_microbatches() -> None:
+    batch = X.flatten(0, 1)
+    with pytest.raises(ExecutionError, match=f"{len(batch)} inputs for {len(X)} micro") as caught:
+        world().step(batch, batch)
+    hint = f"divide a batch into microbatches: inputs.unflatten(0, ({len(X)}, -1))"
+    assert caught.value.hint == hint and torch.equal(batch.unflatten(0, (len(X), -1)), X)
 
 
 def test_a_loss_of_one_number_in_brackets_is_that_number() -> None:

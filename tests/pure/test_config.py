@@ -389,6 +389,14 @@ def test_memory_that_cannot_be(settings: str, fact: str, tmp_path: Path) -> None
         read_config(str(path), [])
 
 
+def test_an_unknown_schedule_has_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[pipeline]\nranks = 2\nschedule = "1f1b"\n')
+    with pytest.raises(ConfigError, match=r"config\.toml, line 3, column 1: '1f1b' is") as caught:
+        read_config(str(path), [])
+    assert caught.value.hint == "did you mean 'one_f_one_b'?"
+
+
 def test_memory_is_of_the_program(tmp_path: Path) -> None:
     """`recompute = "fit"` needs the sizes. Any other value applies at once."""
     path = tmp_path / "config.toml"

@@ -62,6 +62,7 @@ def test_gpt2_has_other_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"model_type": None}, "has no model_type"),
         ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3'"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers [0]"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2"),

@@ -214,6 +214,13 @@ def test_errors_about_a_configuration_have_its_line(
         ("draw gpipe zb_h1 --title A -o x.svg", "give --title 2 times"),
         ("explain gpipe --memory-limit 40 GB", "write a number of bytes without a space: 40GB"),
         ("explain gpipe run.toml", "--config run.toml"),
+        ("simulate gpipe --costs F=1 B=2", "write commas, not spaces, between the values of "
+         "--costs: ...,B=2"),
+        ("check --sizes activation=1MB saved=1GB gpipe", "write commas, not spaces, between the "
+         "values of --sizes: ...,saved=1GB"),
+        ("search --costs F=1 W=2", "write commas, not spaces, between the values of --costs"),
+        ("search --max-in-flight 4GB", "--memory-limit 4GB limits the bytes of a rank"),
+        ("compare gpipe,zb_h1", "write spaces, not commas: gpipe zb_h1"),
         ("plan --model gpt-22b --cluster A100 --batch 64 --gpus 16", "did you mean 'a100'?"),
         ("plan --model gpt-22b --cluster a100 --nodes 1 --batch 8 --schedules 1F1B",
          "did you mean 'one_f_one_b'?"),
@@ -362,3 +369,15 @@ def test_names_of_the_algebra_are_not_schedules_of_a_file(
     )
     refused = run_refused_command(capsys, "check", f"{file}:nothing")
     assert "hint: the schedules are mine\n" in refused + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        ("check gpipe --progress-model nccl", "--progress-model must be one of per_edge"),
+        ("recommend --memory-limit 40GB", "--memory-limit needs sizes"),
+        ("search --memory-limit 40GB", "--memory-limit needs sizes"),
+    ],
+)
+def test_errors_name_the_option(words: str, fact: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"UsageError: {fact}" in run_refused_command(capsys, *words.split())

@@ -112,6 +112,10 @@ def test_generators_and_options() -> None:
     def stages(r: int, P: int, m: int, v: int) -> RankSchedule:
         return sum(((F[j] + B[j]) for j in range(v)), EMPTY)
 
+    def listed(r: int, P: int, m: int) -> list[RankSchedule]:
+        return [F] * m + [B] * m
+
+    assert len(expand_schedule(listed, PipelineShape(1, 4)).streams[0]) == 8
     assert expand_schedule(partial(pairs, size=1), PipelineShape(1, 2)).name == "pairs"
     assert len(expand_schedule(pairs, PipelineShape(1, 4)).streams[0]) == 8
     assert len(expand_schedule(stages, PipelineShape(1, 1, 3)).streams[0]) == 6

@@ -205,6 +205,14 @@ def test_wrong_files(what: str, traces: Path, capsys: pytest.CaptureFixture[str]
     assert not out.exists()
 
 
+def test_the_results_of_a_run_are_not_traces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "summary.json").write_text('{"steps": 20}')
+    text = run_refused_command(capsys, "import", str(tmp_path), "-o", str(tmp_path / "x.timeline"))
+    assert "hint: schedir train --trace DIR writes a timeline" in text
+
+
 def test_a_rank_is_missing(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_rank(traces, 0).unlink()
     text = run_refused_command(capsys, "import", str(traces), "-o", str(traces / "x.timeline"))

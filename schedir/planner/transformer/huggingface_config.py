@@ -91,6 +91,13 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError("the file is not a JSON object", location=str(path), fields=["model"])
     kind = config.get("model_type")
+    if kind is None:
+        raise ConfigError(
+            "the file has no model_type, so it is not the config.json of a model",
+            hint="give the config.json in the folder of the model",
+            location=str(path),
+            fields=["model"],
+        )
     if kind not in _GATED_BY_TYPE:
         raise ConfigError(
             f"the planner does not support model_type {describe(kind)}",

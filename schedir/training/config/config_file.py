@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, get_args
 
-from schedir.errors import ConfigError, SchedirError, ShapeError, describe
+from schedir.errors import ConfigError, SchedirError, ShapeError, UsageError, describe
 from schedir.io.files import read_text
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
@@ -178,6 +178,12 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     they are the settings of the program. A setting that contradicts the program is an error.
     """
     source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
+    try:
+        _ = source.schedule_or_program  # loads it
+    except UsageError as error:
+        if not error.__cause__:  # The cause has the line of the user's file.
+            error.fields = error.fields or ("schedule",)
+        raise
     given = {
         f.name: values[f.section, f.name] for f in HEADER_FIELDS if (f.section, f.name) in values
     }
