@@ -50,7 +50,7 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
         >>> for line in schedir.viz.text_chart(run, width=60):
         ...     print("".join(text for text, style in line))
         zb_h1, predicted: span 13, bubble 7.7%
-                                                         idle  held
+                                                         idle  peak
         rank 0 F0 F1 ...I0 W0 F2 I1 W1 F3 I2 W2 I3 W3    7.7%     2
         rank 1 ...F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3    7.7%     2
     """

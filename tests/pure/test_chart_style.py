@@ -54,7 +54,7 @@ def test_titles() -> None:
     titles = [(axes.get_title("left"), axes.get_title("right")) for axes in figure.axes]
     assert titles == [("mine", "bubble 27.3%, peak 4 activations, span 33"), ("", "")]
     assert gantt(timeline(), title="$x").axes[0].get_title("left") == "$x"
-    with pytest.raises(UsageError, match="titles has 1 of 2 titles"):
+    with pytest.raises(UsageError, match="titles must have 2 titles, one per chart, not 1"):
         compare([timeline(), timeline()], titles=["one"])
 
 
