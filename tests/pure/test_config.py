@@ -205,7 +205,7 @@ def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
         ("[data]\nsource = 1", 2, 1, "string"),
         ("[model]\nlayers = ", 2, 10, "TOML"),
         ("[model]\nlayers 4", 2, 8, "TOML"),
-        ("[model]\nlayers = 4\nlayers = 5", 3, 1, "TOML"),
+        ("[model]\nlayers = 4\nlayers = 5", 3, 1, "set twice"),
         ("[model", 1, 7, "TOML"),
         ("[pipeline]\n'ranks' = 'two'", 2, 1, "integer"),
     ],
