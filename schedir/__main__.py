@@ -216,18 +216,19 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=hint)
 
     def use_option_name(self, error: SchedirError) -> None:
-        """Replace the argument at the start of an error by its option: `--memory-limit`."""
+        """Replace arguments by their options in an error that begins with an argument.
+
+        `memory_limit` becomes `--memory-limit`.
+        """
         if isinstance(error, ConfigError) or hasattr(error, "__notes__"):  # The value is in a file.
             return
-        for name in error.fields:
-            option = f"--{name.replace('_', '-')}"
-            # A name of one word is understood without its dashes.
-            if (
-                "_" in name
-                and error.fact.startswith(f"{name} ")
-                and option in self._option_string_actions
-            ):
-                error.fact = option + error.fact.removeprefix(name)
+        # A name of one word is understood without its dashes.
+        options = {name: f"--{name.replace('_', '-')}" for name in error.fields if "_" in name}
+        if not any(error.fact.startswith(f"{name} ") for name in options):
+            return
+        for name, option in options.items():
+            if option in self._option_string_actions:
+                error.fact = re.sub(rf"(?<!\S){name}(?!\S)", option, error.fact)
 
     def suggest_option(self, name: str) -> str:
         """Return a hint for an option that does not exist, or an empty string."""

@@ -191,7 +191,7 @@ def check(
         raise UsageError(
             f"lazy_communicators and {other} cannot both be given: lazy communicators are checked "
             "only for hosts that do not block, such as those of GPUs",
-            fields=["lazy_communicators"],
+            fields=["lazy_communicators", other],
         )
     wanted = Proof(
         require_model(progress_model), blocking_hosts, host_device_sync, lazy_communicators, small

@@ -97,7 +97,7 @@ def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
 def test_a_chart_tells_tiers_of_what_forwards_saved() -> None:
     """Optimizer states do not count, so a chart without offloaded activations names no tiers."""
     (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(lowered()))
-    assert "held" in head[0][0] and "host" not in head[0][0] and "disk" not in head[0][0]
+    assert "peak" in head[0][0] and "host" not in head[0][0] and "disk" not in head[0][0]
     moved = schedir.compile(interleaved, PLAN, optimizer_placement="disk", offload=[0])
     (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(moved))
     assert "host" in head[0][0] and "disk" not in head[0][0]

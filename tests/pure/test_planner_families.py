@@ -111,5 +111,5 @@ def test_refusals() -> None:
         get_layers_per_stage(model, ParallelPlan(pp=4))
     with pytest.raises(UsageError, match="has 9 layers in 2 stages: it must have 10 layers in"):
         get_layers_per_stage(model, ParallelPlan(pp=2, layers_per_stage=(4, 5)))
-    with pytest.raises(UsageError, match="did you mean interleaved"):
+    with pytest.raises(UsageError, match="did you mean 'interleaved'"):
         get_formulas("interleave")

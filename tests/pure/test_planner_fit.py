@@ -120,5 +120,7 @@ def test_no_latency_is_less_than_none() -> None:
 
 
 def test_nothing_measured_is_refused() -> None:
-    with pytest.raises(UsageError, match="the measurements need at least one matrix product"):
+    with pytest.raises(
+        UsageError, match="gemms, tiny_layers and layers must each have at least one measurement"
+    ):
         fit_cluster(seen(HERE)._replace(layers=[]))
