@@ -209,7 +209,7 @@ def test_lanes_of_both_ways_are_as_one_of_twice_the_bandwidth(
         (lambda: zi.count_parameters(0, 8), "layers"),
         (lambda: zi.zero_model_states(2, 2.5), "hidden"),  # type: ignore[arg-type]
         (lambda: zi.checkpoint_bytes(2, 8, 8, True), "batch"),
-        (lambda: zi.checkpoint_bytes(2, 8, 8, 1, 0), "every"),
+        (lambda: zi.checkpoint_bytes(2, 8, 8, 1, 0), "checkpoint_interval"),
         (lambda: zi.activation_working_bytes(8, -1, 8, 8), "heads"),
         (lambda: zi.compute_efficiency(1, 0, 1), "bandwidth"),
         (lambda: zi.compute_efficiency(float("nan"), 1, 1), "intensity"),
