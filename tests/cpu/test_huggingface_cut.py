@@ -119,7 +119,7 @@ def test_parts_that_no_stage_would_use_are_refused() -> None:
     with pytest.raises(UsageError, match="cannot use LlamaModel, because its forward was"):
         cut(model, 5)
     config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=96)
-    with pytest.raises(UsageError, match="GPT2DoubleHeadsModel: .*multiple_choice_head"):
+    with pytest.raises(UsageError, match=r"GPT2DoubleHeadsModel: .*multiple_choice_head"):
         cut(transformers.GPT2DoubleHeadsModel(config), 2)
 
 
