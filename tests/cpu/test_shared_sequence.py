@@ -171,7 +171,7 @@ STAGES: dict[str, tuple[Told, Callable[[int], nn.Module], str]] = {
         "the program has sequence_parallel=False",
     ),
     "silent": ({}, lambda _: Whole(None), "weight of stage 0 has no attribute summed_over_tp"),
-    "a slice": ({}, lambda _: sliced(True), "each tensor-parallel rank has another slice"),
+    "a slice": ({}, lambda _: sliced(True), "each tensor-parallel rank has a different slice"),
     "of two minds": (
         {}, lambda rank: Whole(rank == 0), "parameters that tensor-parallel ranks sum in stage 0",
     ),
