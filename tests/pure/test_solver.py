@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import replace
+from importlib import import_module
 from random import Random
 from signal import SIGINT
 from threading import Timer
@@ -191,6 +192,7 @@ def test_ctrl_c_keeps_what_there_is() -> None:
     costs = Costs(**{name: tuple(rng.uniform(0.7, 1.3) for _ in range(8)) for name in "FIW"})
     problem = make_problem(PipelineShape(ranks=8, microbatches=24), costs, max_in_flight=5)
     order = order_one_by_one(problem)
+    import_module("ortools.sat.python.cp_model")  # The signal must not interrupt the import.
     timer = Timer(1.0, os.kill, (os.getpid(), SIGINT))
     timer.start()
     found = solved(problem, hint=order)
