@@ -29,7 +29,7 @@ class Row(NamedTuple):
     rates: dict[str, float]  # by the column's name
 
     def rate(self, own_span: float) -> float:
-        """Return the bubble rate of a schedule whose longest own span is this."""
+        """Return the bubble rate of a schedule from its longest active span."""
         costs = self.costs
         work = sum(float(costs.for_opcode(op, self.shape)[0, 0]) for op in WORK)
         return 1 - self.shape.microbatches * work / own_span

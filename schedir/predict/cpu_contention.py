@@ -32,7 +32,7 @@ def simulate_on_cpus(
     progress_model: ProgressModel = "per_edge",
     blocking_hosts: bool = True,
 ) -> Timeline:
-    """Simulate a program on a machine whose ranks share processors.
+    """Simulate a program with ranks that share the processors of a machine.
 
     If n ranks compute on fewer than n processors, each rank runs at processors/n of its speed. This
     is the ideal processor sharing of a fair thread scheduler. Sums and gathers of several processes
