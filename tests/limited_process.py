@@ -2,8 +2,10 @@
 
     python -m tests.limited_process '[["check", "a.sched"], ...]'
 
-prints as JSON the exit code of each command and its standard error. A command that needs more than
-a second of processor time, or 200 MB, ends with an error that is no refusal.
+prints as JSON the exit code of each command and its standard error. A command that needs more
+processor time than 25 million steps of a loop, or more than 200 MB, ends with an error that is not
+a refusal. The loop makes the limit independent of the machine: it is about two seconds on a
+processor of 2023.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
-SECONDS, BYTES = 1.0, 200 * 10**6
+LOOP_STEPS, MEASURED_STEPS = 25_000_000, 500_000
+BYTES = 200 * 10**6
 HANGS = 60  # the limit in seconds for a command that waits forever
 ROOT = Path(__file__).parents[1]
 
@@ -56,9 +60,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (_data() + BYTES,) * 2)
     signal.signal(signal.SIGVTALRM, _too_long)
     signal.signal(signal.SIGALRM, _too_long)
+    seconds = _loop_seconds() * LOOP_STEPS / MEASURED_STEPS
     said = []
     for argv in commands:
-        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         signal.alarm(HANGS)
         said.append(_run(command.main, argv))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -74,6 +79,18 @@ def _run(main: object, argv: list[str]) -> tuple[int, str]:
         except _TooLong:
             return -1, f"it took too long\n{errors.getvalue()}"
     return code, errors.getvalue()
+
+
+def _loop_seconds() -> float:
+    """Return the processor time of `MEASURED_STEPS` steps of a loop, the median of five runs."""
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        total = 0
+        for step in range(MEASURED_STEPS):
+            total += step % 7
+        seconds.append(time.process_time() - start)
+    return sorted(seconds)[2]
 
 
 def _too_long(*_: object) -> None:

@@ -48,7 +48,7 @@ _KEPT_CATEGORIES: Final = ("user_annotation", "cpu_op", "kernel", "gpu_memcpy", 
 # nanoseconds must fit into int64.
 _MAX_MICROSECONDS: Final = 2**61 / 1e3
 _MAX_OPEN_BRACKETS: Final = 1000  # brackets left open in one read; the parser keeps all open ones
-_MAX_HEADER_BYTES: Final = 2**22  # bytes before the events: usually thousands, more in large jobs
+_MAX_HEADER_BYTES: Final = 2**21  # bytes before the events: usually thousands, more in large jobs
 _HEADER_KEYS: Final = ("distributedInfo", "host_name", "baseTimeNanoseconds")
 
 
