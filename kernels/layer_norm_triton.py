@@ -213,7 +213,9 @@ def forward(
         mean and the inverse standard deviation.
     """
     x, residual, n = x.contiguous(), residual.contiguous(), x.shape[-1]
-    h, y, rows = torch.empty_like(x), torch.empty_like(x), x.numel() // n
+    h = torch.empty_like(x)
+    y = torch.empty_like(x)
+    rows = x.numel() // n
     moments = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     columns = launch_grid.next_power_of_2(n)
     forward_kernel[(rows,)](
@@ -252,7 +254,9 @@ def backward(
         limits: Multiprocessors and bytes of shared memory, as from `get_device_limits`. None uses
             those of the device.
     """
-    dh, dy, n = dh.contiguous(), dy.contiguous(), h.shape[-1]
+    dh = dh.contiguous()
+    dy = dy.contiguous()
+    n = h.shape[-1]
     dx, rows = torch.empty_like(h), h.numel() // n
     multiprocessors, shared = limits or get_device_limits(h.device)
     tiling = choose_tiling(n, h.element_size(), shared)

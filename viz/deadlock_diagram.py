@@ -55,10 +55,8 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
         The text of the SVG.
     """
     ended = np.zeros(len(program), bool)
-    at, to = (
-        [_InstructionPosition(site.rank, site.index) for site in error.sites],
-        list[_InstructionPosition](),
-    )
+    at = [_InstructionPosition(site.rank, site.index) for site in error.sites]
+    to = list[_InstructionPosition]()
     if isinstance(error, DeadlockError):
         at = [_InstructionPosition(wait.rank, wait.index) for wait in error.cycle]
         to = [_InstructionPosition(wait.needed_rank, wait.needed_index) for wait in error.cycle]
@@ -83,7 +81,8 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
         if one != other:
             lane = low + 8 + 9 * far.index(k) if k in far else 0.0
             parts.append(_draw_arrow(columns[one.rank], one, columns[other.rank], other, lane))
-    wide, high = left - _COLUMN_GAP + _MARGIN, low + 12 + 9 * len(far)
+    wide = left - _COLUMN_GAP + _MARGIN
+    high = low + 12 + 9 * len(far)
     fact = escape(f"{error.program}: {error.fact}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" '
@@ -176,11 +175,9 @@ class _RankColumn:
         """
         parts = [f'<text x="{self.left + 7:.1f}" y="20" font-weight="bold">rank {self.rank}</text>']
         for index, line in self.lines.items():
-            here, y, wide = (
-                _InstructionPosition(self.rank, index),
-                self.find_middle(index),
-                self.right - self.left,
-            )
+            here = _InstructionPosition(self.rank, index)
+            y = self.find_middle(index)
+            wide = self.right - self.left
             ink = _ENDED_COLOR if self.has_ended[index] else _TEXT_COLOR
             if here in waiting or here in awaited:
                 fill, ink = (
@@ -193,7 +190,8 @@ class _RankColumn:
             parts.append(
                 f'<text x="{self.left + 7:.1f}" y="{y + 4:.1f}" fill="{ink}">{escape(line)}</text>'
             )
-        above, below = self.find_middle(self.begin_index - 1), self.find_middle(self.end_index)
+        above = self.find_middle(self.begin_index - 1)
+        below = self.find_middle(self.end_index)
         for number, y, word in (
             (self.hidden_before, above, "before"),
             (self.hidden_after, below, "more"),
@@ -218,10 +216,8 @@ def _draw_arrow(
     `detour_height` is the y coordinate of an arrow below all columns, for columns that are not
     adjacent. It is 0 for a direct arrow.
     """
-    y, end = (
-        from_column.find_middle(from_position.stream_index),
-        to_column.find_middle(to_position.stream_index),
-    )
+    y = from_column.find_middle(from_position.stream_index)
+    end = to_column.find_middle(to_position.stream_index)
     if from_column is to_column:
         x = from_column.right
         path = f"M{x:.1f} {y:.1f}C{x + 34:.1f} {y:.1f} {x + 34:.1f} {end:.1f} {x + 2:.1f} {end:.1f}"

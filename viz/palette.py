@@ -174,7 +174,9 @@ def mix_to_lightness(hue: str, l_star: float) -> RGB:
         hue: The colour "#rrggbb".
         l_star: CIE L* of the result, from 0 to 100.
     """
-    want, base, y = ((l_star + 16) / 116) ** 3, to_linear_light(hue), luminance(hue)
+    want = ((l_star + 16) / 116) ** 3
+    base = to_linear_light(hue)
+    y = luminance(hue)
     mixed = base * want / y if want <= y else 1 - (1 - base) * (1 - want) / (1 - y)
     r, g, b = np.where(mixed <= 0.0031308, mixed * 12.92, 1.055 * mixed ** (1 / 2.4) - 0.055)
     return float(r), float(g), float(b)

@@ -148,7 +148,9 @@ def _resolve_width(value: object) -> float | None:
 
 def _resolve_palette(style: Style) -> Palette:
     """Return the palette with the colours of the user."""
-    name, given, colours = style.get("palette", "plain"), {}, style.get("colours", {})
+    name = style.get("palette", "plain")
+    given = {}
+    colours = style.get("colours", {})
     if not isinstance(name, str) or name not in PALETTES:
         raise UsageError(f"palette must be {' or '.join(PALETTES)}, not {describe(name)}")
     require_type(colours, "colours", Mapping, '{"F": "skyblue"}')

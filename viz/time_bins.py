@@ -91,7 +91,8 @@ def _sort_curve(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return a step curve in the order of time, without values that last no time."""
     order = np.argsort(times, kind="stable")
-    times, values = times[order] - timeline.start_time, values[order].astype(float)
+    times = times[order] - timeline.start_time
+    values = values[order].astype(float)
     lasts = np.ones(len(times), bool)
     lasts[:-1] = np.diff(times) > 0
     return times[lasts], values[lasts]

@@ -97,7 +97,8 @@ def assign_queues(
     of_late = index.rank[late] * lines + LINE_BY_OPCODE[index.op[late]]
     if held.max() >= 2**16 and not shared_numbers:  # consecutive numbers usually fit in 16 bits
         found, numbers = np.unique(held, return_inverse=True)
-        held, of_late = numbers.reshape(held.shape), np.searchsorted(found, of_late)
+        held = numbers.reshape(held.shape)
+        of_late = np.searchsorted(found, of_late)
     number = held.reshape(-1).astype(np.uint16 if held.max() < 2**16 else np.uint32)
     cell = index.op.astype(np.int32)
     if rules.has_batch_queues and index.has_joined:
@@ -190,7 +191,8 @@ def find_communicators(
     of_all = -1 - grad.astype(np.int64)
     if not rules.has_peer_queues:
         return at, of_all
-    own, peer = index.rank[at].astype(np.int64), index.rank[partner[at]].astype(np.int64)
+    own = index.rank[at].astype(np.int64)
+    peer = index.rank[partner[at]].astype(np.int64)
     turned = index.is_op(RECV_OPS)[at] if rules.has_direction_queues else own > peer
     own, peer = np.where(turned, peer, own), np.where(turned, own, peer)
     pair = (grad * ranks + own) * ranks + peer

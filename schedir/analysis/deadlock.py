@@ -77,7 +77,8 @@ def find_order_error(graph: Graph) -> OrderError | None:
         return _make_stale_error(
             graph, next(stale for stale in graph.flow.stale_reads if stale.needer == first)
         )
-    needer, gives = graph.index.locate(first), graph.index.locate(giver)
+    needer = graph.index.locate(first)
+    gives = graph.index.locate(giver)
     instr, given = needer[2], gives[2]
     kind = graph.flow.find_value(first, giver)
     value = VALUES[kind].phrase if kind is not None else "the value"
@@ -95,7 +96,8 @@ def find_order_error(graph: Graph) -> OrderError | None:
 
 def _make_stale_error(graph: Graph, stale: StaleRead) -> OrderError:
     """Return the error for a value that another instruction has freed, moved or changed."""
-    needer, culprit = graph.index.locate(stale.needer), graph.index.locate(stale.culprit)
+    needer = graph.index.locate(stale.needer)
+    culprit = graph.index.locate(stale.culprit)
     instr, last = needer[2], culprit[2]
     words, gone = VALUES[stale.value].phrase, stale.value in INSTRUCTIONS[last.op].frees
     change = find_change(last.op, stale.value)
@@ -213,8 +215,10 @@ def list_cycle_waits(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[
 
 def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
     """Return the error for the first message whose ends use different communicators."""
-    one, other = int(graph.mismatched_sends[0]), int(graph.partner[graph.mismatched_sends[0]])
-    sends, takes = graph.index.locate(one), graph.index.locate(other)
+    one = int(graph.mismatched_sends[0])
+    other = int(graph.partner[graph.mismatched_sends[0]])
+    sends = graph.index.locate(one)
+    takes = graph.index.locate(other)
     of_group = "is in a group with sends and receives: communicator of all ranks"
     of_pair = "is in no such group: communicator of the two ranks"
     if grouped := graph.entry_exit_nodes[0][one] != graph.node[one]:

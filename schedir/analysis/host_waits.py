@@ -76,7 +76,8 @@ def find_known_ends(
     Returns:
         Positions, in the shape of `positions`.
     """
-    index, flow = InstructionIndex.from_program(program), Dataflow.from_program(program)
+    index = InstructionIndex.from_program(program)
+    flow = Dataflow.from_program(program)
     left = np.array([LANES[row.lane].host_action == "starts" for row in INSTRUCTIONS])[index.op]
     heard = positions.copy()
     if not left[positions].any():
@@ -138,10 +139,8 @@ def _find_lane_waits(program: Program, lane: Lane, lines: NDArray[np.int64]) -> 
     waits for the lane.
     """
     index = InstructionIndex.from_program(program)
-    drains, waits = (
-        _find_drain_ops(program, lane),
-        [row.op for row in INSTRUCTIONS if lane in row.host_sync_lanes],
-    )
+    drains = _find_drain_ops(program, lane)
+    waits = [row.op for row in INSTRUCTIONS if lane in row.host_sync_lanes]
     if LANES[lane].host_action == "starts" and program.used_opcodes.isdisjoint((*drains, *waits)):
         return None
     waited = np.full(len(index), NO_POSITION, np.int32)

@@ -121,7 +121,8 @@ class CheckpointDirectory:
         Args:
             step: The step.
         """
-        path, aside = self._make_path(step), self._make_path(step, _REPLACED_SUFFIX)
+        path = self._make_path(step)
+        aside = self._make_path(step, _REPLACED_SUFFIX)
         return aside if not path.exists() and aside.exists() else path
 
     def get_unfinished_path(self, step: int) -> Path:
@@ -410,7 +411,8 @@ class CheckpointDirectory:
         step = manifest.step
         if keep is not None and (type(keep) is not int or keep < 1):
             raise UsageError(f"keep must be 1 or more, not {keep!r:.60}", fields=["keep"])
-        path, to = self.get_unfinished_path(step), self._make_path(step)
+        path = self.get_unfinished_path(step)
+        to = self._make_path(step)
         try:
             with self.translate_write_errors(step):
                 for name, file in manifest.files.items():

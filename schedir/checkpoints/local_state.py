@@ -293,10 +293,12 @@ def collect_local_state(
         CheckpointError: Two weights or buffers of a stage have the same name, or two optimizers
             step the same parameter.
     """
-    local_state, steppers = LocalState(), OptimizerOwners(rank.optimizer)
+    local_state = LocalState()
+    steppers = OptimizerOwners(rank.optimizer)
     first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _iterate_tied_weights(rank)}
     modules = [(s, stage, name_map, first_name) for s, stage in rank.stages.items()]
-    last, loss = rank.program.shape.stages - 1, getattr(rank.loss, "func", rank.loss)
+    last = rank.program.shape.stages - 1
+    loss = getattr(rank.loss, "func", rank.loss)
     if isinstance(loss, nn.Module) and last in rank.stages:
         modules.append((last, StageCheckpointState(loss, {}), lambda _, name: f"loss.{name}", {}))
     for s, stage, names_of, firsts in modules:

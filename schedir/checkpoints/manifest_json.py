@@ -225,7 +225,8 @@ class _ManifestReader:
         kind = TensorMeta(tuple(shape), dtype)
         slices = [self._read_slice(name, kind, box) for box in boxes]
         if not _is_exact_cover(kind.shape, slices):
-            have, numel = sum(prod(box.size) for box in slices), prod(shape)
+            have = sum(prod(box.size) for box in slices)
+            numel = prod(shape)
             why = f"have {have} of its {numel} elements" if have != numel else "overlap"
             raise _InvalidManifest(f"the boxes of {describe(name)} {why}")
         self.tensors[name] = kind

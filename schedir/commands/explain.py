@@ -327,7 +327,8 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     kinds, which = np.unique(awaited, return_inverse=True)
     waited = np.bincount(which, idle["end"] - idle["start"])
     rank, op, stage = kinds[waited.argmax()].tolist()
-    durations, pair = spans["end"] - spans["start"], timeline.is_second_of_pair.copy()
+    durations = spans["end"] - spans["start"]
+    pair = timeline.is_second_of_pair.copy()
     pair[:-1] |= pair[1:]
     is_same_op = (spans["op"] == op) & ~pair  # The instructions of a joined pair share one time.
     stage_times, comparison = durations[is_same_op & (spans["stage"] == stage)], ""

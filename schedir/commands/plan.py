@@ -65,7 +65,8 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
     for option, name in excluded:
         if option:
             raise UsageError(f"{name} cannot be combined with --gpu-counts")
-    request, refusals = parse_plan_request(args), list[str]()
+    request = parse_plan_request(args)
+    refusals = list[str]()
     plans_by_scaling = {
         way: _find_plan_per_gpu_count(request, args.gpu_counts, way, refusals)
         for way in _SCALING_DESCRIPTIONS
@@ -241,7 +242,8 @@ def calibrate_cluster(args: argparse.Namespace) -> str:
     if args.memory_limit is not None:
         raise UsageError("--calibrate does not plan, and cannot be combined with --memory-limit",
                          fields=["memory_limit"])  # fmt: skip
-    model, cluster = resolve_model(args), resolve_cluster(args)
+    model = resolve_model(args)
+    cluster = resolve_cluster(args)
     runs = read_runs(args.calibrate, model)
     with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
         temporary.touch()

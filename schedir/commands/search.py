@@ -404,10 +404,8 @@ def _rank_built_in_schedules(search_request: _SearchRequest) -> ScheduleRanking:
     """
     from schedir.io.source_loader import Source
 
-    candidates, ran = (
-        [*list_built_in_requests(search_request.request)],
-        search_request.costs_timeline,
-    )
+    candidates = [*list_built_in_requests(search_request.request)]
+    ran = search_request.costs_timeline
     if ran is not None and ran.program.shape == search_request.shape:
         name = ran.program.name
         candidates.append(

@@ -84,7 +84,8 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
         2 DP 12 GB PARAMS 12 GB
         3 DP 12 GB PARAMS 21 GB
     """
-    index, sent = InstructionIndex.from_program(program), dict[Lane, NDArray[np.float64]]()
+    index = InstructionIndex.from_program(program)
+    sent = dict[Lane, NDArray[np.float64]]()
 
     def add(at: Positions, size: NDArray[np.float64]) -> None:
         if len(at) and size.any():
@@ -193,7 +194,8 @@ def run(args: argparse.Namespace) -> str:
         columns |= {
             name.replace(" ", "_"): each for name, each in _list_static_memory(timeline).items()
         }
-    slots, sent = _count_slots(request), _count_lane_bytes(timeline)
+    slots = _count_slots(request)
+    sent = _count_lane_bytes(timeline)
     bound = find_lower_bound(request)
     if args.json:
         found = (

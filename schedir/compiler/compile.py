@@ -173,7 +173,8 @@ def compile(
     """
     if boundary not in (None, "replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
-    overlap, debug = require_bool(overlap, "overlap"), require_bool(debug, "debug")
+    overlap = require_bool(overlap, "overlap")
+    debug = require_bool(debug, "debug")
     if costs is not None:
         require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
     if sizes is not None:
@@ -406,10 +407,8 @@ def check_memory(
             )
             rest = size * (number - 1) / max(number, 1)
             if rest and error.required_bytes - rest <= add_tolerance(bytes_):
-                saved, moves = (
-                    f"{format_bytes(size)} are saved activations",
-                    "moves them to the host",
-                )
+                saved = f"{format_bytes(size)} are saved activations"
+                moves = "moves them to the host"
                 error.hint = CommandHint(
                     f'{saved}: offload="fit" {moves}, recompute="fit" computes them again',
                     f"{saved}: -O offload=fit {moves}, -O recompute=fit computes them again",

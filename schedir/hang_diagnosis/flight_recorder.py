@@ -473,11 +473,9 @@ def _end_batch(ops: list[RecordedOperation], members: list[int], entry: dict[str
     These operations are the last ones that their group has issued. The list `members` has the
     indices of all operations since the group's previous batch. The function clears this list.
     """
-    state, over, batch = (
-        _STATE_OF_NAME[entry["state"]],
-        _read_ended_time(entry),
-        entry["record_id"] + 1,
-    )
+    state = _STATE_OF_NAME[entry["state"]]
+    over = _read_ended_time(entry)
+    batch = entry["record_id"] + 1
     numbers = entry["collective_seq_id"], entry["p2p_seq_id"]
     while members and ops[members[-1]].sequence_number == numbers[ops[members[-1]].is_message]:
         at = members.pop()
@@ -496,7 +494,8 @@ def _find_source_line(entry: dict[str, Any]) -> str:
     for frame in frames[:200] if isinstance(frames, list | tuple) else ():
         if not isinstance(frame, dict):
             continue
-        name, line = frame.get("filename"), frame.get("line")
+        name = frame.get("filename")
+        line = frame.get("line")
         if not isinstance(name, str) or len(name) > _MAX_NAME_LENGTH or type(line) is not int:
             continue
         if "/torch/" not in name and not name.startswith("<"):

@@ -393,11 +393,9 @@ class _ProgramCopyReport:
         return lines + [f"  there is no dump of {_name_ranks(silent)}"] * bool(silent)
 
     def _describe_position(self, rank_position: RankPosition) -> str:
-        rank, at, placed = (
-            self.name_rank(rank_position.rank),
-            rank_position.position,
-            self.positioned,
-        )
+        rank = self.name_rank(rank_position.rank)
+        at = rank_position.position
+        placed = self.positioned
         if at is None:
             return f"{rank}  has ended all its transfers of this step"
         stands = f"{rank} {self.name_instruction(at)} "

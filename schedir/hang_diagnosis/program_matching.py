@@ -271,11 +271,9 @@ class TransferSequence:
             of, turn = divmod(number, len(self.transfers))
             if of == step:
                 at = self.transfers[turn]
-                issued_mask[at], started_mask[at], ended_mask[at] = (
-                    True,
-                    op.state != "issued",
-                    op.is_done,
-                )
+                issued_mask[at] = True
+                started_mask[at] = op.state != "issued"
+                ended_mask[at] = op.is_done
 
 
 class _StepMismatch(Exception):
@@ -447,7 +445,9 @@ class _RecordedRank:
     def _make_sequence(
         self, ops: list[RecordedOperation], transfers: list[int]
     ) -> TransferSequence:
-        positions, many, lost = np.array(transfers, np.int32), len(transfers), self.dump.num_lost
+        positions = np.array(transfers, np.int32)
+        many = len(transfers)
+        lost = self.dump.num_lost
         if not lost:
             numbers = self._number_messages(ops, transfers, 0)
             if len(numbers) < len(ops):

@@ -92,7 +92,8 @@ class ProcessLayout(NamedTuple):
         Args:
             snapshot: The contents of the black box of the process.
         """
-        tp, dp = max(snapshot[BlackBoxField.TP], 1), max(snapshot[BlackBoxField.DP], 1)
+        tp = max(snapshot[BlackBoxField.TP], 1)
+        dp = max(snapshot[BlackBoxField.DP], 1)
         return cls(max(snapshot[BlackBoxField.WORLD_SIZE] // (tp * dp), 1), tp, dp)
 
     def name_process(self, process: int) -> str:
@@ -356,7 +357,8 @@ class StalledRun:
         return StallCause(first, kind, fact, sure, (*self.describe_processes(first),), message)
 
     def _sort_key(self, process: int) -> tuple[int, bool, int, int, float]:
-        one, kind = self.snapshots.get(process), self.classify(process)
+        one = self.snapshots.get(process)
+        kind = self.classify(process)
         if one is None:
             return kind, process not in self.awaited, 0, 0, 0.0
         if kind in (
@@ -443,11 +445,9 @@ class StalledRun:
         return lines + [f"... and {len(rest) - MAX_SHOWN} more processes"] * (len(rest) > MAX_SHOWN)
 
     def _describe_state(self, process: int) -> str:
-        text, kind, waits = (
-            self._describe_activity(process),
-            self.classify(process),
-            self.waits_of[process],
-        )
+        text = self._describe_activity(process)
+        kind = self.classify(process)
+        waits = self.waits_of[process]
         if kind is StallKind.DIED:
             return f"{text}, has died"
         if kind is StallKind.STOPPED:

@@ -142,7 +142,8 @@ def _run_schedule(
         )
         return original(*args, **kwargs)
     rank, ranks = _pipeline_position(schedules, original, given)
-    chunks, table = len(model), [(mb, 0) for mb in range(given["num_microbatches"])]
+    chunks = len(model)
+    table = [(mb, 0) for mb in range(given["num_microbatches"])]
     if chunks > 1:
         group = config.microbatch_group_size_per_vp_stage
         table = schedules.get_schedule_table(given["num_microbatches"], chunks, group)

@@ -168,16 +168,14 @@ class BlackBox:
         self.memory = _map_memory(path)
         self.values = memoryview(self.memory).cast("q")
         pid = os.getpid()
-        self.values[BlackBoxField.RUN_ID], self.values[BlackBoxField.NAMESPACE_ID] = (
-            compute_run_id(os.getppid()),
-            compute_namespace_id(),
-        )
-        self.values[BlackBoxField.PROCESS], self.values[BlackBoxField.WORLD_SIZE] = process, world
-        self.values[BlackBoxField.TP], self.values[BlackBoxField.DP] = tp, dp
-        self.values[BlackBoxField.PID], self.values[BlackBoxField.START_TIME] = (
-            pid,
-            _read_start_time(pid),
-        )
+        self.values[BlackBoxField.RUN_ID] = compute_run_id(os.getppid())
+        self.values[BlackBoxField.NAMESPACE_ID] = compute_namespace_id()
+        self.values[BlackBoxField.PROCESS] = process
+        self.values[BlackBoxField.WORLD_SIZE] = world
+        self.values[BlackBoxField.TP] = tp
+        self.values[BlackBoxField.DP] = dp
+        self.values[BlackBoxField.PID] = pid
+        self.values[BlackBoxField.START_TIME] = _read_start_time(pid)
         self.values[BlackBoxField.PHASE_TIME] = self.values[BlackBoxField.HEARTBEAT] = (
             monotonic_ns()
         )
@@ -191,11 +189,9 @@ class BlackBox:
             step: The step, from 1. 0 outside of steps.
         """
         words = self.values
-        words[BlackBoxField.STEP], words[BlackBoxField.PHASE], words[POSITION_FIELD] = (
-            step,
-            phase,
-            0,
-        )
+        words[BlackBoxField.STEP] = step
+        words[BlackBoxField.PHASE] = phase
+        words[POSITION_FIELD] = 0
         words[BlackBoxField.PHASE_TIME] = words[POSITION_TIME_FIELD] = monotonic_ns()
         words[BlackBoxField.PHASE_COUNT] += 1
 

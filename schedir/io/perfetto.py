@@ -101,12 +101,10 @@ class _Tracks:
     """The track of each span, and its start and end in integer nanoseconds."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.timeline, spans = timeline, timeline.spans
+        self.timeline = timeline
         self.idle = idleness(timeline)
-        self.start, self.end = (
-            self._to_nanoseconds(spans["start"]),
-            self._to_nanoseconds(spans["end"]),
-        )
+        self.start = self._to_nanoseconds(timeline.spans["start"])
+        self.end = self._to_nanoseconds(timeline.spans["end"])
         # The second instruction of a pair shares the slice of the first.
         self.second_of_pair = timeline.is_second_of_pair
         # (rank, track) -> thread id. Thread ids are unique over all ranks, and differ from the

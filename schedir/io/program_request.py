@@ -383,10 +383,8 @@ class Request:
             split = self.for_comparison and f.name in ("stages_per_rank", "placement")
             if f.name not in self.specified or free or split:
                 continue
-            specified, actual = (
-                f.field_type.resolve(f.name, self.specified[f.name], program.shape),
-                f.get_value(program),
-            )
+            specified = f.field_type.resolve(f.name, self.specified[f.name], program.shape)
+            actual = f.get_value(program)
             # In a comparison, the user counts microbatches before their division into chunks.
             if self.for_comparison and f.name == "microbatches":
                 actual = program.unsegmented_shape.microbatches
@@ -520,10 +518,8 @@ class Request:
         if not self.for_comparison:
             return values
         shape, segments, chunks = self._unsegmented_shape
-        segments, chunks = (
-            self._segment_options.get("stage_segments", segments),
-            chunks * self.compile_options.get("microbatch_chunks", 1),
-        )
+        segments = self._segment_options.get("stage_segments", segments)
+        chunks = chunks * self.compile_options.get("microbatch_chunks", 1)
         shared = {k: c for k in SHARED_FIELDS if (c := getattr(values, k, None)) is not None}
         values = replace(
             values,

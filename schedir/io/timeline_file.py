@@ -41,12 +41,10 @@ from schedir.verify.check import check
 FORMAT_VERSION: Final = 1
 TIMELINE_SUFFIX: Final = ".timeline"
 MAX_INSTRUCTIONS: Final = 2**24  # bounds the memory that a file can request
-_HEADER_FILE, _PROGRAM_FILE, _START_FILE, _END_FILE = (
-    "header.json",
-    "program.sched",
-    "start.npy",
-    "end.npy",
-)
+_HEADER_FILE = "header.json"
+_PROGRAM_FILE = "program.sched"
+_START_FILE = "start.npy"
+_END_FILE = "end.npy"
 _EXTRA_PROGRAM_BYTES = 2**16  # the most bytes of a program's text without its instructions
 _MAX_HEADER_BYTES = 2**23  # A header may have a size per stage and microbatch.
 
@@ -208,7 +206,8 @@ class _TimelineReader:
             raise TraceError("the digest of the program differs from the digest in the header")
         model, blocks = header["progress_model"], header["blocking_hosts"]
         program = check(program, model, blocking_hosts=blocks)
-        start, end = self._read_times(_START_FILE, n), self._read_times(_END_FILE, n)
+        start = self._read_times(_START_FILE, n)
+        end = self._read_times(_END_FILE, n)
         _require_valid_times(program, start, end)
         spans = build_spans(program, start, end)
         timeline = Timeline(
@@ -229,7 +228,9 @@ class _TimelineReader:
         model = header.get("progress_model", header.get("model"))  # older files have "model"
         model = header["progress_model"] = get_current_value("progress_model", str(model))
         header.setdefault("blocking_hosts", header.get("blocks", False))
-        n, unit, error = header.get("instructions"), header.get("unit"), header.get("clock_error")
+        n = header.get("instructions")
+        unit = header.get("unit")
+        error = header.get("clock_error")
         sound = {
             "instructions": type(n) is int and 0 <= n <= MAX_INSTRUCTIONS,
             "digest": isinstance(header.get("digest"), str),

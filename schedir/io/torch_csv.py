@@ -387,7 +387,8 @@ class _CsvReader:
             right = f"{match[1][:9]}{kind}{'0' * each}"
             why = "needs a microbatch" if each else "has no microbatch"
             raise location.make_error(f"{_shorten(text)}: {kind} {why}, as in {right}")
-        stage, mb = int(match[1][:10]), int(match[3][:10] or 0)
+        stage = int(match[1][:10])
+        mb = int(match[3][:10] or 0)
         if len(match[1]) > 9 or stage >= MAX_STAGES:
             raise location.make_error(f"{_shorten(text)}: at most {MAX_STAGES} stages are allowed")
         if len(match[3]) > 9 or mb >= MAX_MICROBATCHES:

@@ -566,5 +566,6 @@ class Dataflow:
             return ValueStates(*chains.find_state_intervals())
         lives = self.find_lifetimes(value)
         count = len(lives.filled_at)
-        true, zero = np.ones(count, bool), np.zeros(count, np.int64)
+        true = np.ones(count, bool)
+        zero = np.zeros(count, np.int64)
         return ValueStates(lives.filled_at, lives.freed_at, zero, zero + NO_FORM, true, true)

@@ -202,7 +202,8 @@ def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
         look = min(look * 2, (len(head) - at) // k)
         if look <= 0:
             return times
-        here, before = slice(at, at + look * k), slice(at - k, at + (look - 1) * k)
+        here = slice(at, at + look * k)
+        before = slice(at - k, at + (look - 1) * k)
         same = (head[here] == head[before]).reshape(look, k)
         same &= (mb[here] - mb[before]).reshape(look, k) == step
         good = same.all(1)

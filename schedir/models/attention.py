@@ -183,7 +183,8 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         grad = _to_dense_rows(grad)
-        dq, long = torch.empty_like(q), _accumulation_dtype(q.dtype)
+        dq = torch.empty_like(q)
+        long = _accumulation_dtype(q.dtype)
         dk, dv = (torch.zeros_like(x, dtype=long) for x in (k, v))
         for queries, keys, mask in ctx.cuts:
             dq[:, :, queries], dk_part, dv_part = _FLASH_BACKWARD(

@@ -173,7 +173,8 @@ def build_boundaries(
         >>> str(build_boundaries((5,), (8, 64), tp_size=2)[0][0])
         '[8, 64] of torch.float32, received as [16, 64]'
     """
-    stage_boundary, boundaries = Boundary.from_shape(boundary), list[Any]()
+    stage_boundary = Boundary.from_shape(boundary)
+    boundaries = list[Any]()
     token_dim = len(stage_boundary.shape) - 2
     all_tokens = tuple(
         tp_size * n if k == token_dim else n for k, n in enumerate(stage_boundary.shape)

@@ -159,7 +159,8 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
             hint=f"cut supports {', '.join(_FAMILIES)}; write a Stage class for other models",
             fields=["model"],
         )
-    prefix, head = getattr(model, "base_model_prefix", ""), getattr(model, "lm_head", None)
+    prefix = getattr(model, "base_model_prefix", "")
+    head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Module) or not isinstance(getattr(model, prefix, None), nn.Module):
         raise UsageError(
             f"cut needs a causal language model, not {type(model).__name__}",

@@ -231,7 +231,8 @@ class Layer(nn.Module):
             (self.queries_per_group, 1, 1), 3
         )  # Each has the shape (b, T, groups/t, heads per group, width).
         q, k, v = (one.flatten(2, 3).transpose(1, 2) for one in (q, k, v))
-        q, k = apply_rotations(q, rotary), apply_rotations(k, rotary)
+        q = apply_rotations(q, rotary)
+        k = apply_rotations(k, rotary)
         heads = attention(q, k, v, self.window)
         return heads.transpose(1, 2).reshape(b, length, -1)
 

@@ -351,7 +351,8 @@ def build_boundaries(
     """
     *batch, hidden = boundary.shape
     tokens = math.prod(batch)
-    rows, capacity = tokens * config.active, config.compute_capacity(tokens, ep)
+    rows = tokens * config.active
+    capacity = config.compute_capacity(tokens, ep)
     precise = torch.promote_types(boundary.dtype, torch.float32)
     stream = boundary, Boundary((1,), precise)
     kept = (

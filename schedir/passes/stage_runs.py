@@ -80,7 +80,8 @@ def number_occurrences(keys: Ints) -> Ints:
     Returns:
         Counts from 0, shape (k,).
     """
-    order, turn = np.argsort(keys, kind="stable"), np.empty(len(keys), np.int64)
+    order = np.argsort(keys, kind="stable")
+    turn = np.empty(len(keys), np.int64)
     turn[order] = np.arange(len(keys)) - np.searchsorted(keys[order], keys[order])
     return turn
 

@@ -293,7 +293,8 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
 
     start = _fill_constants(cluster)
     fitted, covariance = fit_constants(start, estimate, measured)
-    values, priors = _get_constants(fitted), _get_constants(start)
+    values = _get_constants(fitted)
+    priors = _get_constants(start)
     spread = np.exp(INTERVAL_QUANTILE * np.sqrt(np.diag(covariance)))
     constants = tuple(
         CalibratedConstant(
@@ -342,7 +343,8 @@ def fit_constants(
         gradient = slopes.T @ (weights * error) - precision @ (now - prior)
         step = np.clip(np.linalg.solve(information, gradient), -0.5, 0.5)
         cluster = _set_constants(cluster, np.exp(now + step))
-        now, largest = np.log(_get_constants(cluster)), np.abs(step).max()
+        now = np.log(_get_constants(cluster))
+        largest = np.abs(step).max()
         if largest < 5e-3:  # A tenth of the noise of a run.
             break
         if largest > 0.1:
@@ -359,7 +361,8 @@ def _differentiate(
 
     The derivatives have the shape (step times, constants).
     """
-    values, seconds = _get_constants(_fill_constants(cluster)), estimate(cluster)
+    values = _get_constants(_fill_constants(cluster))
+    seconds = estimate(cluster)
     slopes = []
     for k in range(len(values)):
         moved = values.copy()
@@ -398,7 +401,8 @@ def _set_constants(cluster: Cluster, values: Floats) -> Cluster:
     `hbm_bandwidth` changes by the same factor as `flops`.
     """
     rows = CONSTANTS.values()
-    low, high = np.array([row.min_value for row in rows]), np.array([row.max_value for row in rows])
+    low = np.array([row.min_value for row in rows])
+    high = np.array([row.max_value for row in rows])
     each = dict(zip(CONSTANTS, np.clip(values, low, high).tolist(), strict=True))
     each["flops"] = min(each["flops"], cluster.peak or each["flops"])
     each["hbm_bandwidth"] = cluster.hbm_bandwidth * each["flops"] / cluster.flops

@@ -58,7 +58,8 @@ def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, st
         pipeline_parallel_first_stage_less_layers = 1
         pipeline_parallel_last_stage_less_layers = 1
     """
-    parts, shape = get_layers_per_stage(model, plan), build_pipeline_shape(plan)
+    parts = get_layers_per_stage(model, plan)
+    shape = build_pipeline_shape(plan)
     return {
         "megatron": "\n".join(_format_megatron(plan, parts, is_loop=shape.placement == "loop")),
         "torchtitan": "\n".join(
@@ -177,7 +178,8 @@ def _count_removed_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int] 
     for each in sorted({n - k for n in layers_per_stage for k in (0, 1)}, reverse=True):
         for longer_stages in range(stages):
             even = [each + (stage < longer_stages) for stage in range(stages)]
-            first, last = even[0] - layers_per_stage[0], even[-1] - layers_per_stage[-1]
+            first = even[0] - layers_per_stage[0]
+            last = even[-1] - layers_per_stage[-1]
             if (
                 even[1:-1] == [*layers_per_stage[1:-1]]
                 and 0 <= min(first, last) <= max(first, last) <= each

@@ -335,7 +335,8 @@ def _no_product_error(
             fields=["pp"],
         )
     for name, total_field in (("ep", "experts"), ("cp", "sequence")):
-        size, parts = getattr(model, total_field), getattr(field_filter, name)
+        size = getattr(model, total_field)
+        parts = getattr(field_filter, name)
         if all(size % each for each in parts):
             return UsageError(
                 f"{name} {_join_with_or(parts)} does not divide {total_field} {size}",

@@ -89,10 +89,8 @@ def estimate_step(
         require_type(
             state_bytes, "state_bytes", StateBytes, "StateBytes(params=2, grads=4, optimizer=12)"
         )
-    constants, state_bytes = (
-        constants or SoftwareConstants(),
-        state_bytes or get_state_bytes(cluster),
-    )
+    constants = constants or SoftwareConstants()
+    state_bytes = state_bytes or get_state_bytes(cluster)
     if exact:
         return attach_bottleneck(
             cluster, simulated(model, cluster, plan, constants, state_bytes=state_bytes)
@@ -190,10 +188,8 @@ def plan(
         require_type(
             state_bytes, "state_bytes", StateBytes, "StateBytes(params=2, grads=4, optimizer=12)"
         )
-    constants, state_bytes = (
-        constants or SoftwareConstants(),
-        state_bytes or get_state_bytes(cluster),
-    )
+    constants = constants or SoftwareConstants()
+    state_bytes = state_bytes or get_state_bytes(cluster)
     plan_table = all_plans(
         model, cluster, batch, constants=constants, state_bytes=state_bytes, schedules=schedules,
         pp=pp,
@@ -255,10 +251,8 @@ def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
     If step times are equal in six digits, the simpler plan comes first, because a prediction does
     not include the cost of issuing more instructions.
     """
-    schedule_index, recompute_index = (
-        [*SCHEDULE_FORMULAS].index(estimate.schedule),
-        get_args(Recompute).index(estimate.recompute),
-    )
+    schedule_index = [*SCHEDULE_FORMULAS].index(estimate.schedule)
+    recompute_index = get_args(Recompute).index(estimate.recompute)
     return float(f"{estimate.step_time:.6g}"), estimate.has_offload, schedule_index, recompute_index
 
 

@@ -63,7 +63,8 @@ class PlanTable(NamedTuple):
         Args:
             finalists: The simulated plans, each with its column.
         """
-        parts, memory = self.breakdowns.copy(), self.memory.copy()
+        parts = self.breakdowns.copy()
+        memory = self.memory.copy()
         for one, at in finalists:
             parts[:, at], memory[:, at] = one.breakdown, one.memory
         return PlanTable(self.plans, parts, memory, parts.sum(axis=0), memory.sum(axis=0))

@@ -103,10 +103,8 @@ def improve_schedule(
     trainer = get_trainer(cluster, constants, state_bytes)
     plan = strip_estimates(plan)
     best = simulate_plan(model, cluster, plan, constants, state_bytes=state_bytes)
-    program, lower_bound = (
-        plan_program(plan, tied_weights=model.tied, **trainer.compile_options),
-        best.step_time,
-    )
+    program = plan_program(plan, tied_weights=model.tied, **trainer.compile_options)
+    lower_bound = best.step_time
     search_trainer = trainer._replace(constants=replace(trainer.constants, recompute_ahead=0.0))
     search_constants = search_trainer.constants
     memory_limit = (cluster.memory - search_constants.reserved_bytes) / (

@@ -139,10 +139,8 @@ def get_trainer(
         >>> get_trainer(planner.cluster_preset("a100")).constants == planner.SoftwareConstants()
         True
     """
-    constants, state_bytes = (
-        constants or SoftwareConstants(),
-        state_bytes or get_state_bytes(cluster),
-    )
+    constants = constants or SoftwareConstants()
+    state_bytes = state_bytes or get_state_bytes(cluster)
     if cluster.processors is None:
         return Trainer(constants, state_bytes, {}, compute_sizes)
     return Trainer(

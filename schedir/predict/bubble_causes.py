@@ -175,7 +175,8 @@ def find_steady_phase(timeline: Timeline) -> tuple[Floats, Floats]:
         infinite for a rank without a backward.
     """
     spans = timeline.spans
-    begins, ends = np.full(timeline.ranks, np.inf), np.full(timeline.ranks, -np.inf)
+    begins = np.full(timeline.ranks, np.inf)
+    ends = np.full(timeline.ranks, -np.inf)
     back, ahead = np.isin(spans["op"], BACKWARD_OPS), spans["op"] == FORWARD
     np.minimum.at(begins, spans["rank"][back], spans["start"][back])
     np.maximum.at(ends, spans["rank"][ahead], spans["end"][ahead])

@@ -95,10 +95,8 @@ def simulate(
         )  # fmt: skip
     require_type(program, "program", Program, 'simulate("zb_h1", ranks=4, microbatches=8)')
     assert isinstance(program, Program)
-    blocking_hosts, skip_checks = (
-        require_bool(blocking_hosts, "blocking_hosts"),
-        require_bool(skip_checks, "skip_checks"),
-    )
+    blocking_hosts = require_bool(blocking_hosts, "blocking_hosts")
+    skip_checks = require_bool(skip_checks, "skip_checks")
     if costs is not None:
         require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
     if sizes is not None:

@@ -61,10 +61,8 @@ def build_spans(program: Program, start: NDArray[np.float64], end: NDArray[np.fl
     Returns:
         A structured array with the fields of `SPAN_DTYPE`.
     """
-    fields, lanes = (
-        program.words.view(WORD_DTYPE),
-        np.array([row.lane for row in INSTRUCTIONS], np.int16),
-    )
+    fields = program.words.view(WORD_DTYPE)
+    lanes = np.array([row.lane for row in INSTRUCTIONS], np.int16)
     spans = np.empty(len(fields), SPAN_DTYPE)
     for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
         own, given = spans[lo:hi], fields[lo:hi]
@@ -291,7 +289,8 @@ class Timeline:
         Compute is F, B, I, W and R.
         """
         work = np.isin(self.spans["op"], COMPUTE_OPS)
-        first, last = np.full(self.ranks, np.inf), np.full(self.ranks, -np.inf)
+        first = np.full(self.ranks, np.inf)
+        last = np.full(self.ranks, -np.inf)
         np.minimum.at(first, self.spans["rank"][work], self.spans["start"][work])
         np.maximum.at(last, self.spans["rank"][work], self.spans["end"][work])
         return np.where(last >= first, last - first, 0.0)
@@ -375,7 +374,8 @@ class Timeline:
         # Other lanes run in parallel to compute. So their changes can have another order in time
         # than in the Stream.
         if (spans["lane"][1:] != Lane.COMPUTE).any():
-            footprint, times = footprint.order_by_time(times), np.unique(times)
+            footprint = footprint.order_by_time(times)
+            times = np.unique(times)
         parts = {
             name: np.full(len(times), size) for name, (_, size) in footprint.static_memory.items()
         }
@@ -470,7 +470,8 @@ class Timeline:
         pair = self.is_second_of_pair & seen
         pair[:-1] |= pair[1:]
         taken = np.where(pair, end, start)
-        by, cause = np.zeros(len(self)), np.full(len(self), NO_POSITION, np.int64)
+        by = np.zeros(len(self))
+        cause = np.full(len(self), NO_POSITION, np.int64)
         fine = max(TIME_UNITS[self.unit], 1e-9 * self.span)
         error = self.clock_error if seen else 0.0
 

@@ -264,7 +264,8 @@ def advise(
         change = table.simulate_row(row)
         if change is None or change.run.peak_activations > row.max_activations:
             continue
-        before, other = best.get(row.kind), best.get(row.baseline_kind)
+        before = best.get(row.kind)
+        other = best.get(row.baseline_kind)
         if other is not None and change.run.span > other.run.span * (1 - MIN_SAVING):
             continue
         if before is None or change.saved_share > before.saved_share + 1e-9:
@@ -455,7 +456,8 @@ class _Table:
             for name, c in self.costs.specified.items()
             if name in _COMPUTE_COSTS
         }
-        first, last = sum(segments[:worst]), sum(segments[: worst + 1]) - 1
+        first = sum(segments[:worst])
+        last = sum(segments[: worst + 1]) - 1
         replicas = " and ".join(map(str, self.shape.replica_ranks[:, first].tolist()))
         which = f"stage {first}" if first == last else f"the stage of segments {first} to {last}"
         longer = f"(F and B of {which} on rank {replicas} take {each[worst] / mean:.2f}x)"
@@ -479,10 +481,8 @@ class _Table:
 
         A row is reported only if the schedule needs no more activation memory than the run.
         """
-        unsegmented, max_activations = (
-            self.program.unsegmented_shape,
-            self.baseline.peak_activations,
-        )
+        unsegmented = self.program.unsegmented_shape
+        max_activations = self.baseline.peak_activations
         for name, schedule in get_built_in_schedules().items():
             placement, fixed = get_placement_mark(schedule)
             for v in {fixed} if fixed else {1, unsegmented.stages_per_rank}:

@@ -275,7 +275,8 @@ class Tiles:
                 ((tile >= ends[:, :1]) & (tile < ends[:, 1:])).astype(np.int8)
                 for ends in (a.visited_ranges, a.full_ranges)
             )
-            visited, full = np.kron(visited, visited_axis), np.kron(full, full_axis)
+            visited = np.kron(visited, visited_axis)
+            full = np.kron(full, full_axis)
         return visited + full
 
 

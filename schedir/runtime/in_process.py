@@ -432,7 +432,9 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
     If an instruction waits for a message or a collective, all its sides come before the
     instruction. The reason is that a host can make a CUDA stream wait only for issued work.
     """
-    program, node, leave = graph.program, graph.node.tolist(), graph.entry_exit_nodes[1].tolist()
+    program = graph.program
+    node = graph.node.tolist()
+    leave = graph.entry_exit_nodes[1].tolist()
     sides: dict[int, list[int]] = defaultdict(list)  # node -> positions
     for position, one in enumerate(node):
         sides[one].append(position)
@@ -451,7 +453,8 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
     waits = [
         {*one} - {NO_POSITION} for one in np.concatenate([graph.local_waits, before]).T.tolist()
     ]
-    issued, next_of = [False] * len(node), program.offsets[:-1].tolist()
+    issued = [False] * len(node)
+    next_of = program.offsets[:-1].tolist()
     moved = True
     while moved:
         moved = False

@@ -131,7 +131,9 @@ def run_sequential(
         >>> torch.equal(stages[0].weight.grad, plain[0].weight.grad)
         True
     """
-    stages, loss, seed = require_model_stages(stages), require_loss(loss), require_seed(seed)
+    stages = require_model_stages(stages)
+    loss = require_loss(loss)
+    seed = require_seed(seed)
     program = require_program(program) if program is not None else None
     for s, stage in enumerate(stages):
         for name, p in stage.named_parameters():
@@ -170,7 +172,8 @@ def _run_step(
     frozen = program.frozen_stages if program else 0
     saved: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
     skips = program.skips if program is not None else ()
-    ends, begins = dict(skips), {end: begin for begin, end in skips}
+    ends = dict(skips)
+    begins = {end: begin for begin, end in skips}
     # (Source stage, microbatch) -> the tensors of a skip connection, and their gradients.
     skipped: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     back: dict[tuple[int, int], list[Tensor]] = {}

@@ -289,7 +289,8 @@ class _CpSatModel:
         )
         terms = []
         for s in stages:
-            saved, deferred = int(problem.saved[s]), int(problem.deferred_wgrad[s])
+            saved = int(problem.saved[s])
+            deferred = int(problem.deferred_wgrad[s])
             for kind, more in zip(
                 self.task_kinds, (saved, deferred - saved, -deferred), strict=False
             ):

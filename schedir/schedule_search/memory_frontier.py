@@ -155,7 +155,8 @@ def memory_frontier(
     """
     if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
         raise UsageError(f"levels must be an integer, 1 or more, not {describe(levels)}")
-    time_limit, max_evaluations = require_seconds(time_limit), require_evaluations(max_evaluations)
+    time_limit = require_seconds(time_limit)
+    max_evaluations = require_evaluations(max_evaluations)
     began, costs = perf_counter(), Costs() if costs is None else costs
     free = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
     runs = tuple(_simulate_schedules(free, costs, sizes, initial_schedules))

@@ -212,11 +212,9 @@ def make_problem(
             "but a search does not support pairs",
             hint="leave out FB to search schedules without pairs",
         )
-    F, I, W = (
-        _stage_costs(FORWARD, costs, shape),
-        _stage_costs(BACKWARD_INPUT, costs, shape),
-        _zeros(shape),
-    )
+    F = _stage_costs(FORWARD, costs, shape)
+    I = _stage_costs(BACKWARD_INPUT, costs, shape)
+    W = _zeros(shape)
     if split_backward:
         W = _stage_costs(BACKWARD_WEIGHT, costs, shape)
     else:

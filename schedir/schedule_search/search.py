@@ -195,10 +195,8 @@ def search_schedule(
         made = builder.build_shortest(heuristic_search.initial_orders, made)
         made = builder.build_shortest(heuristic_search.list_finalists(), made, begin + time_limit)
     except KeyboardInterrupt:
-        stopped, made = (
-            "interrupted",
-            made or builder.build_shortest(heuristic_search.shortest_orders, deadline=begin),
-        )
+        stopped = "interrupted"
+        made = made or builder.build_shortest(heuristic_search.shortest_orders, deadline=begin)
     length, timeline = made or builder.build_smallest()
     assert least.value <= length * (1 + 1e-6), "a bug: the schedule is shorter than the lower bound"
     bound = least.value

@@ -143,7 +143,8 @@ def _match_weight_grads(
     The k-th W[j] completes the k-th I of local stage j. The k-th plain W completes the k-th I of
     the rank. Raises ScheduleError if a rank uses both forms, or has more plain W than I.
     """
-    w, i = np.flatnonzero(op == BACKWARD_WEIGHT), np.flatnonzero(op == BACKWARD_INPUT)
+    w = np.flatnonzero(op == BACKWARD_WEIGHT)
+    i = np.flatnonzero(op == BACKWARD_INPUT)
     if not len(w):
         return w, w
     stage_of_i = local[i]
@@ -160,7 +161,8 @@ def _match_weight_grads(
             one = int(more.argmax())
             raise ScheduleError(f"rank {one} has {number[one]} W, but only {inputs[one]} I")
         stage_of_i = np.where(number[rank[i]] > 0, OLDEST_STAGE, stage_of_i)
-    w_cells, of = rank[w] << 16 | local[w], rank[i] << 16 | stage_of_i
+    w_cells = rank[w] << 16 | local[w]
+    of = rank[i] << 16 | stage_of_i
     w, i = w[np.argsort(w_cells, kind="stable")], i[np.argsort(of, kind="stable")]
     w_cells, of = np.sort(w_cells), np.sort(of)
     at = np.searchsorted(of, w_cells) + np.arange(len(w)) - np.searchsorted(w_cells, w_cells)

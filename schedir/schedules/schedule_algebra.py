@@ -242,10 +242,8 @@ def weave(
     """
     orders = {"forwards": forwards, "backwards": backwards, "weights": weights}
     words = [_require_letters(f"{name} of weave", order) for name, order in orders.items()]
-    warmup, defer_weights = (
-        _require_integer("warmup of weave", warmup),
-        _require_integer("defer_weights of weave", defer_weights),
-    )
+    warmup = _require_integer("warmup of weave", warmup)
+    defer_weights = _require_integer("defer_weights of weave", defer_weights)
     starts = [-max(warmup, 0), 0, max(defer_weights, 0)]
     turn = np.concatenate([np.arange(len(w)) + s for w, s in zip(words, starts, strict=True)])
     return RankSchedule(np.concatenate(words)[np.argsort(turn, kind="stable")])
@@ -276,10 +274,8 @@ def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
           3 x  F 0.1+ & B 0.0+
           B 0.3
     """
-    one, other = (
-        _require_letters("first of overlapped_pair", first),
-        _require_letters("second of overlapped_pair", second),
-    )
+    one = _require_letters("first of overlapped_pair", first)
+    other = _require_letters("second of overlapped_pair", second)
     if len(one) != len(other):
         raise ValueError(
             f"overlapped_pair needs two schedules of equal length, not of {len(one)} and "

@@ -107,7 +107,8 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     """
     _require_microbatches(m, 2 * P)
     left, n, even = P - 1 - r, r + 1, 1 - r % 2
-    down, up = overlapped_pair(F[0], B[1]), overlapped_pair(F[1], B[0])
+    down = overlapped_pair(F[0], B[1])
+    up = overlapped_pair(F[1], B[0])
     # As in DeepSeek's code, the last rank does not overlap its first pair.  This shortens the
     # bubble.
     first = down if left else F[0] + B[1]

@@ -55,8 +55,10 @@ class SlicedInit:
         result = torch.empty(sizes, device=self.device, dtype=self.dtype)
         lines, end = self._lines_per_block, start + length
         for block in range(start // lines, -(-end // lines)):
-            values, first = self._draw_block(block), block * lines
-            low, high = max(start, first), min(end, first + lines)
+            values = self._draw_block(block)
+            first = block * lines
+            low = max(start, first)
+            high = min(end, first + lines)
             result.narrow(dim, low - start, high - low).copy_(
                 values.narrow(dim, low - first, high - low)
             )
@@ -73,7 +75,8 @@ class SlicedInit:
         key = f"{self.key} {number}" if number else self.key
         digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        sizes, first = list(self.shape), number * self._lines_per_block
+        sizes = list(self.shape)
+        first = number * self._lines_per_block
         sizes[self.dim] = min(self._lines_per_block, sizes[self.dim] - first)
         values = torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
         return values.mul_(self.std)

@@ -213,7 +213,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None, ignore_index: int
     ) -> Tensor:
         k, t = logits.shape[-1], tp_size(group)
-        logits, flat = logits.contiguous(), targets.reshape(-1)
+        logits = logits.contiguous()
+        flat = targets.reshape(-1)
         first = tp_rank(group) * k
         mine = cross_entropy.compute_statistics(logits.view(-1, k), flat, first)
         parts = mine.unsqueeze(0)

@@ -230,7 +230,8 @@ def programs(
     """
     draft = draw(compute_programs(ranks, microbatches, stages_per_rank))
     clip, grouped = draw(st.booleans()), draw(st.booleans())
-    tied, frozen = draw(tied_weights(draft.shape)), draw(st.integers(0, draft.shape.stages - 1))
+    tied = draw(tied_weights(draft.shape))
+    frozen = draw(st.integers(0, draft.shape.stages - 1))
     if any(stages[0] < frozen <= stages[-1] for stages in tied):
         frozen = 0
     tp = draw(st.integers(1, 2))

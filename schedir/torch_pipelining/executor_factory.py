@@ -69,7 +69,8 @@ def infer_stage_boundaries(
     Raises:
         ModelError: On all ranks, if a stage fails or returns anything but tensors.
     """
-    rank, boundaries = dist.get_rank(group), dict[int, tuple[Boundary, ...]]()
+    rank = dist.get_rank(group)
+    boundaries = dict[int, tuple[Boundary, ...]]()
     for s in range(shape.stages - 1):
         owner = int(shape.first_rank_per_stage[s])
         result: Any = None

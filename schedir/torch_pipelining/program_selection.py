@@ -91,10 +91,8 @@ def compile_for_stages(
     """
     if not isinstance(source, Program):
         return compile(source, shape, tied_weights=tied_weights)
-    own, has = (
-        source.shape,
-        (source.shape.ranks, source.shape.microbatches, source.shape.replica_ranks.tolist()),
-    )
+    own = source.shape
+    has = (source.shape.ranks, source.shape.microbatches, source.shape.replica_ranks.tolist())
     if has != (shape.ranks, shape.microbatches, shape.replica_ranks.tolist()):
         raise UsageError(
             f"the program is for {_describe_shape(own)}, but the ranks have "

@@ -68,7 +68,8 @@ def require_runnable(
     """
     for stage in stages[1:]:
         for what in ("num_stages", "group", "device"):
-            one, other = getattr(stages[0], what), getattr(stage, what)
+            one = getattr(stages[0], what)
+            other = getattr(stage, what)
             if one != other:
                 raise UsageError(
                     f"stage {stages[0].stage_index} has {what} {describe(one)}, but stage "

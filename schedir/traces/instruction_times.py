@@ -283,7 +283,8 @@ def _make_gpu_timer(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeIt
             time = free or item.range.start
             message = item.actions[0].op in TRANSFER_OPS
             return ExecutedSpan(item.actions, time, None if message else time)
-        start, end = int(kernels.start[indices].min()), int(kernels.end[indices].max())
+        start = int(kernels.start[indices].min())
+        end = int(kernels.end[indices].max())
         if item.is_compute:
             start, end = max(start, free), max(end, free)
             free = end

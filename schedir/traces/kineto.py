@@ -248,12 +248,14 @@ class _TraceReader:
     def __init__(self, path: str, header: dict[str, Any]) -> None:
         world = header.get("distributedInfo")
         world = world if isinstance(world, dict) else {}
-        rank, base = world.get("rank"), header.get("baseTimeNanoseconds", 0)
+        rank = world.get("rank")
+        base = header.get("baseTimeNanoseconds", 0)
         named = _RANK_IN_NAME.search(Path(path).name)
         if type(rank) is not int:
             rank = int(named[1]) if named else None
         self.base_time = int(base) if isinstance(base, int | float) and 0 <= base < 2**62 else 0
-        host, backend = str(header.get("host_name", "")), str(world.get("backend", "")).lower()
+        host = str(header.get("host_name", ""))
+        backend = str(world.get("backend", "")).lower()
         self.trace = Trace(path, rank, host, backend, _parse_groups(world.get("pg_config")))
         self.op_end_times: dict[int, array[int]] = defaultdict(lambda: array("q"))
         self.thread_numbers: dict[str, int] = {}

@@ -167,7 +167,8 @@ class TracedProcesses:
             TraceError: Ranks ran the schedule a different number of times. Or two traces of one
                 process contain the step, or a process computed nothing in it.
         """
-        stages, each = self._infer_stages(), dict[int, list[ScheduleRun]]()
+        stages = self._infer_stages()
+        each = dict[int, list[ScheduleRun]]()
         stages_of_process: dict[int, tuple[int, ...]] = {}
         for number, own in self.traces_by_process.items():
             parts = [ScheduleRun(*part) for part in self._split_runs(own, step, stages[number])]

@@ -334,7 +334,8 @@ def _align_host_clocks(program: Program, hosts: list[str], start: Floats, end: F
     names = [*dict.fromkeys(hosts)]
     if len(names) == 1:
         return 0.0
-    index, graph = InstructionIndex.from_program(program), Graph.from_program(program, "per_edge")
+    index = InstructionIndex.from_program(program)
+    graph = Graph.from_program(program, "per_edge")
     host = np.array([names.index(name) for name in hosts])[index.rank]
     sends = np.flatnonzero(index.is_op(SEND_OPS))
     sends = sends[graph.partner[sends] != NO_POSITION]
@@ -362,7 +363,8 @@ def _fill_missing_times(program: Program, start: Floats, end: Floats) -> None:
     An instruction without a mark starts when all instructions before it on its rank have ended, and
     takes no time. A message without a recorded arrival is assumed to arrive when its value is used.
     """
-    index, flow = InstructionIndex.from_program(program), Dataflow.from_program(program)
+    index = InstructionIndex.from_program(program)
+    flow = Dataflow.from_program(program)
     lacking = np.isnan(start)
     for lo, hi in pairwise(program.offsets.tolist()):
         own, compute = lacking[lo:hi], index.is_op(COMPUTE_OPS)[lo:hi]

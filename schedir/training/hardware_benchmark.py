@@ -282,7 +282,8 @@ class _Stopwatch:
         rounds = []
         for _ in range(self.ROUNDS):
             dist.barrier()
-            began, worked = time.perf_counter(), time.thread_time()
+            began = time.perf_counter()
+            worked = time.thread_time()
             for _ in range(times):
                 run()
             self._synchronize()
@@ -474,7 +475,8 @@ def _find_warnings(
 ) -> Iterator[str]:
     """Yield possible reasons why the measurements are wrong."""
     if processor_count is not None:
-        had, could = sum(one.processor_share for one in samples), min(processes, processor_count)
+        had = sum(one.processor_share for one in samples)
+        could = min(processes, processor_count)
         if had < (1 - BUSY_THRESHOLD) * could:
             yield (
                 f"the machine is busy: other programs used {1 - had / could:.0%} of {could} "

@@ -79,10 +79,8 @@ class ProgramStages:
             replica: The replica of this rank.
         """
         modules: dict[int, nn.Module] = {}
-        division, local_stages = (
-            self.segmentation.layers_per_stage,
-            {*self.program.shape.stages_on_rank[rank]},
-        )
+        division = self.segmentation.layers_per_stage
+        local_stages = {*self.program.shape.stages_on_rank[rank]}
         options: dict[str, Any] = {"tp": tp}
         if self.program.sequence_parallel:
             options["sequence_parallel"] = True

@@ -133,10 +133,8 @@ class StepQueue:
         executor = self.executor
         self.last_issued_step += 1
         mean = 1 / batch.tokens
-        inputs, targets = (
-            batch.inputs.split(self.microbatch_size),
-            batch.targets.split(self.microbatch_size),
-        )
+        inputs = batch.inputs.split(self.microbatch_size)
+        targets = batch.targets.split(self.microbatch_size)
         # Each update has an equal share of the tokens.
         scale = mean * executor.program.shape.optimizer_steps
         step_inputs = (inputs, targets, scale)
@@ -158,7 +156,8 @@ class StepQueue:
             The numbers. None if the step ends the run; then `diagnose_failure` returns the reason.
         """
         step = self.pending_steps.popleft()
-        read, count = step.scalars.read(), len(_StepNumbers._fields)
+        read = step.scalars.read()
+        count = len(_StepNumbers._fields)
         numbers, residue_flags = _StepNumbers(*read[:count]), read[count:]
         if self._should_stop(numbers):
             self._roll_back(numbers)

@@ -310,10 +310,8 @@ def _train(config: Config, program: Program, corpus: Corpus) -> None:
 
     data = corpus.facts
     facts = collect_run_facts(config, program, data)
-    number, has_checkpoints = (
-        int(os.environ.get("RANK", "0")),
-        config.train.checkpoint_dir is not None,
-    )
+    number = int(os.environ.get("RANK", "0"))
+    has_checkpoints = config.train.checkpoint_dir is not None
     losses = LossLog(config, RunIdentity.from_config(config, data)) if number == 0 else None
     own = get_current_member() or RunMember(
         config.output.dir, ProcessLayout.from_program(program), 0

@@ -110,11 +110,9 @@ class _Trainer:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         program_stages = ProgramStages(config, program)
-        self.module, self.microbatch_size, boundary = (
-            program_stages.model.module,
-            program_stages.microbatch_size,
-            program_stages.boundary,
-        )
+        self.module = program_stages.model.module
+        self.microbatch_size = program_stages.microbatch_size
+        boundary = program_stages.boundary
         make_extra_programs = partial(make_evaluation_programs, config)
         connect = partial(
             choose_transport(
@@ -213,7 +211,8 @@ class _Trainer:
                 saves = self.checkpoints.should_save_now(step + 1)
                 logs = (step + 1) % train.log_every == 0 or step + 1 == train.steps
                 self.executor.record_timestamps = record and logs
-                began, rate = perf_counter(), compute_learning_rate(train, step)
+                began = perf_counter()
+                rate = compute_learning_rate(train, step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = group.get("balance_rate", rate)
                 batch = self._take_batch(prefetch, step)

@@ -45,7 +45,8 @@ def measure_clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
 
 def _identify_machine() -> tuple[str, ...]:
     """Return a value that is equal for all processes that read the same clock."""
-    boot, spaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    spaces = Path("/proc/self/ns/time")
     return (
         socket.gethostname(),
         boot.read_text().strip() if boot.exists() else "",

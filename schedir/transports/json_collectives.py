@@ -56,7 +56,8 @@ def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
     Raises:
         ModelError: A process sends more than `MAX_BYTES`.
     """
-    device, processes = select_exchange_device(group), dist.get_world_size(group)
+    device = select_exchange_device(group)
+    processes = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(processes)]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group)
     byte_counts = [int(size) for size in sizes]

@@ -589,7 +589,8 @@ class SharedMemoryTransport(ProcessTransport):
             peers = [by_process[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
             self.segment = SharedSegment(memory, ranks, buffer_sizes)
             try:
-                names, sizes_of_peers = [n for n, *_ in peers], [r for *_, r in peers]
+                names = [n for n, *_ in peers]
+                sizes_of_peers = [r for *_, r in peers]
                 self._connect_and_map(listener, memory, names, sizes_of_peers, programs)
             except OSError as error:
                 raise ModelError(

@@ -91,7 +91,8 @@ def require_segment_order(index: InstructionIndex) -> None:
     if not found:
         return
     late_at, early_at, turn = min(found)
-    early, later = index.locate(early_at), index.locate(late_at)
+    early = index.locate(early_at)
+    later = index.locate(late_at)
     if turn > 0:
         fact = f"{early[2]} runs before {later[2]}, whose keys and values it needs"
         needs = "needs the keys and values of the other"
@@ -455,7 +456,8 @@ def _follows_message_order(graph: Graph) -> bool:
     if index.has_joined:  # a group spans the numbers from its least to its largest
         group = number_groups(index)[at]
         first = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(at)])
-        least, most = np.minimum.reduceat(least, first), np.maximum.reduceat(most, first)
+        least = np.minimum.reduceat(least, first)
+        most = np.maximum.reduceat(most, first)
         rank = rank[first]
     return not ((least[1:] <= most[:-1]) & (rank[1:] == rank[:-1])).any()
 
@@ -514,7 +516,8 @@ def _require_update_end_order(graph: Graph) -> None:
     if not early.any():
         return
     k = int(early.argmax())
-    first, second = index.locate(int(at[k])), index.locate(int(at[k + 1]))
+    first = index.locate(int(at[k]))
+    second = index.locate(int(at[k + 1]))
     raise OrderError(
         f"{first[2]} of update {update[k]} comes before {second[2]} of update {update[k + 1]}",
         program=graph.program.name,

@@ -67,12 +67,15 @@ def require_transfers(inspector: Inspector) -> None:
         other = inspector.program.neighbor_stages(row.peer)[:, None]
         inside = other >= inspector.program.first_stage(send)
         there = np.maximum(other, 0)
-        here, away = shape.rank_of_stage(stage, mb), shape.rank_of_stage(there, mb)
+        here = shape.rank_of_stage(stage, mb)
+        away = shape.rank_of_stage(there, mb)
         crosses, arrives = np.zeros((2, shape.stages, m), bool)
         crosses[:] = inside & (here != away)
         arrives[there[inside]] = crosses[inside[:, 0]]  # keys that must have a receive
-        sent, arrived = inspector.is_present(send), inspector.is_present(receive)
-        crosses, arrives = crosses.reshape(-1), arrives.reshape(-1)
+        sent = inspector.is_present(send)
+        arrived = inspector.is_present(receive)
+        crosses = crosses.reshape(-1)
+        arrives = arrives.reshape(-1)
         if not ((sent != crosses) | (arrived != arrives)).any():
             continue
         key = np.where(inside, there * m + mb, 0).reshape(-1)
@@ -195,11 +198,9 @@ def require_form_pairs(inspector: Inspector) -> None:
             continue
         hop = INSTRUCTIONS[send].peer
         assert hop is not None
-        given, taken, sent = (
-            inspector.is_present(gives),
-            inspector.is_present(takes),
-            inspector.is_present(send),
-        )
+        given = inspector.is_present(gives)
+        taken = inspector.is_present(takes)
+        sent = inspector.is_present(send)
         moved = np.zeros_like(given)  # values sent in the form, by their key at the receiver
         moved[inspector.find_peer_keys(hop)[given & sent]] = True
         if (given & ~sent).any():

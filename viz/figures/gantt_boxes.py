@@ -171,10 +171,8 @@ def _draw_labels(
         return
     for k in fits.tolist():
         op, is_full_height = int(rectangles.op[k]), rectangles.bottom[k] - rectangles.top[k] > 0.75
-        x, y = (
-            (rectangles.left[k] + rectangles.right[k]) / 2,
-            (rectangles.top[k] + rectangles.bottom[k]) / 2,
-        )
+        x = (rectangles.left[k] + rectangles.right[k]) / 2
+        y = (rectangles.top[k] + rectangles.bottom[k]) / 2
         under = stages > 1 and is_full_height and op in COMPUTE_OPS and letter
         dark = choose_text_color(
             choose_box_color(op, int(rectangles.local_stages[k]), stages, rectangles.palette)

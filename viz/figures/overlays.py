@@ -184,7 +184,8 @@ def find_phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
     """
     begins, ends = (times - timeline.start_time for times in find_steady_phase(timeline))
     none = np.isinf(begins)
-    warm, cool = np.where(none, 0, begins), np.where(none, timeline.span, ends)
+    warm = np.where(none, 0, begins)
+    cool = np.where(none, timeline.span, ends)
     ranks = timeline.ranks
     return {"warmup": (np.zeros(ranks), warm), "cooldown": (cool, np.full(ranks, timeline.span))}
 

@@ -80,10 +80,8 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
         ['80%', '7%', '10%', '3%']
     """
     plans = _require_plans(plans)
-    left, right = (
-        sum(wide for _, wide, _ in _LEFT_COLUMNS) + 0.2,
-        sum(wide for _, wide in _RIGHT_COLUMNS) + 0.1,
-    )
+    left = sum(wide for _, wide, _ in _LEFT_COLUMNS) + 0.2
+    right = sum(wide for _, wide in _RIGHT_COLUMNS) + 0.1
     head, foot = 0.28, 0.78
     size = left + _BARS_WIDTH + right, head + _ROW_HEIGHT * len(plans) + foot
     figure = Figure(figsize=size)
@@ -323,7 +321,8 @@ def _set_axis_limits(
 
 def _mark_plan(axes: Axes, best: PlanEstimate, seconds_per_unit: float) -> None:
     """Mark a plan with a circle and its label."""
-    x, y = best.memory.total / 1e9, best.step_time / seconds_per_unit
+    x = best.memory.total / 1e9
+    y = best.step_time / seconds_per_unit
     axes.scatter(
         [x], [y], s=64, marker="o", facecolor="none", edgecolor="black", linewidth=1.3, zorder=5
     )

@@ -39,7 +39,8 @@ def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
     lags = _compute_hop_delays(rows, rank, hop) if len(hop) else None
     missing = after.count_predecessors()
     front = np.flatnonzero(node_mask & (missing[:nodes] == 0))
-    start, turn = np.zeros(nodes + 1), np.zeros(nodes + 1, np.int32)
+    start = np.zeros(nodes + 1)
+    turn = np.zeros(nodes + 1, np.int32)
     turns, one, count = 0, *np.empty((2, 0), np.int32)
     while len(front):
         turns += 1
@@ -59,9 +60,11 @@ def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
                 if len(hop):
                     source = front[wide].repeat(each)
                     ends += np.where(rank[source] != rank[more], hop[source], 0.0)
-                to, given = np.concatenate([to, more]), np.concatenate([given, ends])
+                to = np.concatenate([to, more])
+                given = np.concatenate([given, ends])
         if len(one) < len(to):
-            one, count = np.ones(2 * len(to), np.int32), np.arange(2 * len(to), dtype=np.int32)
+            one = np.ones(2 * len(to), np.int32)
+            count = np.arange(2 * len(to), dtype=np.int32)
         missing[nodes] = _MAX_INT32  # an empty place must never become ready
         np.maximum.at(start, to, given)
         np.subtract.at(missing, to, one[: len(to)])

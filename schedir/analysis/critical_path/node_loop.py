@@ -67,13 +67,16 @@ def solve_by_loop(
     del sources  # frees memory before the next arrays are allocated
     target = np.concatenate(targets, dtype=np.int32)
     del targets
-    ready, turn, start = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32), np.zeros(nodes)
+    ready = np.zeros(nodes, np.int32)
+    turn = np.zeros(nodes, np.int32)
+    start = np.zeros(nodes)
     if loops is None:
         after = target[np.argsort(source, kind="stable")]
         first = np.append(0, np.cumsum(np.bincount(source, minlength=nodes)))
         missing = np.bincount(target, minlength=nodes)
     else:
-        first, missing = np.zeros(nodes + 1, np.int32), np.zeros(nodes, np.int32)
+        first = np.zeros(nodes + 1, np.int32)
+        missing = np.zeros(nodes, np.int32)
         after = np.empty(len(source), np.int32)
         loops[0](source, target, first, after, missing)
     missing[~node_mask] = 1

@@ -63,10 +63,8 @@ def count_min_slots(program: Program) -> NDArray[np.int64]:
     Returns:
         Numbers of shape (ranks, kinds), kinds as in `SLOT_KINDS`.
     """
-    flow, group = (
-        Dataflow.from_program(program),
-        number_groups(InstructionIndex.from_program(program)),
-    )
+    flow = Dataflow.from_program(program)
+    group = number_groups(InstructionIndex.from_program(program))
     return np.stack([flow.find_lifetimes(kind).count_peak(group) for kind in SLOT_KINDS], 1)
 
 
@@ -164,10 +162,8 @@ def _read_slot_counts(program: Program) -> dict[Value, NDArray[np.int64]]:
 
 def _find_previous_frees(program: Program, lives: ValueLives) -> Positions:
     """Return the instruction that freed the previous value of the same stage; -1 for the first."""
-    index, left = (
-        InstructionIndex.from_program(program),
-        np.full(len(lives.filled_at), NO_POSITION, np.int32),
-    )
+    index = InstructionIndex.from_program(program)
+    left = np.full(len(lives.filled_at), NO_POSITION, np.int32)
     key = index.compute_keys(Scope.STAGE, lives.filled_at)
     order = np.argsort(key, kind="stable")
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
@@ -202,10 +198,8 @@ def count_slots(program: Program) -> NDArray[np.int64]:
     Returns:
         Numbers of shape (ranks, kinds), kinds as in `SLOT_KINDS`.
     """
-    flow, group = (
-        Dataflow.from_program(program),
-        number_groups(InstructionIndex.from_program(program)),
-    )
+    flow = Dataflow.from_program(program)
+    group = number_groups(InstructionIndex.from_program(program))
     given_counts = _read_slot_counts(program)
     columns = []
     for kind in SLOT_KINDS:
@@ -236,11 +230,9 @@ def assign_slots(program: Program, rank: int) -> SlotAssignment:
         back fills two slots.
     """
     slots: SlotAssignment = {}
-    flow, index, begin = (
-        Dataflow.from_program(program),
-        InstructionIndex.from_program(program),
-        int(program.offsets[rank]),
-    )
+    flow = Dataflow.from_program(program)
+    index = InstructionIndex.from_program(program)
+    begin = int(program.offsets[rank])
     for kind, count in zip(SLOT_KINDS, count_slots(program)[rank].tolist(), strict=True):
         lives = flow.find_lifetimes(kind)
         fills = lives.filled_at[lives.get_rank_slice(rank)].tolist()
@@ -288,7 +280,8 @@ def group_by_form(
         The opcodes that change the form of some of the values, in execution order; and a mask of
         these values, in the shape of `positions`.
     """
-    index, code = InstructionIndex.from_program(program), np.zeros(len(positions), np.int64)
+    index = InstructionIndex.from_program(program)
+    code = np.zeros(len(positions), np.int64)
     changed = [op for op in find_form_changes(kind) if op in index.position_by_key]
     for k, op in enumerate(changed):
         code |= (index.find_positions(op, index.key[positions]) != NO_POSITION).astype(
@@ -333,12 +326,11 @@ def count_send_slots(program: Program, kind: Value) -> dict[tuple[Opcode, ...], 
     Returns:
         Opcodes that change the form -> numbers of slots, shape (ranks,).
     """
-    lives, sent = Dataflow.from_program(program).find_lifetimes(kind), is_sent(program, kind)
+    lives = Dataflow.from_program(program).find_lifetimes(kind)
+    sent = is_sent(program, kind)
     ranks, values = program.shape.ranks, np.diff(lives.rank_offsets)
-    rank_of, count = (
-        np.repeat(range(ranks), values),
-        count_slots(program)[:, SLOT_KINDS.index(kind)],
-    )
+    rank_of = np.repeat(range(ranks), values)
+    count = count_slots(program)[:, SLOT_KINDS.index(kind)]
     found = {}
     for changed, some in group_by_form(program, kind, lives.filled_at):
         some = some & sent
@@ -373,11 +365,9 @@ def _look_up_sizes(
     program: Program, kind: Value, size_name: str, sizes: Sizes, positions: Positions
 ) -> NDArray[np.float64]:
     """Return the size `size_name` of the value at each position."""
-    row, index, each = (
-        VALUES[kind],
-        InstructionIndex.from_program(program),
-        sizes.per_microbatch(size_name, program.shape),
-    )
+    row = VALUES[kind]
+    index = InstructionIndex.from_program(program)
+    each = sizes.per_microbatch(size_name, program.shape)
     # `Sizes` lists bytes under the earlier of the two stages.
     if row.peer is not None and not row.peer.is_downstream:
         each = each[program.neighbor_stages(row.peer)]
@@ -395,7 +385,8 @@ def compute_message_sizes(program: Program, sizes: Sizes, sends: Positions) -> N
     Returns:
         Bytes in the form in which the value is sent, of the shape of `sends`.
     """
-    index, size = InstructionIndex.from_program(program), np.zeros(len(sends))
+    index = InstructionIndex.from_program(program)
+    size = np.zeros(len(sends))
     for op in SEND_OPS:
         own = np.flatnonzero(index.op[sends] == op)
         (kind,) = INSTRUCTIONS[op].needs

@@ -442,10 +442,12 @@ def compute_footprints(
         (sizes.for_stages(name, shape.stages) for name in sizes.static_sizes if name != "buffers"),
         np.zeros(shape.stages),
     )
-    version, versions = sizes.for_stages("version", shape.stages), count_peak_versions(program)
+    version = sizes.for_stages("version", shape.stages)
+    versions = count_peak_versions(program)
     static = [kind for kind in BOUNDARY_VALUES if program.takes_memory(kind)]
     room = {kind: _compute_buffer_memory(program, kind, sizes) for kind in static}
-    kept, offload_slots = dict[str, ValueLifetimes](), dict[str, OffloadSlots]()
+    kept = dict[str, ValueLifetimes]()
+    offload_slots = dict[str, OffloadSlots]()
     for kind in SLOT_KINDS:
         if not program.takes_memory(kind) or (kind in static and tier == TIERS[0]):
             continue
@@ -520,18 +522,18 @@ def _compute_buffer_memory(
 
     Each slot has the bytes of the largest value that uses such a slot.
     """
-    lives, each = (
-        Dataflow.from_program(program).find_lifetimes(kind),
-        _compute_value_sizes(program, kind, sizes),
-    )
+    lives = Dataflow.from_program(program).find_lifetimes(kind)
+    each = _compute_value_sizes(program, kind, sizes)
     if kind not in _SENT_VALUES:
         slots = count_slots(program)[:, SLOT_KINDS.index(kind)]
         return slots, slots * lives.max_per_rank(each)
-    sent, number = is_sent(program, kind), np.zeros(program.shape.ranks, np.int64)
+    sent = is_sent(program, kind)
+    number = np.zeros(program.shape.ranks, np.int64)
     size = np.zeros(program.shape.ranks)
     for changed, slots in count_send_slots(program, kind).items():
         each = compute_form_sizes(program, kind, changed, sizes, lives.filled_at)
-        number, size = number + slots, size + slots * lives.max_per_rank(np.where(sent, each, 0.0))
+        number = number + slots
+        size = size + slots * lives.max_per_rank(np.where(sent, each, 0.0))
     return number, size
 
 
@@ -551,7 +553,8 @@ def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
         found.append((end, 2 * group[end] + 1, -one, -each))
 
     for kind in filter(program.uses_value, _SENT_VALUES):
-        lives, sent = Dataflow.from_program(program).find_lifetimes(kind), is_sent(program, kind)
+        lives = Dataflow.from_program(program).find_lifetimes(kind)
+        sent = is_sent(program, kind)
         here = lives.filled_at[~sent]
         add(here, lives.freed_at[~sent], compute_full_sizes(program, kind, sizes, here))
         for changed, some in group_by_form(program, kind, lives.filled_at):

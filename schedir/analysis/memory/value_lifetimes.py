@@ -73,7 +73,9 @@ def compute_value_lifetimes(
     group = number_groups(index).astype(np.int64)
     before, after = _has_neighbors(begin, end, here, made, over)
     comes, goes = here & ~before, here & ~after
-    one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
+    one = np.ones(len(begin), np.int64)
+    adds = size.copy()
+    first = np.empty(0, np.intp)
     if made_of := VALUES[
         kind
     ].converted_from:  # while it is converted, only its bytes beyond those of the source count
@@ -107,10 +109,8 @@ def compute_value_lifetimes(
 
 def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueStates:
     """Return the states of the values of a kind that leave the device, or of those that do not."""
-    states, index = (
-        Dataflow.from_program(program).find_states(kind),
-        InstructionIndex.from_program(program),
-    )
+    states = Dataflow.from_program(program).find_states(kind)
+    index = InstructionIndex.from_program(program)
     if moved is None:
         return states
     key = index.compute_keys(
@@ -124,10 +124,8 @@ def _compute_sizes(
     program: Program, kind: Value, sizes: Sizes, states: ValueStates
 ) -> NDArray[np.float64]:
     """Return the bytes of a value in each of its states."""
-    index, chains = (
-        InstructionIndex.from_program(program),
-        Dataflow.from_program(program).get_chains(kind),
-    )
+    index = InstructionIndex.from_program(program)
+    chains = Dataflow.from_program(program).get_chains(kind)
     names = [VALUES[kind].size, *(chains.forms if chains else ())]
     at = index.stage[states.begin], index.mb[states.begin]
     # With ZeRO, each replica may have only a shard of a value that exists from the start.
@@ -153,7 +151,8 @@ def _find_longest_stays(
     key, end, at_tier = key[order], states.end[order], states.tier[order]
     life = np.cumsum(np.append(False, key[1:] != key[:-1])[: len(key)])
     place = np.arange(len(key))
-    first, last = np.full(len(key), len(key)), np.full(len(key), -1)
+    first = np.full(len(key), len(key))
+    last = np.full(len(key), -1)
     there = np.flatnonzero(at_tier == tier)
     np.minimum.at(first, life[there], there)
     np.maximum.at(last, life[there], there)
@@ -185,7 +184,8 @@ def compute_moved_sizes(
     states = _select_states(program, kind, True)
     size, here = _compute_sizes(program, kind, sizes, states), states.tier == tier
     rank = InstructionIndex.from_program(program).rank[states.begin[here]]
-    most, least = np.zeros(program.shape.ranks), np.full(program.shape.ranks, np.inf)
+    most = np.zeros(program.shape.ranks)
+    least = np.full(program.shape.ranks, np.inf)
     np.maximum.at(most, rank, size[here])
     np.minimum.at(least, rank, size[here])
     return most, np.where(np.isinf(least), 0.0, least)

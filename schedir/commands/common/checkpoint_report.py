@@ -143,7 +143,8 @@ def _format_manifest(manifest: Manifest) -> str:
 def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the names and values of facts, state and settings of `schedir train` as text."""
     rest = {k: v for k, v in manifest.state.items() if k not in ("extra", "also", "optimizers")}
-    optimizers, extra = manifest.state.get("optimizers"), manifest.state.get("extra")
+    optimizers = manifest.state.get("optimizers")
+    extra = manifest.state.get("extra")
     if isinstance(optimizers, Mapping) and optimizers:
         rest["optimizers"] = ", ".join(map(str, optimizers))
     if isinstance(extra, Mapping):

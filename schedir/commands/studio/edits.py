@@ -160,7 +160,8 @@ def format_python(program: Program, draft: Program) -> str:
     shape, ops = draft.shape, set[int]()
     order = []
     for rank, stream in enumerate(draft.streams):
-        stages, words = list(shape.stages_on_rank[rank]), list[str]()
+        stages = list(shape.stages_on_rank[rank])
+        words = list[str]()
         columns = stream.words.view(WORD_DTYPE)
         rows = zip(*(columns[name].tolist() for name in ("op", "stage", "mb")), strict=True)
         for (op, stage, mb), joined in zip(rows, stream.joined.tolist(), strict=True):

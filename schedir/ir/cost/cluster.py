@@ -373,7 +373,8 @@ class Cluster:
         _, members = np.unique(group // self.gpus_per_node, return_counts=True)
         # A process of the node with most members sends most bytes within its node. A process of the
         # node with fewest members sends most bytes to other nodes.
-        inside, own = int(members.max()) - 1, int(members.min())
+        inside = int(members.max()) - 1
+        own = int(members.min())
         part = _message_time(size / len(group), 0.0, 1.0)
         carried = max(
             part * inside / self.nvlink_bandwidth,

@@ -189,7 +189,8 @@ class Sizes:
             )
         except ValueError:
             return  # `per_microbatch` raises an error for the size whose shape is wrong.
-        least, most = np.maximum(saved, deferred), saved + deferred
+        least = np.maximum(saved, deferred)
+        most = saved + deferred
         wrong = (joint < least) | (joint > most * (1 + 1e-12))
         if wrong.any():
             at = np.unravel_index(wrong.argmax(), wrong.shape)

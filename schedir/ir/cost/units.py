@@ -28,7 +28,8 @@ def _make_unit_parser(**units: float) -> Callable[[str], float]:
 
     def read(text: str) -> float:
         name = next((name for name in units if text.endswith(name)), "")
-        number, unit = parse_decimal(text[: len(text) - len(name)]), units.get(name, 1.0)
+        number = parse_decimal(text[: len(text) - len(name)])
+        unit = units.get(name, 1.0)
         # A division by 1e6 rounds better than a product with 1e-6: 10us is exactly 1e-05.
         return number * unit if unit >= 1 else number / round(1 / unit)
 

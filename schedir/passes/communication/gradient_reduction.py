@@ -106,14 +106,13 @@ def reduce_replicated_stages(program: Program) -> Program:
     if program.dp > 1 or not program.message_order:
         own_of = [[s for s in own if s in trained] for own in shape.stages_on_rank]
         return append_to_updates(program, Opcode.ReduceReplicatedStages, own_of)
-    index, begins = InstructionIndex.from_program(program), program.offsets.tolist()
+    index = InstructionIndex.from_program(program)
+    begins = program.offsets.tolist()
     messages = index.find_message_numbers()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
     holders = shape.replica_ranks[:, trained]
-    reduced, ready = (
-        index.find_all_positions(find_producers(Value.GRAD)),
-        np.zeros(shape.replica_ranks.size, np.intp),
-    )
+    reduced = index.find_all_positions(find_producers(Value.GRAD))
+    ready = np.zeros(shape.replica_ranks.size, np.intp)
     first_turn = np.zeros(len(reduced), np.int64)
     np.maximum.at(
         ready, index.compute_keys(Scope.STAGE, reduced, first_turn), reduced

@@ -129,7 +129,8 @@ def group_opposite_transfers(program: Program) -> Program:
     """
     graph = Graph.from_program(program, "blocking_serial")
     index, partner = graph.index, graph.partner
-    send, receive = np.isin(index.op, SEND_OPS), np.isin(index.op, RECV_OPS)
+    send = np.isin(index.op, SEND_OPS)
+    receive = np.isin(index.op, RECV_OPS)
     second = np.flatnonzero((send[1:] & receive[:-1]) | (receive[1:] & send[:-1])) + 1
     first = second - 1
     matched = (partner[first] >= 0) & (partner[second] >= 0)

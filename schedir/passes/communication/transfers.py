@@ -189,10 +189,8 @@ def _make_transfers(
     assert row.partner is not None and row.peer is not None
     neighbors = index.program.neighbor_stages(row.peer)
     other = neighbors[index.stage[positions]]
-    here, there = (
-        index.rank[positions],
-        shape.rank_of_stage(np.maximum(other, 0), index.mb[positions]),
-    )
+    here = index.rank[positions]
+    there = shape.rank_of_stage(np.maximum(other, 0), index.mb[positions])
     crosses = np.flatnonzero((other >= index.program.first_stage(send)) & (there != here))
     yield _MergedInstructions(
         positions[crosses], number[crosses], here[crosses], ADDRESS_MASK, int(send) << OP_SHIFT

@@ -153,7 +153,8 @@ def _find_earlier_positions(
     The place is before a forward that waits at least as long as the R takes. Returns a dict from
     the position of the R to the position of this forward.
     """
-    forward, address = np.isin(program.op, FORWARD_OPS), program.words & ADDRESS_MASK
+    forward = np.isin(program.op, FORWARD_OPS)
+    address = program.words & ADDRESS_MASK
     begins = {*program.offsets.tolist()}
     found: dict[int, int] = {}
     for at in np.flatnonzero(program.op == RECOMPUTE).tolist():
@@ -276,16 +277,15 @@ def _choose_for_rank(
     last = _find_positions(address, np.isin(stream.op, BACKWARD_OPS), candidates)
     here = (first >= 0) & (last >= 0)
     candidates, first, last = candidates[here], first[here], last[here]
-    stage, mb = candidates >> STAGE_SHIFT & 0xFFFF, candidates & 0xFFFFFFFF
+    stage = candidates >> STAGE_SHIFT & 0xFFFF
+    mb = candidates & 0xFFFFFFFF
     less = look_up(
         sizes.per_microbatch("saved", shape) - sizes.per_microbatch("recompute_inputs", shape),
         stage,
         mb,
     )
-    begin, end = (
-        np.searchsorted(footprint.positions, first),
-        np.searchsorted(footprint.positions, last),
-    )
+    begin = np.searchsorted(footprint.positions, first)
+    end = np.searchsorted(footprint.positions, last)
     taken = less <= 0
     found: list[int] = []
     for at in range(len(excess)):

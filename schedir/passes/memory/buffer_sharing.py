@@ -202,9 +202,11 @@ def _count_overlaps(
             here = slice(own.rank_offsets[rank], own.rank_offsets[rank + 1])
             fills, frees = starts[here], ends[here]
             if lower_bound:
-                fills, frees = np.maximum.accumulate(fills), _accumulate_backward(np.minimum, frees)
+                fills = np.maximum.accumulate(fills)
+                frees = _accumulate_backward(np.minimum, frees)
             else:
-                fills, frees = _accumulate_backward(np.minimum, fills), np.maximum.accumulate(frees)
+                fills = _accumulate_backward(np.minimum, fills)
+                frees = np.maximum.accumulate(frees)
             free = np.searchsorted(frees, fills, side="right")
             counts[rank, column] = (np.arange(1, len(fills) + 1) - free).max()
     return counts

@@ -88,9 +88,9 @@ def delay_host_steps(program: Program) -> Program:
     Args:
         program: A program with several updates and steps on the host.
     """
-    index, n, updates = (
-        InstructionIndex.from_program(program), len(program), program.shape.optimizer_steps
-    )  # fmt: skip
+    index = InstructionIndex.from_program(program)
+    n = len(program)
+    updates = program.shape.optimizer_steps
     # Position of an instruction -> position of the first user of its results, or n without a user.
     first_user = np.full(n, n)
     for giver in Dataflow.from_program(program).givers:

@@ -194,7 +194,8 @@ def _insert_round_trip(
     words = [replace_opcode(address, op) for op in trip]
 
     def back_at(place: Positions) -> Program:
-        at, ranks = np.concatenate([leaves, place]), np.concatenate([rank, rank])
+        at = np.concatenate([leaves, place])
+        ranks = np.concatenate([rank, rank])
         return insert_at_positions(program, at, ranks, np.concatenate(words))
 
     def times(found: Program) -> tuple[Floats, Floats, Program]:
@@ -220,7 +221,8 @@ def _insert_round_trip(
             )
         takes = compute_move_costs(program, trip.reload_op, address, options)
         late = _compute_latest_starts(start[users], takes, rank) - lead * takes
-        place, compute = needed.copy(), np.isin(program.op, COMPUTE_OPS)
+        place = needed.copy()
+        compute = np.isin(program.op, COMPUTE_OPS)
         for one in np.unique(rank).tolist():
             mine = np.arange(*program.offsets[one : one + 2])
             mine, here = mine[compute[mine]], rank == one
@@ -321,15 +323,14 @@ class SlotRange(NamedTuple):
         """
         if limit is None or options.sizes is None:
             return self.max_slots
-        low, high = (
-            self.min_slots,
-            self.max_slots + 1,
-        )  # `min_slots` is the result even if it exceeds the limit
+        low = self.min_slots  # This is the result even if it exceeds the limit.
+        high = self.max_slots + 1
         while (high - low > 1).any():
             middle = (low + high) // 2
             holds = compute_peak_memory(self.set_slots(program, middle), options, self.tier)
             fits = holds <= add_tolerance(limit)
-            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+            low = np.where(fits, middle, low)
+            high = np.where(fits, high, middle)
             high = np.maximum(high, low + 1)
         return low
 

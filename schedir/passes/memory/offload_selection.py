@@ -292,9 +292,12 @@ def _choose_fewest_to_fit(
     while (high - low > 1).any():
         middle = np.where(high > 0, (low + high) // 2, 0)
         wrong = too_much(middle)
-        low, high = np.where(wrong, middle, low), np.where(wrong, high, middle)
+        low = np.where(wrong, middle, low)
+        high = np.where(wrong, high, middle)
         low = np.where(high > 0, low, -1)
-    best, least, plain = some(high), np.inf, predict_span(program, options)
+    best = some(high)
+    least = np.inf
+    plain = predict_span(program, options)
     for share in _TRIED_SHARES if high.any() else ():
         tried = some(high + np.floor(share * (most - high)).astype(np.int64))
         moved = move(tried)

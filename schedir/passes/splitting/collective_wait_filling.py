@@ -236,7 +236,8 @@ class _ProgramSimulation:
         self.predecessors: list[list[int]] = [[] for _ in range(len(index))]
         for giver in graph.needs:
             for at in np.flatnonzero(giver != NO_POSITION).tolist():
-                one, other = int(node[giver[at]]), int(node[at])
+                one = int(node[giver[at]])
+                other = int(node[at])
                 self.successors[one].append(other)
                 self.predecessors[other].append(one)
         self.num_pending = [len(own) for own in self.predecessors]
@@ -302,7 +303,8 @@ class _ProgramSimulation:
         self.remaining_computes = [deque(own.tolist()) for own in self.rank_computes]
         events: list[tuple[float, int]] = []
         collectives: list[deque[int]] = [deque() for _ in order]  # collectives that can start
-        busy, in_collective = [False] * len(order), [False] * len(order)
+        busy = [False] * len(order)
+        in_collective = [False] * len(order)
 
         def begin(at: int, now: float) -> None:
             self.end_times[at] = now + self.cost[at]

@@ -218,10 +218,8 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
             not the first or the last stage. Or the chunks cannot be divided over stage replicas in
             the same shares as the microbatches.
     """
-    letters, chunks = (
-        parse_segment_letters(segments, program.shape),
-        CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None),
-    )
+    letters = parse_segment_letters(segments, program.shape)
+    chunks = CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None)
     number = np.array([len(own) + 1 for own in letters])
     if (number == 1).all() and chunks == 1:
         return program
@@ -395,10 +393,8 @@ def split_costs(
         >>> split_costs(Costs(F=8, tp_reduce=0.5), "g", PipelineShape(2, 4), chunks=4).specified
         {'F': 1.0, 'tp_reduce': 0.125}
     """
-    number, chunks = (
-        count_segments(segments, shape),
-        CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None),
-    )
+    number = count_segments(segments, shape)
+    chunks = CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None)
     part = np.concatenate([own / own.sum() for own in _divide_shares(shares, number)])
     s = shape.sequence_chunks
     found: dict[str, Any] = {}

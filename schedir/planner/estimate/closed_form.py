@@ -194,7 +194,8 @@ def compute_rank_times(
     layer, embedding, head = _compute_part_work(model, cluster, plans, constants)
     v = plans.stages_per_rank[:, None]
     each = shares.layers / v
-    first, last = 1.0 * shares.has_first_stage, 1.0 * shares.has_last_stage
+    first = 1.0 * shares.has_first_stage
+    last = 1.0 * shares.has_last_stage
     is_single = v == 1
     first_stage = _sum_work((layer, each), (embedding, first), (head, last * is_single)).stage_times
     last_stage = _sum_work((layer, each), (head, last)).stage_times
@@ -256,10 +257,8 @@ def _apply_formulas(
     """
     waits = np.zeros(rank_times.F.shape)
     messages, each = np.zeros((2, len(plans)))
-    v, full = (
-        plans.stages_per_rank[:, None],
-        (plans.recompute == RECOMPUTE_MODES.index("full"))[:, None],
-    )
+    v = plans.stages_per_rank[:, None]
+    full = (plans.recompute == RECOMPUTE_MODES.index("full"))[:, None]
     awaited = rank_times.I - constants.recompute_ahead * full * rank_times.stage_times.total.R
     for number in np.unique(plans.schedule).tolist():
         mine, family = plans.schedule == number, SCHEDULE_FORMULAS[SCHEDULE_NAMES[number]]
@@ -316,15 +315,12 @@ def _estimate_data_parallel(
         plans.schedule
     ][:, None]
     stage_backward = (rank_times.I + rank_times.W) / v  # The backward of one stage.
-    sums, share = (
-        np.where(zero > 0, 1, 2) * scatter,
-        memory_table.outer_stage_params
-        / np.maximum(memory_table.common_params + memory_table.expert_params, 1),
+    sums = np.where(zero > 0, 1, 2) * scatter
+    share = memory_table.outer_stage_params / np.maximum(
+        memory_table.common_params + memory_table.expert_params, 1
     )
-    hidden, last = (
-        constants.reduction_overlap_share,
-        share * sums,
-    )  # The reduction of the first stage ends last.
+    hidden = constants.reduction_overlap_share
+    last = share * sums  # The reduction of the first stage ends last.
     exposed = last - np.minimum(hidden * last, stage_backward)
     exposed = exposed + np.maximum(sums - last - (v - 1) * np.minimum(p, m) * stage_backward, 0)
     repeated = (_count_reductions(plans)[:, None] - 1) * np.maximum(sums - rank_times.F, 0)
@@ -419,7 +415,8 @@ def _estimate_sequence_sums(
     result: Any = np.zeros(shares.layers.shape)
     uses_it = plans.sequence_parallel > 0
     for number in np.unique(plans.tp[uses_it]).tolist():
-        mine, group = uses_it & (plans.tp == number), find_slowest_group(cluster, 1, number)
+        mine = uses_it & (plans.tp == number)
+        group = find_slowest_group(cluster, 1, number)
         for sizes, times in ((inner + ends * each, 1), (inner, plans.stages_per_rank - 1)):
             size, which = np.unique(sizes[mine], return_inverse=True)
             seconds = np.array([time_all_reduce(cluster, one, group) for one in size.tolist()])

@@ -192,7 +192,8 @@ def _compute_expert_costs(
         **({"unshard": (cluster.all_gather_time, state_bytes.params)} if cut else {}),
     }  # fmt: skip
     costs = {name: np.zeros(shape.stages) for name in rings}
-    replicas, expert_replicas = len(process_mesh), max(len(process_mesh) // plan.ep, 1)
+    replicas = len(process_mesh)
+    expert_replicas = max(len(process_mesh) // plan.ep, 1)
     local_params = parameters.common / (replicas if cut else 1) + parameters.experts / (
         expert_replicas if cut else 1
     )
@@ -222,7 +223,8 @@ def _compute_sequence_sums(
     With ZeRO each replica sums only its shard.
     """
     replicas = plan.dp * plan.cp if plan.zero else 1
-    group, replicated = find_slowest_group(cluster, 1, plan.tp), count_stage_replicated(model, plan)
+    group = find_slowest_group(cluster, 1, plan.tp)
+    replicated = count_stage_replicated(model, plan)
     each = state_bytes.grads * (
         replicated.common / replicas + replicated.experts / max(replicas // plan.ep, 1)
     )
@@ -237,7 +239,8 @@ def _compute_tied_reduction(
     state_bytes: StateBytes,
 ) -> float:
     """Return the seconds to reduce the gradient of a tied embedding over its two ranks."""
-    first, last = int(shape.replica_ranks[0, 0]), int(shape.replica_ranks[0, -1])
+    first = int(shape.replica_ranks[0, 0])
+    last = int(shape.replica_ranks[0, -1])
     if first == last or not model.tied:
         return 0.0
     size = state_bytes.grads * float(count_end_params(model, process_mesh.shape[2])[2])

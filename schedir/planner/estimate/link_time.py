@@ -42,10 +42,8 @@ def compute_link_times(
         placement: The placement of the plans, from `place_plans_on_nodes`.
     """
     size = 1.0 * cluster.itemsize * plans.microbatch_size * model.sequence / plans.cp * model.hidden
-    within, between = (
-        cluster.nvlink_bandwidth,
-        min(cluster.nvlink_bandwidth, cluster.network_bandwidth),
-    )
+    within = cluster.nvlink_bandwidth
+    between = min(cluster.nvlink_bandwidth, cluster.network_bandwidth)
     t = plans.tp
     is_wide = t > cluster.gpus_per_node
     gather = (t - 1) * (
@@ -60,7 +58,8 @@ def compute_link_times(
         cut = plans.sequence_parallel > 0
         return np.where(cut, part, np.minimum(whole, part + gather))
 
-    slow, near = message(between, cluster.max_latency), message(within, cluster.latency)
+    slow = message(between, cluster.max_latency)
+    near = message(within, cluster.latency)
     borders = placement.node_crossings * slow + (plans.pp - 1 - placement.node_crossings) * near
     around = np.where(placement.has_separate_ends, slow, near)
     return LinkTimes(np.where(plans.pp > 1, borders, 0.0), np.where(plans.pp > 1, around, 0.0))
@@ -238,7 +237,8 @@ def build_replica_rings(
         plans: The plans.
         placement: The placement of the plans, from `place_plans_on_nodes`.
     """
-    many, nodes = plans.dp * plans.cp, np.array(placement.replica_nodes)
+    many = plans.dp * plans.cp
+    nodes = np.array(placement.replica_nodes)
     latency = np.where(nodes > 1, cluster.max_latency, cluster.latency)
     experts = np.maximum(many // plans.ep, 1)
     return (

@@ -314,7 +314,8 @@ def break_down_step(
     work = np.isin(op, COMPUTE_OPS)
     each = _split_compute_time(stage_times, recompute_ahead)[:, op[work], spans["stage"][work]]
     pair = np.cumsum(~second[work]) - 1  # The two instructions of a joined pair have one span.
-    alone, collectives = np.bincount(pair, each.sum(0)), np.bincount(pair, each[2])
+    alone = np.bincount(pair, each.sum(0))
+    collectives = np.bincount(pair, each[2])
     pair_times = took[work][~second[work]]
     # A joined pair is faster than its two instructions in sequence: compute hides all-to-alls.
     hidden = np.clip(alone - pair_times, 0, collectives)
@@ -411,10 +412,8 @@ def measure_host_memory(run: Timeline) -> HostMemory:
     for curve in curves:
         at = int(curve.total.argmax())
         if curve.total[at] > peak:
-            peak, kinds = (
-                float(curve.total[at]),
-                {k: float(v[at]) for k, v in curve.by_kind.items()},
-            )
+            peak = float(curve.total[at])
+            kinds = {k: float(v[at]) for k, v in curve.by_kind.items()}
     states = sum(size for kind, size in kinds.items() if _MEMORY_KINDS.get(kind) == "optimizer")
     return HostMemory(states, peak - states)
 

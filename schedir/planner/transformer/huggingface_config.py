@@ -126,7 +126,8 @@ def _require_supported(config: dict[str, Any], fields: dict[str, Any], path: Pat
                 location=str(path),
                 fields=[key],
             )
-    window, sequence = config.get("sliding_window"), fields.get("sequence")
+    window = config.get("sliding_window")
+    sequence = fields.get("sequence")
     if not config.get("use_sliding_window", True):
         window = None
     if isinstance(window, int) and isinstance(sequence, int) and window < sequence:

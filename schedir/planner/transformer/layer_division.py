@@ -159,7 +159,8 @@ def compute_rank_shares(
 def _compute_shares_cached(
     layers_per_stage: tuple[int, ...], p: int, vee: bool, merge_equal_ranks: bool
 ) -> tuple[RankGroupShare, ...]:
-    stages, groups = len(layers_per_stage), dict[object, RankGroupShare]()
+    stages = len(layers_per_stage)
+    groups = dict[object, RankGroupShare]()
     for rank in range(p):
         stages_on_rank = [*_iter_stages_on_rank(rank, p, stages // p, vee)]
         share = RankGroupShare(

@@ -244,7 +244,8 @@ class _DivisionSearch:
         The first and the last stage of the pipeline get fewer layers, because they also have the
         embedding or the head.
         """
-        result, last = [0] * self.shape.stages, self.shape.stages - 1
+        result = [0] * self.shape.stages
+        last = self.shape.stages - 1
         for own, layers in zip(self.shape.stages_on_rank, layers_per_rank, strict=True):
             for one in own:
                 result[one] = int(0 < one < last)

@@ -236,7 +236,8 @@ def _make_dropout_pass(name: str, model: TransformerSpec, plan: ParallelPlan) ->
 def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     t, s, flash = plan.tp, model.sequence, plan.attention == "flash"
     rows, width = count_local_tokens(model, plan), model.head_dim
-    heads, kv = model.heads // t, max(model.kv_heads // t, 1)
+    heads = model.heads // t
+    kv = max(model.kv_heads // t, 1)
     many, mine = plan.microbatch_size * heads, s // plan.cp
     core = {
         "has_weight": False,
@@ -249,7 +250,8 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         Gemm("values", mine, width, s, many, is_flash=flash, **core),  # type: ignore[arg-type]
         Gemm("projection", rows, model.hidden, heads * width, may_use_fp8=True),
     )
-    square, own = float(many) * mine * s, float(rows) * heads * width
+    square = float(many) * mine * s
+    own = float(rows) * heads * width
     on_scores = (
         MemoryPass("softmax", 4 * square, 6 * square, is_attention_core=True),
         MemoryPass("dropout of weights", 5 * square, 5 * square, is_attention_core=True),
@@ -281,7 +283,8 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
 def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """Return the operations of the feed-forward network or of its experts on one GPU."""
-    rows, ffn = count_local_tokens(model, plan), model.ffn // plan.tp
+    rows = count_local_tokens(model, plan)
+    ffn = model.ffn // plan.tp
     into = 2 * ffn if model.gated else ffn
     sent = rows * model.active
     batch, each = 1, rows
@@ -330,7 +333,8 @@ def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         model: The model.
         plan: The plan.
     """
-    wide, rows = _count_activations(model, plan), count_local_tokens(model, plan)
+    wide = _count_activations(model, plan)
+    rows = count_local_tokens(model, plan)
     whole = float(rows) * model.hidden
     # The gradient of the token table is a dense tensor. A kernel adds it to the gradient buffer.
     table = model.vocab * model.hidden / plan.tp

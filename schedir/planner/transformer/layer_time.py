@@ -314,7 +314,8 @@ def _compute_work_cached(
         issued = _sum_phases(
             op_times.time_issue(one) for some in ops[:2] for one in some if one.is_attention_core
         )
-        gpu, host = gpu._replace(R=core.F), host._replace(R=issued.F)
+        gpu = gpu._replace(R=core.F)
+        host = host._replace(R=issued.F)
     if not op_times.has_gpu:  # The same cores issue the kernels and compute, one after the other.
         return GpuWork(gpu.plus(host), tensor, all_to_alls=all_to_alls)
     return GpuWork(gpu, tensor, host, all_to_alls)

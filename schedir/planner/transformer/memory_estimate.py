@@ -153,7 +153,8 @@ def compute_saved_bytes(
     kept = _compute_saved_terms(model, plan, plan.recompute, itemsize)
     if plan.recompute == "full" and plan.sequence_parallel:
         kept = {what: size / plan.tp for what, size in kept.items()}
-    saved, again = sum(kept.values()), sum(none.values()) - sum(kept.values())
+    saved = sum(kept.values())
+    again = sum(none.values()) - sum(kept.values())
     if plan.sequence_parallel and plan.recompute != "full":
         tokens = plan.microbatch_size * (model.sequence // plan.cp)
         saved += gathered_bytes * (1 - 1 / plan.tp) * tokens * model.hidden
@@ -174,10 +175,8 @@ def _compute_saved_terms(
         recompute=recompute, sequence_parallel=plan.sequence_parallel,
     )  # fmt: skip
     width_scale = model.attention_width / model.hidden
-    kv_scale, ffn_scale = (
-        model.kv_heads / model.heads,
-        model.ffn / (4 * model.hidden) * model.active,
-    )
+    kv_scale = model.kv_heads / model.heads
+    ffn_scale = model.ffn / (4 * model.hidden) * model.active
     scale = {
         "Q and K": width_scale * (1 + kv_scale) / 2,
         "V": width_scale * kv_scale,
@@ -248,7 +247,8 @@ def estimate_memory(
     common, network = count_layer_params(model, t, e)
     table, norm, matrix = count_end_params(model, t)
     own_matrix = last & ~(first & model.tied)
-    embedding, head = first * table, last * norm + own_matrix * matrix
+    embedding = first * table
+    head = last * norm + own_matrix * matrix
     common_params = (shares.layers * common + embedding + head) * exists
     expert_params = shares.layers * network * exists
     replicas = {"common": d * c, "experts": np.maximum(d * c // e, 1)}
@@ -351,10 +351,8 @@ def _count_in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Float
             for name in ("pp", "stages_per_rank", "microbatches")
         )
         stages[mine] = family.live_activations(P, v, m, shares.first_rank[mine])
-        ends[mine], waiting[mine] = (
-            family.loss_microbatches(P, v, m),
-            family.boundary_buffers(P, v, m),
-        )
+        ends[mine] = family.loss_microbatches(P, v, m)
+        waiting[mine] = family.boundary_buffers(P, v, m)
     return stages, ends, waiting
 
 

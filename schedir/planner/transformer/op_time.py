@@ -191,7 +191,8 @@ class OpTimes:
         stride, size = {
             "tensor": (1, t), "context": (t, c), "expert": (t * c * ranks, choice.ep),
         }[collective.group]  # fmt: skip
-        group, bytes_ = find_slowest_group(cluster, stride, size), collective.size * self.byte_scale
+        group = find_slowest_group(cluster, stride, size)
+        bytes_ = collective.size * self.byte_scale
         if collective.kind == "all_reduce":
             return time_all_reduce(cluster, bytes_, group)
         if collective.kind == "all_to_all":

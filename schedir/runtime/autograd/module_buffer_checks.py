@@ -67,7 +67,8 @@ def add_buffer_checks(
         known = [first or (path, name) in stage.rewritten_buffers for path, _, name, _ in before]
         values = [b.clone() if k else b for b, k in zip(buffers, known, strict=True)]
         run()
-        after, later = [m._buffers.get(name) for _, m, name, _ in before], get_versions(buffers)
+        after = [m._buffers.get(name) for _, m, name, _ in before]
+        later = get_versions(buffers)
         by_value = first and state.device.type == "cpu"
         if not by_value and versions == later and all(map(is_, buffers, after)):
             return

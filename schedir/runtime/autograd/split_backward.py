@@ -339,7 +339,8 @@ def _get_saved_weights(ctx: Any) -> tuple[Tensor, ...]:
     return weights
 
 
-_LINEAR_RULE, _MATMUL_RULE = ProductRule(True), ProductRule(False)
+_LINEAR_RULE = ProductRule(True)
+_MATMUL_RULE = ProductRule(False)
 
 
 class _Linear(torch.autograd.Function):

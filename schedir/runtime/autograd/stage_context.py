@@ -74,11 +74,13 @@ def add_weight_checks(
         by_value = (
             [get_local_shard(p.detach()) for p in before.values()] if on_cpu and readable else []
         )
-        traces, sums = get_write_traces([*before.values()]), compute_checksums(by_value)
+        traces = get_write_traces([*before.values()])
+        sums = compute_checksums(by_value)
         run()
         stage.checked_weight_modes.add(kind)
         after = dict(stage.module.named_parameters())
-        traces_now, sums_now = get_write_traces([*before.values()]), compute_checksums(by_value)
+        traces_now = get_write_traces([*before.values()])
+        sums_now = compute_checksums(by_value)
         for k, (name, p) in enumerate(before.items()):
             same_sum = not by_value or sums[k] == sums_now[k]
             if after.get(name) is p and traces[k] == traces_now[k] and same_sum:

@@ -298,9 +298,11 @@ def infer_boundaries(
         >>> print(*found[0])
         [4, 8, 32] of torch.float32
     """
-    stages, xs = require_model_stages(stages), _require_microbatch(input)
+    stages = require_model_stages(stages)
+    xs = _require_microbatch(input)
     found: dict[Edge, tuple[Boundary, ...]] = {}
-    ends, skipped = dict(skips), dict[int, tuple[Tensor, ...]]()
+    ends = dict(skips)
+    skipped = dict[int, tuple[Tensor, ...]]()
     for s, module in enumerate(stages[:-1]):
         device = _find_stage_device(module, xs)
         xs, named = tree_map_only(Tensor, lambda x: x.to(device).detach(), (xs, dict(keywords)))  # noqa: B023

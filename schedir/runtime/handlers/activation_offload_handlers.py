@@ -51,9 +51,12 @@ _TO_HOST_OPS: Final = (Opcode.Offload, Opcode.ReloadFromDisk)
 def offload(state: State, i: Instr) -> Call:
     """Link Offload: copy the saved activations of a microbatch to the host."""
     k, tiers = state.index_of[i], state.service(MemoryTiers)
-    slot, value = state.find_slot(_SAVED, i.stage, i.mb, k), _get_saved_activations(state, i)
-    moves, lanes = state.service(OffloadMoves), state.service(CopyLanes)
-    max_blocks, find_resident = _count_host_buffers(state), _make_resident_finder(state, i)
+    slot = state.find_slot(_SAVED, i.stage, i.mb, k)
+    value = _get_saved_activations(state, i)
+    moves = state.service(OffloadMoves)
+    lanes = state.service(CopyLanes)
+    max_blocks = _count_host_buffers(state)
+    find_resident = _make_resident_finder(state, i)
 
     def run() -> None:
         kept = slot.peek()
@@ -81,8 +84,10 @@ def offload(state: State, i: Instr) -> Call:
 def reload(state: State, i: Instr) -> Call:
     """Link Reload: copy the saved activations of a microbatch from the host to the device."""
     k, tiers = state.index_of[i], state.service(MemoryTiers)
-    slot, value = state.find_slot(_SAVED, i.stage, i.mb, k), _get_saved_activations(state, i)
-    moves, lanes = state.service(OffloadMoves), state.service(CopyLanes)
+    slot = state.find_slot(_SAVED, i.stage, i.mb, k)
+    value = _get_saved_activations(state, i)
+    moves = state.service(OffloadMoves)
+    lanes = state.service(CopyLanes)
     occupants = _find_offloaded_occupants(state, k)
     on_disk = _find_previous_change(state, k) is Opcode.ReloadFromDisk
 
@@ -186,7 +191,8 @@ def _start_copy(
             raise state.wrap_error(k, error) from error
 
     lane = INSTRUCTIONS[state.stream[k].op].lane
-    lanes, observer = state.service(CopyLanes), state.observer.make_lane_observer()
+    lanes = state.service(CopyLanes)
+    observer = state.observer.make_lane_observer()
     return lanes.start(lane, run, value.nbytes, after, observer)
 
 

@@ -317,7 +317,8 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
             memory.
     """
     mb, last = i.mb, i.stage == state.shape.stages - 1
-    taken, give = find_input_slots(state, i), _make_output_writer(state, i)
+    taken = find_input_slots(state, i)
+    give = _make_output_writer(state, i)
     first_gradients = state.service(LossGradients)
     gives_gradients = bool(_select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives))
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i])
@@ -450,7 +451,8 @@ def backward_weight(state: State, i: Instr) -> Call:
     find_reduction = _make_reduction_finder(state, i)
 
     def run() -> None:
-        deferred, reduction = deferred_slot.peek(), find_reduction()
+        deferred = deferred_slot.peek()
+        reduction = find_reduction()
         if reduction is None:
             deferred.run()
         else:

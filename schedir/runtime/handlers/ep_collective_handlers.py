@@ -82,7 +82,8 @@ def exchange_tokens(state: State, i: Instr) -> Call:
     def start(output: SegmentOutput) -> Work:
         first, *rest = output.slot.peek()
         if i.op is Opcode.Dispatch:
-            own, device_table = state.transport.dp_rank % ep, _gather_counts(state, rest[0])
+            own = state.transport.dp_rank % ep
+            device_table = _gather_counts(state, rest[0])
             rest[0] = device_table[:, own].flatten()
             table = device_table.cpu()
             _require_fit(state, i, table, len(first), shape[0])

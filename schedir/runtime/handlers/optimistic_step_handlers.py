@@ -31,7 +31,8 @@ def _step_before_norm(handler: Handler, state: State, i: Instr) -> Call:
     call = handler(state, i)
     if state.program.norm_check != "after_step":
         return call
-    optimistic_step, checks = state.service(OptimisticStep), state.service(UpdateChecks)
+    optimistic_step = state.service(OptimisticStep)
+    checks = state.service(UpdateChecks)
     optimistic_step.apply_update = call.run
     compute_squares = make_local_squared_norm(state)
 

@@ -92,7 +92,8 @@ def reload_state(state: State, i: Instr) -> Call:
 
 def stage_optimizer_step(state: State, i: Instr) -> Call:
     """Link StageOptimizerStep: step the parameters of a stage on the device."""
-    checks, steps = state.service(UpdateChecks), state.service(OptimizerSteps)
+    checks = state.service(UpdateChecks)
+    steps = state.service(OptimizerSteps)
 
     def run() -> None:
         if state.resources.optimizer is not None:

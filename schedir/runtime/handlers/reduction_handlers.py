@@ -176,7 +176,8 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
 def reduce_norm(state: State, i: Instr) -> Call:
     """Link ReduceNorm: sum the squares of an update's gradients over the ranks of the model."""
     start, reductions = state.transport.start_collective, state.service(PendingReductions)
-    compute_squares, checks = make_local_squared_norm(state), state.service(UpdateChecks)
+    compute_squares = make_local_squared_norm(state)
+    checks = state.service(UpdateChecks)
 
     def run() -> None:
         norm = checks.squared_norms[i.mb] = compute_squares()
@@ -241,7 +242,8 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
     compute_experts = make_sum(experts, spec.for_tensor(experts[0][1]), "expert_dp")
 
     def compute() -> Tensor:
-        of_common, of_experts = compute_common(), compute_experts()
+        of_common = compute_common()
+        of_experts = compute_experts()
         start("all_reduce", "ep", of_experts, of_experts).wait()
         return of_common + of_experts
 
@@ -250,7 +252,8 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
 
 def optimizer_step(state: State, i: Instr) -> Call:
     """Link OptimizerStep: wait for the reductions, step the optimizer, and end the update."""
-    reductions, checks = state.service(PendingReductions), state.service(UpdateChecks)
+    reductions = state.service(PendingReductions)
+    checks = state.service(UpdateChecks)
     steps = state.service(OptimizerSteps)
     placement = (
         None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
@@ -278,7 +281,8 @@ def optimizer_step(state: State, i: Instr) -> Call:
             placement.optimizer_state.finish(is_last_update=last)
 
     # The key has the first stage, so that stage replicas draw the same random numbers.
-    first, update = min(state.stages), state.shape.microbatches + i.mb
+    first = min(state.stages)
+    update = state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, first, update, run)
     return Call(waits if placement is not None else reductions.wait, seeded)
 

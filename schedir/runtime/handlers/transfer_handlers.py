@@ -113,7 +113,8 @@ def recv(state: State, i: Instr) -> Call:
     """Link a receive: start to receive a message into the slot of a value."""
     mb, row = i.mb, INSTRUCTIONS[i.op]
     kind = row.gives[0]
-    slot, peer = state.find_slot(kind, i.stage, mb), state.program.peer_rank(i)
+    slot = state.find_slot(kind, i.stage, mb)
+    peer = state.program.peer_rank(i)
     full_value, tensors = _get_receive_memory(state, i, kind)
     message = _view_in_form(state, full_value, _list_form_changes(state, i, kind))
     state.first_step_checks.buffers = state.service(MessageBuffers).received
@@ -262,7 +263,8 @@ def gather_message(state: State, i: Instr) -> Call:
     """Link a gather: gather a received value from the shards of the tensor-parallel ranks."""
     kind = INSTRUCTIONS[i.op].gives[0]
     full_value, _ = _get_receive_memory(state, i, kind)
-    flat, shard = full_value.view(-1), view_tp_shard(state.transport, full_value)
+    flat = full_value.view(-1)
+    shard = view_tp_shard(state.transport, full_value)
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
     side_stream, start = state.transport.side_stream, state.transport.start_collective
 

@@ -132,7 +132,8 @@ def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
             share memory. Or ranks share a Parameter that ZeRO would shard, or that has hooks on its
             autograd node.
     """
-    numbered, ranks = dict(enumerate(stages)), program.shape.first_rank_per_stage.tolist()
+    numbered = dict(enumerate(stages))
+    ranks = program.shape.first_rank_per_stage.tolist()
     with _add_error_context(program, "stages"):
         if program.has_backward:
             require_rank_local_memory(numbered, ranks, program.name)

@@ -102,7 +102,8 @@ class StepIsolation:
         if is_torch_optimizer(self.inner):
             yield
             return
-        groups, before = _list_parameter_ids(self.inner), _collect_entries(self.inner)
+        groups = _list_parameter_ids(self.inner)
+        before = _collect_entries(self.inner)
         yield
         if _list_parameter_ids(self.inner) != groups:
             raise make_offload_error(f"a step of {self.name} changes its list of parameters")

@@ -236,7 +236,8 @@ class SavedActivations:
             if first is not None:
                 return TensorLocation(first.storage_index, _make_storage_view(tensor))
             number, size = len(laid), storage.nbytes()
-            room, nbytes = room + size + -size % BLOCK_ALIGNMENT, nbytes + size
+            room = room + size + -size % BLOCK_ALIGNMENT
+            nbytes = nbytes + size
             whole = tensor.nbytes == size and tensor.is_contiguous() and not _is_lazy_view(tensor)
             moves = tensor if whole else _as_bytes(storage)
             self.offload_sources.append(moves)

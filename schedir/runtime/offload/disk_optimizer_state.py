@@ -277,10 +277,8 @@ class DiskOptimizerState(HostOptimizerState):
         block = self.spill_file.arena.acquire(size, nbytes)
         memory = self.spill_file.map_block(block, size, nbytes)
         for t, start in zip(tensors, starts, strict=True):
-            self.file_offsets[t], self.host_memory[t] = (
-                block.location + start,
-                _view_like(memory, start, t),
-            )
+            self.file_offsets[t] = block.location + start
+            self.host_memory[t] = _view_like(memory, start, t)
 
 
 def _round_up_bytes(t: Tensor) -> int:

@@ -139,7 +139,8 @@ class _DeviceCopy(SnapshotCopy):
     """A copy on a separate stream, for which the current stream waits."""
 
     def __init__(self, pairs: Sequence[CopyPair]) -> None:
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             copy_pairs(pairs)

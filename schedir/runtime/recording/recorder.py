@@ -330,10 +330,8 @@ class EventTimestamps(Timestamps):
         # Queue -> its last group, and the time when all members of the group have ended.
         before: dict[int, tuple[int, float]] = {}
         for k in self.lane_instructions:
-            queue, group, last = (
-                self.queue_by_instruction[k],
-                *before.get(self.queue_by_instruction[k], (0, -np.inf)),
-            )
+            queue = self.queue_by_instruction[k]
+            group, last = before.get(queue, (0, -np.inf))
             if group != self.group_by_instruction[k]:
                 free[queue] = last
             began[k] = max(began[k], free[queue])

@@ -31,7 +31,8 @@ def compute_closed_bound(problem: SchedulingProblem) -> LowerBound:
     Args:
         problem: The problem.
     """
-    paths, lags = MicrobatchLatency.from_problem(problem), MemoryLags.from_problem(problem)
+    paths = MicrobatchLatency.from_problem(problem)
+    lags = MemoryLags.from_problem(problem)
     ranks = range(problem.shape.ranks)
     each = (bound for rank in ranks for bound in rank_bounds(problem, paths, lags, rank))
     return max(each, key=lambda bound: bound.value)
@@ -125,12 +126,10 @@ class _RankIdleBounds:
             kinds += [_WorkType(problem.W[s], problem.deferred_wgrad[s], others) for s in own]
             return min(_max_time_in_memory(kinds, capacity), all_work)
         (s,) = own
-        I, W, saved, deferred = (
-            problem.I[s],
-            problem.W[s],
-            problem.saved[s],
-            problem.deferred_wgrad[s],
-        )
+        I = problem.I[s]
+        W = problem.W[s]
+        saved = problem.saved[s]
+        deferred = problem.deferred_wgrad[s]
         max_saved = count_fitting(capacity, saved, others)
         if max_saved == others:
             return all_work
@@ -193,10 +192,8 @@ class _RankIdleBounds:
     def max_work_after_last_I(self) -> float:
         """The largest compute time after the last I: the W's that fit into memory."""
         problem, (first, *later) = self.problem, self.stages
-        m, capacity = (
-            problem.microbatches,
-            problem.rounded_capacity[self.rank] - problem.saved_and_deferred[first],
-        )
+        m = problem.microbatches
+        capacity = problem.rounded_capacity[self.rank] - problem.saved_and_deferred[first]
         late = [_WorkType(problem.W[s], problem.deferred_wgrad[s], m) for s in later]
         late.append(_WorkType(problem.W[first], problem.deferred_wgrad[first], m - 1))
         return problem.W[first] + _max_time_in_memory(late, capacity)

@@ -101,12 +101,10 @@ class MemoryLags(NamedTuple):
 
 def _rank_lags(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag]]:
     """Yield the lists `F_after_I`, `F_after_W` and `I_after_W` of a rank."""
-    local_stages, all_microbatches, saved, deferred = (
-        problem.stages_of_rank[rank],
-        problem.microbatches,
-        problem.saved,
-        problem.deferred_wgrad,
-    )
+    local_stages = problem.stages_of_rank[rank]
+    all_microbatches = problem.microbatches
+    saved = problem.saved
+    deferred = problem.deferred_wgrad
     capacity, saved_up_to, sum_ = problem.rounded_capacity[rank], {}, 0.0
     for s in local_stages:
         sum_ += saved[s]

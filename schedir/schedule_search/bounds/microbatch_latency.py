@@ -33,7 +33,9 @@ class MicrobatchLatency(NamedTuple):
             problem: The problem.
         """
         stages, F, I = problem.shape.stages, problem.F, problem.I
-        head, turn, back = [0.0] * stages, [0.0] * stages, [0.0] * stages
+        head = [0.0] * stages
+        turn = [0.0] * stages
+        back = [0.0] * stages
         for a, b in pairwise(range(stages)):
             head[b] = head[a] + F[a] + problem.act_delay[a]
             back[b] = problem.grad_delay[b] + I[a] + back[a]

@@ -39,7 +39,8 @@ def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
         The bound. It is 0 for the objective "active_span", and if the proof does not apply to the
         problem.
     """
-    paths, lags = MicrobatchLatency.from_problem(problem), MemoryLags.from_problem(problem)
+    paths = MicrobatchLatency.from_problem(problem)
+    lags = MemoryLags.from_problem(problem)
     m, stages = problem.microbatches, problem.shape.stages
     best = LowerBound(0.0, "")
     if problem.objective != "span":

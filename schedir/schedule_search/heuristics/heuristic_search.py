@@ -252,11 +252,9 @@ class HeuristicSearch:
             )
             max_moves = self._count_affordable_moves() // 3
             if num_moves > max_moves:  # A shorter round needs a lower temperature.
-                temperature, num_moves, order = (
-                    max(temperature * max_moves / num_moves, _MIN_TEMPERATURE),
-                    max_moves,
-                    self.best_order,
-                )
+                temperature = max(temperature * max_moves / num_moves, _MIN_TEMPERATURE)
+                num_moves = max_moves
+                order = self.best_order
             num_failed = (
                 0
                 if self._run_annealing_round(order, temperature * mean, max(num_moves, 1))

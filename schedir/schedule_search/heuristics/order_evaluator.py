@@ -87,7 +87,8 @@ class OrderEvaluator:
         change = self._to_floats(
             _interleave_by_code(problem.saved, I_change, [-tape for tape in problem.deferred_wgrad])
         )
-        at, done = self._to_floats([0.0] * (KINDS * S * m)), self._to_ints([0] * (KINDS * S))
+        at = self._to_floats([0.0] * (KINDS * S * m))
+        done = self._to_ints([0] * (KINDS * S))
         now = self._to_floats([0.0] * P)
         n = S * tasks_per_stage
         self._codes = self._to_ints([0] * n)

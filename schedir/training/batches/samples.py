@@ -17,10 +17,8 @@ from schedir.errors import ModelError, UsageError
 from schedir.models.language_model import IGNORE_INDEX
 
 # The bytes of a block, and the largest number of blocks in a digest: 256 MiB together.
-_DIGEST_BLOCK_BYTES, _MAX_DIGEST_BLOCKS = (
-    2**16,
-    2**12,
-)
+_DIGEST_BLOCK_BYTES = 2**16
+_MAX_DIGEST_BLOCKS = 2**12
 
 
 class Batches:
@@ -77,7 +75,8 @@ class Batches:
         If the data has at most 256 MiB, the digest covers all bytes. Otherwise it covers evenly
         spaced blocks with 256 MiB in total.
         """
-        data, digest = self.tokens.view(np.uint8), hashlib.blake2b(digest_size=8)
+        data = self.tokens.view(np.uint8)
+        digest = hashlib.blake2b(digest_size=8)
         blocks = -(-len(data) // _DIGEST_BLOCK_BYTES)
         for k in sorted(
             {
@@ -127,10 +126,8 @@ class Batches:
         """Return the numbers of the windows of consecutive samples."""
         size, parts = len(self), []
         for epoch in range(first_sample // size, (first_sample + sample_count - 1) // size + 1):
-            begin, end = (
-                max(first_sample - epoch * size, 0),
-                min(first_sample + sample_count - epoch * size, size),
-            )
+            begin = max(first_sample - epoch * size, 0)
+            end = min(first_sample + sample_count - epoch * size, size)
             at = np.arange(begin, end, dtype=np.uint64)
             parts.append(at if self.seed is None else shuffle_indices(at, size, self.seed, epoch))
         return np.concatenate(parts).astype(np.int64)

@@ -357,10 +357,8 @@ class Config:
 
     def __post_init__(self) -> None:
         # `segmentation` raises an error if the stages cannot be split in this way.
-        kind, _ = (
-            MODEL_KINDS[get_model_kind(self.model)],
-            self.segmentation,
-        )
+        kind = MODEL_KINDS[get_model_kind(self.model)]
+        _ = self.segmentation
         if getattr(self.pipeline, "fill_collective_waits", None) is not None:
             raise UsageError(
                 "fill_collective_waits needs costs, but a training run has no costs when it "
@@ -450,10 +448,8 @@ class Config:
         pipeline, name, found = self.pipeline, get_model_kind(self.model), None
         if pipeline.schedule.endswith((".sched", ".timeline")):
             found = Source(pipeline.schedule).schedule_or_program
-        boundaries, layer = (
-            found.segment_boundaries if isinstance(found, Program) else "",
-            MODEL_KINDS[name].layer_boundaries,
-        )
+        boundaries = found.segment_boundaries if isinstance(found, Program) else ""
+        layer = MODEL_KINDS[name].layer_boundaries
         group_size = pipeline.ep if has_collectives(layer, EP_LETTERS) else pipeline.tp
         return make_segmentation(
             self.model.layers,
@@ -508,10 +504,8 @@ def make_contradiction_error(
         program_value: The value in the program, as text.
         config_value: The value in the configuration, as text.
     """
-    fact, hint = (
-        f"{source} has {field.name} {program_value}, not {config_value}",
-        f"leave out {field.name}",
-    )
+    fact = f"{source} has {field.name} {program_value}, not {config_value}"
+    hint = f"leave out {field.name}"
     if field.name == "norm_check":
         fact = (
             f"{source} has norm_check {program_value}, but a training run needs the norm of each "

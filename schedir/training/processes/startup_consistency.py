@@ -103,7 +103,8 @@ def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
         ModelError: Facts differ, or two processes have the same number. All processes raise it.
         ExecutionError: A process does not arrive in time.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: Any = connect_store(timeout, is_master=rank == 0 and not agent)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -200,7 +201,8 @@ def _describe_machine() -> tuple[str, ...] | None:
     With torchrun, several nodes on one machine each count their local ranks from 0, so the number
     of the node is included.
     """
-    local, node = os.environ.get("LOCAL_RANK"), os.environ.get("GROUP_RANK", "")
+    local = os.environ.get("LOCAL_RANK")
+    node = os.environ.get("GROUP_RANK", "")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return None if local is None else (boot, os.readlink("/proc/self/ns/pid"), node, local)

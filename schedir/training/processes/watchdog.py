@@ -282,10 +282,8 @@ class Watchdog:
                 found = stalled_run.find_cause(
                     f"{name}{self.member.name} has waited for {self.timeout:g} s"
                 )
-            step, gpu_step = (
-                self.box_values[BlackBoxField.STEP],
-                None if device is None else device.last_step,
-            )
+            step = self.box_values[BlackBoxField.STEP]
+            gpu_step = None if device is None else device.last_step
             progress = None if device is None else device.progress
             stall_error = make_stall_error(fact, executor, step, progress, gpu_step)
             if found is None:
