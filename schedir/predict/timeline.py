@@ -259,8 +259,8 @@ class Timeline:
 
         The first instruction has the same start and end, so one of the two counts.
         """
-        second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE_OPS)
-        return second
+        is_second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE_OPS)
+        return is_second
 
     @cached_property
     def idle(self) -> NDArray[np.float64]:
@@ -288,11 +288,11 @@ class Timeline:
 
         Compute is F, B, I, W and R.
         """
-        work = np.isin(self.spans["op"], COMPUTE_OPS)
+        is_compute = np.isin(self.spans["op"], COMPUTE_OPS)
         first = np.full(self.ranks, np.inf)
         last = np.full(self.ranks, -np.inf)
-        np.minimum.at(first, self.spans["rank"][work], self.spans["start"][work])
-        np.maximum.at(last, self.spans["rank"][work], self.spans["end"][work])
+        np.minimum.at(first, self.spans["rank"][is_compute], self.spans["start"][is_compute])
+        np.maximum.at(last, self.spans["rank"][is_compute], self.spans["end"][is_compute])
         return np.where(last >= first, last - first, 0.0)
 
     @cached_property
@@ -314,9 +314,13 @@ class Timeline:
         program = self.program
         segments, peak = program.segments_per_stage, self.peak_in_flight
         if (common := lcm(*segments)) > 1:
-            peak = peak_in_flight(program, np.repeat([common // one for one in segments], segments))
-        of_a_rank = program.chunks_per_microbatch * common * len(segments) / program.shape.ranks
-        return int(peak.max(initial=0)) / of_a_rank
+            peak = peak_in_flight(
+                program, np.repeat([common // count for count in segments], segments)
+            )
+        units_per_rank = (
+            program.chunks_per_microbatch * common * len(segments) / program.shape.ranks
+        )
+        return int(peak.max(initial=0)) / units_per_rank
 
     @cached_property
     def peak_in_flight(self) -> NDArray[np.int64]:
@@ -339,9 +343,13 @@ class Timeline:
         """
         if self.sizes is None:
             curves = (self.count_in_flight(rank) for rank in range(self.ranks))
-            alive = np.float64(self.program.has_backward)
+            value_of_activation = np.float64(self.program.has_backward)
             return tuple(
-                MemoryHistory(times, counts * alive, {"activations": counts * alive})
+                MemoryHistory(
+                    times,
+                    counts * value_of_activation,
+                    {"activations": counts * value_of_activation},
+                )
                 for times, counts in curves
             )
         return self.memory_on("device")
@@ -363,8 +371,8 @@ class Timeline:
                 hint="simulate(program, sizes=Sizes(...))",
             )
         return tuple(
-            self._build_memory_history(rank, own)
-            for rank, own in enumerate(compute_footprints(self.program, self.sizes, tier))
+            self._build_memory_history(rank, footprint)
+            for rank, footprint in enumerate(compute_footprints(self.program, self.sizes, tier))
         )
 
     def _build_memory_history(self, rank: int, footprint: Footprint) -> MemoryHistory:
@@ -402,8 +410,10 @@ class Timeline:
     def peak_over_all_ranks(self) -> float:
         """The peak of the sum of all ranks' memory, for virtual ranks that share one device."""
         changes = [np.diff(curve.total, prepend=0.0) for curve in self.memory]
-        at = np.argsort(np.concatenate([curve.times for curve in self.memory]), kind="stable")
-        return float(np.cumsum(np.concatenate(changes)[at]).max(initial=0.0))
+        time_order = np.argsort(
+            np.concatenate([curve.times for curve in self.memory]), kind="stable"
+        )
+        return float(np.cumsum(np.concatenate(changes)[time_order]).max(initial=0.0))
 
     def count_in_flight(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Return the number of (stage, microbatch) pairs in flight on a rank over time.
@@ -414,9 +424,9 @@ class Timeline:
         Returns:
             The times of changes, and the count from each of these times on.
         """
-        lo, hi = self.program.offsets[rank : rank + 2]
-        at, count = count_in_flight(self.program.streams[rank], self.program.frozen_stages)
-        changes = self.spans[lo:hi][at]
+        begin, end = self.program.offsets[rank : rank + 2]
+        positions, count = count_in_flight(self.program.streams[rank], self.program.frozen_stages)
+        changes = self.spans[begin:end][positions]
         grows = np.diff(count, prepend=0) > 0
         return np.where(grows, changes["start"], changes["end"]), count
 
@@ -464,36 +474,43 @@ class Timeline:
         The clocks of two ranks may differ by `clock_error`. Differences below the clock's
         resolution do not count.
         """
-        spans, graph, seen = self.spans, self.graph, self.kind == "measured"
+        spans, graph, is_measured = self.spans, self.graph, self.kind == "measured"
         start, end, rank = spans["start"], spans["end"], spans["rank"]
-        given = np.where(seen & (spans["lane"] != Lane.COMPUTE), start, end)
-        pair = self.is_second_of_pair & seen
-        pair[:-1] |= pair[1:]
-        taken = np.where(pair, end, start)
-        by = np.zeros(len(self))
+        output_time = np.where(is_measured & (spans["lane"] != Lane.COMPUTE), start, end)
+        is_in_pair = self.is_second_of_pair & is_measured
+        is_in_pair[:-1] |= is_in_pair[1:]
+        input_time = np.where(is_in_pair, end, start)
+        amount = np.zeros(len(self))
         cause = np.full(len(self), NO_POSITION, np.int64)
-        fine = max(TIME_UNITS[self.unit], 1e-9 * self.span)
-        error = self.clock_error if seen else 0.0
+        resolution = max(TIME_UNITS[self.unit], 1e-9 * self.span)
+        error = self.clock_error if is_measured else 0.0
 
-        def wait(time: Times, effect: Positions, source: Positions, since: Times) -> None:
-            late = since[source] - time[effect] - error * (rank[source] != rank[effect])
-            more = late > np.maximum(by[effect], fine)
-            by[effect[more]], cause[effect[more]] = late[more], source[more]
+        def record_violations(
+            effect_time: Times, effect: Positions, source: Positions, cause_time: Times
+        ) -> None:
+            delay = (
+                cause_time[source] - effect_time[effect] - error * (rank[source] != rank[effect])
+            )
+            is_larger = delay > np.maximum(amount[effect], resolution)
+            amount[effect[is_larger]] = delay[is_larger]
+            cause[effect[is_larger]] = source[is_larger]
 
         for giver in graph.needs:
             needer = np.flatnonzero(giver != NO_POSITION).astype(np.int32)
-            wait(taken, needer, giver[needer], given)
-            sent = graph.partner[giver[needer]]
-            far = sent != NO_POSITION
-            wait(taken, needer[far], sent[far], start)
-        got = np.flatnonzero(graph.index.is_op(RECV_OPS) & (graph.partner != NO_POSITION)).astype(
-            np.int32
-        )
-        wait(end, got, graph.partner[got], start)
+            record_violations(input_time, needer, giver[needer], output_time)
+            sends = graph.partner[giver[needer]]
+            has_partner = sends != NO_POSITION
+            record_violations(input_time, needer[has_partner], sends[has_partner], start)
+        receives = np.flatnonzero(
+            graph.index.is_op(RECV_OPS) & (graph.partner != NO_POSITION)
+        ).astype(np.int32)
+        record_violations(end, receives, graph.partner[receives], start)
         for members in graph.collective_groups:
             last = members[start[members].argmax()]
-            wait(end, members.astype(np.int32), np.full(len(members), last, np.int32), start)
-        return CausalityViolations(by, cause)
+            record_violations(
+                end, members.astype(np.int32), np.full(len(members), last, np.int32), start
+            )
+        return CausalityViolations(amount, cause)
 
     @property
     def causality_warning(self) -> str:
@@ -526,6 +543,6 @@ class Timeline:
             rank: The rank.
             index: The index in the Stream of the rank.
         """
-        s = self.spans[int(self.program.offsets[rank]) + index]
-        instr = Instr(OPCODES[int(s["op"])], int(s["stage"]), int(s["mb"]))
-        return instr, float(s["start"]), float(s["end"])
+        span = self.spans[int(self.program.offsets[rank]) + index]
+        instr = Instr(OPCODES[int(span["op"])], int(span["stage"]), int(span["mb"]))
+        return instr, float(span["start"]), float(span["end"])
