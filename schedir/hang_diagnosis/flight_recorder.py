@@ -1,8 +1,9 @@
 """Read the dumps of torch's flight recorder, one file per rank.
 
-The format is that of `FlightRecorder.hpp`; torch 2.13 writes version 2.10. This module interprets
-it as `torch.distributed.flight_recorder` does. `entries` are in the order in which the rank issued
-them, and `pg_config` has the ranks of each process group. Three properties are not obvious:
+The format is that of torch's `FlightRecorder.hpp`. Torch 2.13 writes version 2.10 of the format.
+This module interprets it as `torch.distributed.flight_recorder` does. The field `entries` lists the
+operations in the order in which the rank issued them. The field `pg_config` has the ranks of each
+process group. Three properties of the format are not obvious:
 
 - A batch has an entry per message. The state of these entries never changes. The next entry,
   `coalesced`, has the same sequence number, and the state of all messages of the batch.
@@ -82,7 +83,8 @@ class RecordedOperation(NamedTuple):
         kind: `send`, `recv`, or the name of a collective.
         peer: The rank of the job that is the other end of a message, or -1 for a collective.
         sequence_number: For a collective, torch's number of the collective. For a message, torch's
-            number of the launch of messages. Both count from 1 in each process group.
+            number of its launch; all messages of a batch have one launch. Both count from 1 in each
+            process group.
         logical_number: Torch's number among all messages and collectives of the process group, from
             1.
         collective_number: The number of collectives in the process group so far, as torch counts.
@@ -194,7 +196,7 @@ def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], l
         sources: The files, directories and patterns.
 
     Returns:
-        The dumps by rank, and the files of directories that were skipped.
+        The dumps by rank, and the skipped files of directories.
 
     Raises:
         TraceError: A file is not a dump.
@@ -440,14 +442,15 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
     kind, peer = _clean_text(title), -1
     if found := _MESSAGE_NAME.match(title):
         kind, other = found[1], int(found[3])
-        # If the ranks of a group are unknown, its numbers are taken as ranks of the job.
+        # If the ranks of a group are unknown, the numbers in its messages count as ranks of the
+        # job.
         if group.has_ranks and other >= len(group.ranks):
             raise TraceError(
                 f"a message of {group} is for rank {other} of this group, but the group has only "
                 f"{len(group.ranks)} ranks"
             )
         peer = group.ranks[other] if group.has_ranks else other
-    dtypes = entry.get("input_dtypes")  # Torch writes it since version 2.1 of the format.
+    dtypes = entry.get("input_dtypes")  # This field exists since version 2.1 of the format.
     dtypes = dtypes[:64] if isinstance(dtypes, list | tuple) else ()
     return RecordedOperation(
         number=entry["record_id"],
@@ -470,7 +473,7 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
 def _end_batch(ops: list[RecordedOperation], members: list[int], entry: dict[str, Any]) -> None:
     """Set the state and the end of all operations of a batch to those of the batch.
 
-    These operations are the last ones that their group has issued. The list `members` has the
+    These are the last operations before `entry` in their process group. The list `members` has the
     indices of all operations since the group's previous batch. The function clears this list.
     """
     state, over, batch = (

@@ -28,7 +28,7 @@ MAX_SHOWN = 16  # A report lists at most this number of ranks, waits or copies o
 
 
 def describe_job(job: DistributedJob) -> list[str]:
-    """Report the likely cause, and then where each rank waits.
+    """Report the likely cause of the hang, and then where each rank waits.
 
     Args:
         job: The dumps of the job.
@@ -284,8 +284,8 @@ def describe_named_job(
 ) -> list[str]:
     """Report where each rank waits, if its transfers are in another order than the program's.
 
-    The report names messages after instructions of the program. It finds the instruction from the
-    number of a message between two ranks. It does not report deadlocks of the program.
+    The report names messages after instructions of the program. The number of a message among those
+    between two ranks determines its instruction. Deadlocks of the program are not reported.
 
     Args:
         job: The dumps of the job.
@@ -344,7 +344,7 @@ class _ProgramCopyReport:
         self.old_dump_ranks = sorted({*job.old_dump_ranks} & {*ranks} | old_ranks)
 
     def name_rank(self, program_rank: int) -> str:
-        """Name a rank of the program. If it has another number in the job, add that."""
+        """Name a rank of the program. If its rank in the job is another number, add this number."""
         rank = self.matched.ranks[program_rank]
         return (
             f"rank {program_rank}"

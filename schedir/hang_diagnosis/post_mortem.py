@@ -1,7 +1,8 @@
 """Read the black boxes of a run, while it runs or after it has ended.
 
-The report is the same that processes and the launcher print after a timeout. In two further cases,
-no process is the cause: the run makes progress, or all processes were stopped at the same time.
+The report is the same as the one that processes and the launcher print after a timeout. It also
+covers two cases in which no process is the cause: the run makes progress, or all processes were
+stopped at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from schedir.io.black_box import (
 from schedir.io.files import open_regular_file, read_text, require_path
 from schedir.ir.program import Program
 
-MAX_PROCESSES: Final = 2**20  # processes of a run
+MAX_PROCESSES: Final = 2**20  # the most processes of a run
 PROGRESS_SECONDS: Final = 1.0  # A run makes progress if an instruction began less than this ago.
 SAME_END_SECONDS: Final = 0.5  # Processes that end within this time were stopped together.
 

@@ -6,9 +6,10 @@ another member has not reached. The analysis follows these waits along the depen
 end at a process that does not wait for another one. This process has died, is stopped, or does not
 finish its current action. It does not matter which process detected the hang first.
 
-Outside of steps, all processes enter the same phases, and wait for those in an earlier phase.
-Tensor-parallel processes also wait for each other inside an instruction. The black box of a process
-shows whether it is in such a collective.
+Outside of steps, all processes enter the same phases in the same order. A process waits for the
+processes that are still in an earlier phase. Tensor-parallel processes also wait for each other in
+collectives inside an instruction. The black box of a process shows whether it is in such a
+collective.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class StallCause(NamedTuple):
     Attributes:
         process: The process.
         kind: The state of the process.
-        fact: A sentence that describes it.
+        fact: A sentence that describes the process and its state.
         is_certain: False if another process is an equally likely cause.
         lines: A line about each other process.
         message: The message with which the process failed, or "".
@@ -231,9 +232,10 @@ class StalledRun:
         return is_absent and bool(sender[BlackBoxField.IS_WAITING])
 
     def _find_participants(self, process: int, position: int) -> Iterator[tuple[int, int]]:
-        """Yield the processes that an instruction involves, each with its position there.
+        """Yield the processes that take part in an instruction of a process.
 
-        The processes of a collective include `process`.
+        For a transfer, this is the process on the other side. For a collective, these are all
+        members, including `process`. The second number is the position of the member's instruction.
         """
         graph = self.graph
         assert graph is not None

@@ -41,13 +41,15 @@ _UNEVEN_SUFFIXES: Final = (
 
 
 class WaitReason(Enum):
-    """The progress of another rank in an operation that has not ended. The values are texts.
+    """The progress of another rank in an operation that has not ended.
+
+    The values are parts of the sentences of a report.
 
     - NO_DUMP: The rank has no dump.
     - NOT_ISSUED: The rank has not issued its side.
     - QUEUED: The rank has issued its side after another operation that has not ended.
     - MISMATCH: The rank has issued an operation that does not match.
-    - ISSUED: The rank has issued its side, and waits for it, too.
+    - ISSUED: The rank has issued its side, and also waits for the operation.
     """
 
     NO_DUMP = "no dump"
