@@ -29,8 +29,8 @@ class AllToAll(NamedTuple):
     """The all-to-all of one rank: how many elements it exchanges with each member of the group.
 
     Attributes:
-        sent: The elements of the input that each member receives, in the order of ranks.
-        received: The elements of the output that each member sends, in the order of ranks.
+        sent: The number of elements that this rank sends to each member, in the order of ranks.
+        received: The number of elements that it receives from each member, in the order of ranks.
     """
 
     sent: tuple[int, ...]

@@ -16,7 +16,8 @@ import torch
 from schedir.errors import ModelError, UsageError
 from schedir.transports.process_groups import MAX_CTAS
 
-# NCCL refuses two ranks on one GPU of one host. With this variable each process counts as a host.
+# NCCL refuses two ranks on one GPU of one host. If this variable has another value in each process,
+# NCCL treats each process as a separate host.
 HOST_ID_VARIABLE = "NCCL_HOSTID"
 SHARED_GPU_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 # The variable sets the number of hardware queues of a GPU. Streams that share a queue wait for each

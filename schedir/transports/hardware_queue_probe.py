@@ -219,7 +219,7 @@ def _describe_queue(queue: Queue) -> str:
 def make_cuda_probe(transport: EdgeGroups, device: torch.device | str) -> LaneProbe:
     """Return a probe that runs a small kernel on the CUDA stream of a lane.
 
-    The kernel has run once on each stream before this returns.
+    The kernel has run once on each stream before this function returns.
 
     Args:
         transport: The transport with the streams.

@@ -29,8 +29,8 @@ from schedir.analysis.progress_models import ProgressModel
 GroupRow = Sequence[int]
 _T = TypeVar("_T")
 
-# The seconds by which NCCL's watchdog waits longer than schedir's. It is torch's default timeout of
-# NCCL.
+# The seconds by which NCCL's watchdog waits longer than schedir's watchdog. The value is torch's
+# default timeout for NCCL.
 WATCHDOG_MARGIN: Final = 600.0
 BYTES_PER_CTA: Final = 2 << 20  # bytes of a message per multiprocessor, see choose_max_ctas
 DEFAULT_CTAS: Final = 4  # multiprocessors of an edge if the size of its messages is unknown
@@ -112,7 +112,7 @@ def get_backend_name(group: Any, device: torch.device) -> str:
 
 
 def get_nccl_progress_model(group: Any) -> ProgressModel:
-    """Return the progress model of messages that are sent alone in an NCCL group.
+    """Return the progress model of messages that are not in a batch, in an NCCL group.
 
     If the group is bound to a device, the messages use its communicator ("per_device"). Otherwise
     torch creates a communicator for each pair of ranks at their first message ("torch_lazy").
@@ -164,7 +164,7 @@ def _use_group_name(name: str) -> Iterator[None]:
 def _gloo_options(timeout: float | None) -> dict[str, Any]:
     options: dict[str, Any] = {"timeout": None if timeout is None else timedelta(seconds=timeout)}
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        options["backend"] = "gloo"  # Otherwise it would have NCCL, too, as the default group.
+        options["backend"] = "gloo"  # The default group also has NCCL, and new groups inherit it.
     return options
 
 
@@ -194,9 +194,9 @@ def choose_max_ctas(message_bytes: int) -> int:
 
     NCCL gives a message at least half of the channels that a communicator of two ranks may use,
     however small the message is (NCCL 2.30, scheduleP2pTasksToPlan). A channel occupies a
-    multiprocessor, which compute kernels cannot use while a receive waits. One channel moves about
-    as much as an NVLink, 20.6 GB/s on an H100 (SM90_NVLINK_BW in NCCL's topo.h). So a message gets
-    one channel for each 2 MiB. A channel sends 2 MiB in 0.1 ms. These numbers are not measured yet.
+    multiprocessor, which compute kernels cannot use while a receive waits. One channel has about
+    the bandwidth of an NVLink, 20.6 GB/s on an H100 (SM90_NVLINK_BW in NCCL's topo.h), so it sends
+    2 MiB in 0.1 ms. A message gets one channel for each 2 MiB. These numbers are not measured yet.
 
     Args:
         message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.
@@ -227,7 +227,7 @@ def _partition_by_color(rows: Iterable[GroupRow]) -> list[list[GroupRow]]:
 def _split_without_color(device: torch.device | str) -> None:
     """Take part in a split as a process that is in no row, because all processes must take part.
 
-    It also creates an unused group. torch names the groups that a user creates by the number of
+    The process also creates an unused group. torch names each new group after the number of earlier
     groups, so all processes must create the same number.
     """
     world: Any = dist.group.WORLD

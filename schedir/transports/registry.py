@@ -23,13 +23,13 @@ AUTO: Final = "auto"  # selects the first transport of a device that supports th
 class DeviceRow(NamedTuple):
     """A kind of device.
 
-    The paths name a module of this package and a function in it, as "module:function".
+    A path names a module of this package and a function in it, as "module:function".
 
     Attributes:
         device: The name of the device.
-        require_path: A function of the number of processes. It raises UsageError if this machine
-            lacks devices for that number of processes.
-        initialise_path: A function `initialise(timeout, **init_args)` that initialises
+        require_path: The path of a function whose argument is a number of processes. The function
+            raises UsageError if this machine lacks devices for that number of processes.
+        initialise_path: The path of a function `initialise(timeout, **init_args)` that initialises
             torch.distributed.
         buffer_sharing: The default of `buffer_sharing` for programs. On a CPU it is "none", because
             messages through shared memory have a slot each.

@@ -31,7 +31,8 @@ class StreamPoint:
     """A point on a CUDA stream. A wait for it makes the current stream wait, and not the host.
 
     Args:
-        stream: The stream on which the point is recorded now. By default it is recorded later.
+        stream: The stream on which the constructor records the point. By default, a later call of
+            `record` does so.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -228,7 +229,10 @@ class StreamMailbox:
     def start_collective(
         self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        """See `Transport.start_collective`. The last member to call runs it for all members."""
+        """See `Transport.start_collective`.
+
+        The call of the last member runs the collective for all members.
+        """
         ended = StreamPoint()
         part = _StreamPart(kind, output_tensor, input_tensor, _record_current_point(), ended)
         came = self.hub.pending_collectives.arrive(

@@ -116,9 +116,10 @@ class Mailbox:
     def start_collective(
         self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        """See `Transport.start_collective`. The last member to call runs it for all members.
+        """See `Transport.start_collective`.
 
-        Inputs are added in the order of ranks. The order of the calls does not matter.
+        The call of the last member runs the collective for all members. Sums add the inputs in the
+        order of ranks, whatever the order of the calls is.
         """
         own_part = _CollectivePart(kind, output_tensor, input_tensor)
         came = self.hub.pending_collectives.arrive(
