@@ -131,8 +131,8 @@ def memory_frontier(
         split_backward: True to split backwards into I and W.
         levels: The approximate number of limits to search.
         time_limit: The time of all searches together, in seconds.
-        max_evaluations: The number of evaluated orders of all searches together. By default there
-            is no limit.
+        max_evaluations: The largest number of evaluated orders of all searches together. By default
+            there is no limit.
         seed: The random seed.
         initial_schedules: Schedule functions or programs from which the searches start, in addition
             to the built-in schedules.
@@ -168,7 +168,7 @@ def memory_frontier(
         rest = len(limits) - k
         part = (time_limit - (perf_counter() - began)) / rest
         if max_evaluations is not None:
-            part = time_limit / len(limits)  # The clock must not change how much is proved.
+            part = time_limit / len(limits)  # The bounds must not depend on the clock.
         try:
             last = _search_at_limit(
                 shape, costs, sizes, limit,

@@ -70,8 +70,8 @@ def search_schedule(
     best policies. Finally, simulated annealing moves tasks in the best schedules.
 
     The search ends with a proof, after `time_limit`, after `max_evaluations`, or after many failed
-    attempts. Ctrl-C also ends it, and the function returns the best schedule so far. Each forward
-    runs once: with little memory, a schedule with activation recomputation may be shorter.
+    attempts. Ctrl-C also ends it, and the function returns the best schedule so far. The search
+    finds no schedules with activation recomputation, which may be shorter with little memory.
 
     Args:
         shape: The pipeline shape. You can give its fields as keywords instead.
@@ -191,7 +191,8 @@ def search_schedule(
     tried = heuristic_search.num_evaluated
     try:
         made = builder.build_shortest(heuristic_search.shortest_orders[:1], made)
-        # A program of an initial order may be shorter, because its messages may wait less.
+        # The program of an initial order may be shorter than that of the shortest order, because
+        # its messages may wait less.
         made = builder.build_shortest(heuristic_search.initial_orders, made)
         made = builder.build_shortest(heuristic_search.list_finalists(), made, begin + time_limit)
     except KeyboardInterrupt:

@@ -30,7 +30,7 @@ _LATENESS_WEIGHTS: Final = [k / 8 for k in range(9)]
 def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
     """Return the lower bound from pairs of microbatches whose F and I need the same rank.
 
-    Such microbatches cross, on the stages after the stage with the slowest round trips.
+    Such microbatches cross on the stages after the stage with the slowest round trips.
 
     Args:
         problem: The problem.

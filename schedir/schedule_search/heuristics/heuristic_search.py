@@ -33,7 +33,7 @@ _MAX_EQUAL_ORDERS = 32
 _MAX_EQUAL_MOVES = 500  # The largest number of moves from the shortest order to such an order.
 _FIRST_MOVES = 16  # The number of moves before the first check of the budget.
 _POOL_SIZE = 24  # The number of policies from whose orders annealing starts.
-_COMPILE_AFTER_SECONDS = 0.2  # A shorter search would save less time than loading loops takes.
+_COMPILE_AFTER_SECONDS = 0.2  # For a shorter search, loading the compiled loops takes too long.
 _MAX_FAILED_ROUNDS = 64  # Annealing ends after this many successive rounds without improvement.
 # For each round: (initial temperature, in mean times of a task; number of moves per task).
 _ANNEALING_ROUNDS = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
