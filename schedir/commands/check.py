@@ -281,7 +281,7 @@ def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
 def _draw_refused_draft(request: Request, error: SchedirError, output: str) -> None:
     """Write a picture of a draft in which `compile` found a deadlock before lowering it.
 
-    For other errors, add a note to the error that there is no picture.
+    For other errors, add a note to the error that no picture was written.
     """
     if isinstance(error, DeadlockError):
         draft = replace(request, draft=True).program

@@ -129,7 +129,7 @@ def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
     program that does not fit.
 
     Raises:
-        MemoryLimitError: An option is "fit", and the program does not fit into the limit.
+        MemoryLimitError: An option such as `recompute` is "fit", but cannot make the program fit.
     """
     from dataclasses import replace
 

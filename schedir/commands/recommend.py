@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:
-    """Return a table of the schedules that fit, and lines that say why others do not.
+    """Return a table of the schedules that fit, and lines with the reasons why others do not fit.
 
     Args:
         args: The parsed options of `recommend`.

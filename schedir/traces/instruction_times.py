@@ -41,10 +41,10 @@ class ExecutedSpan(NamedTuple):
         actions: The instructions.
         start: The start, in nanoseconds.
         end: The end, in nanoseconds. None for a posted message whose arrival is not recorded.
-        wait_time: The time in its range that was a wait for messages, in nanoseconds. This time is
-            not between `start` and `end`.
-        is_joined: True if it is in one group with the previous span (`&` in the text form).
-        has_operators: True if an operator ran in its range.
+        wait_time: The time in their profiler range that was a wait for messages, in nanoseconds.
+            This time is not between `start` and `end`.
+        is_joined: True if they are in one group with the previous span (`&` in the text form).
+        has_operators: True if an operator ran in their profiler range.
     """
 
     actions: tuple[NamedInstruction, ...]

@@ -94,9 +94,9 @@ def read_run(
 ) -> ImportedRun:
     """Read the run of a pipeline from the traces of its ranks.
 
-    If there are replicas, which have the same stages, only the pipeline with the smallest rank is
-    read. A run of the schedule without operators in backwards is an evaluation, not a step. An
-    evaluation that marks no backwards is read if nothing else can be read.
+    If there are replicas, which have the same stages, only the replica that contains the smallest
+    rank is read. A run of the schedule without operators in backwards is an evaluation, not a step.
+    An evaluation that marks no backwards is read if nothing else can be read.
 
     Args:
         sources: Files, directories and patterns of traces of torch.profiler, in any order.

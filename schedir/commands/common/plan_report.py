@@ -324,7 +324,7 @@ def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
 
 
 def _find_launcher_options(request: PlanRequest, plan: PlanEstimate) -> dict[str, str]:
-    """Return trainer -> options for the layers per stage, or {} if all stages are equal."""
+    """Return trainer -> options for the layers per stage, or {} if all stages have equally many."""
     from schedir.planner import launcher_options
 
     return launcher_options(request.model, plan) if len({*plan.layers_per_stage}) > 1 else {}
@@ -382,7 +382,7 @@ def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> st
 
     Args:
         request: The request of the plans.
-        plans: The plans, the shortest step first.
+        plans: The plans, in the order of the table.
     """
     return format_json(
         {

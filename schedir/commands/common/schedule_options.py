@@ -379,7 +379,7 @@ def _make_conflict_error(source: str, field: Field, actual: str, specified: str)
 
 
 def require_unsharded_stages(requests: Iterable[Request]) -> None:
-    """Raise an error if `unsharded_stages` is more than the stages of a rank in all schedules.
+    """Raise an error if no schedule has as many stages on a rank as `unsharded_stages`.
 
     A schedule with fewer stages on a rank keeps all of them unsharded (`Request.for_comparison`).
 

@@ -98,7 +98,8 @@ def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
 
     Args:
         has_weight_delay: If True, return only the schedules with weight delay. If False, return
-            only the others. The two groups give different weights, so they are not compared.
+            only the others. Weight delay changes the trained weights, so the two groups are not
+            compared.
     """
     from schedir.schedules import get_built_in_schedules
     from schedir.schedules.schedule_algebra import get_weight_delay_mark, has_free_v
@@ -198,7 +199,8 @@ def rank_schedules(
         compute_objective: A function that returns the time by which runs are ranked. By default the
             span.
         full_backward_only: If True, leave out candidates that split backwards.
-        named_sources: The sources that the user gave. The result lists only duplicates of these.
+        named_sources: The sources that the user gave. The result lists a duplicate only if its
+            source is one of these.
 
     Raises:
         UsageError: A request is invalid. Other errors are listed in the result.
@@ -249,7 +251,7 @@ def describe_excesses(over_limit: Mapping[str, Excess], limit: str) -> list[str]
 
     Returns:
         The lines. In a line with options, the candidate with the shortest step comes first. In the
-        other line, the candidate with the smallest memory comes first.
+        line without options, the candidate with the smallest memory comes first.
     """
     too_large = list[str]()
     fitting: dict[tuple[int, str], list[tuple[float, str]]] = {}
