@@ -252,7 +252,7 @@ def _describe_eager_limit(
     error: DeadlockError,
     host_options: dict[str, bool],
 ) -> list[str]:
-    """Return a hint in a list if eager messages would resolve the deadlock, else []."""
+    """Return a list with a hint if eager messages would resolve the deadlock, else []."""
     from schedir.analysis.eager_limit import describe_eager_limit
     from schedir.ir.cost.sizes import Sizes
 

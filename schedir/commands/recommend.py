@@ -188,7 +188,7 @@ def _collect_row(request: Request) -> dict[str, Any]:
     timeline = request.timeline
     shape, ops = timeline.program.unsegmented_shape, timeline.program.used_opcodes
     row = collect_timeline_facts(timeline, find_lower_bound(request)) | {
-        "stages_per_rank": shape.stages_per_rank,  # Before stages are divided into segments.
+        "stages_per_rank": shape.stages_per_rank,  # The number before division into segments.
         "peak_activations": timeline.peak_activations,
         "has_split_backward": BACKWARD_INPUT in ops,
         "parameter_copies": shape.placement_rows,

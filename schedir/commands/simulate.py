@@ -49,11 +49,11 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
     """Return the bytes that a process of each rank sends in a step, by lane.
 
     In a ring of g processes, each process sends n (g-1)/g bytes for an all-gather or a
-    reduce-scatter of n bytes. It sends twice as many for an all-reduce (Patarasuk and Yuan 2009,
-    section 3). With Psi bytes of weights and Psi bytes of gradients, data parallelism therefore
-    sends 2 Psi (dp-1)/dp. ZeRO-1 and ZeRO-2 send the same number. ZeRO-3 sends 3 Psi (dp-1)/dp if
-    each stage is gathered for its forwards and again for its backwards (arXiv 1910.02054, section
-    7).
+    reduce-scatter of n bytes. It sends twice as many bytes for an all-reduce (Patarasuk and Yuan
+    2009, section 3). With Psi bytes of weights and Psi bytes of gradients, data parallelism
+    therefore sends 2 Psi (dp-1)/dp bytes. ZeRO-1 and ZeRO-2 send as many bytes as data parallelism.
+    ZeRO-3 sends 3 Psi (dp-1)/dp bytes if each stage is gathered for its forwards and again for its
+    backwards (arXiv 1910.02054, section 7).
 
     Norms are left out because they have only a few bytes. Tied weights are left out because their
     sizes are not known. A residual stream between segments counts as a part of the tensor that is

@@ -9,8 +9,8 @@ process group. Three properties of the format are not obvious:
   `coalesced`, has the same sequence number, and the state of all messages of the batch.
 - ProcessGroupGloo records collectives, but no messages. It marks an ended entry as retired, and
   does not change its state.
-- A message names ranks of its process group, not of the job. This module converts them with the
-  ranks of the group.
+- A message names ranks of its process group, not of the job. This module converts them to ranks of
+  the job.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class RecordedOperation(NamedTuple):
         kind: `send`, `recv`, or the name of a collective.
         peer: The rank of the job that is the other end of a message, or -1 for a collective.
         sequence_number: For a collective, torch's number of the collective. For a message, torch's
-            number of its launch; all messages of a batch have one launch. Both count from 1 in each
-            process group.
+            number of its launch; all messages of a batch have one launch. Both numbers count from 1
+            in each process group.
         logical_number: Torch's number among all messages and collectives of the process group, from
             1.
         collective_number: The number of collectives in the process group so far, as torch counts.
@@ -323,7 +323,7 @@ def _infer_rank(
 ) -> int:
     """Return the rank of a dump from its file name, or else from its messages.
 
-    If both give a rank, it must be the same.
+    If the name and the messages give ranks, these must be equal.
     """
     message_counts = Counter[int]()
     for entry in entries:
@@ -471,10 +471,10 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
 
 
 def _end_batch(ops: list[RecordedOperation], members: list[int], entry: dict[str, Any]) -> None:
-    """Set the state and the end of all operations of a batch to those of the batch.
+    """Set the state and the end of all operations of a batch to those of `entry`, its last entry.
 
-    These are the last operations before `entry` in their process group. The list `members` has the
-    indices of all operations since the group's previous batch. The function clears this list.
+    The operations are the last ones before `entry` in their process group. The list `members` has
+    the indices of all operations since the group's previous batch. The function clears this list.
     """
     state, over, batch = (
         _STATE_OF_NAME[entry["state"]],

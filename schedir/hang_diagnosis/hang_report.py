@@ -256,7 +256,10 @@ def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> s
 
 
 def _describe_age(job: DistributedJob, time: int) -> str:
-    """Return as text how long a time (in ns) is before the newest entry of all dumps."""
+    """Return, as text, how much earlier a time is than the newest entry of all dumps.
+
+    `time` is in nanoseconds.
+    """
     newest = max((dump.last_time for dump in job.dumps.values()), default=0)
     seconds = (newest - time) / 1e9
     return f", {seconds:.3g} s before the newest entry" if time and seconds >= 0.001 else ""
@@ -284,8 +287,9 @@ def describe_named_job(
 ) -> list[str]:
     """Report where each rank waits, if its transfers are in another order than the program's.
 
-    The report names messages after instructions of the program. The number of a message among those
-    between two ranks determines its instruction. Deadlocks of the program are not reported.
+    The report names messages after instructions of the program. The messages between two ranks are
+    numbered, and the number of a message determines its instruction. Deadlocks of the program are
+    not reported.
 
     Args:
         job: The dumps of the job.

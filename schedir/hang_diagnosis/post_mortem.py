@@ -33,7 +33,8 @@ from schedir.io.files import open_regular_file, read_text, require_path
 from schedir.ir.program import Program
 
 MAX_PROCESSES: Final = 2**20  # the most processes of a run
-PROGRESS_SECONDS: Final = 1.0  # A run makes progress if an instruction began less than this ago.
+# A run makes progress if an instruction began less than this time ago.
+PROGRESS_SECONDS: Final = 1.0
 SAME_END_SECONDS: Final = 0.5  # Processes that end within this time were stopped together.
 
 
@@ -270,7 +271,7 @@ def load_program(directory: Path) -> Program | None:
 def write_verdict(directory: Path, run: int, text: str) -> None:
     """Save the last message of a launcher for later reports.
 
-    It does nothing if the directory does not exist.
+    If the directory does not exist, nothing is saved.
 
     Args:
         directory: The directory of the black boxes.

@@ -230,7 +230,7 @@ class TransferSequence:
     is_unique_fit: bool = True
 
     def list_positions(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the number, the step and the position of the transfer of each message.
+        """Yield each message's number in the dump, its step, and the position of its transfer.
 
         If `previous_steps` is None, steps are counted from 0 at the first message.
         """
@@ -357,7 +357,10 @@ class _RecordedRank:
 
     @property
     def has_unused_groups(self) -> bool:
-        """Return whether the rank has not used all of its process groups yet."""
+        """Return whether the rank has not used all of its process groups yet.
+
+        The result is False if entries were overwritten, because these may have used the groups.
+        """
         used = sum(len(run.transfers) for run in self.sequences)
         return not self.dump.num_lost and used < len(self.directions)
 
@@ -401,8 +404,8 @@ class _RecordedRank:
     def _find_groups(self, direction: _Direction) -> list[RecordedGroup]:
         """Return the process groups of the messages in a direction, in order of first use.
 
-        If these messages may be lost, return a group that contains both ranks. If several groups
-        contain both ranks, set `has_ambiguous_group`.
+        If the entries of these messages may be overwritten, return a group that contains both
+        ranks. If not exactly one group contains both ranks, set `has_ambiguous_group`.
         """
         rank, there = self.dump.rank, self.ranks[direction.peer]
         groups = self.carriers[(rank, there) if direction.kind == "send" else (there, rank)]
@@ -514,7 +517,7 @@ class _RecordedRank:
     def _has_usable_counters(self, group: RecordedGroup) -> bool:
         """Return whether the counters of a process group show the number of earlier transfers.
 
-        They do if torch counts each operation exactly once, and if all messages are transfers.
+        They show it if torch counts each operation exactly once, and if all messages are transfers.
         """
         ops = self._ops_by_group[group]
         steady = all(

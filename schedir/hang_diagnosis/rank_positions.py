@@ -287,7 +287,7 @@ class PositionedRanks:
     # ------------------------------------------------------------ waits
 
     def find_next_wait(self, position: int) -> PendingTransfer | StallReason:
-        """Return the next wait of an open transfer, or the end of the chain.
+        """Return the next wait of an open transfer, or the end of the chain of waits.
 
         A batch ends when all of its messages have ended. So the search covers all messages that are
         issued together, on both sides.
@@ -347,7 +347,7 @@ class PositionedRanks:
         return bool((self.is_transfer[lo:position] | self.possibly_ended[lo:position]).all())
 
     def _find_blocker(self, position: int) -> int | StallReason | None:
-        """Return the transfer that a transfer waits for on its rank, or the end of the chain.
+        """Return the transfer that a transfer waits for on its rank, or the end of the waits.
 
         Return None if nothing on its rank delays the transfer.
         """

@@ -82,8 +82,8 @@ class _MegatronStep:
     def name_message(self, direction: str, tensor: Any) -> str:
         """Return the name of a message, and tag a tensor that is received.
 
-        `direction` is that of the parameter `tensor_{direction}` of `_p2p_ops`, such as
-        `send_next`.
+        `direction`, such as `send_next`, is from the name of the parameter `tensor_{direction}` of
+        `_p2p_ops`.
         """
         if direction.startswith("recv"):
             at = next(self.activations if direction == "recv_prev" else self.gradients, None)

@@ -85,7 +85,7 @@ def solve(
         workers: The number of threads. By default the number of processors.
         seed: The random seed of the solver.
         report: A function of the length of the shortest order and the bound. The calling thread
-            calls it when one of the two has improved, at most once in 0.1 seconds.
+            calls it when the length or the bound has improved, at most once in 0.1 seconds.
 
     Returns:
         The shortest order, the bound, and whether the order is proved shortest.

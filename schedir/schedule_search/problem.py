@@ -55,7 +55,7 @@ class SchedulingProblem:
         split_backward: True if backwards are split into I and W.
         objective: The length to minimize. "span": the time of the run from start to end.
             "active_span": the longest time of a rank from the start of its first compute to the end
-            of its last.
+            of its last compute.
         F: The time of the forward of a microbatch, by stage.
         I: The time of the BackwardInput of a microbatch, by stage. If backwards are not split, the
             time of a full backward.
@@ -72,7 +72,8 @@ class SchedulingProblem:
         deferred_wgrad: The memory of a microbatch from the end of its I to the end of its W, by
             stage.
         saved_and_deferred: The memory of a microbatch during its I, by stage.
-        capacity: The memory for these values, by rank, in the same unit. Infinite means no limit.
+        capacity: The memory for saved activations and deferred weight gradients, by rank, in the
+            unit of `saved`. Infinite means no limit.
     """
 
     shape: PipelineShape

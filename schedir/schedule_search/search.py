@@ -66,8 +66,8 @@ def search_schedule(
     """Search for the shortest schedule within a memory limit, and compute a lower bound.
 
     The search first evaluates the built-in and the initial schedules that fit. The result is never
-    longer than these. Then list scheduling builds schedules by dispatch policies, and varies the
-    best policies. Finally, simulated annealing moves tasks in the best schedules.
+    longer than any of these. Then list scheduling builds schedules by dispatch policies, and varies
+    the best policies. Finally, simulated annealing moves tasks in the best schedules.
 
     The search ends with a proof, after `time_limit`, after `max_evaluations`, or after many failed
     attempts. Ctrl-C also ends it, and the function returns the best schedule so far. The search
@@ -98,7 +98,7 @@ def search_schedule(
             requires.
         prove: "closed" computes the bound from formulas. "solver" searches for 30 % of the time,
             and then runs CP-SAT (`pip install 'schedir[solver]'`). CP-SAT can prove small cases
-            that the formulas cannot. Its result depends on time, not only on `seed`.
+            that the formulas cannot. The result of CP-SAT depends on time, not only on `seed`.
         report: A function of a `SearchStep` and of the bound. The search calls it for each shorter
             schedule. While CP-SAT runs, the search also calls it for each larger bound.
 
@@ -203,7 +203,8 @@ def search_schedule(
     length, timeline = made or builder.build_smallest()
     assert least.value <= length * (1 + 1e-6), "a bug: the schedule is shorter than the lower bound"
     bound = least.value
-    # The tolerance is for rounding: both are sums of floats in a different order.
+    # The length and the bound are sums of floats in different orders, so they may be rounded
+    # differently.
     if length <= bound * (1 + RELATIVE_TOLERANCE):
         stopped, bound = "proved", length
     return SearchResult(
@@ -254,7 +255,7 @@ def _solve_with_cp_sat(
     seed: int,
     report: Callable[[SearchStep, float], None] | None,
 ) -> SolverResult:
-    """Run CP-SAT for the remaining time. It starts from the best order of the heuristic search."""
+    """Run CP-SAT for the remaining time, from the best order of the heuristic search."""
 
     def report_progress(value: float, bound: float) -> None:
         if report is not None:

@@ -273,8 +273,8 @@ def _make_gpu_timer(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeIt
         indices = order[lo[k] : hi[k]]
         of_nccl = kernels.is_nccl[indices]
         # Collectives of tensor-parallel ranks run between the other kernels of an instruction, so
-        # its time includes them. Copies on other streams are left out: they may run while the
-        # instruction waits.
+        # the time of the instruction includes them. Copies on other streams are left out, because
+        # they may run while the instruction waits.
         wanted = ~of_nccl if item.is_compute else of_nccl
         indices = indices[wanted] if wanted.any() else indices
         if item.is_compute and on_stream[indices].any():

@@ -257,8 +257,8 @@ class _TraceReader:
         self.trace = Trace(path, rank, host, backend, _parse_groups(world.get("pg_config")))
         self.op_end_times: dict[int, array[int]] = defaultdict(lambda: array("q"))
         self.thread_numbers: dict[str, int] = {}
-        # Flat rows. A launch: correlation, time, thread. A kernel: correlation, start, end, stream,
-        # and whether it is of NCCL.
+        # Concatenated rows of integers. A launch has the columns correlation, time and thread. A
+        # kernel has the columns correlation, start, end, stream, and 1 if it is of NCCL.
         self.launch_rows = array("q")
         self.kernel_rows = array("q")
 

@@ -166,7 +166,7 @@ def read_run(
             timeline, timeline_notes = _build_timeline(
                 once.ranks, name, program_attributes or {}, progress_model
             )
-        except (CompletenessError, OrderError, ShapeError) as error:  # it may have been cut off
+        except (CompletenessError, OrderError, ShapeError) as error:  # Traces may be cut off.
             failed = failed or error
             skipped.append(f"skipped {once.description}: it is not complete")
             if isinstance(error, ReductionError) and not program_attributes:
@@ -340,8 +340,8 @@ def _align_host_clocks(program: Program, hosts: list[str], start: Floats, end: F
     sends = sends[graph.partner[sends] != NO_POSITION]
     got = graph.partner[sends]
     start_of, end_of = start.copy(), end.copy()
-    # A message without times was sent after the instruction that produces its value had started. It
-    # arrived before the instruction that uses the value ended.
+    # A message without times was sent after the instruction that produces its value had started.
+    # The message arrived before the instruction that uses the value ended.
     for giver in Dataflow.from_program(program).givers:
         taker = np.flatnonzero(giver != NO_POSITION)
         sent = taker[np.isnan(start[taker]) & index.is_op(SEND_OPS)[taker]]

@@ -142,7 +142,7 @@ def find_difference(facts_per_process: Sequence[Mapping[str, str]]) -> str:
 
 
 def _cut_around_difference(one: str, other: str) -> tuple[str, str]:
-    """Cut two long texts to the characters around the first one that differs."""
+    """Cut two long texts to the characters around the first character that differs."""
     if max(len(one), len(other)) <= _MAX_FACT_LENGTH:
         return one, other
     pairs = enumerate(zip(one, other, strict=False))

@@ -235,8 +235,8 @@ def call_in_group(
             report = pickle.dumps((time.monotonic(), result, ""))
         except BaseException:
             report = pickle.dumps((time.monotonic(), None, traceback.format_exc()))
-        # The report is sent before connections close. Closed connections make other ranks fail, so
-        # the parent receives the first failure first.
+        # The report is sent before connections close, because closed connections make other ranks
+        # fail. So the parent receives the first failure before the failures that it causes.
         pipe.send_bytes(report)
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()

@@ -143,11 +143,11 @@ BACKENDS = "cpu:gloo,cuda:nccl"  # Gloo exchanges the values that processes comp
 # environment has none of the names.
 DEFAULT_VARIABLES: Final[dict[tuple[str, ...], str]] = {
     (QUEUES_VARIABLE,): "32",
-    # Without it the Gloo group connects all pairs of processes, which takes n x n reads of the
-    # store.
+    # Without this variable, the Gloo group connects all pairs of n processes, which takes n x n
+    # reads of the store.
     ("TORCH_GLOO_LAZY_INIT",): "1",
-    # Otherwise torch warns that messages of one communicator run in order. This is intended for an
-    # edge.
+    # Otherwise torch warns that messages of one communicator run in order. This order is intended
+    # for an edge.
     ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",): "false",
     # With expandable segments the allocator does not free and reallocate memory, which would
     # synchronise with the device.

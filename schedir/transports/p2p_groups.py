@@ -118,8 +118,8 @@ class EdgeGroups(ProcessTransport):
         super().__init__(program, timeout, device=device, extra_programs=extra_programs)
         self.edges: list[DirectedEdge] = directed_edges(*self.programs)
         self.device: torch.device | str = device
-        # The processes with the same replica and tensor-parallel rank as this one. The index is the
-        # pipeline rank.
+        # The processes with the same replica and tensor-parallel rank as this process. The index is
+        # the pipeline rank.
         self.peer_processes: list[int] = self.mesh[self.dp_rank, :, self.tp_rank].tolist()
         self.edge_groups: dict[DirectedEdge, Any] = {}
         for some in partition_disjoint_edges(self.edges):
@@ -253,7 +253,7 @@ class GroupedMessages(ProcessTransport):
         assert self.deferred_transfers is not None
         members, self.deferred_transfers = self.deferred_transfers, None
         works = dist.batch_isend_irecv([transfer for transfer, _ in members])
-        # NCCL returns one Work for the batch, Gloo one Work for each transfer.
+        # NCCL returns one Work for the batch, and Gloo returns one Work for each transfer.
         each = works if len(works) == len(members) else works * len(members)
         for (_, deferred), work in zip(members, each, strict=True):
             deferred.work = cast(Work, work)

@@ -8,8 +8,9 @@ processes call `make_group` with the same rows in the same order.
 Over NCCL a call is one ncclCommSplit of the communicator of the default group. torch computes the
 color from the row. The default group must be connected and bound to its device.
 
-torch has two alternatives. `dist.split_group` does the same in one call. But up to torch 2.13 it is
-experimental, and passes NCCL options to Gloo if the default group has both backends.
+torch has two alternatives. `dist.split_group` also creates a set of disjoint groups in one call.
+But up to torch 2.13 it is experimental, and passes NCCL options to Gloo if the default group has
+both backends.
 `dist.new_group` for all rows, one after the other, splits the communicator once for each row.
 """
 
@@ -44,8 +45,8 @@ def partition_disjoint(
 ) -> list[list[_T]]:
     """Partition items into lists in which no two items have a member in common.
 
-    It is a first-fit colouring. If each item has two members, and the most frequent member is in n
-    items, there are at least n and at most 2n - 1 lists.
+    The algorithm is a first-fit colouring. If each item has two members, and the most frequent
+    member is in n items, there are at least n and at most 2n - 1 lists.
 
     Args:
         items: The items.
@@ -112,7 +113,7 @@ def get_backend_name(group: Any, device: torch.device) -> str:
 
 
 def get_nccl_progress_model(group: Any) -> ProgressModel:
-    """Return the progress model of messages that are not in a batch, in an NCCL group.
+    """Return the progress model of unbatched messages in an NCCL group.
 
     If the group is bound to a device, the messages use its communicator ("per_device"). Otherwise
     torch creates a communicator for each pair of ranks at their first message ("torch_lazy").
@@ -179,9 +180,8 @@ def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
     if max_ctas:
         options.config.min_ctas = 1
         options.config.max_ctas = max_ctas
-    # NCCL's watchdog ends the process. It counts from the time when a message is issued, and a
-    # receive may be issued a step early. With the margin, schedir's watchdog reports the cause
-    # first.
+    # NCCL's watchdog ends the process. Its timeout begins when a message is issued, and a receive
+    # may be issued a step early. With the margin, schedir's watchdog reports the cause before that.
     arguments = _gloo_options(None if timeout is None else timeout + WATCHDOG_MARGIN)
     if arguments["timeout"] is not None:
         # torch warns if the two timeouts differ.
@@ -242,7 +242,7 @@ def count_created_groups() -> int:
 
 
 def align_group_count(counts: Iterable[int]) -> None:
-    """Set this process's number of created groups to the largest of all processes.
+    """Set this process's number of created groups to the largest number of all processes.
 
     The numbers may differ after errors in some processes.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from schedir.transports.gloo import ProcessTransport
 
 Device = Literal["cpu", "cuda"]
-AUTO: Final = "auto"  # selects the first transport of a device that supports the programs
+AUTO: Final = "auto"  # selects the first of a device's transports that supports the programs
 
 
 class DeviceRow(NamedTuple):
@@ -93,7 +93,7 @@ TRANSPORTS: Final[dict[str, TransportRow]] = {row.name: row for row in _TRANSPOR
 
 
 def list_transports(device: str, name: str = AUTO) -> list[TransportRow]:
-    """Return the transports of a device with a given name, the fastest first.
+    """Return those transports of a device that have a given name, the fastest first.
 
     Args:
         device: The name of the device.

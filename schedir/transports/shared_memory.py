@@ -182,8 +182,8 @@ class OutgoingMessages:
         except BlockingIOError:
             pass  # The socket is full. The unread bytes in it also wake the receiver.
         except OSError as error:
-            # If the receiver has ended more steps than this rank, it has received this message. It
-            # may exit after its last step, so this is no error.
+            # If the receiver has ended more steps than this rank, it has received this message. A
+            # receiver may exit after its last step, so its closed connection is no error.
             if self.counters[0] <= ended_steps:
                 raise _make_peer_left_error(self.rank) from error
 
@@ -205,8 +205,9 @@ class OutgoingMessages:
             if monotonic() > deadline:
                 raise PeerLate(f"rank {self.rank} has not ended its step in {timeout:g} s")
             sleep(1e-4)
-            # This raises PeerLeft if the receiver has ended. It may also read wake-up bytes for
-            # messages from the receiver. No wait needs them, because waits read counters first.
+            # The call raises PeerLeft if the receiver has ended. It may also read wake-up bytes for
+            # messages from the receiver. No wait needs these bytes, because each wait first reads a
+            # counter.
             _receive_wakeup(self.connection, self.rank, socket.MSG_DONTWAIT)
 
 
@@ -426,7 +427,7 @@ _COMPLETED: Final = CompletedWork()
 def can_share_memory(group: dist.ProcessGroup | None = None) -> bool:
     """Return whether all processes can share memory.
 
-    They must run on one Linux machine, whose type must be in `STORE_ORDERED_MACHINES`. All
+    The processes must run on one Linux machine, whose type must be in `STORE_ORDERED_MACHINES`. All
     processes must call this function.
 
     Args:
@@ -549,7 +550,8 @@ class SharedMemoryTransport(ProcessTransport):
     ) -> dict[SlotKey, Tensor]:
         """Allocate the memory that messages are received in, and share it with the neighbours.
 
-        All processes call this method once for each executor. It waits for the other processes.
+        All processes call this method once for each executor. The method waits until all processes
+        have called it.
 
         Args:
             buffer_sizes: The bytes of each slot, by kind (`schedir.ir.isa.instructions.Value`):

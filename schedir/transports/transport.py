@@ -210,7 +210,7 @@ _GLOO_TIMEOUT_PHRASE = "application timeout caused pair closure"
 
 
 def describe_peer_exit(error: BaseException) -> str:
-    """Return a description of an error that was caused by the end of a peer, or "".
+    """Return a description of an error that the end of a peer caused, or "" for other errors.
 
     A `ConnectionError` of a socket that the model opened does not count.
 
@@ -226,7 +226,9 @@ def describe_peer_exit(error: BaseException) -> str:
 
 
 def describe_peer_error(error: BaseException) -> str:
-    """Return a description of an error that was caused by the end or a timeout of a peer, or "".
+    """Return a description of an error that the end or a timeout of a peer caused.
+
+    Return "" for other errors.
 
     Args:
         error: The error.
@@ -270,11 +272,13 @@ class PeerLate(TimeoutError):
 
 
 class PeerLeft(ConnectionError):
-    """Error of a transport: a peer has ended."""
+    """Error of a transport: the process of a peer has ended."""
 
 
 def view_tp_shard(transport: Transport, boundary: Tensor) -> Tensor:
-    """Return a flat view of the 1/t of a boundary that belongs to this tensor-parallel rank.
+    """Return a flat view of the shard of a boundary that belongs to this tensor-parallel rank.
+
+    Each of t tensor-parallel ranks has 1/t of the boundary.
 
     Args:
         transport: The transport with the size t and the rank.

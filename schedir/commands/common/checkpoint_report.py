@@ -65,7 +65,7 @@ def collect_facts(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
     Returns:
         All checkpoints, and the contents of the newest complete checkpoint. "is_complete" is True
         if a checkpoint is complete. It is None if only the sizes of the files were compared, and
-        they are correct.
+        the sizes are correct.
     """
     return {
         "checkpoints": [

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.schedule_search.search_results import LowerBound
 
-_MAX_INSTRUCTIONS: Final = 10_000  # Simulating larger programs takes too long for one sentence.
+_MAX_INSTRUCTIONS: Final = 10_000  # Simulating the schedules for a larger program takes too long.
 
 
 def describe_request_memory(request: Request, bound: LowerBound | None) -> str:
@@ -93,7 +93,7 @@ def _get_memory(timeline: Timeline) -> float:
 
 
 def _is_least(timeline: Timeline, costs: Costs, *, split_backward: bool) -> bool:
-    """Return whether a lower bound proves that schedules with fewer in flight are longer."""
+    """Return whether a lower bound proves that runs with fewer pairs in flight are longer."""
     fewer = int(_get_memory(timeline)) - 1
     if fewer < 1:
         return True

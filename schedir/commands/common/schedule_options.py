@@ -355,8 +355,8 @@ def format_shape_options(
     Args:
         program: The program.
         specified: Names of fields that the user gave. The result has these fields even if their
-            values are the defaults of programs, because a schedule or a file may have another
-            default.
+            values are the defaults of programs, because the schedule or file of the command may
+            have other defaults.
         listed_fields: The fields to list.
 
     Returns:

@@ -78,7 +78,7 @@ def label_requests(requests: Sequence[Request]) -> list[str]:
     """Return a label for each request: the name of its program, or its source.
 
     The source is the label if programs of several sources have the same name. A run and a
-    prediction may have the same label, because tables show which is which.
+    prediction may have the same label, because tables also show the kind of each row.
 
     Args:
         requests: The requests.
@@ -98,8 +98,8 @@ def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
 
     Args:
         has_weight_delay: If True, return only the schedules with weight delay. If False, return
-            only the others. Weight delay changes the trained weights, so the two groups are not
-            compared.
+            only those without. Weight delay changes the trained weights, so schedules with and
+            without it are not compared.
     """
     from schedir.schedules import get_built_in_schedules
     from schedir.schedules.schedule_algebra import get_weight_delay_mark, has_free_v
@@ -137,8 +137,8 @@ def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
 
     Returns:
         The requests, and a line with a warning if a simulation of the run at its mean times takes
-        much more or less time than the run. Otherwise the line is "". It is also "" if all sources
-        are runs, which need no prediction.
+        much more or less time than the run. Otherwise the line is "". The line is also "" if all
+        sources are runs, which need no prediction.
     """
     source, run = next(
         ((r.source, r.source_timeline) for r in requests if r.source_timeline), ("", None)

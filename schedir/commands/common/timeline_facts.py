@@ -76,7 +76,7 @@ def describe_costs(requests: Sequence[Request]) -> str:
 
 
 def find_unpriced_moves(request: Request) -> list[str]:
-    """Return the names of the costs of moves that a program needs but the user did not give.
+    """Return the names of costs that the moves of a program need but the user did not give.
 
     Moves are copies to the host or the disk, copies back, and computation on the host.
 

@@ -46,7 +46,7 @@ def parse(word):
 
 
 def find_draft(request: Request) -> Program:
-    """Return the draft of a request, or the lowered program if the source is one.
+    """Return the draft of a request, or its lowered program if the source is a lowered program.
 
     Args:
         request: The request.

@@ -13,8 +13,8 @@ def count_fitting(capacity: float, size: float, max_count: int) -> int:
     """Return the number of values of a size that fit into a capacity.
 
     Args:
-        capacity: `SchedulingProblem.rounded_capacity` minus the memory of other values. It still
-            includes the rounding tolerance of the full capacity.
+        capacity: `SchedulingProblem.rounded_capacity` minus the memory of other values. The
+            difference still includes the rounding tolerance of the full capacity.
         size: The size of one value, in the same unit.
         max_count: The largest result.
 
@@ -91,7 +91,7 @@ class MemoryLags(NamedTuple):
         return cls(*map(tuple, kinds))
 
     def max_forwards_ahead(self, problem: SchedulingProblem, stage: int) -> int:
-        """Return the largest number of F's of a stage that start before its first I ends.
+        """Return the largest number of F's of a stage that start before the stage's first I ends.
 
         Args:
             problem: The problem of the lags.

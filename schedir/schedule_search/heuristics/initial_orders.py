@@ -1,4 +1,4 @@
-"""List the orders from which a search starts: those of built-in schedules and of the user."""
+"""List the orders from which a search starts: of built-in schedules and of the user's schedules."""
 
 from __future__ import annotations
 

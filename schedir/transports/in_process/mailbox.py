@@ -86,7 +86,7 @@ class Mailbox:
     def check_agreement(
         self, facts: Mapping[str, str], payload: object = None, record_types: Sequence[type] = ()
     ) -> list[Any]:
-        """Return the payloads that `make_mailboxes` got for all virtual ranks.
+        """Return the payloads of all virtual ranks, which `make_mailboxes` received.
 
         Args:
             facts: Not used.
@@ -96,7 +96,7 @@ class Mailbox:
         return self.hub.payloads
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """See `Transport.send`. It copies the tensor immediately."""
+        """See `Transport.send`. This method copies the tensor immediately."""
         key = lane, self.rank, peer
         if self.hub.awaited_receives[key]:
             self.hub.awaited_receives[key].popleft().copy_(tensor)
