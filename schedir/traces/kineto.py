@@ -273,7 +273,7 @@ class _TraceReader:
         for ranges in (trace.instruction_ranges, trace.messages, trace.receive_waits):
             ranges.sort(key=lambda each: (each.start, -each.end))
         # A run of GPipe may also have ranges with other names. These contain messages and waits.
-        # Ranges with torch's names (`PP:...`) are preferred, because they contain only an
+        # Ranges with torch's names (`PP:...`) are preferred, because each of them contains only one
         # instruction.
         trace.instruction_ranges = [
             e for e in trace.instruction_ranges if is_torch_range(e.name)

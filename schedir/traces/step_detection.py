@@ -78,8 +78,8 @@ class ScheduleExecution(NamedTuple):
 class TracedProcesses:
     """The traces of a run, grouped by process and by step.
 
-    A process may have several files, each of a different time. If a file does not contain its rank,
-    each file is assumed to be a separate process.
+    A process may have several files, each of a different time. If the rank of any file is unknown,
+    each file is assumed to be of a separate process.
 
     Args:
         traces: The traces.

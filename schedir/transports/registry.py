@@ -98,8 +98,8 @@ def list_transports(device: str, name: str = AUTO) -> list[TransportRow]:
     Args:
         device: The name of the device.
         name: The name of the transport. "auto" selects all transports of the device that have the
-            progress model of its first one. The program is compiled for that model before the
-            transport is chosen.
+            progress model of the device's first transport. The program is compiled for that model
+            before the transport is chosen.
     """
     device_rows = [row for row in _TRANSPORTS if row.device == device]
     return [

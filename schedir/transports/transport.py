@@ -268,7 +268,7 @@ def _is_peer_timeout(error: BaseException) -> bool:
 
 
 class PeerLate(TimeoutError):
-    """Error of a transport: a peer sent nothing within the timeout."""
+    """Error of a transport: a peer did not respond within the timeout."""
 
 
 class PeerLeft(ConnectionError):

@@ -42,8 +42,8 @@ def list_initial_orders(
                 fields=["initial_schedules"],
             )
         yield from _order_if_complete(problem, program)
-    # If two schedules have the same order, the search reports the name of the first. Schedules
-    # without a parameter `v` come first.
+    # If two schedules have the same order, the search reports the name of the first of them.
+    # Schedules without a parameter `v` come first.
     for schedule in sorted(get_built_in_schedules().values(), key=has_free_v):
         try:
             program = expand_schedule(schedule, problem.shape)
