@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> str:
         args: The parsed options of `check`.
 
     Returns:
-        A text, or JSON with `--json`. With `--explain-start` it is the chain of an instruction,
-        and with several programs it is the result of `check_sequence.run`.
+        A text, or JSON with `--json`. With `--explain-start`, the chain of instructions before an
+        instruction. With several programs, the result of `check_sequence.run`.
 
     Raises:
         UsageError: The options cannot be combined.

@@ -468,8 +468,8 @@ def run(args: argparse.Namespace) -> str:
     if args.picture is not None:
         require_writable(args.picture)
     with _open_output(args.output) as path:
-        # These options start from the fastest plans. Otherwise, a simpler plan that is almost as
-        # fast may be the first one.
+        # These options start from the fastest plans. Without them, the first plan may be a simpler
+        # plan that is almost as fast.
         if args.optimize_division or args.improve_schedules:
             best, fastest = find_plans(request, args.top), None
         else:

@@ -38,7 +38,7 @@ from schedir.ir.program import Program
 if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
 
-# A share of the span. A difference of sums of times that is smaller is a rounding error.
+# A time that is a smaller share of the span than this is a rounding error.
 _ROUNDING_ERROR: Final = 1e-12
 
 
@@ -274,7 +274,7 @@ def _list_static_memory(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def _count_slots(request: Request) -> dict[str, Any]:
-    """Return the slots of each rank, and the span that unshared slots would give, for JSON.
+    """Return the slots of each rank, and the span without slot sharing, for JSON.
 
     The result is {} if values do not share slots.
     """

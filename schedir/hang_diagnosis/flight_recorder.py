@@ -29,8 +29,8 @@ from schedir.errors import TraceError, UsageError
 from schedir.hang_diagnosis.safe_unpickler import loads
 from schedir.io.files import expand_paths, open_regular_file, read_prefix
 
-# The largest number of bytes of a dump, by format. The limit of JSON is lower, because its values
-# need more memory per byte.
+# The largest number of bytes of a dump, by format. The limit of JSON is lower, because values from
+# JSON need more memory per byte of the file.
 MAX_BYTES: Final = {"pickle": 2**27, "json": 2**25}
 _PREFIX_BYTES: Final = 2**12  # bytes that are read to detect the format
 MAX_ENTRIES: Final = 2**20
@@ -55,8 +55,7 @@ class RecordedGroup(NamedTuple):
         name: The name.
         description: The purpose of the group, such as `default_pg`.
         ranks: The ranks of the job that are in the group.
-        has_ranks: True if the dump has the ranks. Otherwise `ranks` are the ranks whose dumps
-            mention the group.
+        has_ranks: True if the dump has the ranks. Otherwise `_infer_group_ranks` sets `ranks`.
     """
 
     name: str
@@ -85,8 +84,8 @@ class RecordedOperation(NamedTuple):
         sequence_number: For a collective, torch's number of the collective. For a message, torch's
             number of its launch; all messages of a batch have one launch. Both numbers count from 1
             in each process group.
-        logical_number: Torch's number among all messages and collectives of the process group, from
-            1.
+        logical_number: Torch's number of the operation among all messages and collectives of the
+            process group, from 1.
         collective_number: The number of collectives in the process group so far, as torch counts.
         batch: The same positive number for all operations of a batch, or 0 outside of a batch.
         state: `issued`, `started` or `ended`.
@@ -300,7 +299,7 @@ def _replace_unprintable(text: str) -> str:
 
 
 def _infer_group_ranks(dumps: dict[int, FlightRecorderDump]) -> dict[int, FlightRecorderDump]:
-    """Set the ranks of groups without ranks to those of the dumps that mention the group.
+    """Set the ranks of each group without ranks to the ranks whose dumps mention the group.
 
     The default group gets the ranks of all dumps.
     """

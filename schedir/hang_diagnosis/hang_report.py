@@ -348,7 +348,7 @@ class _ProgramCopyReport:
         self.old_dump_ranks = sorted({*job.old_dump_ranks} & {*ranks} | old_ranks)
 
     def name_rank(self, program_rank: int) -> str:
-        """Name a rank of the program. If its rank in the job is another number, add this number."""
+        """Name a rank of the program. Add its rank in the job if this is another number."""
         rank = self.matched.ranks[program_rank]
         return (
             f"rank {program_rank}"

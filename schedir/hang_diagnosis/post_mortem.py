@@ -78,7 +78,7 @@ class PostMortem:
 
     @cached_property
     def cause(self) -> StallCause | None:
-        """The process that delays or has ended the other processes, or None.
+        """The process that delays the other processes or caused their end, or None.
 
         It is None if the run makes progress, or if all processes were stopped at the same time.
         """

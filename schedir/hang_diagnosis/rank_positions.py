@@ -425,7 +425,7 @@ class ProgramVerdict:
 def diagnose_copies(
     program: Program, copies: Sequence[MatchedProgram], progress_model: ProgressModel | None = None
 ) -> list[ProgramVerdict]:
-    """Diagnose each copy of a program. Their dumps must not have an `order_mismatch`.
+    """Diagnose each copy of a program. The copies must not have an `order_mismatch`.
 
     Args:
         program: The program.

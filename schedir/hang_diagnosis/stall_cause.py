@@ -234,10 +234,11 @@ class StalledRun:
         return is_absent and bool(sender[BlackBoxField.IS_WAITING])
 
     def _find_participants(self, process: int, position: int) -> Iterator[tuple[int, int]]:
-        """Yield the processes that take part in an instruction of a process.
+        """Yield (process, position) for each process that takes part in an instruction.
 
         For a transfer, this is the process on the other side. For a collective, these are all
-        members, including `process`. The second number is the position of the member's instruction.
+        members, including `process`. The position is that of the instruction that this other
+        process or member runs.
         """
         graph = self.graph
         assert graph is not None

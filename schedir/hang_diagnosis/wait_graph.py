@@ -195,7 +195,8 @@ class DistributedJob:
             return other, WaitReason.NO_DUMP, None
         part = self.find_counterpart(rank, op, other)
         if part is None:
-            # If the rank has issued later collectives, its entry of this one was overwritten.
+            # If the rank has issued later collectives, its entry for this collective was
+            # overwritten.
             later = (
                 not op.is_message
                 and self._last_collective_number(other, op.group) > op.sequence_number
@@ -235,9 +236,10 @@ class DistributedJob:
 
     @property
     def cycle(self) -> tuple[PendingOperation, ...]:
-        """The waits around a cycle of ranks, each for the next one, or empty if there is no cycle.
+        """The waits around a cycle of ranks, or empty if there is no cycle.
 
-        The search starts at the lowest rank that reaches a cycle.
+        Each rank waits for the next rank. The search starts at the lowest rank that reaches a
+        cycle.
         """
         left = {
             rank: [w for w in own if w.reason in _BLOCKING_REASONS]

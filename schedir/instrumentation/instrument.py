@@ -93,7 +93,7 @@ def instrument(*trainers: str) -> Instrumented:
             (its PipelineEngine). By default all installed trainers are imported and marked.
 
     Returns:
-        The marked trainers, with the reasons why others were skipped.
+        The marked trainers, with the reasons why other trainers were skipped.
 
     Raises:
         UsageError: A name is unknown. Or a given trainer is not installed, cannot be imported, or

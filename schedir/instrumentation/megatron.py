@@ -146,8 +146,8 @@ def _run_schedule(
     if chunks > 1:
         group = config.microbatch_group_size_per_vp_stage
         table = schedules.get_schedule_table(given["num_microbatches"], chunks, group)
-    # A message from the last rank to the first one enters the next chunk. The ends of the model
-    # have no messages.
+    # A message from the last rank to the first rank enters the next chunk. The first stage receives
+    # no activations, and the last stage receives no gradients.
     forwards = [(chunk + (rank == 0), mb) for mb, chunk in table]
     backwards = [(chunks - 1 - chunk - (rank == ranks - 1), mb) for mb, chunk in table]
     step = _MegatronStep(

@@ -64,7 +64,7 @@ class ImportedRun:
         timeline: The recorded timeline, with its program.
         step: The step that was read, in words.
         steps: The ProfilerSteps that could be read instead.
-        notes: Facts that limit the accuracy or completeness, in words.
+        notes: Facts that limit the accuracy or completeness of the timeline, in words.
 
     Example:
         >>> from schedir import PipelineShape, compile, schedules, simulate
@@ -100,8 +100,8 @@ def read_run(
 
     Args:
         sources: Files, directories and patterns of traces of torch.profiler, in any order.
-        step: The number of the ProfilerStep. By default the last complete one. If a step ran its
-            schedule several times, the last time is read.
+        step: The number of the ProfilerStep. By default the last complete step. If a step ran its
+            schedule several times, the last of these runs is read.
         progress_model: The progress model of the transport. By default the strictest one under
             which the program finishes.
         name: The name of the program.

@@ -100,7 +100,7 @@ def require_gpus(
 ) -> None:
     """Refuse a machine or an environment that cannot run the given number of ranks over NCCL.
 
-    More processes than GPUs may share GPUs in a test, if each sets NCCL_HOSTID to a different name.
+    In a test, processes may share GPUs if each process sets NCCL_HOSTID to a different name.
 
     Args:
         processes: The number of processes on this machine.

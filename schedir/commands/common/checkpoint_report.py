@@ -158,7 +158,7 @@ def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _group_by_section(settings: Mapping[Any, Any]) -> dict[str, str]:
-    """Return the settings that have a value as section -> text, such as "[model]" -> "layers 4"."""
+    """Return section -> text of its settings that have a value, as in "[model]" -> "layers 4"."""
     lines: dict[str, list[str]] = {}
     for name, value in settings.items():
         section, _, key = str(name).rpartition(".")

@@ -225,8 +225,8 @@ def improve_plan_schedules(
         seconds: The time limit of the search for each plan.
 
     Returns:
-        The plans with the shortest step first, plan -> program for the plans that became shorter,
-        and a line about the use of Numba. The line is "" if no plan was searched.
+        The plans, the shortest step first. Then a dict with the program of each plan that became
+        shorter. Then a line about the use of Numba, or "" if no plan was searched.
     """
     from schedir.planner import improve_schedule
     from schedir.schedule_search.search_results import combine_numba, describe_numba

@@ -41,7 +41,7 @@ _MAX_INSTRUCTIONS: Final = 20_000  # For larger programs, trying the remedies ta
 
 
 class Excess(NamedTuple):
-    """The memory that a candidate needs, if it is over a limit.
+    """The memory that a candidate needs, if this memory exceeds a limit.
 
     Attributes:
         request: The request of the candidate.
