@@ -123,7 +123,9 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
-    """Return the request and its memory limit. If the program exceeds it, the request has no limit.
+    """Return the request and its memory limit.
+
+    If the program exceeds the limit, the returned request has no limit.
 
     `explain` reports the changes with which the program fits. For this report it needs a prediction
     of the program that does not fit.

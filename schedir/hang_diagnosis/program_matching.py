@@ -359,7 +359,8 @@ class _RecordedRank:
     def has_unused_groups(self) -> bool:
         """Return whether the rank has not used all of its process groups yet.
 
-        The result is False if entries were overwritten, because these may have used the groups.
+        The result is False if entries were overwritten, because it is unknown which groups they
+        used.
         """
         used = sum(len(run.transfers) for run in self.sequences)
         return not self.dump.num_lost and used < len(self.directions)

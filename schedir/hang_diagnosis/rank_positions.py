@@ -264,7 +264,7 @@ class PositionedRanks:
         return RankPosition(rank, position, False, (last + 1, hi))
 
     def _find_blocking_transfer(self, blockers: list[int]) -> int:
-        """Return the nearest open transfer or collective for which these instructions wait.
+        """Return the nearest open transfer or collective that is a blocker or delays a blocker.
 
         If this is a transfer that waits in a queue, return the first open transfer of the queue.
         """

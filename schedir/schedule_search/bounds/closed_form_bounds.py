@@ -107,7 +107,7 @@ class _RankIdleBounds:
 
     @cached_property
     def max_forwards_ahead(self) -> int:
-        """The most F's of the rank's last stage that start before the first I of the stage ends."""
+        """How many F's of the rank's last stage can start before the stage's first I ends."""
         return self.lags.max_forwards_ahead(self.problem, self.stages[-1])
 
     @cached_property
