@@ -265,7 +265,10 @@ class StalledRun:
             yield from ((int(other), position) for other in self.mesh[:, rank, slice_])
 
     def _has_passed(self, process: int, position: int, occurrence: int) -> bool:
-        """Return whether a process has passed an instruction in its phase number `occurrence`."""
+        """Return whether a process has passed an instruction in a phase.
+
+        `occurrence` is the number of the phase, as in `BlackBoxField.PHASE_COUNT`.
+        """
         if (one := self.snapshots.get(process)) is None:
             return process not in (*self.missing, *self.unreachable)
         if one[BlackBoxField.PHASE_COUNT] != occurrence:

@@ -337,7 +337,7 @@ def connect_neighbours(
 ) -> dict[int, socket.socket]:
     """Connect this rank to its neighbours.
 
-    All ranks listen. Of two neighbours, the one with the lower rank connects to the other.
+    All ranks listen. The lower rank of two neighbours connects to the higher rank.
 
     Args:
         listener: The listening socket of this rank.

@@ -107,7 +107,7 @@ class _RankIdleBounds:
 
     @cached_property
     def max_forwards_ahead(self) -> int:
-        """How many F's of the rank's last stage can start before the stage's first I ends."""
+        """The number of F's that can start on the rank's last stage before its first I ends."""
         return self.lags.max_forwards_ahead(self.problem, self.stages[-1])
 
     @cached_property

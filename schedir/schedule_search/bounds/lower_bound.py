@@ -96,5 +96,5 @@ def compute_bound(problem: SchedulingProblem, time_limit: float = 0.005) -> Lowe
         if (other := compute_earliest_bound(relaxation)).value > best.value * (
             1 + RELATIVE_TOLERANCE
         ):
-            best = other  # Of equal bounds, keep the closed form: its proof is easier to follow.
+            best = other  # If the bounds are equal, keep the closed form, whose proof is simpler.
     return best

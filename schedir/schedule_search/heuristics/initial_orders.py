@@ -1,4 +1,4 @@
-"""List the orders from which a search starts: of built-in schedules and of the user's schedules."""
+"""List the orders of the built-in and the user's schedules from which a search starts."""
 
 from __future__ import annotations
 
