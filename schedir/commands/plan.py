@@ -1,7 +1,7 @@
-"""The command `plan`: find the parallel plans of a model on a cluster with the shortest steps.
+"""The command `plan`: find the parallel plans with the shortest steps for a model and a cluster.
 
-`--gpu-counts` plans for several numbers of GPUs. `--measure` and `--calibrate` write a cluster file
-instead of planning.
+With `--gpu-counts`, the command plans for several numbers of GPUs. With `--measure` or
+`--calibrate`, it does not plan, but writes a cluster file.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------- plans for several numbers of GPUs
 
-# With strong scaling, the batch is the same for each number of GPUs. With weak scaling, it grows.
+# With strong scaling, the batch is the same for each number of GPUs. With weak scaling, the batch
+# is proportional to the number of GPUs.
 _SCALING_DESCRIPTIONS = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"}
 
 
 def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
-    """Return a table for strong scaling and a table for weak scaling, and write the picture."""
+    """Return the plans for strong scaling and for weak scaling as text, and write the picture."""
     excluded = (
         (args.output, "-o"), (args.tradeoff, "--tradeoff"),
         (args.improve_schedules, "--improve-schedules"), (args.gpus is not None, "--gpus"),
@@ -177,8 +178,8 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
         args: The parsed options of `plan`.
 
     Returns:
-        A table of the measurements and of predictions with the cluster file. None without
-        `--measure`.
+        A table that compares the measurements with the predictions for the new cluster file. None
+        without `--measure`.
 
     Raises:
         UsageError: An option is missing or cannot be combined with `--measure`, or the machine
@@ -224,7 +225,7 @@ def calibrate_cluster(args: argparse.Namespace) -> str:
         args: The parsed options of `plan`.
 
     Returns:
-        A report of the constants and the runs.
+        A report of the fitted constants and the measured runs.
 
     Raises:
         UsageError: An option is missing or invalid, or the runs cannot be read.
@@ -400,7 +401,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
 
 
 def format_epilog() -> str:
-    """Return a text about the columns of the table and the names for `--model`, for `--help`."""
+    """Return the end of the `--help` text: the columns of the table, and names for `--model`."""
     from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
     rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODEL_PRESETS.items())
@@ -469,7 +470,8 @@ def run(args: argparse.Namespace) -> str:
     if args.picture is not None:
         require_writable(args.picture)
     with _open_output(args.output) as path:
-        # These options need the fastest plans, not the simplest.
+        # These options start from the fastest plans. Without them, the first plan may be a simpler
+        # plan that is almost as fast.
         if args.optimize_division or args.improve_schedules:
             best, fastest = find_plans(request, args.top), None
         else:
@@ -502,9 +504,9 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _open_output(path: str | None) -> AbstractContextManager[Path | None]:
-    """Return a context that yields the file to write, or None if there is no output.
+    """Return a context manager that yields the file to write, or None without an output file.
 
-    The context raises an error before planning if the file cannot be written.
+    If the file cannot be written, the context manager raises an error before planning.
     """
     return nullcontext() if path is None else _touch_output(path)
 
@@ -563,14 +565,17 @@ def _format_plan_file(
 def _format_simulate_command(
     request: PlanRequest, plan: PlanEstimate, searched_program: Program | None
 ) -> str:
-    """Return a comment with the command that simulates the program at the costs of the plan."""
+    """Return a comment with the command that simulates the program at the costs of the plan.
+
+    Return "" if the ranks share CPU cores, because `simulate` does not model this.
+    """
     from schedir.planner.config_export import build_pipeline_shape
     from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
     from schedir.planner.trainer_profile import get_trainer
     from schedir.predict.calibrate import format_costs
 
     model, cluster = request.model, request.cluster
-    if cluster.processors is not None:  # `simulate` does not model ranks that share CPU cores.
+    if cluster.processors is not None:
         return ""
     trainer = get_trainer(cluster, **request.software)
     times = compute_stage_times(model, cluster, plan, trainer.constants)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from schedir.transports.json_collectives import gather
 
-# Other traffic delays the shortest of 16 requests only little. 16 requests take few milliseconds.
+# With 16 requests, other traffic hardly delays the shortest one. They take a few milliseconds.
 ROUNDS: Final = 16
 
 

@@ -34,7 +34,8 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
         model: The model of all runs.
 
     Raises:
-        ConfigError: A column is unknown or missing, or a value is invalid. The error has the line.
+        ConfigError: A column is unknown or missing, or a value is invalid. The error names the line
+            of the file.
         UsageError: The file cannot be read.
     """
     from schedir.planner import MeasuredRun, ParallelPlan

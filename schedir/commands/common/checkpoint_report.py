@@ -65,7 +65,7 @@ def collect_facts(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
     Returns:
         All checkpoints, and the contents of the newest complete checkpoint. "is_complete" is True
         if a checkpoint is complete. It is None if only the sizes of the files were compared, and
-        they are correct.
+        the sizes are correct.
     """
     return {
         "checkpoints": [
@@ -159,7 +159,7 @@ def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _group_by_section(settings: Mapping[Any, Any]) -> dict[str, str]:
-    """Return the settings that have a value as section -> text, such as "[model]" -> "layers 4"."""
+    """Return section -> text of its settings that have a value, as in "[model]" -> "layers 4"."""
     lines: dict[str, list[str]] = {}
     for name, value in settings.items():
         section, _, key = str(name).rpartition(".")

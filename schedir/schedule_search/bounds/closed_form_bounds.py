@@ -108,15 +108,15 @@ class _RankIdleBounds:
 
     @cached_property
     def max_forwards_ahead(self) -> int:
-        """The largest number of F's of the rank's last stage that start before its first I ends."""
+        """The number of F's that can start on the rank's last stage before its first I ends."""
         return self.lags.max_forwards_ahead(self.problem, self.stages[-1])
 
     @cached_property
     def max_other_work(self) -> float:
         """The largest time of I's and W's that the rank can run while a microbatch is away.
 
-        The interval is between the last F and the first I of this microbatch on the rank. The tasks
-        belong to other microbatches, which must fit into memory together with this microbatch.
+        A microbatch is away between its last F and its first I on the rank. The tasks belong to
+        other microbatches, which must fit into memory together with this microbatch.
         """
         problem, own, others = self.problem, self.stages, self.problem.microbatches - 1
         capacity = problem.rounded_capacity[self.rank] - sum(problem.saved[s] for s in own)
@@ -141,7 +141,10 @@ class _RankIdleBounds:
 
     @cached_property
     def idle_before_first_I(self) -> float:
-        """The least idle time before the first I of the rank. Until then it can run only F's."""
+        """The least idle time before the first I of the rank.
+
+        Until its first I, the rank can run only F's.
+        """
         problem, first, last = self.problem, self.stages[0], self.stages[-1]
         head, m = self.latency.until_forward, problem.microbatches
         round_trip = (

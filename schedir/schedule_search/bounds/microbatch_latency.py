@@ -15,9 +15,9 @@ class MicrobatchLatency(NamedTuple):
         until_forward: The time from the start of the run to the start of the F on the stage.
         forward_to_backward: The time from the end of this F to the start of the I on the stage.
         backward_to_stage_0: The time from the end of this I to the end of the I on stage 0.
-        outside_stage: The least time by which the run is longer than the interval from the first F
-            to the last I of the stage. For the objective "active_span", the longest active span of
-            an earlier rank counts instead of the run. 0 for stage 0.
+        outside_stage: The least difference between the time of the run and the interval from the
+            first F to the last I of the stage. For the objective "active_span", the longest active
+            span of an earlier rank replaces the time of the run. 0 for stage 0.
     """
 
     until_forward: tuple[float, ...]

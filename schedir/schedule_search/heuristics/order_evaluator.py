@@ -244,5 +244,8 @@ class AnnealingState:
 
 
 def _interleave_by_code(*kinds: Sequence[float]) -> list[float]:
-    """Return a number for each code of a task, from the numbers of each kind by stage."""
+    """Return the numbers of all codes of tasks.
+
+    Each argument has the numbers of one kind of task, by stage.
+    """
     return [number for stage in zip(*kinds, strict=True) for number in stage]
