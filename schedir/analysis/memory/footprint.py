@@ -539,7 +539,7 @@ def _compute_buffer_memory(
 
 
 def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
-    """Return the memory of outputs that use no slot: the rank itself uses them or changes their form.
+    """Return the memory of outputs without a slot: the rank uses them or changes their form.
 
     An output for a stage on the same rank uses memory until that stage has used it. An output that
     changes its form before it is sent uses memory in each form until the next change of form. The
