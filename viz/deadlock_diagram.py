@@ -40,7 +40,7 @@ class _InstructionPosition(NamedTuple):
 
 
 def draw_deadlock(program: Program, error: SchedirError) -> str:
-    """Return an SVG of the instruction lists of the ranks, with the instructions of an error.
+    """Return an SVG of the instruction lists of the ranks, and mark the instructions of an error.
 
     For a DeadlockError, ended instructions are grey and waiting ones are filled. An arrow leads
     from each waiting instruction to the one that it needs. If messages cross, arrows lead from each
@@ -100,8 +100,8 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
 def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     """Return a mask of the instructions that have ended.
 
-    If only blocking hosts cause the deadlock, it is a mask of the instructions that the hosts have
-    issued.
+    If only blocking hosts cause the deadlock, the mask is of the instructions that come before the
+    waiting instruction of each rank.
     """
     graph = Graph.from_program(program, cast(ProgressModel, error.progress_model))
     ended = compute_earliest_times(graph).is_done

@@ -81,7 +81,7 @@ def describe_runs(runs: Sequence[Timeline], *, compression: int = 9) -> dict[str
 
 
 def describe_run(timeline: Timeline) -> str:
-    """Describe a run in a few sentences, for readers of a page that cannot see the picture.
+    """Describe a run in a few sentences, for people who cannot see the picture of the page.
 
     Args:
         timeline: The run.

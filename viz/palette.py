@@ -1,8 +1,8 @@
-"""Colours that colour-blind readers can distinguish, and that differ in grey too.
+"""Colours that colour-blind readers can distinguish, also in a grey print.
 
-Letters differ first in lightness, so that a grey print keeps the difference, and second in hue.
-Each letter has its own range of lightness. The shades within this range distinguish the stages of a
-rank.
+The colours of F, R, I, W and B differ mainly in lightness, so that a grey print keeps the
+difference. They also differ in hue. Each letter has its own range of lightness. The shades within
+this range distinguish the stages of a rank.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def format_hex(colour: str | RGB) -> str:
     """Return a colour as "#rrggbb".
 
     Args:
-        colour: "#rrggbb", or three numbers that are clipped to 0 to 1.
+        colour: "#rrggbb", or three numbers, which are clipped to the range from 0 to 1.
     """
     if isinstance(colour, str):
         return colour

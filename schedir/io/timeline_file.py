@@ -309,7 +309,10 @@ def _parse_sizes(value: Any, shape: PipelineShape) -> Sizes | None:
 def _require_valid_times(
     program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
 ) -> None:
-    """Raise TraceError for an end before a start, or an overlap of a rank's compute instructions."""
+    """Raise TraceError if an instruction ends too early, or compute instructions overlap.
+
+    An end must not come before its start. Compute instructions of one rank must not overlap.
+    """
     if (end < start).any():
         k = int((end < start).argmax())
         raise TraceError(f"instruction {k} has the end {end[k]:g} before its start {start[k]:g}")

@@ -197,7 +197,7 @@ def draw_curve(
     row_points: float,
     limit: float | None,
 ) -> None:
-    """Draw a memory curve below each rank, all in one scale, and the limit as a line.
+    """Draw a memory curve below each rank, with one scale for all ranks, and the limit as a line.
 
     The peak and the names of the layers are written if there is enough space.
 
