@@ -42,10 +42,10 @@ class _InstructionPosition(NamedTuple):
 def draw_deadlock(program: Program, error: SchedirError) -> str:
     """Return an SVG of the instruction lists of the ranks, and mark the instructions of an error.
 
-    For a DeadlockError, ended instructions are grey and waiting ones are filled. An arrow leads
-    from each waiting instruction to the one that it needs. If messages cross, arrows lead from each
-    send to the receive that gets it. For other errors, the instructions that the error names are
-    filled.
+    For a DeadlockError, ended instructions are grey and waiting instructions are filled. An arrow
+    leads from each waiting instruction to the one that it needs. If messages cross, arrows lead
+    from each send to the receive that gets it. For other errors, the instructions that the error
+    names are filled.
 
     Args:
         program: The program.
@@ -172,7 +172,8 @@ class _RankColumn:
     def draw(self, waiting: set[_InstructionPosition], awaited: set[_InstructionPosition]) -> str:
         """Return the SVG of the list.
 
-        Ended instructions are grey, waiting ones are filled, and awaited ones have a frame.
+        Ended instructions are grey. Waiting instructions have a dark background, and awaited ones a
+        light background.
         """
         parts = [f'<text x="{self.left + 7:.1f}" y="20" font-weight="bold">rank {self.rank}</text>']
         for index, line in self.lines.items():
