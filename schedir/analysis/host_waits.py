@@ -70,8 +70,8 @@ def find_known_ends(
     Args:
         program: The program.
         positions: Positions of the instructions.
-        count_drains: False to ignore that the host waits for empty lanes, for hosts that do not
-            block.
+        count_drains: True to include the waits of the host for empty lanes. Hosts that do not block
+            have no such waits.
 
     Returns:
         Positions, in the shape of `positions`.

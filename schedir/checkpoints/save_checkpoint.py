@@ -56,8 +56,8 @@ def save(
     - the states of torch's random number generators, if the run has no seed
     - `extra_state` of the first process
 
-    Options of optimizers, such as the learning rate, are not restored by `load`. If the last update
-    is not validated yet (norm_check "after_step"), it is validated before the save.
+    `load` does not restore options of optimizers, such as the learning rate. If the last update is
+    not validated yet (norm_check "after_step"), `save` first validates it.
 
     Args:
         run: An Executor, an InProcessExecutor, or a `schedir.torch_pipelining.Schedule`.
@@ -67,9 +67,9 @@ def save(
             or None to save weights and buffers only. By default it is the optimizer of the
             executor.
         name_map: A function of the number of a stage and a name in it. It returns the name of this
-            parameter or buffer in the full model, by which a run with other stages finds it. By
-            default the name is `stages.STAGE.NAME`.
-        extra_state: More values, which must be JSON.
+            parameter or buffer in the full model. A run with other stages finds the tensor by this
+            name. By default the name is `stages.STAGE.NAME`.
+        extra_state: More values to save, which must be JSON values.
         keep: The number of newest complete checkpoints to keep. By default all are kept.
 
     Returns:
@@ -96,7 +96,7 @@ def save(
         ...     at = save(one, folder, step=1)
         ...     at.name, load(other, folder)
         ('step-00000001', {'step': 1, 'extra': {}})
-        >>> bool(one.step(x, x) == other.step(x, x))  # as without the save
+        >>> bool(one.step(x, x) == other.step(x, x))  # both runs continue with the same loss
         True
     """
     plan = plan_save(

@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 from schedir.errors import UsageError, describe, format_bytes
 
 MAX_TEXT_BYTES: Final = 2**28  # bytes of a text file: a larger one is probably a mistake
-_READ_SIZE: Final = 2**20  # bytes of one read: memory use grows with the bytes that were read
+_READ_SIZE: Final = 2**20  # bytes of one read, so that memory grows only with the bytes that exist
 _SPECIAL_FILE_KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),

@@ -66,10 +66,10 @@ def compute_layer_terms(
     """Return the bytes of each tensor in the sum of `activation_bytes_per_layer`.
 
     Args:
-        sequence: Tokens of a sequence.
-        microbatch_size: Sequences of a microbatch.
+        sequence: Number of tokens in a sequence.
+        microbatch_size: Number of sequences in a microbatch.
         hidden: Hidden size.
-        heads: Attention heads.
+        heads: Number of attention heads.
         tp: Tensor-parallel size.
         recompute: "none", "selective" or "full", see `activation_bytes_per_layer`.
         sequence_parallel: True if the tensor-parallel ranks use sequence parallelism.
@@ -139,10 +139,10 @@ def activation_bytes_per_layer(
     all tokens, without windows.
 
     Args:
-        sequence: Tokens of a sequence.
-        microbatch_size: Sequences of a microbatch.
+        sequence: Number of tokens in a sequence.
+        microbatch_size: Number of sequences in a microbatch.
         hidden: Hidden size.
-        heads: Attention heads.
+        heads: Number of attention heads.
         tp: Tensor-parallel size.
         recompute: "none" saves all terms. "selective" recomputes softmax and dropout of attention,
             and leaves out the terms with 5as (equation 6). "full" saves only the input of the

@@ -317,7 +317,8 @@ def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
 def _mark_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) -> NDArray[Any]:
     """Change the cause of some waits for other ranks to IMBALANCE.
 
-    The total time of these waits is the busy time of the busiest rank minus that of the rank.
+    For each rank, the total time of these waits is the busy time of the busiest rank minus the busy
+    time of this rank.
     """
     rank = idle["rank"]
     begins = np.full(timeline.ranks, -np.inf)  # start of the first instruction

@@ -74,9 +74,9 @@ def checkpoint_bytes(
     Args:
         layers: Number of blocks.
         hidden: Width of a block.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a batch.
-        checkpoint_interval: Blocks per checkpoint.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a batch.
+        checkpoint_interval: Number of blocks per checkpoint.
 
     Raises:
         UsageError: A size is not an integer of at least 1.
@@ -124,10 +124,10 @@ def activation_working_bytes(
 
     Args:
         hidden: Width of a block.
-        heads: Attention heads.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a batch.
-        checkpoint_interval: Blocks per checkpoint.
+        heads: Number of attention heads.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a batch.
+        checkpoint_interval: Number of blocks per checkpoint.
 
     Raises:
         UsageError: A size is not an integer of at least 1.
@@ -211,8 +211,8 @@ def count_operations(layers: int, hidden: int, sequence: int, batch: int) -> flo
     Args:
         layers: Number of blocks.
         hidden: Width of a block.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a batch.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a batch.
 
     Raises:
         UsageError: A size is not an integer of at least 1.
@@ -228,8 +228,8 @@ def intensity_of_parameters(sequence: int, batch: int) -> float:
     are stored once. This moves 4 times 2 bytes per parameter.
 
     Args:
-        sequence: Tokens of a sequence.
-        batch: Sequences of a batch.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a batch.
 
     Raises:
         UsageError: A size is not an integer of at least 1.
@@ -244,8 +244,8 @@ def intensity_of_optimizer(sequence: int, batch: int) -> float:
     The state is loaded and stored once. This moves twice 16 bytes per parameter.
 
     Args:
-        sequence: Tokens of a sequence.
-        batch: Sequences of a batch.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a batch.
 
     Raises:
         UsageError: A size is not an integer of at least 1.
@@ -262,7 +262,7 @@ def intensity_of_checkpoints(hidden: int, checkpoint_interval: int = 1) -> float
 
     Args:
         hidden: Width of a block.
-        checkpoint_interval: Blocks per checkpoint.
+        checkpoint_interval: Number of blocks per checkpoint.
 
     Raises:
         UsageError: A size is not an integer of at least 1.

@@ -10,8 +10,8 @@ The docstrings use these terms:
   of all ranks (`Timeline.idle`). In the active span, it is counted between the first start and the
   last end of the rank (`Timeline.idle_in_active_span`).
 - Ideal time is the compute time of a rank.
-- Timelines have F = I = W = 1. A letter is one unit of time, a dot is idle time, and a ' marks the
-  second stage of the rank.
+- Timelines have F = I = W = 1, unless an example sets `costs`. A letter begins an instruction, `--`
+  continues it, and dots are idle time. The number of ' characters is the local stage.
 
 Example:
     >>> from schedir import PipelineShape, compile, schedules, simulate

@@ -16,7 +16,7 @@ def gpipe(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         Huang et al., arXiv 1811.06965.
@@ -44,7 +44,7 @@ def one_f_one_b(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         PipeDream-flush, arXiv 2006.09503; DAPPLE, arXiv 2007.01045.
@@ -74,7 +74,7 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         Zhuang et al., arXiv 2211.05322.
@@ -106,7 +106,7 @@ def forward_only(r: int, P: int, m: int, v: int = 1) -> RankSchedule:
         v: Number of stages on each rank.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     Example:
         >>> from schedir.schedules import forward_only

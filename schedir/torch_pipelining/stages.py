@@ -147,7 +147,7 @@ def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
 
 
 def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> None:
-    """Refuse an output that differs from the declared output, or from the one of the first step.
+    """Refuse an output that differs from the declared output, or from that of the first step.
 
     torch would not raise an error. It would send the output into a buffer of another shape, or not
     send its gradient back.
@@ -158,8 +158,8 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
         is_sent: True if the next stage is on another rank.
 
     Raises:
-        ModelError: A sent output has another shape or dtype. Or an output needs a gradient, and the
-            declared one does not.
+        ModelError: A sent output has another shape or dtype. Or an output needs a gradient, but the
+            declared output does not.
     """
     declared = stage._stage_meta.outputs or ()
     outputs = output if isinstance(output, tuple | list) else (output,)
@@ -198,7 +198,7 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 class SharedWeights:
-    """Finds the tied weights of the stages, which several stages share.
+    """Finds the tied weights of a rank: the weights that several stages share.
 
     All ranks of the group must create it together.
 

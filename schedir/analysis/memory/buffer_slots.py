@@ -48,7 +48,8 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import HOST_SLOT_VALUES, UNSHARED_SLOTS, Program
 
-# (kind, stage, microbatch) -> the index in the Stream of each instruction that fills -> its slot.
+# (kind, stage, microbatch) -> the index in the Stream of an instruction that fills a slot with this
+# value -> the slot.
 SlotAssignment = dict[tuple[Value, int, int], dict[int, int]]
 # Passes choose the numbers of slots of SLOT_VALUES.  Other kinds have the smallest possible number.
 SLOT_KINDS: Final = tuple(dict.fromkeys((*SLOT_VALUES, *NON_BOUNDARY_VALUES)))
@@ -71,7 +72,7 @@ def count_min_slots(program: Program) -> NDArray[np.int64]:
 
 
 def number_groups(index: InstructionIndex) -> Positions:
-    """Return the number of each instruction's group. A group is issued together.
+    """Return the number of each instruction's group. The host issues a group together.
 
     Args:
         index: The index of the program.
@@ -102,7 +103,7 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         left = _find_previous_users(lives, count)
         if (
             VALUES[kind].scope is Scope.STAGE
-        ):  # one lane frees all of them in order, so the later of two frees comes after both
+        ):  # One lane frees all these values in order. So it is enough to wait for the later free.
             left = np.maximum(left, _find_previous_frees(program, lives))
         if (again := left != NO_POSITION).any():
             found[kind] = lives.filled_at[again], left[again]
@@ -147,7 +148,7 @@ def find_host_values(program: Program, slot_name: str = "host") -> ValueLives:
 
 
 def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> Positions:
-    """Return, for each value, the instruction that freed its slot; -1 if its slot is new."""
+    """Return, for each value, the instruction that freed its slot; -1 for the first in a slot."""
     values = np.diff(lives.rank_offsets)
     room = np.repeat(np.where(slot_counts == UNSHARED_SLOTS, values, slot_counts), values)
     taken = np.arange(len(lives.filled_at)) - room
@@ -282,7 +283,7 @@ def group_by_form(
     Args:
         program: The program.
         kind: A kind of output.
-        positions: Position of an instruction for each value, with its stage and microbatch.
+        positions: For each value, the position of an instruction with its stage and microbatch.
 
     Yields:
         The opcodes that change the form of some of the values, in execution order; and a mask of
