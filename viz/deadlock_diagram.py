@@ -101,7 +101,7 @@ def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     """Return a mask of the instructions that have ended.
 
     If only blocking hosts cause the deadlock, the mask is of the instructions that come before the
-    waiting instruction of each rank.
+    waiting instruction of each rank in the cycle.
     """
     graph = Graph.from_program(program, cast(ProgressModel, error.progress_model))
     ended = compute_earliest_times(graph).is_done

@@ -267,7 +267,7 @@ def _bound_durations(measured: Timeline) -> Floats:
     np.maximum.at(waited, graph.node[idle["awaits"]], idle["end"] - idle["start"])
     gaps = find_ready_gaps(measured)
     usual = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
-    # The recorded start may be too early: an instruction begins after the previous one in its queue.
+    # A recorded start may be too early: an instruction begins after the previous one in its queue.
     has_predecessor = (graph.queue_predecessor != NO_POSITION) & (
         graph.entry_exit_nodes[0][graph.queue_predecessor] != graph.entry_exit_nodes[0]
     )

@@ -28,7 +28,7 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 from schedir.verify.check import check
 
-# Instructions that read weights, on another lane than compute. The update is on the compute lane, so
+# Instructions that read weights on another lane than compute. The update is on the compute lane. So
 # no queue orders these instructions after the update.
 _WEIGHT_READS: Final = tuple(
     op for op in find_consumers(Value.PARAMS) if INSTRUCTIONS[op].lane is not Lane.COMPUTE

@@ -63,7 +63,7 @@ def zb_v(r: int, P: int, m: int) -> RankSchedule:
 
 @with_placement("vee", 2)
 def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
-    """Run DualPipeV: pairs of a forward and a backward, each on one of the rank's two stages.
+    """Run DualPipeV: pairs of a forward on one local stage and a backward on the other.
 
     It is one half of DeepSeek's DualPipe, in the order of github.com/deepseek-ai/DualPipe. The
     messages of one instruction of a pair overlap with the compute of the other instruction.

@@ -117,7 +117,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
     def _can_split_backward(self, stage: Any) -> bool:
         """Return whether torch splits the backwards of a stage.
 
-        torch does not split the backwards of the first stage. It runs its full backward at W.
+        torch does not split the backwards of the first stage: at W, it runs the full backward.
         """
         splits = self._has_backward and stage.stage_index in self._split_stages
         return splits and not stage.is_first and stage.dw_builder is None
