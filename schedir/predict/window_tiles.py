@@ -142,7 +142,7 @@ class AxisTiles:
 
     @cached_property
     def full_ranges(self) -> Ints:
-        """The same as `visited_ranges`, for the key tiles in which no (query, key) pair is masked."""
+        """The same as `visited_ranges`, for the key tiles without a masked (query, key) pair."""
         _, _, first, last = self._key_bounds
         first = -(-first // self.kv_tile)
         last = np.where(last == self.axis.length, -(-last // self.kv_tile), last // self.kv_tile)
@@ -189,7 +189,7 @@ class Tiles:
 
     @property
     def partial_count(self) -> int:
-        """The number of computed tiles in which the window or causality masks a (query, key) pair."""
+        """The number of computed tiles in which a (query, key) pair is masked."""
         return self.visited_count - prod(
             int(_compute_sizes(a.full_ranges).sum()) for a in self.axes
         )
