@@ -175,7 +175,7 @@ class ChartRectangles:
 
     @property
     def label_width(self) -> float:
-        """The width of the widest label of F, B, I, W, as a multiple of the font size."""
+        """The width of the widest label of F, R, B, I and W, as a multiple of the font size."""
         letters = [INSTRUCTIONS[op].text for op in self.list_compute_ops() if op in COMPUTE_OPS]
         return (
             max((_LETTER_WIDTHS.get(letter, 1.0) for letter in letters), default=1.0)

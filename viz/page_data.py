@@ -154,7 +154,7 @@ def build_table(run: Timeline, label: str) -> dict[str, Any]:
 
 
 def label_runs(runs: Sequence[Timeline]) -> list[str]:
-    """Return labels that distinguish the runs: their kinds, else their names, else ordinals.
+    """Return labels that distinguish the runs: their kinds, or their names, or their numbers.
 
     Args:
         runs: The runs of a page.

@@ -125,7 +125,7 @@ LANE_NAMES: Final = {row.lane: row.label or row.doc for row in LANES[1:]}
 TWO_WAY_LANES: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)
 UNSHARDED_LABEL: Final = "unsharded weights"
 
-# Instructions and lanes that a user can give another colour, by their name in `Style`.
+# Name in `Style` -> the instruction or lane whose colour a user can set by this name.
 COLORED_KINDS: Final[dict[str, Opcode | Lane]] = {
     **{INSTRUCTIONS[op].text: op for op in COMPUTE_OPS},
     **{lane.name.lower(): lane for lane in LANE_COLORS},
@@ -158,7 +158,7 @@ def luminance(colour: str | RGB) -> float:
 def lightness(colour: str | RGB) -> float:
     """Return the CIE L* of a colour, from 0 (black) to 100 (white).
 
-    Equal steps of L* appear equal, in grey too.
+    Equal differences of L* look equally large, also in grey.
 
     Args:
         colour: "#rrggbb", or three numbers from 0 to 1.

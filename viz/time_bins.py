@@ -107,8 +107,8 @@ class UnshardedIntervals(NamedTuple):
         rank: The rank.
         stage: The stage.
         local_stage: The local stage.
-        start: The start, from the start of the timeline.
-        end: The end, from the start of the timeline.
+        start: The start, as a time since the start of the timeline.
+        end: The end, as a time since the start of the timeline.
         row: The row of the interval in the chart, from 0. Intervals of a rank that overlap have
             different rows.
     """

@@ -136,7 +136,7 @@ def _suggest_weight_delay(graph: Graph) -> str:
 def explain_deadlock(graph: Graph, earliest_times: EarliestTimes) -> SchedirError:
     """Return the error that shows the shortest cycle of waits.
 
-    The order of a draft has not been checked before, so its error can be an OrderError.
+    The order of a draft has not been checked before, so the error for a draft can be an OrderError.
 
     Args:
         graph: The dependency graph of a program that does not finish.
@@ -233,7 +233,7 @@ def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
 
 
 def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool_]:
-    """Return a mask of the instructions that end, together with all members of their group."""
+    """Return a mask of the instructions of groups whose members all end."""
     done = earliest_times.is_done
     if not graph.index.has_joined:
         return done
@@ -275,7 +275,7 @@ def _find_unmet_waits(
     The head of a queue is its first unfinished instruction. The needed instruction produces a
     missing value, or is the other end of a message or collective. All members of a group start
     together, when each member is the head of its queue and has its values. If both ends of a
-    message are heads, an end that still waits on its own rank does not wait for the other end.
+    message are heads, an end that lacks something on its own rank does not wait for the other end.
     """
     heads = _find_queue_heads(graph, finished)
     together = {head: _find_group_members(graph, head) for head in heads.values()}

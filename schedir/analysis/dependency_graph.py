@@ -171,7 +171,7 @@ class Graph:
 
     @cached_property
     def local_waits(self) -> NDArray[np.int32]:
-        """Positions that each instruction waits for on its rank, shape (k, n).
+        """Positions of the instructions that each instruction waits for on its rank, shape (k, n).
 
         The predecessors in the queues are not included.
         """

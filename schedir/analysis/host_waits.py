@@ -100,7 +100,7 @@ def find_known_ends(
 
 
 def _find_device_waits(program: Program, entry_nodes: Positions) -> list[Positions]:
-    """Return rows of waits of a host that waits for its device at each launch.
+    """Return the rows for a host that waits for its device at each launch.
 
     A launch waits for the previous launch, and for each message since then. A message is issued
     after the waits of the last launch before it. Each row has one predecessor per instruction.

@@ -48,7 +48,7 @@ def find_total_order(graph: Graph) -> tuple[Positions, ...]:
 
 
 def _make_stream_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
-    """Yield an edge from each instruction, except receives, to the next one of its rank."""
+    """Yield an edge from each instruction to the next one of its rank. Receives are left out."""
     at = np.flatnonzero(~graph.index.is_op(RECV_OPS))
     here = graph.index.rank[at[1:]] == graph.index.rank[at[:-1]]
     before, after = graph.node[at[:-1][here]], graph.node[at[1:][here]]

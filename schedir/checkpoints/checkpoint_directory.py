@@ -66,7 +66,7 @@ class LatestCheckpoint(NamedTuple):
 
     Attributes:
         manifest: The manifest of this checkpoint, or None if no checkpoint is complete.
-        skip_reasons: Why each newer checkpoint was skipped, the newest first.
+        skip_reasons: For each newer checkpoint, the reason why it was skipped. The newest is first.
     """
 
     manifest: Manifest | None
@@ -458,7 +458,7 @@ class CheckpointDirectory:
         for step, what in self._scan_entries():
             path = self._make_path(step, what)
             if what == _REPLACED_SUFFIX and not self._make_path(step).exists():
-                path.rename(self._make_path(step))  # The save ended before it used this name.
+                path.rename(self._make_path(step))  # No new checkpoint has got this name.
             elif what:
                 self._remove(path)
 

@@ -405,7 +405,8 @@ def _make_buffer_shard(
 ) -> TensorShard:
     """Return the shard of a buffer.
 
-    Only the first replica that has the buffer writes it, because replicas may differ.
+    Only the first replica that has the buffer writes it, because its values may differ between
+    replicas.
     """
     full_range = ShardRange(tuple(buffer.shape), 0, buffer.numel())
     spec = _make_shard_spec(buffer, full_range, rank, is_flat=False)

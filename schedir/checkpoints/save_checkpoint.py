@@ -115,8 +115,8 @@ class SavePlan:
         tensors: Name of a tensor -> its shape and dtype, and its local slices.
         state: See `Manifest`.
         facts: See `Manifest`.
-        stepped_tensors: Name of a tensor that a step changes -> the index of its rank in this
-            process, and its stage.
+        stepped_tensors: Name of a tensor that a step changes -> the index of its rank among the
+            ranks of this process, and its stage.
     """
 
     peers: CheckpointGroup

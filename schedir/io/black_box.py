@@ -332,7 +332,7 @@ class BlackBoxSnapshot:
         return max(self.read_time - self[BlackBoxField.HEARTBEAT], 0) / 1e9
 
     def find_lane_position(self, lane: Lane) -> int:
-        """Return the index in the Stream of the first instruction of a lane that has not ended.
+        """Return the index in the Stream of a lane's first instruction that has not ended.
 
         Args:
             lane: The lane. Without a GPU, all lanes have the position of the host.

@@ -190,7 +190,7 @@ _WRITING_COMMANDS: Final = {
 
 
 def require_suffix(output: str, subject: str, suffix: str) -> None:
-    """Raise UsageError if the file of the option `-o` does not have a suffix.
+    """Raise UsageError if the file of the option `-o` does not end in a given suffix.
 
     Args:
         output: The file.

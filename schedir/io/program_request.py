@@ -240,7 +240,7 @@ class Request:
             self._require_compute_only()
             return loaded
         options |= {"overlap": self.overlap, **self.compile_options}
-        if self.for_comparison:  # The user set the options for schedules of any number of stages.
+        if self.for_comparison:  # Adapt the options to the number of stages of this schedule.
             options = adapt_options(options | self._segment_options, loaded.shape)
         if self.buffer_sharing is not None:
             options["buffer_sharing"] = self.buffer_sharing
@@ -333,7 +333,7 @@ class Request:
 
     @property
     def _resolved_progress_model(self) -> ProgressModel:
-        """The progress model that the user set, or its default.
+        """The progress model that the user set, or else the default.
 
         With `relower`, the default is the model of the run in the file. Otherwise it is
         "per_device".

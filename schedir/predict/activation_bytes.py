@@ -17,12 +17,12 @@ Recompute = Literal["none", "selective", "full"]
 class Term(NamedTuple):
     """One tensor that a layer saves for its backward (arXiv 2205.05198, section 4.1).
 
-    With sequence s, microbatch size b, hidden size h and a heads, a tensor has s b h elements. A
-    quadratic tensor has a s^2 b elements.
+    With sequence length s, microbatch size b, hidden size h and a heads, a tensor has s b h
+    elements. A quadratic tensor has a s^2 b elements.
 
     Attributes:
         name: The tensor, in words.
-        bytes_per_element: Bytes for each element. A term can stand for several tensors, and then
+        bytes_per_element: Bytes for each element. A term can represent several tensors, and then
             has the sum of their bytes.
         is_tp_sharded: True if each of t tensor-parallel ranks saves 1/t of it. With sequence
             parallelism, the other terms are sharded, too (section 4.2).

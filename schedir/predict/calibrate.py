@@ -250,7 +250,8 @@ def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_
 def _average_unpaired(name: str, durations: Floats, paired: NDArray[np.bool_]) -> float:
     """Return the mean duration of the instructions that are not in pairs.
 
-    If all are in pairs, the result is a third of the mean pair for F, and two thirds for backwards.
+    If all are in pairs, the result is a third of the mean time of a pair for F, and two thirds for
+    a backward.
     """
     if paired.all():
         return _bounded_mean(durations) * (1 / 3 if name == "F" else 2 / 3)

@@ -125,7 +125,8 @@ class MemoryHistory(NamedTuple):
     Attributes:
         times: The times of changes, ascending.
         total: The memory from each of these times on.
-        by_kind: The same for each kind of memory. The kinds add up to `total`.
+        by_kind: Kind of memory -> the memory from each of these times on. The kinds add up to
+            `total`.
     """
 
     times: NDArray[np.float64]

@@ -150,7 +150,7 @@ class AxisTiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether windows begin between tiles and, if not causal, also end between tiles."""
+        """Return whether windows begin, and if not causal also end, at a boundary of tiles."""
         if not self.axis.causal:
             return bool(np.array_equal(self.visited_ranges, self.full_ranges))
         return bool((self._key_bounds[2] <= self.visited_ranges[:, 0] * self.kv_tile).all())
@@ -230,7 +230,7 @@ class Tiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether all windows begin and end between tiles.
+        """Return whether all windows begin and end at boundaries of tiles.
 
         A causal dimension may be masked at the diagonal. It is aligned if `q_tile` and `kv_tile`
         divide the stride, and `kv_tile` divides the window. For a dimension that is not causal,

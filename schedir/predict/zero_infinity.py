@@ -149,7 +149,7 @@ def activation_working_bytes(
 def compute_efficiency(
     intensity: float, bandwidth: float, peak: float, *, overlapped: bool = False
 ) -> float:
-    """Return the share of time that a device computes, ait bw / (ait bw + peak) (equation 6).
+    """Return the share of time in which a device computes, ait bw / (ait bw + peak) (equation 6).
 
     The equation is for transfers that do not overlap with compute. If all of them overlap, the
     share is min(1, ait bw / peak). The programs of schedir have both kinds of transfers;

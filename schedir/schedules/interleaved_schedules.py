@@ -21,8 +21,8 @@ from schedir.schedules.schedule_algebra import (
 def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run breadth first: all microbatches through one local stage, then through the next.
 
-    The weights of a stage are used in one run of forwards and one run of backwards. So sharded
-    weights are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of
+    All forwards of a stage follow each other, and so do all its backwards. So sharded weights of a
+    stage are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of
     ideal time. If m < P, it idles for (v-1)(P-m)(F+B) more. There are m v stage activations in
     flight. PyTorch's LoopedBFS runs the backwards of each stage in descending order of
     microbatches, which takes the same time.

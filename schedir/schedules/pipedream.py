@@ -18,7 +18,7 @@ def pipedream_2bw(r: int, P: int, m: int) -> RankSchedule:
     microbatches, so that the weights are ready in time. The paper requires at least P.
 
     PipeDream itself (arXiv 1806.03377) is `one_f_one_b` with an update per microbatch and a weight
-    delay of P-1-s for stage s. It keeps P-r versions of the weights.
+    delay of P-1-s for stage s. Rank r then keeps P-r versions of the weights.
 
     Args:
         r: Rank, 0 to P - 1.

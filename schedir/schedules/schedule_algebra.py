@@ -340,7 +340,8 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     """Return a decorator that restricts a schedule to a weight delay.
 
     The decorator sets the attribute `weight_delay` of the function. `expand_schedule` reads this
-    mark for shapes with several optimizer steps, and raises ScheduleError if their delay differs.
+    mark for shapes with several optimizer steps. If a shape has another weight delay, it raises
+    ScheduleError.
 
     Args:
         delay: One number, or one per stage, as in `PipelineShape`.
@@ -349,7 +350,7 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
         The decorator.
 
     Raises:
-        TypeError: `delay` is not an integer or several integers.
+        TypeError: `delay` is neither an integer nor several integers.
 
     Example:
         >>> from schedir import B, F, PipelineShape, expand_schedule

@@ -265,5 +265,5 @@ def _replace_method(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[
 
 
 def _make_contiguous(value: Any) -> Any:
-    """Return a contiguous tensor, which Gloo can send, and anything else as it is."""
+    """Return a tensor in contiguous memory, as Gloo needs it, and any other value unchanged."""
     return value.contiguous() if isinstance(value, Tensor) else value

@@ -68,7 +68,8 @@ class Schedule(CheckedRuntime):
             result is added to the gradients that exist before the step.
         schedule: A schedule, its name, or a function of the user. It is compiled for the shape that
             follows from the stages of all ranks.
-        program: A Program, a draft, or the path of a .sched or .csv file, for exactly these stages.
+        program: A Program, a draft, or the path of a .sched or .csv file. It must be for exactly
+            the stages of these ranks.
         runtime: "torch" runs the program and its transfers with torch's runtime. "schedir" runs it
             with schedir's Executor.
         tied_weights: The parameters that are copies of one weight, as

@@ -29,7 +29,7 @@ EXAMPLE = "[PipelineStage(module, stage_index, num_stages, device)]"
 
 
 def require_stages(stages: object) -> list[Any]:
-    """Return the stages of a rank in ascending order.
+    """Return the stages of a rank in ascending order of their numbers.
 
     Args:
         stages: A sequence of torch's PipelineStages, or a single one.
@@ -149,8 +149,8 @@ def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
 def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> None:
     """Refuse an output that differs from the declared output, or from that of the first step.
 
-    torch would not raise an error. It would send the output into a buffer of another shape, or not
-    send its gradient back.
+    torch would not raise an error. It would send the output into a buffer of another shape, or
+    would not send the gradient of the output back.
 
     Args:
         stage: A stage of torch.

@@ -229,7 +229,7 @@ def plan_memory(
 
     Args:
         plans: The plans.
-        limit: The memory of a GPU, in bytes. Plans to the right of it do not fit.
+        limit: The memory of a GPU, in bytes. The chart marks the area of plans that need more.
         best: The plan to mark. The default is the plan with the shortest step that fits.
 
     Returns:

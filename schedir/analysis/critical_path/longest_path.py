@@ -38,7 +38,7 @@ class EarliestTimes:
     Attributes:
         start: Earliest start of each instruction, shape (n,), in the unit of the costs; infinite
             for an instruction that never ends because of a cycle.
-        end: Earliest end of each instruction, shape (n,); infinite for the same instructions.
+        end: Earliest end of each instruction, shape (n,); infinite if the start is infinite.
         level: One more than the largest level among the predecessors of the instruction, and 1 if
             it has none. 0 if it never ends.
     """

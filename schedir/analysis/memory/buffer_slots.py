@@ -2,10 +2,10 @@
 
 A value uses a slot of its rank and kind, from the start of its producer to the end of the
 instruction that frees it. Slots are assigned along the Stream. An instruction that starts a value
-fills a slot. It uses the slot that was freed earliest. So with c slots of a kind, the k-th fill
-uses the slot of the (k-c)-th free. The number of slots determines the slot of each value, and the
-instruction that each fill waits for. This is interval colouring: c slots suffice if and only if at
-most c values exist at the same time.
+fills a slot. It uses the slot that was freed earliest. So with c slots of a kind, the k-th
+instruction that fills a slot uses the slot that the (k-c)-th freeing instruction has freed. The
+number of slots determines the slot of each value, and the instruction that each fill waits for.
+This is interval colouring: c slots suffice if and only if at most c values exist at the same time.
 
 Receives fill slots of inputs (ACT_IN, GRAD_IN). Compute fills slots of outputs (ACT_OUT, GRAD_OUT).
 The slots of outputs are read by a send, or by the compute of the neighbour stage on the same rank.
@@ -14,8 +14,8 @@ A slot from which messages are sent has the size of a value in the form in which
 The host has slots, too, for offloaded activations and for optimizer states on the disk. The
 instruction that moves a value to the host waits for a slot, and the instruction that moves the
 value from the host frees the slot. Without offload, only compute fills and frees the slots of SAVED
-and DEFERRED_WGRAD. Compute is in order, so the smallest number of slots costs no time, and a
-program need not specify the number.
+and DEFERRED_WGRAD. A rank runs its compute in order, so the smallest possible number of these slots
+makes no program slower. So a program need not specify the number.
 
 With ZeRO, a slot of UNSHARDED_PARAMS or WGRAD is not a static buffer. The number of slots limits
 how many stages are unsharded at the same time. By default each stage has one separate slot.
@@ -283,7 +283,8 @@ def group_by_form(
     Args:
         program: The program.
         kind: A kind of output.
-        positions: For each value, the position of an instruction with its stage and microbatch.
+        positions: For each value, the position of an instruction with the value's stage and
+            microbatch.
 
     Yields:
         The opcodes that change the form of some of the values, in execution order; and a mask of
@@ -313,7 +314,7 @@ def compute_form_sizes(
         kind: The kind of value.
         change_ops: The opcodes that change the form.
         sizes: The sizes of values.
-        positions: The position of an instruction of each value.
+        positions: For each value, the position of an instruction with its stage and microbatch.
 
     Returns:
         Bytes, of the shape of `positions`.
@@ -362,7 +363,7 @@ def compute_full_sizes(
         program: The program.
         kind: The kind of value.
         sizes: The sizes of values.
-        positions: The position of an instruction of each value.
+        positions: For each value, the position of an instruction with its stage and microbatch.
 
     Returns:
         Bytes, of the shape of `positions`.
@@ -379,7 +380,7 @@ def _look_up_sizes(
         InstructionIndex.from_program(program),
         sizes.per_microbatch(size_name, program.shape),
     )
-    # `Sizes` lists bytes under the earlier of the two stages.
+    # `Sizes` lists the bytes of a boundary under the earlier of its two stages.
     if row.peer is not None and not row.peer.is_downstream:
         each = each[program.neighbor_stages(row.peer)]
     return look_up(each, index.stage[positions], index.mb[positions])

@@ -1,8 +1,8 @@
 """Compute the memory of each rank from its Stream and the sizes of values.
 
 Without sizes, memory is a number of (stage, microbatch) pairs in flight. A pair is in flight from
-its Forward until the rank no longer needs what the Forward saved. That is the end of its Backward,
-or of its BackwardWeight if the backward is split.
+its Forward until the rank no longer needs what the Forward saved. The rank needs it until the end
+of the Backward, or of the BackwardWeight if the backward is split.
 
 With sizes, memory is in bytes, and has two parts:
 

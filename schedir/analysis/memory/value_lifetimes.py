@@ -106,7 +106,10 @@ def compute_value_lifetimes(
 
 
 def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueStates:
-    """Return the states of the values of a kind that leave the device, or of those that do not."""
+    """Return the states of values of a kind: those that leave the device, the others, or all.
+
+    `moved` is True, False or None for these three.
+    """
     states, index = (
         Dataflow.from_program(program).find_states(kind),
         InstructionIndex.from_program(program),
