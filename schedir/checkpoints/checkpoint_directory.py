@@ -458,7 +458,8 @@ class CheckpointDirectory:
         for step, what in self._scan_entries():
             path = self._make_path(step, what)
             if what == _REPLACED_SUFFIX and not self._make_path(step).exists():
-                path.rename(self._make_path(step))  # No new checkpoint has got this name.
+                # The save ended before the new checkpoint got this name.
+                path.rename(self._make_path(step))
             elif what:
                 self._remove(path)
 

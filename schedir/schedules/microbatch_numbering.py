@@ -141,7 +141,8 @@ def _match_weight_grads(
     """Return the indices of the W that complete an I, and the indices of these I.
 
     The k-th W[j] completes the k-th I of local stage j. The k-th plain W (without `[j]`) completes
-    the k-th I of the rank. Raises ScheduleError if a rank uses both forms, or has more plain W than I.
+    the k-th I of the rank. Raises ScheduleError if a rank uses both forms, or has more plain W than
+    I.
     """
     w, i = np.flatnonzero(op == BACKWARD_WEIGHT), np.flatnonzero(op == BACKWARD_INPUT)
     if not len(w):
