@@ -140,7 +140,7 @@ class CheckpointDirectory:
 
         Args:
             step: The step.
-            include_tensors: True to read tensors and slices, too. Without them reading is fast.
+            include_tensors: True to read tensors and slices, too. False makes reading fast.
 
         Raises:
             IncompleteCheckpointError: The manifest is missing, damaged, or of another step.

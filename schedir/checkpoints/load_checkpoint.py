@@ -69,7 +69,8 @@ def load(
         CheckpointError: The checkpoint is of another model, or cannot be read. Or there are
             checkpoints, but none is complete. The error lists the first three differences from the
             model, or the first three reasons. All processes raise it.
-        UsageError: `run` is not a run, or `directory` or `step` is not valid.
+        UsageError: `run` has no state that checkpoints can load, or `directory` or `step` is not
+            valid.
 
     Example:
         >>> import schedir, tempfile, torch

@@ -99,7 +99,7 @@ def read_manifest(
     Args:
         file: The open file.
         checkpoint_name: The name of the checkpoint, for errors.
-        include_tensors: True to read tensors and slices, too. Without them reading is fast.
+        include_tensors: True to read tensors and slices, too. False makes reading fast.
 
     Raises:
         IncompleteCheckpointError: The manifest is truncated, damaged or not valid.

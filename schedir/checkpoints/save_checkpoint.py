@@ -78,7 +78,7 @@ def save(
     Raises:
         CheckpointError: The state cannot be saved correctly, or a process failed. All processes
             raise it.
-        UsageError: `run` is not a run, or `directory` is not valid.
+        UsageError: `run` is none of these objects, or `directory` is not valid.
 
     Example:
         >>> import schedir, tempfile, torch
@@ -149,7 +149,7 @@ def plan_save(
 
     Raises:
         CheckpointError: See `save`.
-        UsageError: `run` is not a run.
+        UsageError: `run` has no state that checkpoints can save.
     """
     peers, checkpoint_state = get_checkpoint_state(run)
     plain = _require_json_extra(peers, step, extra_state)

@@ -44,7 +44,7 @@ def open_regular_file(path: str | Path) -> BinaryIO:
         mode = os.stat(require_path(path)).st_mode
         if kind := next((kind for is_a, kind in _SPECIAL_FILE_KINDS if is_a(mode)), ""):
             raise UsageError(f"cannot read {path}: it is {kind}, not a regular file")
-        # The file may have become a pipe since the check. O_NONBLOCK opens that without waiting.
+        # The file may have become a pipe since the check. O_NONBLOCK opens a pipe without waiting.
         return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None

@@ -88,8 +88,9 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     1F1B idles for 6(P-1) F, more than twice as long. A constraint solver found that no order with
     this memory idles less, for m = P up to 8.
 
-    At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. The schedule has no
-    slack. So if all messages of a rank share a queue, give `compile` the costs of your model.
+    At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. The schedule leaves
+    no time for late messages. So if all messages of a rank share a queue, give `compile` the costs
+    of your model.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -121,8 +122,8 @@ def v_min(r: int, P: int, m: int) -> RankSchedule:
     and m >= P >= 2. Each rank idles for (4P-7) F, or for (4P-5) F if P = 1 modulo 3. This is about
     two thirds of the 6(P-1) F of 1F1B.
 
-    The schedule needs similar costs. For P >= 3 and W <= max(F, I), each microbatch adds 6 max(F,
-    I) - 2(F+I+W) of idle time.
+    The schedule is efficient only if F, I and W are similar. For P >= 3 and W <= max(F, I), each
+    microbatch adds 6 max(F, I) - 2(F+I+W) of idle time.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -163,11 +163,11 @@ class ExecutorRuntime:
         """Raise an error on all ranks about the arguments of this rank.
 
         Args:
-            reason: What is wrong.
+            reason: The text of the error.
             trains: True if the step has backwards.
 
         Raises:
-            UsageError: On all ranks.
+            UsageError: Always, on all ranks.
         """
         self._get_executor(trains, [], [], reason)
 

@@ -40,7 +40,7 @@ def load_schedule_or_program(
 
     Raises:
         UsageError: Both arguments are None, neither is None, or one has the wrong type.
-        SchedirError: The file is wrong.
+        SchedirError: The file does not contain a valid program.
     """
     if (schedule is None) == (program is None):
         both = "both are" if schedule is not None else "none is"

@@ -72,7 +72,7 @@ def count_min_slots(program: Program) -> NDArray[np.int64]:
 
 
 def number_groups(index: InstructionIndex) -> Positions:
-    """Return the number of each instruction's group. The host issues a group together.
+    """Return the number of each instruction's group. The host issues all its members together.
 
     Args:
         index: The index of the program.
@@ -90,8 +90,8 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         program: The program.
 
     Returns:
-        Kind of value -> (positions that fill a slot, positions that free the slot before). Kinds
-        without reuse are missing.
+        Kind of value -> (positions that fill a slot, positions that free the slot before). There is
+        no entry for a kind whose slots are not reused.
     """
     flow, found = Dataflow.from_program(program), {}
     given_counts = _read_slot_counts(program)
@@ -121,7 +121,7 @@ def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positi
 
     Returns:
         Name of the slots -> (positions that fill a slot, positions that free the slot before).
-        Slots without reuse are missing.
+        There is no entry for slots that are not reused.
     """
     found = {}
     for name in HOST_SLOT_VALUES:

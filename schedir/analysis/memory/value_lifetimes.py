@@ -47,7 +47,8 @@ def compute_value_lifetimes(
     """Return the changes of the memory of one kind of value on a tier.
 
     If an instruction changes the form of a value that stays on the tier, the bytes of the value
-    change. If the value grows, this is at the start of the instruction. Otherwise it is at its end.
+    change. They change at the start of the instruction if the value grows, and at its end
+    otherwise.
 
     Args:
         program: The program.
