@@ -300,7 +300,7 @@ class BlackBoxSnapshot:
 
     @property
     def note(self) -> str:
-        """The location in the code at which the process stayed, "" if it made progress."""
+        """The location in the code at which the process is stuck, "" if it makes progress."""
         return self._read_text(NOTE_OFFSET, REASON_OFFSET)
 
     @property

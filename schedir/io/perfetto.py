@@ -136,7 +136,7 @@ class _Tracks:
         return self.thread_ids.setdefault((rank, name), self.timeline.ranks + len(self.thread_ids))
 
     def _assign_spans(self) -> list[int]:
-        """Return the thread of each span: the first of its lane that is free when it starts."""
+        """Return a thread of its lane for each span: the first that is free at the span's start."""
         spans = self.timeline.spans
         # (rank, track) -> the time from which each thread is free.
         free: dict[tuple[int, str], list[int]] = defaultdict(list)

@@ -222,7 +222,7 @@ def count_operations(layers: int, hidden: int, sequence: int, batch: int) -> flo
 
 
 def intensity_of_parameters(sequence: int, batch: int) -> float:
-    """Return the operations per byte moved of parameters and gradients, seq bsz (equation 9).
+    """Return the arithmetic intensity of moving parameters and gradients, seq bsz (equation 9).
 
     Parameters are loaded for the forward, the recomputed forward and the backward, and gradients
     are stored once. This moves 4 times 2 bytes per parameter.
@@ -239,7 +239,7 @@ def intensity_of_parameters(sequence: int, batch: int) -> float:
 
 
 def intensity_of_optimizer(sequence: int, batch: int) -> float:
-    """Return the operations per byte moved of the optimizer state, seq bsz / 4 (equation 10).
+    """Return the arithmetic intensity of moving the optimizer state, seq bsz / 4 (equation 10).
 
     The state is loaded and stored once. This moves twice 16 bytes per parameter.
 
@@ -255,7 +255,7 @@ def intensity_of_optimizer(sequence: int, batch: int) -> float:
 
 
 def intensity_of_checkpoints(hidden: int, checkpoint_interval: int = 1) -> float:
-    """Return the operations per byte moved of activation checkpoints, 24 hd ci (equation 11).
+    """Return the arithmetic intensity of moving activation checkpoints, 24 hd ci (equation 11).
 
     The checkpoints are stored and loaded once. The result depends on neither batch nor sequence,
     because both operations and bytes grow with them.

@@ -103,7 +103,8 @@ def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     The order is that of the drawing for P = m = 4 in the authors' code. It follows the rule of
     Chimera with twice as many stages, each half as long. More than P microbatches run in units of
     P, one unit after the other. In the authors' drawing for m = 2P = 8, the second forward of a
-    unit starts earlier. The step in that drawing takes 53 F. With the order here, it takes 54 F.
+    unit starts earlier than here. The step in that drawing takes 53 F. With the order here, it
+    takes 54 F.
 
     If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At B = 2F and m = P, this is
     (P-2)/(3m+P-2) of the step. No message is sent where a vee reverses its direction.

@@ -155,7 +155,7 @@ def draw_bound(axes: Axes, min_span: float) -> None:
 
 
 def draw_phases(axes: Axes, rectangles: ChartRectangles) -> None:
-    """Shade each rank before its first backward, and after its last forward.
+    """Shade the row of each rank before its first backward, and after its last forward.
 
     Args:
         axes: The axes.

@@ -173,7 +173,7 @@ _HAS_SEVERAL_VALUES: Final = (
 def count_in_flight(
     stream: Stream, frozen_stages: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the changes of the number of (stage, microbatch) pairs in flight along a Stream.
+    """Return when the number of (stage, microbatch) pairs in flight changes along a Stream.
 
     Args:
         stream: The Stream of a rank.
@@ -428,9 +428,9 @@ def compute_footprints(
         program: A complete program.
         sizes: The sizes of values.
         tier: One of `TIERS`.
-        worst_case: True for an upper bound for all durations of instructions. A value that a lane
-            other than compute produces then counts as soon as its slot is free. A value that is
-            offloaded counts on the device until it is reloaded or freed.
+        worst_case: True for an upper bound that is valid for all durations of instructions. A value
+            that a lane other than compute produces then counts as soon as its slot is free. A value
+            that is offloaded counts on the device until it is reloaded or freed.
 
     Returns:
         A footprint for each rank.

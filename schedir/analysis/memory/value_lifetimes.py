@@ -55,7 +55,7 @@ def compute_value_lifetimes(
         kind: The kind of value.
         sizes: The sizes of values.
         tier: Index into `TIERS`.
-        worst_case: True for an upper bound for all durations of instructions. See
+        worst_case: True for an upper bound that is valid for all durations of instructions. See
             `compute_footprints`.
         moved: True for the values that are on another tier at some time, False for the others, None
             for all.
@@ -107,9 +107,9 @@ def compute_value_lifetimes(
 
 
 def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueStates:
-    """Return the states of values of a kind: those that leave the device, the others, or all.
+    """Return the states of values of a kind.
 
-    `moved` is True, False or None for these three.
+    `moved` is True for the values that leave the device, False for the others, and None for all.
     """
     states, index = (
         Dataflow.from_program(program).find_states(kind),
